@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from tokenloom.process.control_groups import cpu_limit, throttled_seconds
+from tokenloom.process.control_groups import CpuGroups
 
 from ..kernels.threads import keep_apart, set_kernel_threads, share_cores
 
@@ -51,9 +51,19 @@ class Counters:
     """Cores that it may use."""
 
 
-def read_counters(root: Path = Path("/")) -> Counters:
-    """Read the counters of this process. What a system does not count is 0."""
-    return Counters(_waited_seconds(root), throttled_seconds(root), cpu_limit(root))
+class CounterReader:
+    """Reads the counters of this process. What a system does not count is 0."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._groups = CpuGroups(root)
+
+    def __call__(self) -> Counters:
+        waited = 0
+        for statistics in (self._root / "proc/self/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended
+                waited += int(statistics.read_text().split()[1])  # nanoseconds
+        return Counters(waited / 1e9, self._groups.throttled_seconds(), self._groups.limit())
 
 
 def cores_within(limit: float | None, threads: int, num_engines: int = 1) -> int:
@@ -70,13 +80,13 @@ class CpuWatch:
         threads: Threads,
         most_threads: int,
         num_engines: int = 1,
-        read: Callable[[], Counters] = read_counters,
+        read: Callable[[], Counters] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._threads = threads
         self._most = most_threads
         self._num_engines = num_engines
-        self._read = read
+        self._read = CounterReader() if read is None else read
         self._clock = clock
         self._next = -math.inf
         self._looked = math.nan
@@ -135,14 +145,6 @@ class ProcessThreads:
 
     def spread(self) -> None:
         keep_apart(True)
-
-
-def _waited_seconds(root: Path) -> float:
-    nanoseconds = 0
-    for statistics in (root / "proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended
-            nanoseconds += int(statistics.read_text().split()[1])
-    return nanoseconds / 1e9
 
 
 def bind_to(cpus: Collection[int]) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
-from tokenloom.process.control_groups import cpu_limit
+from tokenloom.process.control_groups import CpuGroups
 
 from ..attention.attention_backend import KVCache
 from ..cuda.step_tools import Capture, StepTools
@@ -90,7 +90,7 @@ class CPUPlatform:
         """Prepare torch's threads: ``num_threads``, or as many as this engine's part of a CPU limit can keep busy if
         that is less."""
         most = num_threads or torch.get_num_threads()
-        torch.set_num_threads(cores_within(cpu_limit(), most, num_engines))
+        torch.set_num_threads(cores_within(CpuGroups().limit(), most, num_engines))
         prepare_sharing()
         self._watch = CpuWatch(ProcessThreads(most), most, num_engines)
 

@@ -12,15 +12,24 @@ def memory_limit(root: Path = _ROOT) -> int | None:
     return min(limits, default=None)
 
 
-def cpu_limit(root: Path = _ROOT) -> float | None:
-    """Return the cores that the strictest group above this process allows; None: no group limits them."""
-    limits = [limit for group in _groups("cpu", root) if (limit := _cores(group)) is not None]
-    return min(limits, default=None)
+class CpuGroups:
+    """Reads the limits and counters of the groups above this process that can limit its processors.
 
+    The groups are found once, because a worker reads them between two steps; their files are read anew each time.
+    """
 
-def throttled_seconds(root: Path = _ROOT) -> float:
-    """Return for how long groups that reached their CPU limit have stopped their processes, together."""
-    return sum(map(_throttled, _groups("cpu", root)))
+    def __init__(self, root: Path = _ROOT) -> None:
+        files = ("cpu.max", "cpu.cfs_quota_us", "cpu.stat")
+        self._groups = [group for group in _groups("cpu", root) if any((group / name).exists() for name in files)]
+
+    def limit(self) -> float | None:
+        """Return the cores that the strictest group allows; None: no group limits them."""
+        limits = [limit for group in self._groups if (limit := _cores(group)) is not None]
+        return min(limits, default=None)
+
+    def throttled_seconds(self) -> float:
+        """Return for how long groups that reached their CPU limit have stopped their processes, together."""
+        return sum(map(_throttled, self._groups))
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
@@ -55,7 +64,8 @@ def _cores(group: Path) -> float | None:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()
         else:
-            quota, period = ((group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            quota = (group / "cpu.cfs_quota_us").read_text()
+            period = (group / "cpu.cfs_period_us").read_text()
         return int(quota) / int(period) if int(quota) > 0 else None
     except (OSError, ValueError):  # no such files; or the quota is "max"
         return None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenloom.gpu_worker.device import cpu_watch as core_watch
-from tokenloom.gpu_worker.device.cpu_watch import Counters, CpuWatch, ProcessThreads, cores_within, read_counters
+from tokenloom.gpu_worker.device.cpu_watch import CounterReader, Counters, CpuWatch, ProcessThreads, cores_within
 from tokenloom.gpu_worker.kernels import threads as kernel_threads
 
 
@@ -114,11 +114,11 @@ def test_the_counters_of_a_process_are_those_of_all_its_threads(tmp_path: Path) 
         directory.mkdir(parents=True)
         (directory / "schedstat").write_text(f"9000 {waited} 3\n")
     (tmp_path / "proc/self/task/2/comm").write_text("kernels")
-    assert read_counters(tmp_path) == Counters(2.5, 0.0, None)
+    assert CounterReader(tmp_path)() == Counters(2.5, 0.0, None)
 
 
 def test_without_counters_nothing_has_waited(tmp_path: Path) -> None:
-    assert read_counters(tmp_path) == Counters(0.0, 0.0, None)
+    assert CounterReader(tmp_path)() == Counters(0.0, 0.0, None)
 
 
 def test_kernels_always_get_the_number_that_was_chosen_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.process.control_groups import cpu_limit, memory_limit, throttled_seconds
+from tokenloom.process.control_groups import CpuGroups, memory_limit
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -23,8 +23,8 @@ def test_the_strictest_group_of_version_2_counts(tmp_path: Path) -> None:
         "sys/fs/cgroup/pods/one/cpu.stat": "usage_usec 9\n",
     }
     root = write(tmp_path, groups)
-    assert cpu_limit(root) == 1.5
-    assert throttled_seconds(root) == 2.5
+    assert CpuGroups(root).limit() == 1.5
+    assert CpuGroups(root).throttled_seconds() == 2.5
 
 
 def test_version_1(tmp_path: Path) -> None:
@@ -37,20 +37,20 @@ def test_version_1(tmp_path: Path) -> None:
         "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
     }
     root = write(tmp_path, groups)
-    assert cpu_limit(root) == 0.5
-    assert throttled_seconds(root) == 1.5
+    assert CpuGroups(root).limit() == 0.5
+    assert CpuGroups(root).throttled_seconds() == 1.5
 
 
 def test_in_a_container_the_path_is_the_hosts(tmp_path: Path) -> None:
     groups = {"proc/self/cgroup": "0::/kubepods/pod7\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}
-    assert cpu_limit(write(tmp_path, groups)) == 2.0
+    assert CpuGroups(write(tmp_path, groups)).limit() == 2.0
 
 
 @pytest.mark.parametrize("groups", [{}, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}])
 def test_without_a_limit(tmp_path: Path, groups: dict[str, str]) -> None:
     root = write(tmp_path, groups)
-    assert cpu_limit(root) is None
-    assert throttled_seconds(root) == 0.0
+    assert CpuGroups(root).limit() is None
+    assert CpuGroups(root).throttled_seconds() == 0.0
 
 
 @pytest.mark.parametrize(

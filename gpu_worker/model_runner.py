@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,31 @@ from .step_recordings import StepRecordings
 _CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerParts:
+    """Holds what a runner may have beside its model."""
+
+    device: torch.device = _CPU
+    """That of model and attention backend."""
+    device_sampler: DeviceSampler | None = None
+    """Changes logits, samples and finds log probabilities; None: the host does."""
+    proposer: Proposer | None = None
+    """Proposes drafts; None: no step has any."""
+    rejection: RejectionSampler | None = None
+    """Accepts drafts; None: a draft counts if it equals the token that is sampled."""
+    recordings: StepRecordings | None = None
+    """Runs the steps of which it can make recordings; None: the model computes every step."""
+    loras: LoraSlots | None = None
+    """Holds the adapters that requests name; None: they name none."""
+    pooler: Pooler | None = None
+    """Pools prompts; None: no request asks for it."""
+    ranks: Ranks = ONLY_RANK
+    """One of them samples the tokens of all."""
+
+
+_NO_PARTS: Final = RunnerParts()
+
+
 class ModelRunner:
     """Turns scheduled work into arrays and runs the model over the paged KV cache (``execute``); then ``sample``."""
 
@@ -47,46 +72,33 @@ class ModelRunner:
         batch: InputBatch,
         num_blocks: int,
         memory: PoolMemory | None = None,
-        device: torch.device = _CPU,
-        device_sampler: DeviceSampler | None = None,
+        parts: RunnerParts = _NO_PARTS,
         *,
         count_nans: bool = False,
         logits_metrics_interval: int = 0,
-        proposer: Proposer | None = None,
-        rejection: RejectionSampler | None = None,
-        recorded: StepRecordings | None = None,
-        loras: LoraSlots | None = None,
-        pooler: Pooler | None = None,
-        ranks: Ranks = ONLY_RANK,
     ) -> None:
-        """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
-
-        ``device_sampler`` changes logits, draws and finds log probabilities; None: the host does. ``count_nans``:
-        whether NaN logits of every step are counted. The logits of one step of ``logits_metrics_interval`` are
-        measured; 0: none. ``proposer`` proposes drafts, which ``rejection`` accepts; without it a draft counts if it
-        equals the token that is drawn.
-        ``recorded`` runs the steps of which it can make recordings; None: the model computes every step.
-        ``loras`` holds the adapters that requests name; None: they name none. ``pooler`` pools prompts; None: no
-        request asks for it. One of ``ranks`` draws the tokens of all of them.
-        """
-        self._recorded = recorded
-        self.set_model(model, pooler)
+        """``memory`` holds the KV caches; None: torch allocates them. ``count_nans``: whether NaN logits of every step
+        are counted. The logits of one step of ``logits_metrics_interval`` are measured; 0: none."""
+        self._recorded = parts.recordings
+        self.set_model(model, parts.pooler)
         self._backend = backend
         self._batch = batch
-        self._drawn = None if ranks.place.is_alone else SampledTokens(ranks, batch)
-        self._draws = ranks.place.draws
-        self._ranks = ranks
+        self._ranks = parts.ranks
+        self._drawn = None if self._ranks.place.is_alone else SampledTokens(self._ranks, batch)
+        self._draws = self._ranks.place.draws
         self._expected = ExpectedTokens(batch)
         self._sampler = StepSampler(
             batch,
-            device_sampler,
+            parts.device_sampler,
             count_nans=count_nans,
             logits_metrics_interval=logits_metrics_interval,
             publish=None if self._drawn is None else self._drawn.publish,
         )
-        self._speculation = Speculation(self._sampler, proposer, rejection) if proposer is not None else None
-        self._loras = loras
-        self._device = device
+        self._speculation = None
+        if parts.proposer is not None:
+            self._speculation = Speculation(self._sampler, parts.proposer, parts.rejection)
+        self._loras = parts.loras
+        self._device = parts.device
         self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
         self._kv_caches: list[KVCache] = []
         self.make_kv_caches()

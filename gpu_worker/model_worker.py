@@ -33,7 +33,7 @@ from .device.pool_pages import PoolPages
 from .device.profiler import Profiler
 from .kernels.levels import limit_level
 from .lora.slots import LoraSlots
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, RunnerParts
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
 from .models.decoder import DecoderModel, expert_layers
@@ -380,22 +380,25 @@ class ModelWorker:
             proposer, rejection = self._drafting.make(
                 batch, self._make_backend, num_blocks, block_size, memory, records=records
             )
+        parts = RunnerParts(
+            device=self._device,
+            device_sampler=self._platform.make_sampler(),
+            proposer=proposer,
+            rejection=rejection,
+            recordings=self._make_recorded(batch),
+            loras=self._loras,
+            pooler=self._pooler,
+            ranks=self._ranks,
+        )
         return ModelRunner(
             self._model,
             self._backend,
             batch,
             num_blocks,
             memory,
-            self._device,
-            self._platform.make_sampler(),
+            parts,
             count_nans=config.worker.compute_nans_in_logits,
             logits_metrics_interval=config.worker.logits_metrics_interval,
-            proposer=proposer,
-            rejection=rejection,
-            recorded=self._make_recorded(batch),
-            loras=self._loras,
-            pooler=self._pooler,
-            ranks=self._ranks,
         )
 
     def _make_recorded(self, batch: InputBatch) -> StepRecordings | None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from tokenloom.engine_core.data.config import LoadFormat
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..device.memory import forget_mapped, return_freed
-from ..parallel.experts.expert_exchange import ExpertExchange
-from ..parallel.group import ALONE, RankGroup
+from ..parallel.ranks import ONLY_RANK, Ranks
 from ..parallel.sharding import Dimension, length, take_part, total
 from .directory_source import DirectorySource
 from .files.packed_weight import PackedWeight, fill_rows
@@ -21,9 +20,6 @@ from .files.weight_files import weight_files
 from .gguf.source import GgufSource
 from .linear_layer import Adapt
 from .quantization.scheme import Scheme
-
-if TYPE_CHECKING:  # engines that do not move experts import none of it
-    from ..parallel.experts.balancer import ExpertBalancer
 
 FORGET_AT = 64 << 20
 """After how many bytes that were unpacked or cast the files' pages and the allocator's free memory are dropped."""
@@ -65,21 +61,17 @@ class Checkpoint:
         device: torch.device,
         scheme: Scheme | None = None,
         adapt: Adapt | None = None,
-        group: RankGroup = ALONE,
-        exchange: ExpertExchange | None = None,
-        balancer: "ExpertBalancer | None" = None,
+        ranks: Ranks = ONLY_RANK,
         source: WeightSource | None = None,
     ) -> None:
         """``scheme``: how the configuration says that weights are quantized, or None. ``adapt`` wraps the layers that
-        are loaded from here, so that LoRA adapters can change them; None: none is wrapped. ``group``: the ranks that
-        each hold a part of the layers. ``exchange`` reaches the experts of other engines; None: this one has all.
-        ``balancer`` knows where experts are that move; None: they do not.
-        ``source`` has the tensors; None: the files of ``path``."""
+        are loaded from here, so that LoRA adapters can change them; None: none is wrapped. ``ranks`` each hold a
+        part of the layers. ``source`` has the tensors; None: the files of ``path``."""
         self.path = path
         self.adapt = adapt
-        self.group = group
-        self.exchange = exchange
-        self.balancer = balancer
+        self.group = ranks.group
+        self.exchange = ranks.experts
+        self.balancer = ranks.balancer
         self.dtype = dtype
         self.device = device
         self._source = source or _open(path, scheme)

@@ -70,8 +70,7 @@ def load_model(
         source = _make_dummy(config, device)
     stage = Stage(ranks, config.hidden_size, config.dtype) if ranks.place.num_stages > 1 else None
     kernels = _kernels(config) if device.type == "cpu" else []
-    joined = (ranks.group, ranks.experts, ranks.balancer, source)
-    opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, *joined)
+    opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks, source)
     with parallel_build(kernels), opened as checkpoint:
         model: LanguageModel
         match config.family:
@@ -231,6 +230,5 @@ class ModelLoader:
         """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""
         config = model.config
         device = self.device or torch.device("cpu")
-        joined = (self.ranks.group, self.ranks.experts, self.ranks.balancer)
-        with Checkpoint(path, config.dtype, device, config.scheme, self.adapt, *joined) as checkpoint:
+        with Checkpoint(path, config.dtype, device, config.scheme, self.adapt, self.ranks) as checkpoint:
             model.load_weights(checkpoint)

@@ -13,7 +13,7 @@ from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRe
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.batch import input_batch
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
-from tokenloom.gpu_worker.model_runner import ModelRunner
+from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 from tokenloom.gpu_worker.models.architectures import load_model
 
 DEMO_MODEL = Path(demo_model.__file__).parent
@@ -236,7 +236,9 @@ def test_a_row_without_a_finite_logit_ends_its_request_alone(model, params, bad,
 
     backend = make_attention_backend("torch", model.config, 16, torch.device("cpu"))
     batch = InputBatch(4, 256, 16)
-    runner = ModelRunner(SpoiltModel(model), backend, batch, num_blocks=8, device_sampler=device_sampler)
+    runner = ModelRunner(
+        SpoiltModel(model), backend, batch, num_blocks=8, parts=RunnerParts(device_sampler=device_sampler)
+    )
     spoilt = NewRequestData("a", PROMPTS["a"], [], SamplingParams(max_tokens=4, seed=1, **params), BLOCKS["a"], 0)
     step = SchedulerOutput([spoilt, new("b")], CachedRequestData([], [], [], {}), {"a": 11, "b": 2}, 13, [], [])
     runner.execute(step)
@@ -253,7 +255,9 @@ def test_logits_are_measured_before_they_are_changed(model, device_sampler):
 
     def first_step(interval):
         batch = InputBatch(4, 256, 16)
-        runner = ModelRunner(model, backend, batch, 8, device_sampler=device_sampler, logits_metrics_interval=interval)
+        runner = ModelRunner(
+            model, backend, batch, 8, parts=RunnerParts(device_sampler=device_sampler), logits_metrics_interval=interval
+        )
         prompts = {"a": 11, "b": 2, "c": 20}
         runner.execute(SchedulerOutput(list(map(new, prompts)), CachedRequestData([], [], [], {}), prompts, 33, [], []))
         logits = runner._executed.logits.clone()

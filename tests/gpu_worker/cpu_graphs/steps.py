@@ -12,7 +12,7 @@ from tokenloom.gpu_worker.attention.attention_backends import make_attention_bac
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.cpu_graphs.fixed_plan import make_fixed_plan
 from tokenloom.gpu_worker.cpu_graphs.recorded_model import RecordedModel
-from tokenloom.gpu_worker.model_runner import ModelRunner
+from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.models.model import LanguageModel
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
@@ -39,7 +39,7 @@ def make_runner(model: LanguageModel, *, records: bool, **config: Any) -> tuple[
     plan = make_fixed_plan(backend, 8, 32, batch.gathered)
     assert plan is not None
     recorded = RecordedModel(plan) if records else None
-    return ModelRunner(model, backend, batch, num_blocks=12, recorded=recorded, **config), recorded
+    return ModelRunner(model, backend, batch, num_blocks=12, parts=RunnerParts(recordings=recorded), **config), recorded
 
 
 def step(runner: ModelRunner, counts: dict[str, int], computed: dict[str, int]) -> Drawn:

@@ -19,7 +19,7 @@ from tokenloom.gpu_worker.cuda.device_steps import DeviceSteps
 from tokenloom.gpu_worker.cuda.step_graphs import StepGraphs, StepPlans, row_buckets, token_buckets
 from tokenloom.gpu_worker.cuda.step_tensors import StepSize, StepTensors
 from tokenloom.gpu_worker.cuda.step_tools import StepTools
-from tokenloom.gpu_worker.model_runner import ModelRunner
+from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
@@ -42,7 +42,8 @@ def make_steps(model, batch, capture, link=None):
 def make_runner(model, capture, link):
     batch = InputBatch(4, 128, 16)
     backend, steps = make_steps(model, batch, capture, link)
-    return ModelRunner(model, backend, batch, 8, None, CPU, DeviceSampler(HostKernels(), link), recorded=steps)
+    parts = RunnerParts(device_sampler=DeviceSampler(HostKernels(), link), recordings=steps)
+    return ModelRunner(model, backend, batch, 8, parts=parts)
 
 
 def lives(runner, lag=0):

@@ -16,7 +16,7 @@ from tokenloom.engine_core.data.scheduler_output import (
 )
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
-from tokenloom.gpu_worker.model_runner import ModelRunner
+from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 
 DEMO_MODEL = Path(demo_model.__file__).parent
 BLOCK_SIZE = 16
@@ -49,7 +49,9 @@ class Driver:
         backend = make_attention_backend("auto", model.config, BLOCK_SIZE, torch.device("cpu"))
         batch = InputBatch(8, MAX_MODEL_LEN, BLOCK_SIZE)
         self.proposer, rejection = make_parts(batch) if make_parts else (NoProposals(), None)
-        self.runner = ModelRunner(model, backend, batch, NUM_BLOCKS, proposer=self.proposer, rejection=rejection)
+        self.runner = ModelRunner(
+            model, backend, batch, NUM_BLOCKS, parts=RunnerParts(proposer=self.proposer, rejection=rejection)
+        )
         self.steps = 0
         self.proposed = 0
         self.accepted = 0

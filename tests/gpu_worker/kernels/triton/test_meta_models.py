@@ -12,7 +12,7 @@ from tokenloom.gpu_worker.attention.attention_backends import make_attention_bac
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.encoders.encoder import load_encoder
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
-from tokenloom.gpu_worker.model_runner import ModelRunner
+from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
@@ -30,7 +30,9 @@ def launched(monkeypatch):
 def make_runner(model):
     backend = make_attention_backend("auto", model.config, 16, META)
     sampler = DeviceSampler(TritonSamplerKernels(), MetaLink())
-    return ModelRunner(model, backend, InputBatch(4, 128, 16), 20, device=META, device_sampler=sampler)
+    return ModelRunner(
+        model, backend, InputBatch(4, 128, 16), 20, parts=RunnerParts(device=META, device_sampler=sampler)
+    )
 
 
 @pytest.mark.parametrize("name", ["Bert", "XLMRoberta", "ModernBert"])

@@ -17,7 +17,7 @@ from tokenloom.gpu_worker.cuda.row_kernels import TritonRowKernels
 from tokenloom.gpu_worker.cuda.step_tools import StepTools
 from tokenloom.gpu_worker.device.device_link import Past
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
-from tokenloom.gpu_worker.model_runner import ModelRunner
+from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
@@ -91,7 +91,9 @@ def make_runner(path, link):
     backend, batch = make_attention_backend("auto", model.config, 16, META), InputBatch(4, 128, 16)
     recorded = make_device_steps(backend, batch, 64, META, StepTools(link, TritonRowKernels()), None)
     sampler = DeviceSampler(TritonSamplerKernels(), link)
-    return ModelRunner(model, backend, batch, 32, None, META, sampler, recorded=recorded)
+    return ModelRunner(
+        model, backend, batch, 32, parts=RunnerParts(device=META, device_sampler=sampler, recordings=recorded)
+    )
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])

@@ -12,7 +12,7 @@ from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.cuda.device_steps import make_device_steps
 from tokenloom.gpu_worker.cuda.row_kernels import TritonRowKernels
 from tokenloom.gpu_worker.cuda.step_tools import StepTools
-from tokenloom.gpu_worker.model_runner import ModelRunner
+from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 
@@ -49,7 +49,9 @@ def model(save_checkpoint):
 def generate(model, make_recorded):
     """Three requests that end one after the other. Returns their tokens."""
     backend, batch = TritonBackend(model.config, 16, CPU), InputBatch(4, 64, 16)
-    runner = ModelRunner(model, backend, batch, num_blocks=8, recorded=make_recorded(backend, batch))
+    runner = ModelRunner(
+        model, backend, batch, num_blocks=8, parts=RunnerParts(recordings=make_recorded(backend, batch))
+    )
     outputs = {name: [] for name in PROMPTS}
     news = [
         NewRequestData(name, PROMPTS[name], [], SamplingParams(max_tokens=9, seed=1, temperature=0.0), BLOCKS[name], 0)

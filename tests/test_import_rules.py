@@ -29,7 +29,7 @@ BLOCK_HASH = "tokenloom.request.prompt_block_hash"
 REASONING = "tokenloom.request.reasoning"
 PREFIX_SCHEDULE = "tokenloom.request.prefix_schedule"
 ROUTED_ROWS = "tokenloom.request.routed_rows"
-RESERVATION = "tokenloom.request.reservation"
+LIMITS = "tokenloom.request.limits"
 # The head of a GGUF file, which holds configuration and tokenizer.
 GGUF_FILE = "tokenloom.gguf.gguf_file"
 # What every process has: its limits, its end with its parent, sockets, a directory to meet in, its fall-backs.
@@ -208,7 +208,7 @@ def test_engine_core(module: Module) -> None:
         PREFIX_SCHEDULE,
         REASONING,
         ROUTED_ROWS,
-        RESERVATION,
+        LIMITS,
         OF_PROCESSES,
     ]
     if module.name == "tokenloom.engine_core.fake_workers.checkpoint_sizes":
@@ -221,7 +221,7 @@ def test_engine_core(module: Module) -> None:
 def test_gpu_worker() -> None:
     package, allowed = (
         "tokenloom.gpu_worker",
-        [*sorted(PLAIN_DATA), SAMPLING_PARAMS, RESERVATION, GGUF_FILE, OF_PROCESSES],
+        [*sorted(PLAIN_DATA), SAMPLING_PARAMS, LIMITS, GGUF_FILE, OF_PROCESSES],
     )
     assert not violations(package, allowed, never=("grpc", "asyncio"))
     # Only the folder for that library's models, which is imported when one is loaded.
@@ -250,7 +250,7 @@ def test_what_is_about_requests_knows_no_server() -> None:
         assert not violations(package, allowed, third_party=third_party)
 
 
-@pytest.mark.parametrize("module", [RESERVATION, OF_PROCESSES])
+@pytest.mark.parametrize("module", [LIMITS, OF_PROCESSES])
 def test_what_every_process_uses_imports_no_code_of_ours(module: str) -> None:
     """The engine core, its workers and every service hold them."""
     assert not violations(module, third_party=set())

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom.process.fall_backs import OF_PROCESS
-from tokenloom.request.reservation import Reservation
+from tokenloom.request.limits import Reservation
 
 
 class FreeSpace:

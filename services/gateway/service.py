@@ -5,7 +5,7 @@ import logging
 import math
 from functools import partial
 
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost

@@ -96,7 +96,7 @@ _OPEN = Generator.open
 _BUGS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
     "two_writers": ("batches", {(BatchTask, "cancel"): _cancel_and_write}),
     "written_once": ("batches", {(BatchTask, "_persist"): _write_once}),
-    "files_that_arrive": ("files", {(FileStore, "reserve"): _reserve_nothing, (FileStore, "grow"): _grow_freely}),
+    "files_that_arrive": ("files", {(FileStore, "take"): _reserve_nothing, (FileStore, "grow"): _grow_freely}),
     "place_given_back": ("generations", {(Generator, "_admit"): _give_place_back}),
     "charged_by_call": ("generations", {(Charges, "of"): _charge_again}),
     "cancelled_as_lost": ("responses", {(Generator, "open"): _open_for_any}),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.app import STOPPED, App, Routes
 from tokenloom.services.gateway.http.client_flow import ClientFlow
 from tokenloom.services.gateway.http.http_exchange import JSON, HttpExchange

@@ -78,7 +78,7 @@ class BatchRunner:
         """
         if self._is_closed:
             raise Unavailable("the gateway is shutting down; retry")
-        with self._files.reserve(batch.tenant, num_files=2) as room:
+        with self._files.take(batch.tenant, num_files=2) as room:
             self._files.begin_use(batch.input_file_id, batch.id)  # before anything waits: a client may delete it
             try:
                 await self._batches.add(batch, lambda: self.submit(batch, room.move()))

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tokenloom.request.errors import FailedPrecondition, NotFound
-from tokenloom.request.reservation import AdmissionLimit, Reservation
+from tokenloom.request.limits import AdmissionLimit, Reservation
 
 from ..files.disk import NEW, Disk, write_atomically
 from .batch import Status, StoredBatch

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from tokenloom.request.reservation import AdmissionLimit, Reservation
+from tokenloom.request.limits import AdmissionLimit, Reservation
 
 
 class Shelf:

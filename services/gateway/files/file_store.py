@@ -92,7 +92,7 @@ class FileStore:
         if size > self.limits.file_bytes:
             raise PayloadTooLarge(f"a file may have at most {self.limits.file_bytes} bytes", "file")
 
-    def reserve(self, tenant: str, num_files: int = 1) -> FileRoom:
+    def take(self, tenant: str, num_files: int = 1) -> FileRoom:
         """Return room for files that will be stored. Raises ``FailedPrecondition`` if the tenant may not have them."""
         shelf = self._shelf(tenant)
         if (room := shelf.take(num_files)) is None:
@@ -121,7 +121,7 @@ class FileStore:
         self, file_id: str, tenant: str, *, name: str, purpose: str, size: int, room: FileRoom | None = None
     ) -> StoredFile:
         """Store what was written to :meth:`partial_path`. ``room``: what was reserved while it arrived."""
-        with self.reserve(tenant) if room is None else room as held:
+        with self.take(tenant) if room is None else room as held:
             self.grow(held, tenant, size)
             path = self.partial_path(file_id)
             file = await self.adopt(path, file_id, tenant, name=name, purpose=purpose, room=held)

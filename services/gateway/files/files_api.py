@@ -48,7 +48,7 @@ class FilesApi:
             raise UnsupportedEncoding("Content-Encoding is not supported; send the body uncompressed")
         tenant, file_id = exchange.tenant.name, new_file_id()
         path = self.store.partial_path(file_id)
-        with self.store.reserve(tenant) as room:
+        with self.store.take(tenant) as room:
             try:
                 upload = await self._receive(exchange, boundary, path, room)
                 purpose = upload.fields.get("purpose")

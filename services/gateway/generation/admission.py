@@ -3,13 +3,12 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Final, Self
 
 from tokenloom.request import errors, validation
-from tokenloom.request.reservation import Reservation
-from tokenloom.v1 import output_processor_pb2
+from tokenloom.request.limits import Reservation
 
 from ..records.generate_request import Chat, GenerateRequest
 from ..tenants.tenant_share import MAX_QUEUE_SECONDS, TenantShare
@@ -212,22 +211,14 @@ class AdmittedRequest:
             text = job.sampling.structured_outputs.SerializeToString(deterministic=True)
             self._grammar = self._share.take_grammar(hashlib.blake2b(text, digest_size=16).digest())
 
-    def reserve_tokens(self, submits: Sequence[output_processor_pb2.Submit], *, is_bounded: bool) -> None:
-        """Reserve the tokens that the prompts and their outputs may use, before any of them is sent.
+    def take_tokens(self, num_prompt: int, num_output: int = 0, *, is_bounded: bool = True) -> None:
+        """Take the tokens that the prompts and all their outputs may use, before any of them is sent. A place that was
+        taken over from a call of the same request has them already.
 
-        ``is_bounded``: the client has set the limit of the outputs. Raises as :meth:`TenantShare.reserve_tokens`.
+        ``is_bounded``: the client has set the limit of the outputs. Raises as :meth:`TenantShare.take_tokens`.
         """
-        num_prompt = num_output = 0
-        for submit in submits:
-            num_prompt += len(submit.prompt.token_ids)
-            num_output += (submit.num_samples or 1) * submit.sampling_params.max_tokens
-        self.reserve(num_prompt, num_output, is_bounded=is_bounded)
-
-    def reserve(self, num_prompt: int, num_output: int = 0, *, is_bounded: bool = True) -> None:
-        """Reserve so many tokens of prompts and outputs. Arguments and errors as in :meth:`reserve_tokens`. A place
-        that was taken over from a call of the same request has them already."""
         if self._tokens is None:
-            self._tokens = self._share.reserve_tokens(num_prompt, num_output, is_bounded=is_bounded)
+            self._tokens = self._share.take_tokens(num_prompt, num_output, is_bounded=is_bounded)
             self._pending.refine(num_prompt)
 
     def begin_output(self, index: int) -> None:

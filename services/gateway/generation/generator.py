@@ -169,7 +169,7 @@ class Generator:
             await add_hashes(prompts, self._links.view.block_size, request.cache_salt)
             running = RunningPooling(pooling, prompts, self._context, self._context.priority_of(request, limits))
             admitted.num_used = running.usage.prompt_tokens
-            admitted.reserve(admitted.num_used)
+            admitted.take_tokens(admitted.num_used)
             call.show(running)
             try:
                 await running.run(self._outputs, admitted, call.seconds_left)
@@ -233,9 +233,11 @@ class Generator:
     async def _begin(
         self, job: GenerateRequest, place: AdmittedRequest, claim: ResumeToken, model: str
     ) -> RunningGeneration:
-        """Prepare a request and reserve its tokens. ``model``: what generates, for answers."""
+        """Prepare a request and take its tokens. ``model``: what generates, for answers."""
         prepared = await self._preparer.prepare(job)
-        place.reserve_tokens(prepared.submits, is_bounded=job.sampling.HasField("max_tokens"))
+        num_prompt = sum(len(submit.prompt.token_ids) for submit in prepared.submits)
+        num_output = sum(submit.sampling_params.max_tokens for submit in prepared.submits) * job.num_samples
+        place.take_tokens(num_prompt, num_output, is_bounded=job.sampling.HasField("max_tokens"))
         marks, begin = self._reasoning_marks, place.begin_output
         return RunningGeneration(prepared, self._context.draw_id(), self._metrics, marks, begin, claim, model=model)
 

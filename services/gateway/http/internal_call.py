@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 
 from ..tenants.tenant import Tenant
 from .app import App

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit, Reservation
+from tokenloom.request.limits import AdmissionLimit, Reservation
 
 from ..tenants.tenant_share import TenantShare
 from .client_flow import ClientDisconnected, ClientFlow

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeAlias
 
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.channels import Channels

@@ -6,7 +6,7 @@ from typing import TypeAlias
 from google.protobuf.duration_pb2 import Duration
 
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.v1 import output_processor_pb2 as pb
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenloom.request import errors
-from tokenloom.request.reservation import Reservation
+from tokenloom.request.limits import DividedLimit, Reservation
 
 from ..encoding.sse import encode_json
 from ..records.resume_token import NEW, ResumeToken
-from ..tenants.room import DividedLimit
 from .input_items import Turn
 
 MAX_RUNNING = 256
@@ -90,10 +89,10 @@ class ResponseStore:
         own = [running for running in self._running.values() if running.stored.tenant == stored.tenant]
         # Divided among tenants: one of them took all places of responses in the background, and their conversations
         # counted against no bound.
-        if (place := self._places.take_for(len(own), 1)) is None:
+        if (place := self._places.take(1, len(own))) is None:
             message = f"{self._places.taken} responses run in the background, {len(own)} of them yours; retry later"
             raise errors.ResourceExhausted(message)
-        num_bytes = self._running_bytes.take_for(sum(running.bytes.amount for running in own), size)
+        num_bytes = self._running_bytes.take(size, sum(running.bytes.amount for running in own))
         if num_bytes is None:
             place.release()
             raise errors.ResourceExhausted("the responses that run in the background hold too many bytes; retry later")

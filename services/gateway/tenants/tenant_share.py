@@ -7,11 +7,9 @@ from functools import partial
 from typing import Final
 
 from tokenloom.request.errors import InvalidArgument, PayloadTooLarge, RateLimitExceeded, ResourceExhausted
-from tokenloom.request.reservation import AdmissionLimit, Reservation, joined
+from tokenloom.request.limits import AdmissionLimit, DividedLimit, Reservation, TokenBucket, joined
 
-from .room import DividedLimit
 from .tenant import TenantLimits
-from .token_bucket import TokenBucket
 
 MAX_LIVE_REQUESTS: Final = "max_live_requests"
 MAX_SESSIONS: Final = "max_sessions"
@@ -81,7 +79,7 @@ class TenantShare:
             raise self._limited("live_outputs", f"{self.live_outputs} outputs of this tenant are in work", limit)
         # Divided by what is free, and not by the number of tenants: first come, first served let 1,200 idle sessions of
         # one key refuse all others, and fixed parts for many keys would leave most of the gateway unused.
-        if (places := room.take_for(self.live_outputs, wanted)) is None:
+        if (places := room.take(wanted, self.live_outputs)) is None:
             self.refused[MAX_LIVE_REQUESTS] += 1
             raise ResourceExhausted("too many requests are running; retry later")
         return joined(self._outputs.take_anyway(wanted), places)
@@ -108,7 +106,7 @@ class TenantShare:
         limit = self.limits.sessions
         if limit is not None and not self._sessions.can_take(1):
             raise self._limited("sessions", f"{self.sessions} sessions of this tenant are open", limit)
-        if (place := room.take_for(self.sessions, 1)) is None:
+        if (place := room.take(1, self.sessions)) is None:
             self.refused[MAX_SESSIONS] += 1
             raise ResourceExhausted(f"the gateway has {room.taken} of {room.size} sessions open; retry later")
         return joined(self._sessions.take_anyway(1), place)
@@ -130,14 +128,14 @@ class TenantShare:
         :meth:`take_bytes`."""
         held = self.body_bytes
         with self.take_bytes(size, size) as of_tenant:
-            if (of_gateway := room.take_for(held, size)) is None:
+            if (of_gateway := room.take(size, held)) is None:
                 self.refused[MAX_BODY_BYTES_IN_FLIGHT] += 1
                 state = f"the gateway holds {room.taken} of {room.size} bytes of messages that are not answered"
                 raise ResourceExhausted(f"{state}; retry", retry_after=1.0)
             return joined(of_tenant, of_gateway)
 
-    def reserve_tokens(self, num_prompt: int, num_output: int, *, is_bounded: bool) -> Reservation:
-        """Reserve the tokens that a request may use; nothing, where they are not limited.
+    def take_tokens(self, num_prompt: int, num_output: int, *, is_bounded: bool) -> Reservation:
+        """Take the tokens that a request may use; nothing, where they are not limited.
 
         ``num_output``: limit of all its outputs together. ``is_bounded``: the client has set ``max_tokens``. A request
         without it may run to the end of the context; it reserves at most the whole bucket, and :meth:`charge` makes it

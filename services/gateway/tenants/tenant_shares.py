@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 
-from .room import DividedLimit
+from tokenloom.request.limits import DividedLimit
+
 from .tenant import Tenant, TenantLimits
 from .tenant_limits import merged, with_burst
 from .tenant_share import TenantShare

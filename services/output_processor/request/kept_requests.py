@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit, Reservation
+from tokenloom.request.limits import AdmissionLimit, Reservation
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.output_processor_pb2 import Resume, Submit
 

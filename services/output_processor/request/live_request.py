@@ -1,7 +1,7 @@
 """Bounds the requests that are live in this process, by number and by the memory of their prompts. No I/O."""
 
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit, Reservation
+from tokenloom.request.limits import AdmissionLimit, Reservation
 from tokenloom.v1.output_processor_pb2 import Submit
 
 _TOKEN_BYTES = 4

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 
 MESSAGE_SECONDS = 60.0
 """Limit on the time from the beginning of a call to the end of its only message, as for the body of an HTTP request."""

@@ -43,7 +43,7 @@ from tests.mesh.entrances.table import (
 )
 from tests.mesh.harness import SOON, Mesh, Part
 from tests.ready_channel import ready_channel
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http import request_body
 from tokenloom.services.gateway.http.app import PAGE_FILES
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest

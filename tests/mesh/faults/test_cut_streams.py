@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.services.output_processor.conftest import byte_level, gemma_unigram, llama_bpe, word_piece
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.mesh.collector import Collector, Delta
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream

@@ -17,7 +17,7 @@ import httptools
 import uvicorn
 from uvicorn.server import ServerState
 
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 
 from ..client_flow import ClientFlow
 from ..http_exchange import HttpExchange

@@ -11,7 +11,7 @@ import uvicorn
 
 from tokenloom.process import unix_socket
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime import addresses
 from tokenloom.services.runtime.held_sockets.held_socket import adopt
 from tokenloom.services.runtime.peers.tls import PublicTLS

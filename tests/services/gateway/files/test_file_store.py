@@ -52,12 +52,12 @@ async def test_an_upload_that_was_cancelled_is_stored_or_gone(store: FileStore) 
         await asyncio.wait([uploading])
         for file in store.of("t"):
             await store.delete(file.id, "t")
-        with store.reserve("t", 3) as room:
+        with store.take("t", 3) as room:
             store.grow(room, "t", 1000)
 
 
 async def test_an_upload_in_progress_counts(store: FileStore) -> None:
-    with store.reserve("t") as first, store.reserve("t") as second, store.reserve("t") as third:
+    with store.take("t") as first, store.take("t") as second, store.take("t") as third:
         store.grow(first, "t", 1000)
         store.grow(second, "t", 600)
         with pytest.raises(FailedPrecondition, match="2000 bytes may be stored, of which 400 are left"):
@@ -66,8 +66,8 @@ async def test_an_upload_in_progress_counts(store: FileStore) -> None:
         with pytest.raises(PayloadTooLarge):
             store.grow(third, "t", 1001)
         with pytest.raises(FailedPrecondition, match="3 files are stored"):
-            store.reserve("t")
-    store.reserve("t", 3).release()
+            store.take("t")
+    store.take("t", 3).release()
 
 
 async def test_a_file_that_cannot_be_removed_is_still_there(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def job(num_prompts: int = 1, num_samples: int = 1, grammar: str = "") -> Genera
 async def test_a_place_holds_all_and_gives_it_back_once() -> None:
     gate = Gate()
     place = gate.admission.admit(job(2, 2, "a"), 60.0)
-    place.reserve(30, 40)
+    place.take_tokens(30, 40)
     assert gate.counts == (4, 4, 4, 1, 4, 4, 30, 70)
     for _ in range(2):  # a call that resumes the request gets its first tokens again
         place.begin_output(0)
@@ -86,5 +86,5 @@ async def test_a_refused_request_leaves_nothing() -> None:
 async def test_tokens_that_are_refused_are_not_charged() -> None:
     gate = Gate()
     with pytest.raises(InvalidArgument, match="token_burst"), gate.admission.admit(job(), 60.0) as place:
-        place.reserve(30, 80)
+        place.take_tokens(30, 80)
     assert (gate.counts, gate.share.tokens) == (NOTHING, 0)

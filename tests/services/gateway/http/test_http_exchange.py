@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.client_flow import ClientDisconnected, ClientFlow
 from tokenloom.services.gateway.http.http_exchange import HttpExchange, UnsupportedMediaType
 from tokenloom.services.gateway.http.request_body import RequestBody

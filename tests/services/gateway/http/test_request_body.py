@@ -9,7 +9,7 @@ import pytest
 from tests.services.gateway.fakes import HEADERS, MODEL, SOON, FakeMesh
 from tests.services.gateway.http.test_http_exchange import FakeConnection
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.client_flow import ClientDisconnected
 from tokenloom.services.gateway.http.request_body import UNREAD_BYTES, BodyTimeout, RequestBody
 from tokenloom.services.gateway.tenants.tenant import TenantLimits

@@ -3,7 +3,7 @@
 import pytest
 
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.pending_request import MAX_LOSSES_ALONE, PendingRequest
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget

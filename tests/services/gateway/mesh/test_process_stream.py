@@ -1,6 +1,6 @@
 """What a stream to an output processor sends, in which order."""
 
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream

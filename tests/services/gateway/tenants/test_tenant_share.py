@@ -3,7 +3,7 @@
 import pytest
 
 from tokenloom.request.errors import InvalidArgument, PayloadTooLarge, RateLimitExceeded, ResourceExhausted
-from tokenloom.services.gateway.tenants.room import DividedLimit
+from tokenloom.request.limits import DividedLimit
 from tokenloom.services.gateway.tenants.tenant import TenantLimits
 from tokenloom.services.gateway.tenants.tenant_share import TenantShare
 
@@ -96,14 +96,14 @@ def test_bytes() -> None:
 
 def test_tokens_are_reserved_and_charged_as_used() -> None:
     tenant = share(tokens_per_second=10, token_burst=100)
-    reserved = tenant.reserve_tokens(20, 60, is_bounded=True)
+    reserved = tenant.take_tokens(20, 60, is_bounded=True)
     assert reserved.amount == 80
     with pytest.raises(RateLimitExceeded, match=r"may use 30 tokens, and this tenant has 20 left") as caught:
-        tenant.reserve_tokens(10, 20, is_bounded=True)
+        tenant.take_tokens(10, 20, is_bounded=True)
     assert (caught.value.limit, caught.value.retry_after) == ("tokens_per_second", 1.0)
     tenant.charge(reserved, 25)
     assert tenant.tokens == 25
-    assert tenant.reserve_tokens(15, 60, is_bounded=True).amount == 75
+    assert tenant.take_tokens(15, 60, is_bounded=True).amount == 75
 
 
 def test_a_request_above_the_burst_is_refused_only_if_the_client_chose_its_size() -> None:
@@ -111,13 +111,13 @@ def test_a_request_above_the_burst_is_refused_only_if_the_client_chose_its_size(
     with pytest.raises(
         InvalidArgument, match=r"20 prompt tokens and 90 output tokens; .* token_burst is 100"
     ) as caught:
-        tenant.reserve_tokens(20, 90, is_bounded=True)
+        tenant.take_tokens(20, 90, is_bounded=True)
     assert (caught.value.field, tenant.refused) == ("max_tokens", {"token_burst": 1})
-    reserved = tenant.reserve_tokens(20, 90, is_bounded=False)
+    reserved = tenant.take_tokens(20, 90, is_bounded=False)
     assert reserved.amount == 100
     tenant.charge(reserved, 110)
     with pytest.raises(RateLimitExceeded, match="has 0 left") as owing:
-        tenant.reserve_tokens(1, 9, is_bounded=True)
+        tenant.take_tokens(1, 9, is_bounded=True)
     assert owing.value.retry_after == 2.0, "10 are owed, 10 are wanted"
 
 
@@ -127,7 +127,7 @@ def test_without_limits_all_is_admitted_and_counted() -> None:
     tenant.take_bytes(1 << 40, 1 << 40)
     for number in range(100):
         tenant.take_grammar(bytes([number]))
-    reserved = tenant.reserve_tokens(1 << 20, 1 << 20, is_bounded=True)
+    reserved = tenant.take_tokens(1 << 20, 1 << 20, is_bounded=True)
     assert reserved.amount == 0
     tenant.charge(reserved, 7)
     assert (tenant.live_outputs, tenant.pending_grammars, tenant.tokens) == (5000, 100, 7)

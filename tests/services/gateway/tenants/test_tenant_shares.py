@@ -37,7 +37,7 @@ def test_the_metrics_of_tenants_that_have_sent_a_request() -> None:
     share.take_outputs(2, all_shares.outputs)
     share.take_grammar(b"x")
     share.take_bytes(70, 70)
-    share.charge(share.reserve_tokens(8, 8, is_bounded=True), 12)
+    share.charge(share.take_tokens(8, 8, is_bounded=True), 12)
     share.refused["sessions"] += 3
     page = generate_latest(registry).decode()
     for line in (

@@ -7,7 +7,7 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.server import ServerState
 
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.http_protocol import HttpContext, HttpProtocol

@@ -6,7 +6,7 @@ import sys
 
 import uvloop
 
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.http_server import HttpServer

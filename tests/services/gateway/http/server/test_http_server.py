@@ -12,7 +12,7 @@ import pytest
 from tests.plain_text import PLAIN_TEXT
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.request import errors
-from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.http_server import HttpServer
 

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.request.reservation import Reservation
-from tokenloom.services.gateway.tenants.token_bucket import TokenBucket
+from tokenloom.request.limits import Reservation, TokenBucket
 
 
 class Clock:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from tokenloom.request.reservation import AdmissionLimit, Reservation
+from tokenloom.request.limits import AdmissionLimit, Reservation
 
 
 def taken(limit: AdmissionLimit, amount: int) -> Reservation:

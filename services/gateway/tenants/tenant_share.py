@@ -45,6 +45,7 @@ class TenantShare:
         self._outputs = AdmissionLimit(limits.live_outputs)
         self._sessions = AdmissionLimit(limits.sessions)
         self._bytes = AdmissionLimit(limits.body_bytes)
+        self._messages = AdmissionLimit(None)  # of these bytes, those of the gRPC API
         self._grammars: Counter[bytes] = Counter()  # pending requests by grammar; bounded by the live outputs
 
     @property
@@ -126,13 +127,13 @@ class TenantShare:
     def take_message(self, size: int, room: DividedLimit) -> Reservation:
         """Take room for a message of the gRPC API of ``size`` bytes. ``room``: the gateway's. Errors as in
         :meth:`take_bytes`."""
-        held = self.body_bytes
         with self.take_bytes(size, size) as of_tenant:
-            if (of_gateway := room.take(size, held)) is None:
+            # By what it holds of this room only: bodies over HTTP have a budget of their own.
+            if (of_gateway := room.take(size, self._messages.taken)) is None:
                 self.refused[MAX_BODY_BYTES_IN_FLIGHT] += 1
                 state = f"the gateway holds {room.taken} of {room.size} bytes of messages that are not answered"
                 raise ResourceExhausted(f"{state}; retry", retry_after=1.0)
-            return joined(of_tenant, of_gateway)
+            return joined(of_tenant, self._messages.take_anyway(size), of_gateway)
 
     def take_tokens(self, num_prompt: int, num_output: int, *, is_bounded: bool) -> Reservation:
         """Take the tokens that a request may use; nothing, where they are not limited.

@@ -73,3 +73,10 @@ def test_messages_of_all_tenants_together_have_a_bound() -> None:
     for message in (first, second):
         message.release()
     assert (a.body_bytes, b.body_bytes, all_shares.messages.taken) == (0, 0, 0)
+
+
+def test_bodies_over_http_take_no_room_of_messages() -> None:
+    all_shares = shares()
+    a, b = all_shares.of(A), all_shares.of(B)
+    with a.take_bytes(70, 70), b.take_message(10, all_shares.messages):
+        a.take_message(40, all_shares.messages).release()

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, nargs=2, default=[100, 260], help="few and many steps [100 260]")
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--sampling", nargs="+", default=["greedy", "top-p"])
-    parser.add_argument("--limit", type=float, default=0.01, help="fail above this slowdown [0.01]")
+    parser.add_argument("--limit", type=float, default=0.005, help="fail above this slowdown [0.005]")
     options = parser.parse_args(arguments)
     is_slower = False
     for rows in options.rows:

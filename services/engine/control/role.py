@@ -2,11 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Literal
 
 from tokenloom.v1 import types_pb2
-
-RoleName = Literal["both", "prefill", "decode"]
 
 BY_NAME: dict[str, types_pb2.EngineRole] = {
     "both": types_pb2.ENGINE_ROLE_BOTH,

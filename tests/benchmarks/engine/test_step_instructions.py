@@ -31,6 +31,16 @@ def test_set_up_does_not_count(monkeypatch, capsys):
     assert step_instructions.main([*arguments, "--limit", "0.03"]) == 0
 
 
+@pytest.mark.parametrize(("per_step", "status"), [(1004, 0), (1006, 1)])
+def test_half_a_percent_is_the_limit(per_step: int, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(tree: Path, rows: int, sampling: str, steps: int) -> int:
+        return {"base": 1000, "ours": per_step}[tree.name] * steps
+
+    monkeypatch.setattr(step_instructions, "count", count)
+    arguments = ["--base", "base", "--ours", "ours", "--rows", "32", "--sampling", "greedy"]
+    assert step_instructions.main(arguments) == status
+
+
 def test_without_valgrind_it_says_so(monkeypatch):
     monkeypatch.setattr(step_instructions, "_VALGRIND", ("/nowhere/valgrind",))
     with pytest.raises(RuntimeError, match="not installed"):

@@ -9,13 +9,7 @@ from typer.main import get_command
 from tokenloom import LLM
 from tokenloom.cli.main import app
 from tokenloom.offline.engine_args import engine_config
-from tokenloom.reference.vllm_names import (
-    MISSING_ARGUMENTS,
-    OTHER_METRICS,
-    SAME_ARGUMENTS,
-    SAME_FLAGS,
-    SAME_METRICS,
-)
+from tokenloom.reference.from_vllm import MISSING_ARGUMENTS, OTHER_METRICS, SAME_ARGUMENTS, SAME_FLAGS, SAME_METRICS
 from tokenloom.services.gateway.compat import FOREIGN_APIS
 
 from .markdown_page import DOCS

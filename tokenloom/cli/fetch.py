@@ -36,8 +36,7 @@ def fetch(
     again. A token for the hub is read from HF_TOKEN, or from the file that HF_TOKEN_PATH names.
     """
     # Imported here: the hub's library would slow the start of every other command.
-    from tokenloom.model_files.hub_files import HubCache
-    from tokenloom.model_files.model_path import resolve
+    from tokenloom.model_files.model_path import HubCache, resolve
 
     named = f"{model}@{revision}" if revision else model
     with reported():

@@ -10,8 +10,7 @@ import typer
 from rich.table import Table
 
 from tokenloom.gguf.gguf_file import SUFFIX, read_gguf
-from tokenloom.model_files.hub_files import weight_paths
-from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME, weight_paths
 
 from .failures import RequestFailed, reported
 from .server import ApiKey, BaseUrl, Server, connect

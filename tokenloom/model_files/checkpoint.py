@@ -20,7 +20,7 @@ from .gguf_description import (
     load_gguf_tokenizer,
     save_gguf_tokenizer,
 )
-from .hub_files import weight_paths
+from .model_path import weight_paths
 from .saved_tokenizer import save_tokenizer
 
 if TYPE_CHECKING:

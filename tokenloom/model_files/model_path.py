@@ -1,12 +1,100 @@
-"""Finds the files of a model by its name. It imports little: every command that takes a model does."""
+"""Finds the files of a model by its name, on this machine or on the Hugging Face hub, whose files it fetches.
+
+It imports little: every command that takes a model imports it.
+"""
 
 import os
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from ..gguf.gguf_file import SUFFIX, is_gguf
 from ..request.errors import NotFound
-from .hub_files import HubCache, download, hub_id
+
+_DESCRIPTION = ("*.json", "*.jinja", "*.txt")
+_SAFETENSORS = "*.safetensors"
+_PICKLED = "pytorch_model*.bin"
+
+
+@dataclass(frozen=True)
+class HubCache:
+    """Says where a download goes, and whether there may be one.
+
+    Attributes:
+        directory: The cache; None: the one that ``HF_HUB_CACHE`` names, in ``~/.cache/huggingface`` by default.
+        cached_only: Download nothing: use what the cache holds.
+    """
+
+    directory: Path | None = None
+    cached_only: bool = False
+
+
+def weight_paths(path: Path) -> list[Path]:
+    """Return the files of a directory that hold weights: safetensors or, only without them, ``pytorch_model*.bin``."""
+    return sorted(path.glob(_SAFETENSORS)) or sorted(path.glob(_PICKLED))
+
+
+def hub_id(model: str) -> str:
+    """Return the hub id of ``org/name`` or ``org/name@revision``."""
+    return model.partition("@")[0]
+
+
+def download(model: str, *, weights: bool = True, cache: HubCache | None = None) -> Path:
+    """Return the directory of ``org/name`` or ``org/name@revision``, cached or downloaded.
+
+    Without ``weights`` only the files that describe the model are needed, and only these are downloaded. A directory
+    from which an interrupted or running download still misses files is not returned. Raises ``NotFound``.
+    """
+    path = _snapshot(model, (_SAFETENSORS,) if weights else (), cache or HubCache())
+    if weights and not any(path.glob(_SAFETENSORS)):
+        path = _snapshot(model, (_PICKLED,), cache or HubCache())
+        # A cache in which only the description of a model was fetched looks complete to the hub's library.
+        if not weight_paths(path):
+            raise NotFound(
+                f"model {model!r}: the hub's repository has no weights ({_SAFETENSORS} or {_PICKLED})", field="model"
+            )
+    if not (path / "config.json").is_file():
+        raise NotFound(f"model {model!r}: the hub's repository has no config.json", field="model")
+    return path
+
+
+def _snapshot(model: str, patterns: tuple[str, ...], cache: HubCache) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                hub_id(model),
+                revision=model.partition("@")[2] or None,
+                allow_patterns=[*_DESCRIPTION, *patterns],
+                cache_dir=cache.directory,
+                # In containers one job downloads and the parts only wait for its files: otherwise each of them would
+                # fetch the same weights, and need a token and a way out of the cluster.
+                local_files_only=cache.cached_only,
+            )
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise NotFound(f"model {model!r}: no such directory, and {_reason(model, error)}", field="model") from None
+
+
+def _reason(model: str, error: Exception) -> str:
+    """Return why the hub gave no files, and what would help."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return f"the hub gives {hub_id(model)} only to accounts that accepted its terms: set HF_TOKEN or HF_TOKEN_PATH"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"the hub has no {hub_id(model)}, or needs a token for it (HF_TOKEN or HF_TOKEN_PATH)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the hub's {hub_id(model)} has no revision {model.partition('@')[2]!r}"
+    if isinstance(error, errors.HFValidationError):
+        return f"{hub_id(model)!r} is not a hub id such as org/name"
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.OfflineModeIsEnabled):
+        return f"the cache {constants.HF_HUB_CACHE} does not hold it (HF_HUB_OFFLINE=1 forbids downloads)"
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is None:
+        return "the cache does not hold all of its files"
+    return f"it cannot be downloaded from {constants.ENDPOINT} ({type(error.__cause__ or error).__name__})"
+
 
 DEMO_MODEL = Path(str(resources.files("tokenloom.demo_model")))
 """The checkpoint that comes with the package."""

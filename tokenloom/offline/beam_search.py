@@ -18,9 +18,9 @@ from tokenloom.request.beam_search import (
 )
 from tokenloom.request.sampling_params import MAX_SAMPLES
 
+from .offline_loop import Progress
 from .offline_request import OfflineRequest
 from .outputs import Logprob
-from .progress import Progress
 from .prompts import TokenizedPrompt
 from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams

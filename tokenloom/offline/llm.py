@@ -20,13 +20,12 @@ from tokenloom.services.engine.records.identity import pooling_limits
 from tokenloom.v1 import types_pb2
 
 from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
-from .chat_prompts import ChatPrompts
 from .engine_args import engine_config
 from .lora_request import LoRARequests, OfflineLoras
 from .offline_loop import OfflineLoop
 from .offline_request import OfflineRequest
 from .outputs import RequestOutput
-from .pooling import OfflinePooling, with_outputs
+from .pooling import OfflinePooling, PoolingPrompts, with_outputs
 from .pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -38,8 +37,7 @@ from .pooling_outputs import (
     PoolingTaskName,
     ScoringRequestOutput,
 )
-from .pooling_prompts import PoolingPrompts
-from .prompts import Message, Prompt, as_conversations, as_prompts, read_prompt
+from .prompts import ChatPrompts, Message, Prompt, as_conversations, as_prompts, read_prompt
 from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams
 

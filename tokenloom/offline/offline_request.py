@@ -1,12 +1,171 @@
 """Follows one prompt of the offline API and its samples from the first step to the last."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from tokenloom.engine_core.data.messages import EngineCoreOutput
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
+from tokenloom.request.reasoning import Reasoning
+from tokenloom.request.routed_experts import to_array
+from tokenloom.request.routed_rows import RoutedRows
+from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
+from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
-from .offline_sample import OfflineSample
-from .outputs import RequestOutput, RequestOutputKind
+from . import core_refusal
+from .outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
+
+_FINISH_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.REPETITION: "repetition",
+}
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """Holds what turns tokens into text."""
+
+    detokenizer: Detokenizer
+    vocabulary: Vocabulary | None
+    """Decodes the tokens of log probabilities; None: the caller wants no text."""
+    eos_token_ids: Collection[int] = ()
+    """The model's own end tokens, which are not reported as stop reasons."""
+    reasoning: Reasoning | None = None
+    """Counts reasoning tokens; None: the marks around the model's reasoning are not known."""
+
+
+class OfflineSample:
+    """Collects one continuation's tokens, text and log probabilities in its ``completion``."""
+
+    def __init__(self, core_request: EngineCoreRequest, index: int, text: TextSettings) -> None:
+        self.core_request = core_request
+        self._text = text
+        params = core_request.sampling_params
+        self._num_also = len(params.logprob_token_ids or ())
+        self.completion = CompletionOutput(index=index, text="", token_ids=[])
+        if params.logprobs is not None:
+            self.completion.logprobs, self.completion.cumulative_logprob = [], 0.0
+        if text.reasoning is not None:
+            self.completion.num_reasoning_tokens = 0
+        self._routed = RoutedRows(params.routed_experts_prompt_start) if params.return_routed_experts else None
+        self._num_reported_chars = self._num_reported_tokens = 0
+        details = (self.completion.logprobs, text.reasoning, self._routed)
+        self._is_plain = not text.detokenizer.may_stop and all(each is None for each in details)
+        """Whether the text may be made when it is asked for: decoding it step by step takes longer."""
+        self._num_decoded = 0
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Return the number of tokens since the last :meth:`news`."""
+        return len(self.completion.token_ids) - self._num_reported_tokens
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether :meth:`news` has not been called yet."""
+        return not self._num_reported_tokens
+
+    def accept(self, step: EngineCoreOutput) -> bool:
+        """Add a step's result. Returns whether a stop string ended the output, which the core does not know.
+
+        Raises `CoreRefusal`.
+        """
+        if self._is_plain and step.finish_reason is None:
+            self.completion.token_ids += step.new_token_ids
+            return False
+        core_refusal.check(step)
+        completion = self.completion
+        ends = step.finish_reason is FinishReason.STOP
+        num_before = len(completion.token_ids)
+        completion.token_ids += step.new_token_ids
+        match = self._decode(ends_with_stop_token=ends)
+        if match is not None:
+            del completion.token_ids[match.num_tokens :]
+        if (reasoning := self._text.reasoning) is not None:
+            reasoning.feed(completion.token_ids[num_before:])
+            completion.num_reasoning_tokens = reasoning.num_tokens
+        if step.routed_experts is not None and self._routed is not None:
+            self._routed.add(step.routed_experts)
+        if step.new_logprobs is not None:
+            self._weigh(step.new_logprobs, len(step.new_token_ids))
+        if match is not None:
+            completion.finish_reason, completion.stop_reason = "stop", match.stop_string
+            self._set_routed()
+            return True
+        if step.finish_reason is not None:
+            self._finish(step.finish_reason, step.stop_token_id)
+        return False
+
+    def _decode(self, *, ends_with_stop_token: bool = False) -> StopMatch | None:
+        """Make the text of the tokens since the last call."""
+        completion = self.completion
+        new, self._num_decoded = completion.token_ids[self._num_decoded :], len(completion.token_ids)
+        text, match = self._text.detokenizer.step(new, ends_with_stop_token=ends_with_stop_token)
+        completion.text += text
+        return match
+
+    def prompt_logprobs(self, columns: Logprobs) -> list[dict[int, Logprob] | None]:
+        """Return the log probabilities of the prompt; ``columns`` has all its tokens except the first."""
+        prompt = self.core_request.prompt_token_ids
+        return [None, *token_logprobs(columns, prompt[1:], 0, self._text.vocabulary)]
+
+    def news(self, *, whole: bool) -> CompletionOutput:
+        """Return a copy of the whole output so far, or of what is new since the last call."""
+        full = self.completion
+        if self._num_decoded < len(full.token_ids):
+            self._decode()
+        chars, tokens = (0, 0) if whole else (self._num_reported_chars, self._num_reported_tokens)
+        self._num_reported_chars, self._num_reported_tokens = len(full.text), len(full.token_ids)
+        logprobs = None if full.logprobs is None else full.logprobs[tokens:]
+        return replace(full, text=full.text[chars:], token_ids=full.token_ids[tokens:], logprobs=logprobs)
+
+    def _weigh(self, columns: Logprobs, num_new: int) -> None:
+        completion = self.completion
+        assert completion.logprobs is not None
+        assert completion.cumulative_logprob is not None
+        kept = completion.token_ids[len(completion.logprobs) :]  # fewer than ``num_new`` after a stop string
+        assert len(kept) <= num_new
+        completion.logprobs += token_logprobs(columns, kept, self._num_also, self._text.vocabulary)
+        completion.cumulative_logprob += sum(columns.sampled[: len(kept)])
+
+    def _set_routed(self) -> None:
+        """Return the experts of the output, which has ended."""
+        if (rows := self._routed) is not None:
+            rows.cut(len(self.core_request.prompt_token_ids) + len(self.completion.token_ids) - 1)
+            self.completion.routed_experts = to_array(rows) if rows.num_layers else None
+
+    def _finish(self, reason: FinishReason, stop_token_id: int | None) -> None:
+        self.completion.text += self._text.detokenizer.finish()
+        self.completion.finish_reason = _FINISH_REASONS[reason]
+        self._set_routed()
+        if stop_token_id not in self._text.eos_token_ids:
+            self.completion.stop_reason = stop_token_id
+
+
+def token_logprobs(
+    columns: Logprobs, token_ids: Sequence[int], num_also: int, vocabulary: Vocabulary | None
+) -> list[dict[int, Logprob]]:
+    """Return a dict for each of ``token_ids``, [n]: first the token itself, then the best in descending order, then
+    the ``num_also`` that the request named.
+
+    ``vocabulary`` decodes the tokens; None: they are not decoded.
+    """
+    top = columns.top
+
+    def logprob(token_id: int, value: float, rank: int | None) -> Logprob:
+        if vocabulary is None:
+            return Logprob(value, rank)
+        return Logprob(value, rank, vocabulary.token_bytes(token_id).decode(errors="replace"))
+
+    positions = []
+    for index, token_id in enumerate(token_ids):
+        found = {token_id: logprob(token_id, columns.sampled[index], columns.rank[index])}
+        for place in range(top):
+            other = columns.token_ids[index * top + place]
+            if other not in found:
+                rank = place + 1 if place < top - num_also else None
+                found[other] = logprob(other, columns.logprobs[index * top + place], rank)
+        positions.append(found)
+    return positions
 
 
 class OfflineRequest:

@@ -1,16 +1,139 @@
-"""Embeds, classifies and scores for the offline API."""
+"""Pools prompts offline: embeddings, classes, scores and rewards."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 
+from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
+from tokenloom.services.engine.records.core_request import to_core_pooling
+from tokenloom.v1 import engine_pb2, types_pb2
+
+from . import core_refusal
 from .offline_loop import OfflineLoop
-from .pooled_request import OfflinePooledRequest
 from .pooling_outputs import PoolingOutput, PoolingParams, PoolingRequestOutput, PoolingTaskName, ScoringOutput
-from .pooling_prompts import PoolingPrompts
-from .prompts import Prompt
+from .prompts import Prompt, TokenizedPrompt, read_prompt, whole_text
+
+
+class PooledSample:
+    """Holds the only sample of a request; it is also its own completion."""
+
+    def __init__(self, core_request: EngineCoreRequest) -> None:
+        self.core_request = core_request
+        self.completion = self
+        self.is_finished = False
+
+    def finished(self) -> bool:
+        return self.is_finished
+
+
+class OfflinePooledRequest:
+    """Fulfils :class:`.offline_loop.InFlight`."""
+
+    def __init__(self, core_request: EngineCoreRequest) -> None:
+        self._sample = PooledSample(core_request)
+        self.samples: Sequence[PooledSample] = [self._sample]
+        self._result: EngineCoreOutput | None = None
+        self.error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._sample.is_finished
+
+    @property
+    def num_tokens(self) -> int:
+        """Return 0: pooling draws no tokens."""
+        return 0
+
+    def accept(self, sample: PooledSample, step: EngineCoreOutput) -> bool:
+        """Take the result. Returns False: the core has ended the request. Raises `CoreRefusal`."""
+        sample.is_finished = True
+        core_refusal.check(step)
+        self._result = step
+        return False
+
+    def abort(self, error: Exception | None = None) -> None:
+        """End the request without a result, because of an error if there is one."""
+        self._sample.is_finished = True
+        self.error = self.error or error
+
+    def output(self) -> PoolingRequestOutput[PoolingOutput]:
+        """Return the result of a request that has ended."""
+        step, request = self._result, self._sample.core_request
+        if step is None or step.pooled is None:
+            raise RuntimeError("the request was aborted")
+        num_cached = step.prefill_stats.num_cached_tokens if step.prefill_stats is not None else 0
+        data = torch.from_numpy(step.pooled.copy())
+        return PoolingRequestOutput(request.request_id, PoolingOutput(data), request.prompt_token_ids, num_cached)
+
+
+class PoolingPrompts:
+    """Builds requests. Raises ``InvalidArgument`` or ``ValueError`` naming what is wrong."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: types_pb2.ModelLimits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._request_ids = (f"pooled-{number}" for number in itertools.count())
+
+    def serves(self, task: PoolingTaskName) -> bool:
+        """Return whether the model pools for this task."""
+        return types_pb2.PoolingTask.Value(_wire_name(task)) in self._limits.pooling_tasks
+
+    def read(self, prompts: Sequence[Prompt], truncate: int | None) -> list[TokenizedPrompt]:
+        """Encode prompts, of which ``truncate`` tokens are kept; -1: as many as the context holds; None: all."""
+        return [self._shorten(read_prompt(prompt, self._tokenizer), truncate) for prompt in prompts]
+
+    def pairs(
+        self, pairs: Sequence[tuple[str, str]], params: PoolingParams, truncate: int | None
+    ) -> list[OfflinePooledRequest]:
+        """Return a request for each pair of texts, which the model reads at once."""
+        requests = []
+        for first, second in pairs:
+            encoding = self._tokenizer.encode(whole_text("a text", first), whole_text("a text", second))
+            prompt = self._shorten(TokenizedPrompt(None, encoding.ids), truncate)
+            types = encoding.type_ids[: len(prompt.token_ids)]
+            requests.append(self.build(prompt, "score", params, types.index(1) if 1 in types else 0))
+        return requests
+
+    def build(
+        self, prompt: TokenizedPrompt, task: PoolingTaskName, params: PoolingParams, first_part_tokens: int = 0
+    ) -> OfflinePooledRequest:
+        """Return a request for a prompt."""
+        wire = types_pb2.PoolingParams(
+            task=_wire_name(task),
+            dimensions=params.dimensions,
+            use_activation=params.use_activation,
+            first_part_tokens=first_part_tokens,
+        )
+        wire_prompt = types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds)
+        pooling = to_core_pooling(engine_pb2.AddRequest(prompt=wire_prompt, pooling_params=wire), self._limits)
+        return OfflinePooledRequest(
+            EngineCoreRequest(
+                next(self._request_ids),
+                prompt.token_ids,
+                DRAWS_NOTHING,
+                cache_salt=prompt.cache_salt,
+                pooling_params=pooling,
+            )
+        )
+
+    def _shorten(self, prompt: TokenizedPrompt, truncate: int | None) -> TokenizedPrompt:
+        if truncate is None:
+            return prompt
+        most = self._limits.max_model_len if truncate == -1 else truncate
+        if most < 1:
+            raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, not {truncate}")
+        return TokenizedPrompt(prompt.text, prompt.token_ids[:most], prompt.cache_salt, prompt.embeds)
+
+
+def _wire_name(task: PoolingTaskName) -> str:
+    return f"POOLING_TASK_{task.upper()}"
+
 
 Result = TypeVar("Result")
 

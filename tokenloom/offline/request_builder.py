@@ -19,8 +19,7 @@ from tokenloom.services.output_processor.text.detokenizer import Detokenizer
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.v1 import types_pb2
 
-from .offline_request import OfflineRequest
-from .offline_sample import OfflineSample, TextSettings
+from .offline_request import OfflineRequest, OfflineSample, TextSettings
 from .prompts import TokenizedPrompt
 from .sampling_params import SamplingParams
 

@@ -6,15 +6,13 @@ decision does not change what the next one sees. No I/O.
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from .demand import Demand, Goals, by_role, decode_engines, prefill_engines
+from .demand import Demand, Goals, StepTimeModel, by_role, decode_engines, prefill_engines
 from .engine_load import EngineLoad, PlannedRole
-from .peak import Peak
-from .step_model import StepTimeModel
 
 FLIP_SECONDS: Final = 60.0
 """An engine may change its role when it was not needed for so long."""
@@ -185,3 +183,28 @@ def _set_of(engine: EngineLoad) -> str:
     """Return the name of the StatefulSet of a pod: the pod's without its number."""
     name, dash, number = engine.name.rpartition("-")
     return name if dash and number.isdigit() else engine.name
+
+
+class Peak:
+    """Keeps the maximum of a sliding window of time, as the stabilization of Kubernetes' autoscaler does."""
+
+    def __init__(self, seconds: float) -> None:
+        """``seconds``: length of the window."""
+        self._seconds = seconds
+        self._since: float | None = None
+        self._values: deque[tuple[float, float]] = deque()  # falling, so that the first is the maximum
+
+    def add(self, now: float, value: float) -> None:
+        """Take the value at ``now``, in seconds of a monotonic clock."""
+        self._since = now if self._since is None else self._since
+        while self._values and self._values[-1][1] <= value:
+            self._values.pop()
+        self._values.append((now, value))
+        while self._values[0][0] < now - self._seconds:
+            self._values.popleft()
+
+    def get(self, now: float) -> float:
+        """Return the maximum; infinity while less than a whole window was observed."""
+        if self._since is None or now - self._since < self._seconds:
+            return float("inf")
+        return self._values[0][1]

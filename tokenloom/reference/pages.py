@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from . import grpc_reference
 from .from_vllm import from_vllm
+from .grpc_reference import read_protos
 from .http_reference import http_api
-from .proto_files import read_protos
 from .service_pages import callers, configuration
 
 PAGES = {

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from tests.hub_mirror import COMMIT, HubMirror
 from tokenloom.cli.main import app
-from tokenloom.model_files import hub_files
+from tokenloom.model_files import model_path
 from tokenloom.model_files.model_path import DEMO_MODEL
 
 runner = CliRunner()
@@ -48,7 +48,7 @@ def test_the_wait_ends_when_another_process_has_fetched_the_model(
     mirror: HubMirror, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fetch_meanwhile(seconds: float) -> None:
-        hub_files.download("org/name", cache=hub_files.HubCache(Path(arguments[3])))
+        model_path.download("org/name", cache=model_path.HubCache(Path(arguments[3])))
 
     monkeypatch.setattr("tokenloom.cli.fetch.time.sleep", fetch_meanwhile)
     result = runner.invoke(app, [*arguments, "--wait", "60"])

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from tests.tokenloom.gguf.demo_file import Change, add_tokenizer
 from tests.tokenloom.gguf.demo_file import write_metadata as write
-from tokenloom.gguf.splitting import SPLITTINGS, make_pre_tokenizer
+from tokenloom.gguf.tokenizer import SPLITTINGS, make_pre_tokenizer
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_file, tokenizer_fingerprint
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request.errors import InvalidArgument, NotFound

@@ -13,8 +13,7 @@ from tokenloom.engine_core.data.messages import (
 )
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.offline.offline_request import OfflineRequest
-from tokenloom.offline.offline_sample import OfflineSample, TextSettings
+from tokenloom.offline.offline_request import OfflineRequest, OfflineSample, TextSettings
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, Vocabulary
 
 

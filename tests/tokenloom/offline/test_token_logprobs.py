@@ -4,7 +4,7 @@ from tokenloom import Logprob
 from tokenloom.engine_core.data.messages import Logprobs
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.offline.offline_sample import token_logprobs
+from tokenloom.offline.offline_request import token_logprobs
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
 COLUMNS = Logprobs([-2.0, -0.1], [5, 1], 3, [8, 9, 4, 6, 8, 4], [-0.5, -1.0, -7.0, -0.1, -0.2, -9.0])

@@ -7,7 +7,7 @@ import pytest
 
 from tokenloom.planner.demand import Goals
 from tokenloom.planner.engine_load import EngineLoad, PlannedRole
-from tokenloom.planner.planner import FLIP_SECONDS, KEEP_SECONDS, REMOVE_SECONDS, Limits, Plan, Planner
+from tokenloom.planner.planner import FLIP_SECONDS, KEEP_SECONDS, REMOVE_SECONDS, Limits, Peak, Plan, Planner
 
 LOOK = 10.0
 
@@ -143,3 +143,16 @@ def test_no_more_engines_are_wanted_than_there_may_be() -> None:
 def test_an_engine_of_unknown_speed_is_no_reason_to_add_one() -> None:
     engines = [replace(prefill(number, tokens=800), prefill_tokens_per_second=0) for number in range(2)]
     assert Looks().look([*engines, decode(0)], 2 * REMOVE_SECONDS).wanted[PlannedRole.PREFILL] == 2
+
+
+def test_the_maximum_is_known_after_a_whole_window_and_forgotten_after_another() -> None:
+    peak = Peak(60)
+    assert peak.get(0.0) == float("inf")
+    values = {0: 3.0, 20: 5.0, 40: 2.0, 60: 1.0, 80: 1.0}
+    seen = {}
+    for now, value in values.items():
+        peak.add(now, value)
+        seen[now] = peak.get(now)
+    assert seen == {0: float("inf"), 20: float("inf"), 40: float("inf"), 60: 5.0, 80: 5.0}
+    peak.add(100, 1.5)
+    assert peak.get(100) == 2.0

@@ -7,8 +7,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.hub_mirror import COMMIT, HubMirror
-from tokenloom.model_files.hub_files import HubCache, download, weight_paths
-from tokenloom.model_files.model_path import resolve, served_name
+from tokenloom.model_files.model_path import HubCache, download, resolve, served_name, weight_paths
 from tokenloom.request.errors import NotFound
 
 FILES = ("config.json", "merges.txt", "vocab.json", "pytorch_model.bin", "tf_model.h5", "flax_model.msgpack")

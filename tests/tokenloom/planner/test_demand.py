@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenloom.planner.step_model import StepTimeModel
+from tokenloom.planner.demand import StepTimeModel
 
 
 def test_nothing_is_promised_before_a_step_was_seen() -> None:

@@ -1,6 +1,6 @@
 """Writes the page for users of vLLM: every flag, request field and metric, and what Tokenloom has in its place.
 
-The names at the top are those that both have, and metrics of vLLM that have another name here.
+The names at the end are those that both have, and metrics of vLLM that have another name here.
 """
 
 import re

@@ -214,7 +214,7 @@ def test_engine_core(module: Module) -> None:
     if module.name == "tokenloom.engine_core.fake_workers.checkpoint_sizes":
         allowed.append(GGUF_FILE)
     if module.name == "tokenloom.engine_core.data.lora_config":
-        allowed += ["tokenloom.request.adapters.adapter_name", "tokenloom.request.errors"]
+        allowed += ["tokenloom.request.adapter_names", "tokenloom.request.errors"]
     assert not violations("tokenloom.engine_core", allowed, third_party=libraries, never=never, modules=[module])
 
 

@@ -21,7 +21,7 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.model_files.model_path import resolve
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 
 from ..random_adapter import write_adapter
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from tokenloom.request.adapters.adapter_name import check_adapter_name
+from tokenloom.request.adapter_names import check_adapter_name
 from tokenloom.request.errors import InvalidArgument
 
 _Slots = Annotated[int, Meta(ge=1)]

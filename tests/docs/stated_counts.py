@@ -6,8 +6,8 @@ from tokenloom.engine_core.data import draft_counts as draft_history
 from tokenloom.engine_core.data.config import SpeculativeConfig
 from tokenloom.engine_core.data.parallel_config import EplbConfig
 from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.request import adapter_names as adapter_name
 from tokenloom.request import output_constraints, sampling_params, validation
-from tokenloom.request.adapters import adapter_name
 from tokenloom.services.coordinator.lease import kubernetes_lease
 from tokenloom.services.gateway.batches import batch_run, batch_store
 from tokenloom.services.gateway.formats import tool_request

@@ -17,7 +17,7 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest, ErrorKind
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.scheduling.adapters import MAX_PASSES
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 
 NAMES = "abcde"
 MAX_SEQS = 4

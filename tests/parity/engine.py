@@ -20,7 +20,7 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest, SchedulerStat
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import make_worker
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 
 MAX_MODEL_LEN = 640
 

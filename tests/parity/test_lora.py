@@ -16,7 +16,7 @@ from tests.parity.identical import Case, assert_identical
 from tests.parity.reference import compute_case, save_random
 from tokenloom.engine_core.data.config import LoraConfig
 from tokenloom.gpu_worker.lora.adapter import Layout
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 
 RANKS = (16, 3, 64, 8)
 

@@ -12,7 +12,6 @@ from ..request.errors import InvalidArgument, NotFound, TokenloomError
 from ..request.narrowing import narrow_sampling
 from ..request.sampling_params import CHECKPOINT_NAMES
 from ..v1 import types_pb2
-from .byte_level_tokenizer import VOCABULARY_FILES, has_byte_level_files, make_byte_level_tokenizer
 from .file_digest import Stamp, cached_digest, digest_of, stamps_of
 from .gguf_description import (
     gguf_tokenizer_fingerprint,
@@ -21,7 +20,7 @@ from .gguf_description import (
     save_gguf_tokenizer,
 )
 from .model_path import weight_paths
-from .saved_tokenizer import save_tokenizer
+from .tokenizer_json import VOCABULARY_FILES, has_byte_level_files, make_byte_level_tokenizer, save_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

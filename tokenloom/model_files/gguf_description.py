@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..gguf import tokenizer
 from ..gguf.gguf_file import GgufFile, read_gguf
 from ..request.errors import InvalidArgument, NotFound
-from .saved_tokenizer import save_tokenizer
+from .tokenizer_json import save_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request import bad_words, validation
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
-from tokenloom.request.sample_seed import sample_seed
+from tokenloom.request.sampling_params import sample_seed
 from tokenloom.services.engine.records.core_request import check_generates, to_core_sampling, to_spans
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary

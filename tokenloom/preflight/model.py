@@ -10,7 +10,7 @@ from tokenloom.gguf.gguf_file import is_gguf, read_gguf
 from tokenloom.gpu_worker.checkpoint.files.weight_files import is_pickled, weight_files
 from tokenloom.gpu_worker.checkpoint.gguf.names import GGUF_ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
-from tokenloom.model_files.byte_level_tokenizer import has_byte_level_files
+from tokenloom.model_files.tokenizer_json import has_byte_level_files
 
 from .model_config import check_config
 from .model_place import check_place

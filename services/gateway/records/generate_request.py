@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_embeds import FIELD, Part
 from tokenloom.v1 import output_processor_pb2, types_pb2

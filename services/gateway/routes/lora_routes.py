@@ -6,7 +6,7 @@ from typing import TypeVar
 import msgspec
 
 from tokenloom.request import errors
-from tokenloom.request.adapters.adapter_name import check_adapter_name
+from tokenloom.request.adapter_names import check_adapter_name
 
 from ..encoding.sse import encode_json
 from ..http.app import Handler

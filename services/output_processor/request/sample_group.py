@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.request.sample_seed import sample_seed
+from tokenloom.request.sampling_params import sample_seed
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SamplePosition, Submit
 from tokenloom.v1.types_pb2 import FinishReason, SamplingParams

@@ -18,7 +18,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_loras import HashLoras
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.scheduling.adapters import MAX_PASSES, Adapters
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 
 
 class Store:

@@ -30,7 +30,7 @@ from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
 from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
 from tokenloom.gpu_worker.model_worker import ModelWorker
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 
 MODEL = str(Path(demo_model.__file__).parent)

@@ -14,7 +14,7 @@ from tokenloom.engine_core.data.kv_messages import KVAcquire
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.gpu_worker.kv_connector import nixl
 from tokenloom.model_files.model_path import DEMO_ADAPTERS
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 
 LENGTHS = (1, 15, 16, 17, 33, 100, 400)
 GREEDY = SamplingParams(max_tokens=12, seed=3, temperature=0.0)

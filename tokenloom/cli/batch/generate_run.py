@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tokenloom import LLM
 from tokenloom.offline.outputs import CompletionOutput, RequestOutput
 from tokenloom.offline.sampling_params import SamplingParams
-from tokenloom.request.sample_seed import sample_seed
+from tokenloom.request.sampling_params import sample_seed
 
 from .jsonl import parse
 

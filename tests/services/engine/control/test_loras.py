@@ -11,7 +11,7 @@ from tests.engine_core.adapter_dirs import make_adapter
 from tests.ready_channel import ready_channel
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_service, make_settings
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.services.engine.running_engine import RunningEngine
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers.channels import open_channel

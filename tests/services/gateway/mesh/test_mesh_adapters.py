@@ -14,7 +14,7 @@ from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tests.services.gateway.mesh.fake_engines import ADMIN, KEYS, FakeEngine, with_engines
 from tests.services.gateway.test_several_meshes import until
 from tokenloom.request import errors
-from tokenloom.request.adapters.adapter_name import MAX_NAME
+from tokenloom.request.adapter_names import MAX_NAME
 
 PIRATE = {"lora_name": "pirate", "lora_path": "/adapters/pirate"}
 

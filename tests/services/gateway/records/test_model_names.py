@@ -11,7 +11,7 @@ import pytest
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tests.services.gateway.kserve.test_kserve_servicer import infer
 from tests.services.gateway.test_several_meshes import describe, other_dir, until
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.services.runtime.peers import channels
 from tokenloom.v1 import inference_pb2, types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc

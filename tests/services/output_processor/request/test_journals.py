@@ -5,7 +5,7 @@ import pytest
 from tests.services.output_processor.fakes import LENGTH, STOP, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tests.services.output_processor.request.test_requests import seeds
-from tokenloom.request.sample_seed import sample_seed
+from tokenloom.request.sampling_params import sample_seed
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal
 from tokenloom.v1.types_pb2 import EngineRole, Logprobs

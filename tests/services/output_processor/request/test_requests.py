@@ -14,7 +14,7 @@ from tests.loop_clock import pass_time
 from tests.services.output_processor.fakes import LENGTH, SOON, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import TryElsewhere, Unavailable
-from tokenloom.request.sample_seed import sample_seed
+from tokenloom.request.sampling_params import sample_seed
 from tokenloom.services.output_processor.request import lifetime
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
 from tokenloom.services.output_processor.request.live_request import LiveRequestLimit

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.model_files.byte_level_tokenizer import VOCABULARY_FILES
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_file, tokenizer_fingerprint
 from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.model_files.tokenizer_json import VOCABULARY_FILES
 from tokenloom.request.errors import InvalidArgument, NotFound
 
 TEXTS = ["Hello world", " The cat's dog, 123 times!\n\n  naïve 你好", "", "</s>It ends here.</s>"]

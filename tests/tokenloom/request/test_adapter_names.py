@@ -1,4 +1,4 @@
-from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.request.prompt_block_hash import block_hashes
 
 ONE, OTHER = b"\x01" * 32, b"\x02" * 32

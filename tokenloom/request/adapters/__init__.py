@@ -1,1 +1,0 @@
-"""Names of LoRA adapters, and the salt that keeps their cached prefixes apart."""

@@ -60,6 +60,8 @@ from .warm_up import (
     within,
 )
 
+_NO_RUNNER = "call initialize_kv_cache first"
+
 
 class ModelWorker:
     """Fulfils :class:`tokenloom.engine_core.executor.worker.Worker`."""
@@ -236,10 +238,12 @@ class ModelWorker:
         self._platform.before_step()
         if self._pages is not None:
             self._pages.follow(scheduler_output)
-        self._require_runner().execute(scheduler_output)
+        assert self._runner is not None, _NO_RUNNER
+        self._runner.execute(scheduler_output)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
-        return self._require_runner().sample(grammar)
+        assert self._runner is not None, _NO_RUNNER
+        return self._runner.sample(grammar)
 
     def sleep(self, level: int) -> FreedMemory:
         """Drop the weights and the KV pool, or its pages. At level 1 the weights of a GPU are kept in host memory;
@@ -365,7 +369,7 @@ class ModelWorker:
         return self._loras
 
     def _require_runner(self) -> ModelRunner:
-        assert self._runner is not None, "call initialize_kv_cache first"
+        assert self._runner is not None, _NO_RUNNER
         return self._runner
 
     def _make_runner(self, num_blocks: int, memory: PoolMemory | None = None) -> ModelRunner:

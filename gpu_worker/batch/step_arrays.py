@@ -5,6 +5,7 @@ The memory stays where it is, because recorded kernels read every step from ther
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Self
 
 import numpy as np
@@ -45,6 +46,8 @@ _DRAW = np.dtype(
     [("temperature", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("seed", "u8")]
 )  # mirrors the struct in ``draw.cpp``
 
+_TEMPERATURE = attrgetter("temperature")
+
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
@@ -65,13 +68,13 @@ class StepRows:
     @classmethod
     def find(cls, req_ids: list[str], row_of: Mapping[str, int], params: Mapping[int, SamplingParams]) -> Self:
         """Look up the rows of these requests, and the parameters of the rows."""
-        rows = np.array([row_of[req_id] for req_id in req_ids], dtype=np.int64)
-        wanted = [params[row] for row in rows.tolist()]
+        numbers = list(map(row_of.__getitem__, req_ids))
+        rows, wanted = np.array(numbers, dtype=np.int64), list(map(params.__getitem__, numbers))
         draws = _draws_of(wanted)
         return cls(req_ids, rows, rows.ctypes.data, wanted, draws, None if draws is None else draws.ctypes.data)
 
 
 def _draws_of(params: Sequence[SamplingParams]) -> npt.NDArray[Any] | None:
-    if all(each.temperature == 0.0 for each in params):
+    if not any(map(_TEMPERATURE, params)):
         return None
     return np.array([(p.temperature, p.top_p, p.min_p, p.top_k, p.seed) for p in params], dtype=_DRAW)

@@ -78,7 +78,9 @@ class PoolPages:
     def follow(self, step: SchedulerOutput) -> None:
         """Look at the blocks that requests got in this step, and begin to make more ready if few are left."""
         if self._ready < self._pool.num_blocks and self._is_possible:
-            new_blocks = _new_blocks(step)
+            cached = step.scheduled_cached_reqs.new_block_ids
+            new_blocks = list(filter(None, cached)) if any(cached) else []
+            new_blocks += [new.block_ids for new in step.scheduled_new_reqs if new.block_ids]
             used = 1 + max(map(max, new_blocks)) if new_blocks else 0
             # Half of the room before it runs out, so that the thread has time: a step must not catch up with it.
             if used > self._ready - self._ahead // 2 and (self._thread is None or not self._thread.is_alive()):
@@ -98,12 +100,3 @@ class PoolPages:
                 if not self._populate(self._pool.host, start, min(start + _PIECE, end)):
                     self._is_possible = False
                     return
-
-
-def _new_blocks(step: SchedulerOutput) -> list[list[int]]:
-    """Return the blocks of each request that got any."""
-    cached = step.scheduled_cached_reqs.new_block_ids
-    found = [each for each in cached if each] if any(cached) else []
-    if step.scheduled_new_reqs:
-        found += [new.block_ids for new in step.scheduled_new_reqs if new.block_ids]
-    return found

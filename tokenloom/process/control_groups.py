@@ -73,7 +73,7 @@ def _cores(group: Path) -> float | None:
 
 def _throttled(group: Path) -> float:
     try:
-        values = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+        values = dict(map(str.split, (group / "cpu.stat").read_text().splitlines()))
     except OSError:
         return 0.0
     return int(values.get("throttled_usec", 0)) / 1e6 + int(values.get("throttled_time", 0)) / 1e9

@@ -95,13 +95,14 @@ class LogitsProcessors:
         """Return whether this row asks for one."""
         return row in self._of_row
 
-    def add(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        """Add a request with these tokens; the first are its prompt."""
+    def add(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
+        """Add a request with these tokens; the first are its prompt. Returns whether it asks for a processor."""
         wanted = [each for each, read in self._wanted_by if read(params) != read(_DEFAULTS)]
         if wanted:
             self._of_row[row] = wanted
             for processor in wanted:
                 processor.add(row, params, token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:])
+        return bool(wanted)
 
     def remove(self, row: int) -> None:
         """Remove a request."""

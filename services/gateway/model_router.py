@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .http.app import Handler, Routes
 from .http.http_exchange import HttpExchange
 from .http.json_body import OFF_LOOP_BYTES
+from .http.route import Handler, Route, Routes
 from .serving.served_mesh import ServedMesh
 from .serving.served_meshes import ServedMeshes
 
@@ -47,21 +47,18 @@ class ModelRouter:
     def routes(self) -> Routes:
         """Return the routes of all models."""
         return {
-            path: {
-                method: self._by_model(path) if method == "POST" and "*" not in path else handler
-                for method, handler in methods.items()
-            }
-            for path, methods in self._of(self._meshes.first).items()
+            route: self._by_model(route) if route.method == "POST" and not route.parameter else handler
+            for route, handler in self._of(self._meshes.first).items()
         }
 
-    def _by_model(self, path: str) -> Handler:
+    def _by_model(self, route: Route) -> Handler:
         async def handle(exchange: HttpExchange) -> None:
             body = await exchange.read_body(self._max_body_bytes)
             # Scanned for the name before it is decoded: only the routes of that model know which fields are valid. With
             # one mesh there is no scan.
             found = await _model_of(body.data)
             mesh = self._meshes.first if found is None else self._meshes.pick(found.name)
-            await self._of(mesh)[path]["POST"](exchange)
+            await self._of(mesh)[route](exchange)
 
         return handle
 

@@ -12,25 +12,24 @@ from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
-from .anthropic.message_routes import ERROR_FORMS as MESSAGE_ERRORS
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
 from .grpc.observed_calls import observe_calls
-from .http.app import App, Routes
+from .http.app import App, ClientAccess
 from .http.browser_guard import BrowserGuard
 from .http.json_body import BodyParser
 from .http.response_counts import GRPC, ResponseCounts
+from .http.route import Routes
 from .kserve.kserve_servicer import KServeServicer
 from .mesh.engine_calls import EngineCalls
 from .model_router import ModelRouter
-from .ollama.ollama import ERROR_FORMS as OLLAMA_ERRORS
 from .openai.body_reader import BodyReader
 from .request_log.access_log import AccessLog
 from .request_log.finished_requests import FinishedRequests
 from .request_log.recent_requests import RecentRequests
 from .responses.response_store import ResponseStore
 from .routes.admin_routes import AdminRoutes
-from .routes.api_routes import api_routes, status_routes
+from .routes.api_routes import ERROR_FORMS, api_routes, status_routes
 from .routes.lora_routes import LoraRoutes
 from .routes.models_routes import ModelsRoutes
 from .routes.request_routes import request_routes
@@ -72,9 +71,9 @@ async def open_servers(
         routes = {**door.routes(), **ModelsRoutes(meshes).routes()}
     routes = {**status_routes(settings, host, meshes, counts), **routes, **batch_routes}
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
-    admin_routes = await _admin_routes(settings, host, meshes, finished.recent)
-    origins, forms = settings.cors_origins, {**MESSAGE_ERRORS, **OLLAMA_ERRORS}
-    return App(routes, keys, admin_routes, admin_keys, guard, shares, origins, forms, counts=counts, finished=finished)
+    routes |= await _admin_routes(settings, host, meshes, finished.recent)
+    access = ClientAccess(keys, admin_keys, guard, shares, settings.cors_origins)
+    return App(routes, access, counts, finished, ERROR_FORMS)
 
 
 def _add_grpc_services(

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+from collections.abc import Collection, Mapping
 from functools import partial
 
 from tokenloom.request.limits import AdmissionLimit
@@ -12,7 +13,6 @@ from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 
 from .batches.open_batches import Batches, absent_routes, open_batches
 from .generation.resumable import UnattendedMetrics
-from .http.app import Routes
 from .http.internal_call import InternalCalls
 from .http.json_body import BodyParser
 from .http.response_counts import OTHER, ResponseCounts
@@ -48,7 +48,7 @@ class GatewayService:
 
     Attributes:
         http_address: Where HTTP is served, once started.
-        routes: What HTTP serves, once started.
+        routes: The methods of each path that HTTP serves, once started.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -57,7 +57,7 @@ class GatewayService:
         self._parser = BodyParser(READ_FIELDS, WITHOUT_EFFECT)
         self._batches: Batches | None = None
         self.http_address = ""
-        self.routes: Routes = {}
+        self.routes: Mapping[str, Collection[str]] = {}
 
     async def start(self, host: Host) -> None:
         """Return when a request would be answered; until then HTTP reports what is missing."""

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from tokenloom.request.limits import AdmissionLimit
-from tokenloom.services.gateway.http.app import STOPPED, App, Routes
+from tokenloom.services.gateway.http.app import STOPPED, App, ClientAccess
 from tokenloom.services.gateway.http.client_flow import ClientFlow
 from tokenloom.services.gateway.http.http_exchange import JSON, HttpExchange
 from tokenloom.services.gateway.http.request_body import RequestBody
 from tokenloom.services.gateway.http.response_writer import Headers
+from tokenloom.services.gateway.http.route import Routes
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.tenant import Tenant
 from tokenloom.services.gateway.tenants.tenant_limits import TenantLimits
@@ -115,7 +116,8 @@ class Clients:
     def application(self, routes: Routes) -> App:
         """Return the application that serves ``routes`` to these clients."""
         ignored = SimpleNamespace(count=lambda *_: None, add=lambda *_, **__: None)
-        return App(routes, self.keys, {}, ApiKeys({}), None, self.shares, counts=ignored, finished=ignored)  # type: ignore[arg-type]
+        access = ClientAccess(self.keys, ApiKeys({}), None, self.shares)  # type: ignore[arg-type]
+        return App(routes, access, counts=ignored, finished=ignored)  # type: ignore[arg-type]
 
     def send(
         self,

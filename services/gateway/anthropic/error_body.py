@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from tokenloom.request import errors
 
+from ..http.error_form import ErrorForm
+
 _TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -23,3 +25,6 @@ def error_body(error: errors.TokenloomError) -> dict[str, object]:
     if error.field is not None and error.field not in message:
         message = f"{error.field}: {message}"
     return {"type": "error", "error": {"type": _TYPES.get(error.http_status, "api_error"), "message": message}}
+
+
+ANTHROPIC = ErrorForm(error_body, event_name=b"error")

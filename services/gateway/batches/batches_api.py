@@ -11,10 +11,11 @@ from ..files.file_store import FileStore
 from ..files.files_api import PURPOSE, id_of
 from ..files.page_query import PageQuery
 from ..files.stored_file import new_file_id
-from ..http.app import Routes
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import decode_object
+from ..http.route import Routes
 from ..openai.body_reader import Body, BodyReader
+from ..openapi import route_table
 from ..openapi.batch_schemas import CreateBatchRequest
 from .batch import ENDPOINTS, StoredBatch, new_batch_id
 from .batch_runner import BatchRunner
@@ -41,9 +42,10 @@ class BatchesApi:
 
     def routes(self) -> Routes:
         return {
-            "/v1/batches": {"GET": self.list_batches, "POST": self.create},
-            "/v1/batches/*": {"GET": self.retrieve},
-            "/v1/batches/*/cancel": {"POST": self.cancel},
+            route_table.BATCHES: self.list_batches,
+            route_table.CREATE_BATCH: self.create,
+            route_table.BATCH: self.retrieve,
+            route_table.CANCEL_BATCH: self.cancel,
         }
 
     async def create(self, exchange: HttpExchange) -> None:

@@ -10,10 +10,11 @@ from tokenloom.services.runtime.host.host import Host
 from ..files.disk import Disk
 from ..files.file_store import FileLimits, FileStore
 from ..files.files_api import FilesApi
-from ..http.app import Routes
 from ..http.http_exchange import HttpExchange
 from ..http.internal_call import InternalCalls
+from ..http.route import Routes
 from ..openai.body_reader import BodyReader
+from ..openapi import route_table
 from ..settings.gateway_settings import GatewaySettings
 from ..tenants.api_keys import ApiKeys
 from .batch_metrics import BatchGauges, LineMetrics
@@ -22,8 +23,6 @@ from .batch_runner import BatchRunner
 from .batch_store import BatchStore
 from .batch_task import BatchLimits
 from .batches_api import BatchesApi
-
-_PATHS = ("/v1/files", "/v1/files/*", "/v1/files/*/content", "/v1/batches", "/v1/batches/*", "/v1/batches/*/cancel")
 
 
 class Batches:
@@ -78,4 +77,4 @@ def absent_routes() -> Routes:
     async def refuse(exchange: HttpExchange) -> NoReturn:
         raise NotFound("This gateway keeps no files and runs no batches; start it with --batch-dir DIR.")
 
-    return {path: dict.fromkeys(("GET", "POST", "DELETE"), refuse) for path in _PATHS}
+    return dict.fromkeys((route for route in route_table.ROUTES if route.is_of_batches), refuse)

@@ -8,8 +8,9 @@ from pathlib import Path
 from tokenloom.request.errors import InvalidArgument, NotFound, Unavailable
 
 from ..encoding.sse import encode_json
-from ..http.app import Routes
 from ..http.http_exchange import HttpExchange, UnsupportedEncoding
+from ..http.route import Routes
+from ..openapi import route_table
 from .disk import Disk
 from .file_room import FileRoom
 from .file_store import FileStore
@@ -36,9 +37,11 @@ class FilesApi:
 
     def routes(self) -> Routes:
         return {
-            "/v1/files": {"GET": self.list_files, "POST": self.upload},
-            "/v1/files/*": {"GET": self.retrieve, "DELETE": self.delete},
-            "/v1/files/*/content": {"GET": self.content},
+            route_table.FILES: self.list_files,
+            route_table.UPLOAD_FILE: self.upload,
+            route_table.FILE: self.retrieve,
+            route_table.DELETE_FILE: self.delete,
+            route_table.FILE_CONTENT: self.content,
         }
 
     async def upload(self, exchange: HttpExchange) -> None:

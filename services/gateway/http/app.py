@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
@@ -14,24 +16,16 @@ from ..tenants.api_keys import ApiKeys
 from ..tenants.tenant_shares import TenantShares
 from .browser_guard import BrowserGuard
 from .client_flow import ClientDisconnected
-from .error_form import ErrorForm
+from .error_form import OPENAI, ErrorForm
 from .http_exchange import HttpExchange, MethodNotAllowed
 from .response_counts import OTHER, ResponseCounts
 from .response_writer import Headers
+from .route import Handler, Route, Routes
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[HttpExchange], Awaitable[None]]
-Routes = Mapping[str, Mapping[str, Handler]]
-"""Path to method to handler. A path may hold one ``*``, which stands for the id of an object."""
-
-OPEN_PATHS = frozenset({"/", "/health", "/ping", "/docs", "/openapi.json"})
-"""Paths that need no key, for load balancers and browsers, which have none."""
-
 INTERNAL = "/v1/batches/*/line"
 """Stands for the route of a line of a batch, so that the counts of routes are those of clients' requests."""
-PAGE_FILES = "/page/"
-"""Paths of the page's files begin with it; they need no key either, and hold nothing of the mesh."""
 STOPPED = "the gateway stopped before the answer was complete"
 """With this message the server cancels the requests that its drain has left."""
 _MODEL_PATH = "/v1/models/"
@@ -42,59 +36,76 @@ _READING = ("GET", "HEAD", "OPTIONS")
 """Methods of probes, scrapes and pages: what answers them is counted but not recorded."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClientAccess:
+    """Holds what decides who may call which routes."""
+
+    keys: ApiKeys
+    admin_keys: ApiKeys
+    """The keys that the admin routes accept, instead of ``keys``."""
+    guard: BrowserGuard
+    """Checks the requests that need no key."""
+    shares: TenantShares
+    """What each tenant has in work."""
+    cors_origins: Collection[str] = ()
+    """Origins of web pages that may call the API from a browser; ``*``: all."""
+
+
+class _Path:
+    """Holds what is served under one path, whatever the method."""
+
+    def __init__(self, route: Route, form: ErrorForm) -> None:
+        self.pattern = route.pattern
+        self.is_admin = route.is_admin
+        self.is_open = route.is_open
+        self.error_form = form
+        self.handlers: dict[str, Handler] = {}  # by method
+
+
+_NOT_SERVED = _Path(Route("", OTHER), OPENAI)
+
+
 class App:
     """Serves the routes of the gateway."""
 
     def __init__(
         self,
         routes: Routes,
-        keys: ApiKeys,
-        admin_routes: Routes,
-        admin_keys: ApiKeys,
-        guard: BrowserGuard,
-        shares: TenantShares,
-        cors_origins: Collection[str] = (),
-        error_forms: Mapping[str, ErrorForm] | None = None,
-        *,
+        access: ClientAccess,
         counts: ResponseCounts,
         finished: FinishedRequests,
+        error_forms: Mapping[Route, ErrorForm] = MappingProxyType({}),
     ) -> None:
         """Args:
-        admin_keys: The keys that the admin routes accept, instead of ``keys``.
-        guard: Checks the requests that need no key.
-        shares: What each tenant has in work.
-        cors_origins: Origins of web pages that may call the API from a browser; ``*``: all.
-        error_forms: By path, how errors are reported; in OpenAI's form by default.
         counts: Counts every response.
         finished: Receives every request that has ended, except successful ones that only read.
+        error_forms: How errors of some routes are reported; in OpenAI's form by default.
         """
-        self._routes = routes
-        self._keys = keys
-        self._admin_routes = admin_routes
-        self._admin_keys = admin_keys
-        self._guard = guard
-        self._shares = shares
-        self._cors = Cors(cors_origins) if cors_origins else None
-        self._error_forms = error_forms or {}
+        self._paths: dict[str, _Path] = {}
+        for route, handler in routes.items():
+            path = self._paths.setdefault(route.pattern, _Path(route, error_forms.get(route, OPENAI)))
+            path.handlers[route.method] = handler
+        self._access = access
+        self._cors = Cors(access.cors_origins) if access.cors_origins else None
         self._counts = counts
         self._finished = finished
 
     @property
-    def routes(self) -> Routes:
-        """All routes, those for operators included."""
-        return {**self._routes, **self._admin_routes}
+    def routes(self) -> Mapping[str, Collection[str]]:
+        """The methods of each path, with ``*`` for a parameter."""
+        return {pattern: tuple(path.handlers) for pattern, path in self._paths.items()}
 
     async def __call__(self, exchange: HttpExchange) -> None:
         """Answer a request; an error is its answer too. Raises nothing but ``CancelledError``, and our own bugs."""
         # A context variable, so that the generation can fill in the record without each layer between passing it on;
         # every request has a task of its own.
         CURRENT_RECORD.set(exchange.record)
-        if (form := self._error_forms.get(exchange.path)) is not None:
-            exchange.error_form = form
+        path = self._paths.get(exchange.path) or self._paths.get(_pattern(exchange.path), _NOT_SERVED)
+        exchange.error_form = path.error_form
         if self._cors is not None:
             self._cors.allow(exchange)
         try:
-            await self._handler(exchange)(exchange)
+            await self._handler(exchange, path)(exchange)
         except ClientDisconnected:
             log.debug("%s %s: the client left", exchange.method, exchange.path)
             self._end(exchange, exchange.status or _CLIENT_LEFT, "CANCELLED")
@@ -140,45 +151,37 @@ class App:
         with contextlib.suppress(TimeoutError):
             await exchange.fail(error)
 
-    def _handler(self, exchange: HttpExchange) -> Handler:
+    def _handler(self, exchange: HttpExchange, path: _Path) -> Handler:
         """Return what handles the request. Raises for a client without a key before it reveals which paths exist."""
         if self._cors is not None and self._cors.is_preflight(exchange):
             return self._cors.answer
-        methods = self._admin_routes.get(exchange.path)
-        is_admin = methods is not None
-        if methods is None:
-            exchange.route, methods = self._find(exchange.path)
-        else:
-            exchange.route = exchange.path
-        if exchange.internal_tenant is not None:
-            exchange.route = INTERNAL
-        if exchange.path not in OPEN_PATHS and not exchange.path.startswith(PAGE_FILES):
-            self._authorize(exchange, is_admin=is_admin)
-        if methods is None:
+        exchange.route = path.pattern if exchange.internal_tenant is None else INTERNAL
+        if not path.is_open:
+            self._authorize(exchange, is_admin=path.is_admin)
+        if path is _NOT_SERVED:
             raise errors.NotFound("Not found; see /docs for the available endpoints.")
         # The body of a response to HEAD is dropped where it would be written.
-        handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
+        handler = path.handlers.get("GET" if exchange.method == "HEAD" else exchange.method)
         if handler is None:
-            raise MethodNotAllowed(exchange.method, methods)
+            raise MethodNotAllowed(exchange.method, path.handlers)
         return handler
-
-    def _find(self, path: str) -> tuple[str, Mapping[str, Handler] | None]:
-        """Return the route of a path for the metrics, and its methods; None: it is not served."""
-        for route in (path, _pattern(path)):
-            if (methods := self._routes.get(route)) is not None:
-                return route, methods
-        return OTHER, None
 
     def _authorize(self, exchange: HttpExchange, *, is_admin: bool) -> None:
         """Check the client's key; where none is needed, check that the request may come from its page."""
-        keys = self._admin_keys if is_admin else self._keys
-        is_internal = exchange.internal_tenant is not None
-        exchange.tenant = exchange.internal_tenant or keys.authorize(_authorization(exchange.headers))
-        exchange.key = exchange.tenant.key
-        if not keys.required and not is_internal:
-            self._guard.check(exchange.headers)
+        access, headers = self._access, exchange.headers
+        keys = access.admin_keys if is_admin else access.keys
+        tenant = exchange.internal_tenant
+        if tenant is None:
+            key = headers.get(b"authorization")
+            if key is None and b"x-api-key" in headers:  # as Anthropic's clients send it
+                key = b"Bearer " + headers[b"x-api-key"]
+            tenant = keys.authorize(key)
+            if not keys.required:
+                access.guard.check(headers)
+        exchange.tenant = tenant
+        exchange.key = tenant.key
         if not is_admin:  # an operator belongs to no tenant
-            exchange.body.count_for(self._shares.of(exchange.tenant))
+            exchange.body.count_for(access.shares.of(tenant))
 
 
 def _pattern(path: str) -> str:
@@ -187,13 +190,6 @@ def _pattern(path: str) -> str:
         return _MODEL_PATH + "*"
     parts = path.split("/", 5)
     return "/".join((*parts[:3], "*", *parts[4:])) if len(parts) > 3 else path
-
-
-def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """Return the client's key as an ``authorization`` header; Anthropic's clients send it as ``x-api-key``."""
-    if (authorization := headers.get(b"authorization")) is None and (key := headers.get(b"x-api-key")) is not None:
-        return b"Bearer " + key
-    return authorization
 
 
 class Cors:

@@ -11,8 +11,7 @@ from ..tenants.tenant import Tenant
 from .ollama_answer import OllamaAnswer
 from .ollama_body import OPTIONS, OllamaRequest, chat_body
 
-_FORM = ErrorForm(lambda error: {"error": error.message}, is_lines=True)
-ERROR_FORMS = {f"/api/{name}": _FORM for name in ("chat", "generate", "embed", "embeddings", "show", "tags")}
+OLLAMA = ErrorForm(lambda error: {"error": error.message}, is_lines=True)
 
 
 @dataclass(frozen=True, slots=True)

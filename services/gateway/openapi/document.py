@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 
+from ..http.route import Route
 from . import constraints
-from .operations import ADMIN_OPERATIONS, BATCH_OPERATIONS, OPERATIONS, Operation
+from .response_schemas import ErrorResponse
+from .route_table import ROUTES
 
 TITLE = "Tokenloom"
 _REF = "#/components/schemas/{name}"
@@ -20,16 +22,16 @@ _ADMIN_KEY: list[dict[str, list[str]]] = [{"adminKey": []}]
 def document(*, admin: bool, embeds: bool, batches: bool = False) -> dict[str, Any]:
     """Return the document. ``admin``: include the admin routes; ``embeds``: engines accept embeddings as prompts;
     ``batches``: include files and batches."""
-    operations = (*OPERATIONS, *(BATCH_OPERATIONS if batches else ()), *(ADMIN_OPERATIONS if admin else ()))
-    types = {type_ for each in operations for type_ in (each.answer, each.body, each.error) if type_ is not None}
+    routes = [each for each in ROUTES if each.summary and each.is_admin <= admin and each.is_of_batches <= batches]
+    types = {type_ for each in routes for type_ in (each.answer, each.body, _error(each)) if type_ is not None}
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda each: each.__name__), ref_template=_REF)
     for name, constraint in constraints.of_bodies(embeds=embeds).items():
         _add(schemas[name], constraint)
     if not embeds:
         schemas["CompletionRequest"]["properties"]["prompt_embeds"] = constraints.NO_EMBEDS
     paths: dict[str, dict[str, Any]] = {}
-    for each in operations:
-        paths.setdefault(each.path, {})[each.method] = _operation(each)
+    for each in routes:
+        paths.setdefault(each.path, {})[each.method.lower()] = _operation(each)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -62,9 +64,10 @@ def _add(schema: dict[str, Any], constraint: Mapping[str, Any]) -> None:
     schema.setdefault("allOf", []).append(constraint)
 
 
-def _operation(each: Operation) -> dict[str, Any]:
+def _operation(each: Route) -> dict[str, Any]:
+    name = each.path.strip("/").replace("/", "_").replace("{", "").replace("}", "")
     operation: dict[str, Any] = {
-        "operationId": f"{each.method}_{each.path.strip('/').replace('/', '_').replace('{', '').replace('}', '')}",
+        "operationId": f"{each.method.lower()}_{name}",
         "summary": each.summary,
         "responses": dict(_responses(each)),
         "security": _ADMIN_KEY if each.is_admin else [] if each.is_open else [{}, *_KEY],
@@ -81,10 +84,10 @@ def _operation(each: Operation) -> dict[str, Any]:
     return operation
 
 
-def _parameters(each: Operation) -> Iterator[dict[str, Any]]:
-    if each.path_parameter:
+def _parameters(each: Route) -> Iterator[dict[str, Any]]:
+    if each.parameter:
         yield {
-            "name": each.path_parameter,
+            "name": each.parameter,
             "in": "path",
             "required": True,
             "description": "Name of the object; it may hold slashes.",
@@ -96,7 +99,7 @@ def _parameters(each: Operation) -> Iterator[dict[str, Any]]:
         yield {"name": name, "in": "header", "schema": schema}
 
 
-def _responses(each: Operation) -> Iterator[tuple[str, dict[str, Any]]]:
+def _responses(each: Route) -> Iterator[tuple[str, dict[str, Any]]]:
     if each.answer is None:
         content: dict[str, Any] = {each.media_type: {"schema": {"type": "string"}}}
     else:
@@ -113,7 +116,11 @@ def _responses(each: Operation) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "200", {"description": each.summary, "content": content}
     if each.may_be_away and each.answer is not None:
         yield "503", {"description": "Not available", "content": {_JSON: {"schema": _ref(each.answer)}}}
-    yield "default", {"description": "An error", "content": {_JSON: {"schema": _ref(each.error)}}}
+    yield "default", {"description": "An error", "content": {_JSON: {"schema": _ref(_error(each))}}}
+
+
+def _error(each: Route) -> type[msgspec.Struct]:
+    return each.error or ErrorResponse
 
 
 def _ref(type_: type[msgspec.Struct]) -> dict[str, str]:

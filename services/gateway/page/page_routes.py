@@ -6,18 +6,22 @@ from urllib.parse import parse_qs
 from tokenloom.services.runtime.host.host import Host
 
 from ..encoding.sse import encode_json
-from ..http.app import PAGE_FILES, Handler, Routes
 from ..http.http_exchange import HttpExchange
 from ..http.response_counts import ResponseCounts
+from ..http.route import Handler, Route, Routes
+from ..openapi import route_table
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from .mesh_state import mesh_state
 from .static_files import INDEX, static_files
 from .traffic import Traffics
 
+PAGE_FILES = "/page/"
+"""The paths of the page's files begin with it; the files hold nothing of the mesh."""
+
 
 def page_routes(meshes: ServedMeshes, host: Host, counts: ResponseCounts, root: Handler) -> Routes:
-    """Return the routes by path. ``root``: answers clients other than browsers at ``/``."""
+    """Return the routes. ``root``: answers clients other than browsers at ``/``."""
     traffics = Traffics(meshes, counts)
     host.spawn(traffics.run(), name="traffic of the last ten minutes")
     files = static_files()
@@ -27,10 +31,10 @@ def page_routes(meshes: ServedMeshes, host: Host, counts: ResponseCounts, root: 
         await (files[INDEX] if wants_page else root)(exchange)
 
     return {
-        "/": {"GET": index},
-        **{PAGE_FILES + name: {"GET": file} for name, file in files.items() if name != INDEX},
-        "/mesh": {"GET": _json(meshes, lambda mesh: {"models": list(meshes.states()), **mesh_state(mesh)})},
-        "/traffic": {"GET": _json(meshes, lambda mesh: traffics.of(mesh).columns())},
+        route_table.ROOT: index,
+        **{Route("GET", PAGE_FILES + name, is_open=True): file for name, file in files.items() if name != INDEX},
+        route_table.MESH: _json(meshes, lambda mesh: {"models": list(meshes.states()), **mesh_state(mesh)}),
+        route_table.TRAFFIC: _json(meshes, lambda mesh: traffics.of(mesh).columns()),
     }
 
 

@@ -9,9 +9,10 @@ from tokenloom.request import errors
 from tokenloom.v1 import engine_pb2 as pb
 
 from ..encoding.sse import encode_json
-from ..http.app import Handler
 from ..http.http_exchange import HttpExchange
+from ..http.route import Routes
 from ..mesh.engine_calls import Ask, EngineCalls, alive, checked
+from ..openapi import route_table
 from ..serving.served_meshes import ServedMeshes
 
 _MODES = {"abort": pb.PAUSE_MODE_ABORT, "wait": pb.PAUSE_MODE_WAIT, "keep": pb.PAUSE_MODE_KEEP}
@@ -28,17 +29,17 @@ class AdminRoutes:
     meshes: ServedMeshes
     calls: EngineCalls
 
-    def routes(self) -> Mapping[str, Mapping[str, Handler]]:
+    def routes(self) -> Routes:
         return {
-            "/pause": {"POST": self.pause},
-            "/resume": {"POST": self.resume},
-            "/is_paused": {"GET": self.is_paused},
-            "/sleep": {"POST": self.sleep},
-            "/wake_up": {"POST": self.wake_up},
-            "/is_sleeping": {"GET": self.is_sleeping},
-            "/reset_prefix_cache": {"POST": self.reset_prefix_cache},
-            "/start_profile": {"POST": self.start_profile},
-            "/stop_profile": {"POST": self.stop_profile},
+            route_table.PAUSE: self.pause,
+            route_table.RESUME: self.resume,
+            route_table.IS_PAUSED: self.is_paused,
+            route_table.SLEEP: self.sleep,
+            route_table.WAKE_UP: self.wake_up,
+            route_table.IS_SLEEPING: self.is_sleeping,
+            route_table.RESET_PREFIX_CACHE: self.reset_prefix_cache,
+            route_table.START_PROFILE: self.start_profile,
+            route_table.STOP_PROFILE: self.stop_profile,
         }
 
     async def pause(self, exchange: HttpExchange) -> None:

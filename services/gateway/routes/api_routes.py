@@ -1,20 +1,24 @@
 """Lists the routes of the HTTP API, except those for operators."""
 
+from collections.abc import Mapping
+
 from tokenloom.services.runtime.host.host import Host
 
 from ..anthropic.count_tokens import CountTokens
-from ..anthropic.message_routes import message_routes
+from ..anthropic.error_body import ANTHROPIC
 from ..anthropic.messages import MessagesApi
-from ..http.app import Routes
 from ..http.endpoint import GenerationApi, GenerationEndpoint
+from ..http.error_form import ErrorForm
 from ..http.json_body import BodyParser
 from ..http.response_counts import ResponseCounts
+from ..http.route import Route, Routes
 from ..http.turn_share import ANSWERS_PER_TURN, TurnShare
+from ..ollama.ollama import OLLAMA
 from ..openai.body_reader import BodyReader
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
+from ..openapi import route_table
 from ..page.page_routes import page_routes
-from ..responses.response_routes import response_routes
 from ..responses.response_store import ResponseStore
 from ..responses.responses import ResponsesApi
 from ..responses.responses_endpoint import ResponsesEndpoint
@@ -27,6 +31,18 @@ from .pooling_routes import pooling_routes
 from .status_routes import StatusRoutes, get, ollama_tags
 from .tokenize_routes import TokenizeRoutes
 
+ERROR_FORMS: Mapping[Route, ErrorForm] = {
+    route_table.MESSAGES: ANTHROPIC,
+    route_table.COUNT_TOKENS: ANTHROPIC,
+    route_table.OLLAMA_CHAT: OLLAMA,
+    route_table.OLLAMA_GENERATE: OLLAMA,
+    route_table.OLLAMA_EMBED: OLLAMA,
+    route_table.OLLAMA_EMBEDDINGS: OLLAMA,
+    route_table.OLLAMA_SHOW: OLLAMA,
+    route_table.OLLAMA_TAGS: OLLAMA,
+}
+"""How the routes report errors that do not do it in OpenAI's form."""
+
 
 def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, counts: ResponseCounts) -> Routes:
     """Return the routes that describe the gateway and, of several meshes, the first one."""
@@ -35,7 +51,7 @@ def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, c
     return {
         **status.routes(),
         **(page_routes(meshes, host, counts, status.root) if settings.page else {}),
-        "/api/tags": get(lambda: ollama_tags(meshes.listed())),
+        route_table.OLLAMA_TAGS: get(lambda: ollama_tags(meshes.listed())),
         **document_routes(mesh.health.limits, admin=settings.has_admin, batches=settings.batch_dir is not None),
     }
 
@@ -59,12 +75,17 @@ def api_routes(
     def endpoint(api: GenerationApi) -> GenerationEndpoint:
         return GenerationEndpoint(api, mesh.generator, mesh.models, parser, limit, answers)
 
+    stored = ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)
     return {
-        "/v1/chat/completions": {"POST": endpoint(chats)},
-        "/v1/completions": {"POST": endpoint(CompletionsApi(reader))},
-        **message_routes(endpoint(messages), count_tokens),
+        route_table.CHAT: endpoint(chats),
+        route_table.COMPLETIONS: endpoint(CompletionsApi(reader)),
+        route_table.MESSAGES: endpoint(messages),
+        route_table.COUNT_TOKENS: count_tokens,
         **ollama_routes(chats, endpoint, mesh.health),
-        **response_routes(ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)),
+        route_table.RESPONSES: stored,
+        route_table.RESPONSE: stored.retrieve,
+        route_table.DELETE_RESPONSE: stored.delete,
+        route_table.CANCEL_RESPONSE: stored.cancel,
         **tokenize.routes(),
         **pooling_routes(mesh, parser, reader, limit),
     }

@@ -1,6 +1,5 @@
 """Routes for operators that load and unload LoRA adapters, under vLLM's names. They exist only with an admin key."""
 
-from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -9,10 +8,11 @@ from tokenloom.request import errors
 from tokenloom.request.adapter_names import check_adapter_name
 
 from ..encoding.sse import encode_json
-from ..http.app import Handler
 from ..http.http_exchange import HttpExchange
+from ..http.route import Routes
 from ..mesh.engine_calls import EngineCalls
 from ..mesh.mesh_adapters import MeshAdapters
+from ..openapi import route_table
 from ..openapi.lora_schemas import AdapterBody, LoadAdapter, PinAdapter
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
@@ -31,12 +31,12 @@ class LoraRoutes:
         self._calls = calls
         self._adapters: dict[str, MeshAdapters] = {}  # by model
 
-    def routes(self) -> Mapping[str, Mapping[str, Handler]]:
+    def routes(self) -> Routes:
         return {
-            "/v1/load_lora_adapter": {"POST": self.load},
-            "/v1/unload_lora_adapter": {"POST": self.unload},
-            "/v1/pin_lora_adapter": {"POST": self.pin},
-            "/v1/lora_adapters": {"GET": self.show},
+            route_table.LOAD_ADAPTER: self.load,
+            route_table.UNLOAD_ADAPTER: self.unload,
+            route_table.PIN_ADAPTER: self.pin,
+            route_table.ADAPTERS: self.show,
         }
 
     async def load(self, exchange: HttpExchange) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..encoding.sse import encode_json
-from ..http.app import Routes
 from ..http.http_exchange import HttpExchange
+from ..http.route import Route, Routes
+from ..openapi import route_table
 from ..serving.mesh_health import PARTS, PartState
 from ..serving.served_meshes import ServedMeshes
 from .status_routes import get, health_object, model_object, model_of, respond_health
@@ -22,11 +23,12 @@ class ModelsRoutes:
     def routes(self) -> Routes:
         """Return the routes that replace those of a single mesh."""
         return {
-            "/v1/models": get(lambda: {"object": "list", "data": list(self._models().values())}),
-            **{f"/v1/models/{name}": get(partial(self._model, name)) for name in self._meshes.names},
-            "/v1/models/*": {"GET": self.adapter},
-            "/health": {"GET": self.health},
-            "/ping": {"GET": self.health, "POST": self.health},
+            route_table.MODELS: get(lambda: {"object": "list", "data": list(self._models().values())}),
+            **{Route("GET", f"/v1/models/{name}"): get(partial(self._model, name)) for name in self._meshes.names},
+            route_table.MODEL: self.adapter,
+            route_table.HEALTH: self.health,
+            route_table.PING: self.health,
+            route_table.POST_PING: self.health,
         }
 
     async def health(self, exchange: HttpExchange) -> None:

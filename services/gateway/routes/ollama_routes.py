@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 
-from ..http.app import Routes
 from ..http.endpoint import GenerationApi, GenerationEndpoint
+from ..http.route import Routes
 from ..ollama.ollama import OllamaApi
 from ..openai.chat import ChatApi
+from ..openapi import route_table
 from ..serving.mesh_health import MeshHealth
 from .status_routes import OLLAMA_DETAILS as DETAILS
 from .status_routes import get
@@ -29,8 +30,8 @@ def ollama_routes(
 
     both = {kind: replace(endpoint(OllamaApi(chats, kind)), stream_headers=_LINES) for kind in (True, False)}
     return {
-        "/api/chat": {"POST": both[True]},
-        "/api/generate": {"POST": both[False]},
-        "/api/show": {"POST": get(show)["GET"]},
-        "/api/version": get(lambda: {"version": version("tokenloom")}),
+        route_table.OLLAMA_CHAT: both[True],
+        route_table.OLLAMA_GENERATE: both[False],
+        route_table.OLLAMA_SHOW: get(show),
+        route_table.OLLAMA_VERSION: get(lambda: {"version": version("tokenloom")}),
     }

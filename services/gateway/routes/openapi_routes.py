@@ -1,14 +1,15 @@
 """Serves ``/openapi.json`` and the page that shows it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 
 from tokenloom.v1 import types_pb2
 
 from ..encoding.sse import encode_json
-from ..http.app import Handler
 from ..http.http_exchange import HttpExchange
+from ..http.route import Routes
+from ..openapi import route_table
 from ..openapi.document import document
 
 
@@ -29,10 +30,8 @@ async def _docs(exchange: HttpExchange) -> None:
     await exchange.respond(200, _page(), b"text/html; charset=utf-8", headers)
 
 
-def document_routes(
-    limits_of: Callable[[], types_pb2.ModelLimits | None], *, admin: bool, batches: bool
-) -> Mapping[str, Mapping[str, Handler]]:
-    """Return the routes by path. ``limits_of``: returns those of the served model, if they are known.
+def document_routes(limits_of: Callable[[], types_pb2.ModelLimits | None], *, admin: bool, batches: bool) -> Routes:
+    """Return the routes of the document. ``limits_of``: returns those of the served model, if they are known.
     ``admin``: the gateway has admin routes; ``batches``: it has files and batches."""
 
     async def openapi(exchange: HttpExchange) -> None:
@@ -40,4 +39,4 @@ def document_routes(
         embeds = limits is not None and limits.hidden_size > 0
         await exchange.respond(200, _document(admin=admin, embeds=embeds, batches=batches))
 
-    return {"/openapi.json": {"GET": openapi}, "/docs": {"GET": _docs}}
+    return {route_table.DOCUMENT: openapi, route_table.DOCUMENT_PAGE: _docs}

@@ -1,8 +1,9 @@
 """Shows the last requests to operators."""
 
 from ..encoding.sse import encode_json
-from ..http.app import Routes
 from ..http.http_exchange import HttpExchange
+from ..http.route import Routes
+from ..openapi import route_table
 from ..request_log.finished_request import LastRequests
 from ..request_log.recent_requests import RecentRequests
 
@@ -13,4 +14,4 @@ def request_routes(recent: RecentRequests) -> Routes:
     async def last_requests(exchange: HttpExchange) -> None:
         await exchange.respond(200, encode_json(LastRequests(list(recent))))
 
-    return {"/requests": {"GET": last_requests}}
+    return {route_table.LAST_REQUESTS: last_requests}

@@ -13,10 +13,11 @@ from tokenloom.v1 import coordinator_pb2, types_pb2
 
 from ..encoding.sse import encode_json
 from ..generation.generator import Generator
-from ..http.app import Handler, Routes
 from ..http.http_exchange import HttpExchange
+from ..http.route import Handler, Route, Routes
 from ..mesh.engine_words import engine_words
 from ..mesh.mesh_view import MeshView
+from ..openapi import route_table
 from ..records.model_names import ModelNames
 from ..serving.mesh_health import MeshHealth, PartState
 
@@ -47,21 +48,22 @@ class StatusRoutes:
 
     def routes(self) -> Routes:
         return {
-            "/v1/models": get(lambda: {"object": "list", "data": list(map(self._model_object, self._listed()))}),
-            **{f"/v1/models/{name}": get(partial(self._model_object, name)) for name in self._names},
-            "/v1/models/*": {"GET": self.adapter},
-            "/": {"GET": self.root},  # clients ask for HEAD / to learn whether a server is there
-            "/health": {"GET": self.health},
-            "/ping": {"GET": self.health, "POST": self.health},
-            "/version": get(lambda: {"version": version("tokenloom")}),
+            route_table.MODELS: get(lambda: {"object": "list", "data": list(map(self._model_object, self._listed()))}),
+            **{Route("GET", f"/v1/models/{name}"): get(partial(self._model_object, name)) for name in self._names},
+            route_table.MODEL: self.adapter,
+            route_table.ROOT: self.root,
+            route_table.HEALTH: self.health,
+            route_table.PING: self.health,
+            route_table.POST_PING: self.health,
+            route_table.VERSION: get(lambda: {"version": version("tokenloom")}),
             # Under vLLM's name: how many outputs clients wait for at this gateway.
-            "/load": get(lambda: {"server_load": self._generator.num_live}),
-            "/server_info": get(self._server_info),
+            route_table.LOAD: get(lambda: {"server_load": self._generator.num_live}),
+            route_table.SERVER_INFO: get(self._server_info),
             # What routers ask SGLang's servers for.
-            "/model_info": get(
+            route_table.MODEL_INFO: get(
                 lambda: {"model_path": self._model, "tokenizer_path": self._model, "is_generation": True}
             ),
-            "/metrics": {"GET": self.metrics},
+            route_table.METRICS: self.metrics,
         }
 
     async def health(self, exchange: HttpExchange) -> None:
@@ -158,13 +160,13 @@ def ollama_tags(names: Iterable[str]) -> dict[str, object]:
     return {"models": [{"name": name, "model": name, **same} for name in names]}
 
 
-def get(describe: Callable[[], object]) -> Mapping[str, Handler]:
-    """Return the methods of a path that answers GET with what ``describe`` returns."""
+def get(describe: Callable[[], object]) -> Handler:
+    """Return a handler that answers with what ``describe`` returns, as JSON."""
 
     async def handler(exchange: HttpExchange) -> None:
         await exchange.respond(200, encode_json(describe()))
 
-    return {"GET": handler}
+    return handler
 
 
 def _engine_object(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:

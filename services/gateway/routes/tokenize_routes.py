@@ -1,6 +1,6 @@
 """``/tokenize`` and ``/detokenize``, in vLLM's form."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,14 +10,15 @@ from tokenloom.v1 import tokenizer_pb2
 
 from ..encoding.sse import encode_json
 from ..formats.tool_request import read_tools
-from ..http.app import Handler
 from ..http.endpoint import IGNORED_HEADER, listed
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
+from ..http.route import Routes
 from ..http.time_limit import limited
 from ..mesh.tokenizer_client import TokenizerClient
 from ..openai.body_reader import Body, BodyReader
 from ..openai.chat_messages import read_chat
+from ..openapi import route_table
 from ..openapi.request_schemas import DetokenizeRequest, TokenizeRequest
 from ..records.generate_request import Chat
 from ..records.model_names import ModelNames
@@ -53,8 +54,8 @@ class TokenizeRoutes:
     timeout: float
     """Seconds that a call may take."""
 
-    def routes(self) -> Mapping[str, Mapping[str, Handler]]:
-        return {"/tokenize": {"POST": self.tokenize}, "/detokenize": {"POST": self.detokenize}}
+    def routes(self) -> Routes:
+        return {route_table.TOKENIZE: self.tokenize, route_table.DETOKENIZE: self.detokenize}
 
     async def tokenize(self, exchange: HttpExchange) -> None:
         request = await self._read(exchange, self._tokenize_request)

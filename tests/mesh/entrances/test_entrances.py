@@ -45,9 +45,9 @@ from tests.mesh.harness import SOON, Mesh, Part
 from tests.ready_channel import ready_channel
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http import request_body
-from tokenloom.services.gateway.http.app import PAGE_FILES
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.tokenizer_client import TokenizerClient
+from tokenloom.services.gateway.page.page_routes import PAGE_FILES
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.v1 import inference_pb2
 from tokenloom.v1.engine_pb2 import PAUSE_MODE_KEEP, PauseRequest, ResumeRequest

@@ -79,6 +79,9 @@ class HttpServer:
 
     async def serve(self) -> None:
         """Serve until :meth:`drain` or :meth:`stop`."""
+        if self._server.should_exit:  # it was stopped before this task ran, and its socket is closed
+            self._served.set()
+            return
         if self._tls is not None:
             # uvicorn itself would count a connection only after its handshake, and wait a minute for it.
             self._fronts = TlsFronts(self._tls.server_context(), self._connections, self._make_protocol)

@@ -1,0 +1,62 @@
+"""One method of one path: how it is found, who may call it, and what the OpenAPI document says of it."""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from .http_exchange import HttpExchange
+
+_PARAMETER = re.compile(r"\{[^}]*\}")
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Describes a route. The handlers of a gateway are bound to the routes that it serves, as keys."""
+
+    method: str
+    """In capital letters; a GET answers HEAD too."""
+    path: str
+    """It may hold one parameter in braces, which stands for the id of an object."""
+    summary: str = ""
+    """What it does; empty: the OpenAPI document leaves it out, as it does not belong to the API."""
+    answer: type[msgspec.Struct] | None = None
+    """None: plain text."""
+    body: type[msgspec.Struct] | None = None
+    is_form: bool = False
+    """Whether the body is a form instead of JSON."""
+    media_type: str = "text/plain"
+    """Of an answer that is not JSON."""
+    streams: bool = False
+    """Whether it may answer with server-sent events."""
+    may_be_away: bool = False
+    """Whether a 503 response has the same body."""
+    is_open: bool = False
+    """Whether it needs no key, for load balancers and browsers, which have none."""
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Query parameters and their schemas."""
+    headers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Request headers and their schemas."""
+    error: type[msgspec.Struct] | None = None
+    """The form of its errors; None: OpenAI's."""
+    is_admin: bool = False
+    """Whether it needs an admin key; gateways without one do not have the route."""
+    is_of_batches: bool = False
+    """Whether it needs a directory for batches; gateways without one say so."""
+
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter in the path; empty: it has none."""
+        found = _PARAMETER.search(self.path)
+        return found.group().strip("{}") if found else ""
+
+    @property
+    def pattern(self) -> str:
+        """The path with ``*`` for its parameter, as metrics and logs name it."""
+        return _PARAMETER.sub("*", self.path)
+
+
+Handler = Callable[[HttpExchange], Awaitable[None]]
+Routes = Mapping[Route, Handler]

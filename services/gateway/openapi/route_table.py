@@ -1,0 +1,262 @@
+"""The table of all routes of the HTTP API, in the order of the OpenAPI document.
+
+A route stands here once. The folder that answers it binds its handler to the name here, and the application and the
+document derive from both.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec
+
+from tokenloom.request.sampling_params import SamplingFields
+
+from ..http.route import Route
+from ..request_log.finished_request import LastRequests
+from . import batch_schemas as batches
+from . import lora_schemas as lora
+from . import pooling_schemas as pooling
+from . import request_schemas as bodies
+from . import response_schemas as answers
+from .message_schemas import CountTokensRequest, MessageErrorResponse, MessagesRequest
+from .response_api_schemas import ResponsesRequest
+
+_Fields = ParamSpec("_Fields")
+
+ROUTES: list[Route] = []
+"""All of them but the paths of single models and of the page's files, which no table knows in advance."""
+
+
+def _listed(make: Callable[_Fields, Route]) -> Callable[_Fields, Route]:
+    """Return what makes a route and adds it to the table."""
+
+    def listed(*fields: _Fields.args, **named: _Fields.kwargs) -> Route:
+        ROUTES.append(make(*fields, **named))
+        return ROUTES[-1]
+
+    return listed
+
+
+_route = _listed(Route)
+
+
+_CHAT = bodies.with_sampling(bodies.ChatCompletionRequest)
+_COMPLETION = bodies.with_sampling(bodies.CompletionRequest)
+_MESSAGES = bodies.with_sampling(MessagesRequest, SamplingFields, without=("logprobs", "prompt_logprobs"))
+_RESPONSES = bodies.with_sampling(
+    ResponsesRequest, SamplingFields, without=("logprobs", "prompt_logprobs", "max_tokens")
+)
+_ASKING = {
+    "Idempotency-Key": {
+        "type": "string",
+        "pattern": "^[ -~]{1,255}$",
+        "description": "Names the request. A repeat with the same key and body gets the answer of the first one, which "
+        "it takes over if it still runs; with another body, 422.",
+    },
+    "Last-Event-ID": {
+        "type": "string",
+        "pattern": "^(|0|[0-9a-f]{40}[.][0-9a-f]{1,9}[.][-_0-9ef]{1,900}([.]u)?)$",
+        "description": "For streams. Empty: none. 0: write an id into each event. The id of the last event that "
+        "arrived, with the same body: continue the answer after that event. 404 REQUEST_LOST: send the request again "
+        "without it.",
+    },
+}
+MODELS = _route("GET", "/v1/models", "The served model", answers.ModelList)
+MODEL = _route("GET", "/v1/models/{model}", "One model", answers.ModelCard)
+CHAT = _route(
+    "POST",
+    "/v1/chat/completions",
+    "Answer in a conversation",
+    answers.ChatCompletion,
+    _CHAT,
+    streams=True,
+    headers=_ASKING,
+)
+COMPLETIONS = _route(
+    "POST", "/v1/completions", "Continue prompts", answers.Completion, _COMPLETION, streams=True, headers=_ASKING
+)
+RESPONSES = _route(
+    "POST", "/v1/responses", "Answer in a stored conversation", answers.Response, _RESPONSES, streams=True
+)
+RESPONSE = _route("GET", "/v1/responses/{id}", "A stored response", answers.Response)
+DELETE_RESPONSE = _route(
+    "DELETE",
+    "/v1/responses/{id}",
+    "Forget a response; end its generation",
+    answers.DeletedResponse,
+)
+CANCEL_RESPONSE = _route(
+    "POST",
+    "/v1/responses/{id}/cancel",
+    "End the generation of a response in the background",
+    answers.Response,
+)
+MESSAGES = _route(
+    "POST",
+    "/v1/messages",
+    "Answer in a conversation, in Anthropic's form",
+    answers.AnthropicMessage,
+    _MESSAGES,
+    streams=True,
+    error=MessageErrorResponse,
+)
+COUNT_TOKENS = _route(
+    "POST",
+    "/v1/messages/count_tokens",
+    "Count the tokens of a conversation, in Anthropic's form",
+    answers.TokenCount,
+    CountTokensRequest,
+    error=MessageErrorResponse,
+)
+TOKENIZE = _route(
+    "POST", "/tokenize", "Encode a prompt or a conversation", answers.TokenizeResponse, bodies.TokenizeRequest
+)
+EMBEDDINGS = _route("POST", "/v1/embeddings", "Vectors of texts", pooling.EmbeddingList, pooling.EmbeddingRequest)
+CLASSIFY = _route("POST", "/classify", "Classes of texts", pooling.ClassificationList, pooling.ClassifyRequest)
+POOLING = _route("POST", "/pooling", "What a pooling task computes", pooling.PoolingList, pooling.PoolingRequest)
+SCORES = tuple(
+    _route("POST", path, "Relevance of texts to texts", pooling.ScoreList, pooling.ScoreRequest)
+    for path in ("/score", "/v1/score")
+)
+RERANKS = tuple(
+    _route("POST", path, "Documents by their relevance", pooling.Ranking, pooling.RerankRequest)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+)
+DETOKENIZE = _route("POST", "/detokenize", "Decode token ids", answers.DetokenizeResponse, bodies.DetokenizeRequest)
+HEALTH = _route(
+    "GET", "/health", "Whether the gateway can answer requests", answers.Status, may_be_away=True, is_open=True
+)
+PING = _route("GET", "/ping", "As /health", answers.Status, may_be_away=True, is_open=True)
+POST_PING = _route("POST", "/ping", "As /health", answers.Status, may_be_away=True, is_open=True)
+VERSION = _route("GET", "/version", "Version of the gateway", answers.Version)
+LOAD = _route("GET", "/load", "Load of this gateway", answers.ServerLoad)
+SERVER_INFO = _route("GET", "/server_info", "The mesh behind this gateway", answers.ServerInfo)
+MODEL_INFO = _route("GET", "/model_info", "The model, as SGLang reports it to routers", answers.ServedModelInfo)
+METRICS = _route("GET", "/metrics", "Prometheus metrics")
+
+_PAGE: Mapping[str, Mapping[str, Any]] = {
+    "after": {"type": "string", "description": "Id of the last object of the page before."},
+    "limit": {"type": "integer", "minimum": 1, "description": "How many objects to return."},
+}
+_FILES: Mapping[str, Mapping[str, Any]] = {
+    **_PAGE,
+    "order": {"enum": ["asc", "desc"], "description": "desc: the newest first (default)."},
+    "purpose": {"type": "string", "description": "Only files of this purpose."},
+}
+FILES = _route("GET", "/v1/files", "The stored files", batches.FileList, query=_FILES, is_of_batches=True)
+UPLOAD_FILE = _route(
+    "POST",
+    "/v1/files",
+    "Store a file of requests for a batch",
+    batches.File,
+    batches.UploadFileRequest,
+    is_form=True,
+    is_of_batches=True,
+)
+FILE = _route("GET", "/v1/files/{id}", "A stored file", batches.File, is_of_batches=True)
+DELETE_FILE = _route("DELETE", "/v1/files/{id}", "Delete a file", batches.DeletedFile, is_of_batches=True)
+FILE_CONTENT = _route(
+    "GET", "/v1/files/{id}/content", "What a file holds", media_type="application/octet-stream", is_of_batches=True
+)
+BATCHES = _route("GET", "/v1/batches", "The batches", batches.BatchList, query=_PAGE, is_of_batches=True)
+CREATE_BATCH = _route(
+    "POST",
+    "/v1/batches",
+    "Answer the requests of a file",
+    batches.BatchObject,
+    batches.CreateBatchRequest,
+    is_of_batches=True,
+)
+BATCH = _route("GET", "/v1/batches/{id}", "A batch", batches.BatchObject, is_of_batches=True)
+CANCEL_BATCH = _route(
+    "POST",
+    "/v1/batches/{id}/cancel",
+    "Stop a batch; its answers so far are kept",
+    batches.BatchObject,
+    is_of_batches=True,
+)
+_BOOLEAN = {"type": "boolean"}
+_MODE = {"enum": ["abort", "wait", "keep"], "description": "What happens to running requests; default: abort."}
+PAUSE = _route(
+    "POST",
+    "/pause",
+    "Pause every engine",
+    answers.EnginesDone,
+    query={"mode": _MODE, "clear_cache": {**_BOOLEAN, "description": "Forget cached prefixes too (default)."}},
+    is_admin=True,
+)
+RESUME = _route("POST", "/resume", "Resume every engine", answers.EnginesDone, is_admin=True)
+IS_PAUSED = _route("GET", "/is_paused", "Whether every engine is paused", answers.EnginesPaused, is_admin=True)
+SLEEP = _route(
+    "POST",
+    "/sleep",
+    "Release the engines' memory",
+    answers.EnginesDone,
+    query={"level": {"enum": [0, 1, 2], "description": "Sleep level; default: 1."}, "mode": _MODE},
+    is_admin=True,
+)
+WAKE_UP = _route(
+    "POST",
+    "/wake_up",
+    "Allocate the memory again",
+    answers.EnginesDone,
+    query={
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["weights", "kv_cache"]},
+            "description": "What to wake; default: all.",
+        }
+    },
+    is_admin=True,
+)
+IS_SLEEPING = _route("GET", "/is_sleeping", "Whether every engine sleeps", answers.EnginesSleeping, is_admin=True)
+RESET_PREFIX_CACHE = _route(
+    "POST",
+    "/reset_prefix_cache",
+    "Forget cached prefixes",
+    answers.EnginesDone,
+    query={
+        "reset_running_requests": {**_BOOLEAN, "description": "Preempt running requests rather than refuse."},
+    },
+    is_admin=True,
+)
+LOAD_ADAPTER = _route(
+    "POST",
+    "/v1/load_lora_adapter",
+    "Load a LoRA adapter on every engine, or on none",
+    answers.EnginesDone,
+    lora.LoadAdapter,
+    is_admin=True,
+)
+UNLOAD_ADAPTER = _route(
+    "POST",
+    "/v1/unload_lora_adapter",
+    "Unload a LoRA adapter from every engine",
+    answers.EnginesDone,
+    lora.AdapterBody,
+    is_admin=True,
+)
+PIN_ADAPTER = _route(
+    "POST",
+    "/v1/pin_lora_adapter",
+    "Keep a LoRA adapter on every engine's device",
+    answers.EnginesDone,
+    lora.PinAdapter,
+    is_admin=True,
+)
+ADAPTERS = _route("GET", "/v1/lora_adapters", "LoRA adapters and where they are", lora.LoadedAdapters, is_admin=True)
+LAST_REQUESTS = _route("GET", "/requests", "The last requests of this gateway", LastRequests, is_admin=True)
+START_PROFILE = _route("POST", "/start_profile", "Start recording steps", answers.EnginesDone, is_admin=True)
+STOP_PROFILE = _route("POST", "/stop_profile", "Write the recorded steps", answers.EnginesDone, is_admin=True)
+
+# What the document leaves out: pages, Ollama's API, and what only the page reads.
+ROOT = _route("GET", "/", is_open=True)  # clients ask for HEAD / to learn whether a server is there
+DOCUMENT = _route("GET", "/openapi.json", is_open=True)
+DOCUMENT_PAGE = _route("GET", "/docs", is_open=True)
+MESH = _route("GET", "/mesh")
+TRAFFIC = _route("GET", "/traffic")
+OLLAMA_CHAT = _route("POST", "/api/chat")
+OLLAMA_GENERATE = _route("POST", "/api/generate")
+OLLAMA_EMBED = _route("POST", "/api/embed")
+OLLAMA_EMBEDDINGS = _route("POST", "/api/embeddings")
+OLLAMA_SHOW = _route("POST", "/api/show")
+OLLAMA_VERSION = _route("GET", "/api/version")
+OLLAMA_TAGS = _route("GET", "/api/tags")

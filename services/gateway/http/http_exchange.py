@@ -50,7 +50,7 @@ class MethodNotAllowed(errors.InvalidArgument):
         super().__init__(f"this path accepts {self.allowed}, not {method[:32]}")
 
 
-class Response(Protocol):
+class ResponseSink(Protocol):
     """Describes what writes a response; see :class:`.response_writer.ResponseWriter`."""
 
     left: int | None
@@ -105,7 +105,7 @@ class HttpExchange:
         target: tuple[str, str, bytes],
         headers: Sequence[tuple[bytes, bytes]],
         body: RequestBody,
-        response: Response,
+        response: ResponseSink,
         *,
         internal_tenant: Tenant | None = None,
     ) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ..endpoints.generation_endpoint import IGNORED_HEADER, listed, trace_headers
 from ..generation.generator import Generator
-from ..http.endpoint import IGNORED_HEADER, listed, trace_headers
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
 from ..http.pieces import respond_in_pieces

@@ -8,8 +8,8 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 
 from ..encoding.sse import encode_json
+from ..endpoints.generation_endpoint import Asked, GenerationEndpoint
 from ..generation.generator import Generator
-from ..http.endpoint import Asked, GenerationEndpoint
 from ..http.http_exchange import HttpExchange
 from .response_answer import ResponseRequest, head_of, response_of
 from .response_store import ResponseStore, StoredResponse

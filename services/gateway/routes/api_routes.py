@@ -7,7 +7,7 @@ from tokenloom.services.runtime.host.host import Host
 from ..anthropic.count_tokens import CountTokens
 from ..anthropic.error_body import ANTHROPIC
 from ..anthropic.messages import MessagesApi
-from ..http.endpoint import GenerationApi, GenerationEndpoint
+from ..endpoints.generation_endpoint import GenerationApi, GenerationEndpoint
 from ..http.error_form import ErrorForm
 from ..http.json_body import BodyParser
 from ..http.response_counts import ResponseCounts

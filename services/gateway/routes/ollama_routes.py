@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 
-from ..http.endpoint import GenerationApi, GenerationEndpoint
+from ..endpoints.generation_endpoint import GenerationApi, GenerationEndpoint
 from ..http.route import Routes
 from ..ollama.ollama import OllamaApi
 from ..openai.chat import ChatApi

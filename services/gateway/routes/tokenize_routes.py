@@ -9,8 +9,8 @@ from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.v1 import tokenizer_pb2
 
 from ..encoding.sse import encode_json
+from ..endpoints.generation_endpoint import IGNORED_HEADER, listed
 from ..formats.tool_request import read_tools
-from ..http.endpoint import IGNORED_HEADER, listed
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
 from ..http.route import Routes

@@ -14,7 +14,7 @@ import pytest
 from tests.services.gateway.fakes import FakeMesh, FakeRequest
 from tokenloom.services.gateway.compat import FOREIGN_APIS, ignored_names
 from tokenloom.services.gateway.compat.foreign_field import FieldEffect, ForeignApi, ForeignField
-from tokenloom.services.gateway.http.endpoint import IGNORED_HEADER
+from tokenloom.services.gateway.endpoints.generation_endpoint import IGNORED_HEADER
 from tokenloom.v1 import types_pb2
 
 IGNORED = IGNORED_HEADER.decode()

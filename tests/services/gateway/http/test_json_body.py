@@ -16,8 +16,8 @@ import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.gateway.endpoints.generation_endpoint import IGNORED_HEADER
 from tokenloom.services.gateway.http import json_body
-from tokenloom.services.gateway.http.endpoint import IGNORED_HEADER
 from tokenloom.services.gateway.http.json_body import BodyParser, check_amount
 from tokenloom.services.gateway.openai.body_reader import WITHOUT_EFFECT
 from tokenloom.services.gateway.records.generate_request import GenerateRequest

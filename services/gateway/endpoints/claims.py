@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from tokenloom.request.errors import InvalidArgument
 
+from ..http.http_exchange import HttpExchange
 from ..openai.body_reader import AnswerOptions
 from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, parse_event_id
 from ..records.generate_request import Chat, GenerateRequest
 from ..records.resume_token import NEW, ResumeToken, fingerprint, token_of_key, tokens_of
-from .http_exchange import HttpExchange
 
 KEY_FIELD = "Idempotency-Key"
 

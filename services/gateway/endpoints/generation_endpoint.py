@@ -13,6 +13,11 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pi
 from ..encoding import sse
 from ..generation.generator import Generator
 from ..generation.running_generation import RunningGeneration
+from ..http.http_exchange import HttpExchange
+from ..http.json_body import BodyParser
+from ..http.pieces import respond_in_pieces
+from ..http.response_writer import Headers as HeaderPairs
+from ..http.turn_share import TurnShare
 from ..openai.body_reader import AnswerOptions, Body
 from ..records.generate_request import GenerateRequest
 from ..records.model_names import ModelNames
@@ -21,11 +26,6 @@ from ..tenants.tenant import Tenant
 from . import orca
 from .answer_stream import AnswerShaper, AnswerStream, Slices
 from .claims import read_claim
-from .http_exchange import HttpExchange
-from .json_body import BodyParser
-from .pieces import respond_in_pieces
-from .response_writer import Headers as HeaderPairs
-from .turn_share import TurnShare
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
+from tokenloom.services.gateway.endpoints.answer_stream import AnswerShaper, AnswerStream
 from tokenloom.services.gateway.generation.running_generation import RunningGeneration
-from tokenloom.services.gateway.http.answer_stream import AnswerShaper, AnswerStream
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.response_writer import Headers
 from tokenloom.services.gateway.http.turn_share import TurnShare

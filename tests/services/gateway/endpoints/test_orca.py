@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from tests.services.gateway.fakes import FakeMesh
-from tokenloom.services.gateway.http.orca import response_headers
+from tokenloom.services.gateway.endpoints.orca import response_headers
 from tokenloom.services.gateway.mesh.mesh_view import MeshLoad
 
 LOAD = MeshLoad(num_running=3, num_waiting=2, kv_usage=0.25)

@@ -6,11 +6,11 @@ from typing import Protocol
 
 from ..generation.delivered import Delivered
 from ..generation.running_generation import RunningGeneration
+from ..http.http_exchange import HttpExchange
+from ..http.response_writer import Headers
+from ..http.turn_share import TurnShare
 from ..mesh.collector import Delta
 from ..openai.event_ids import EventId
-from .http_exchange import HttpExchange
-from .response_writer import Headers
-from .turn_share import TurnShare
 
 VALUES_PER_SLICE = 4096
 """Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""

@@ -1,0 +1,1 @@
+"""Runs the requests of an API that generates: reads the body, and writes JSON or a stream of events."""

@@ -73,18 +73,13 @@ class EngineCore:
         if config.structured_output is not None:
             self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size, config.reasoning)
         self.scheduler = Scheduler(
-            config.scheduler,
-            config.cache,
+            config,
             kv_cache,
             clock,
             connector=self._connector,
-            kv_policy=config.kv.policy,
             grammars=self._grammars,
-            speculative=config.speculative,
-            lends=bool(config.kv.transports),
             adapters=self.adapters,
             pooling=model.pooling,
-            num_stages=config.parallel.pipeline_parallel_size,
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tokenloom.engine_core.data.config import CacheConfig, SchedulerConfig
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.messages import EngineCoreRequest
@@ -61,8 +61,11 @@ class _Loop:
         max_model_len = options.context + output_len
         self.num_decoding = 0
         self._scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=options.requests, max_num_batched_tokens=budget),
-            CacheConfig(block_size=_BLOCK),
+            EngineConfig(
+                worker=WorkerConfig(model=""),
+                cache=CacheConfig(block_size=_BLOCK),
+                scheduler=SchedulerConfig(max_num_seqs=options.requests, max_num_batched_tokens=budget),
+            ),
             KVCacheConfig(num_blocks=options.requests * (-(-max_model_len // _BLOCK) + 2), max_model_len=max_model_len),
         )
         self._batch = InputBatch(options.requests, max_model_len, _BLOCK)

@@ -9,7 +9,7 @@ from ..kv_cache.kv_cache_manager import KVManager
 from ..structured_output.manager import StructuredOutputManager
 from .adapters import Adapters
 from .remote_kv import RemoteKV
-from .seats import LiveTenants
+from .request_queues import LiveRequests
 from .stats_recorder import StatsRecorder
 from .steps_in_flight import StepsInFlight
 
@@ -19,8 +19,7 @@ class EndedRequests:
 
     def __init__(
         self,
-        requests: dict[str, Request],
-        tenants: LiveTenants,
+        live: LiveRequests,
         kv: KVManager,
         remote: RemoteKV | None,
         grammars: StructuredOutputManager | None,
@@ -28,10 +27,10 @@ class EndedRequests:
         recorder: StatsRecorder,
         adapters: Adapters | None = None,
     ) -> None:
-        """``requests``, ``tenants`` and ``adapters``: those of the scheduler, from which ended requests are removed."""
+        """``live`` and ``adapters``: those of the scheduler, from which ended requests are removed."""
         self._adapters = adapters
-        self._requests = requests
-        self._tenants = tenants
+        self._requests = live.by_id
+        self._tenants = live.tenants
         self._kv = kv
         self._remote = remote
         self._grammars = grammars

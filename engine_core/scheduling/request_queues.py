@@ -1,4 +1,5 @@
-"""Keeps the requests that wait, those of each tenant with the same adapter in the order of the policy."""
+"""Keeps the live requests: those that run, and those that wait, of each tenant with the same adapter in the order of
+the policy."""
 
 import bisect
 from collections import Counter, OrderedDict
@@ -6,6 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 
 from ..data.request import Request
+from ..data.request_status import RequestStatus
+from .seats import LiveTenants
 
 
 def priority_key(request: Request) -> tuple[int, int, str]:
@@ -147,3 +150,47 @@ class WaitingRequests:
 def _in_turn(seats: Mapping[str, int]) -> Callable[[Request], tuple[int, int, int, str]]:
     """Return a key that sorts the heads of queues by who begins next."""
     return lambda head: (head.priority, seats[head.tenant], head.times.arrival_ns, head.request_id)
+
+
+class LiveRequests:
+    """Owns the requests that have not ended. No other code changes which of them run.
+
+    Attributes:
+        by_id: All of them.
+        tenants: Counts them by tenant.
+        waiting: Those in the queue.
+        running: Those that have a row in the worker, in the order of the policy. It is always the same list.
+    """
+
+    def __init__(self, *, by_priority: bool) -> None:
+        """``by_priority``: whether priorities order the requests, instead of their arrival."""
+        self.by_id: dict[str, Request] = {}
+        self.tenants = LiveTenants()
+        self.waiting = WaitingRequests(PriorityQueue if by_priority else FCFSQueue)
+        self.running: list[Request] = []
+        self._by_priority = by_priority
+
+    def run(self, request: Request) -> None:
+        """Add a request that is in no queue to those that run."""
+        if self._by_priority:
+            bisect.insort(self.running, request, key=priority_key)
+        else:
+            self.running.append(request)
+
+    def take_out(self, request: Request) -> None:
+        """Remove a request from those that run or from the queue, whichever has it; none has one that waits for
+        something else."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            self.waiting.remove(request)
+
+    def drop_ended(self) -> None:
+        """Remove the requests that ended while they ran."""
+        self.running[:] = [request for request in self.running if not request.is_finished]
+
+    def take_running(self) -> list[Request]:
+        """Let no request run. Returns those that did, the last one first: each goes to the head of its queue."""
+        taken = self.running[::-1]
+        self.running.clear()
+        return taken

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ..data.config import CacheConfig, SchedulerConfig, SpeculativeConfig
+from ..data.config import EngineConfig
 from ..data.core_pooling_params import ModelPooling
 from ..data.kv_events import KVEventLog
 from ..data.kv_groups import KVCacheConfig
@@ -21,8 +21,7 @@ from .drafts import Drafts
 from .ended_requests import EndedRequests
 from .pooled_requests import PooledRequests
 from .remote_kv import RemoteKV
-from .request_queues import FCFSQueue, PriorityQueue, WaitingRequests
-from .seats import LiveTenants
+from .request_queues import LiveRequests
 from .stats_recorder import StatsRecorder
 from .step_planner import PauseState, StepPlanner
 from .step_results import StepResults
@@ -46,70 +45,48 @@ class Scheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
-        cache: CacheConfig,
+        config: EngineConfig,
         kv_cache: KVCacheConfig,
         clock: Callable[[], int] = time.monotonic_ns,
         *,
         connector: KVConnectorScheduler | None = None,
-        kv_policy: str = "recompute",
         grammars: StructuredOutputManager | None = None,
-        speculative: SpeculativeConfig | None = None,
-        lends: bool = False,
         adapters: Adapters | None = None,
         pooling: ModelPooling = _GENERATES,
-        num_stages: int = 1,
     ) -> None:
         """Raises ``ValueError`` naming a setting that does not work.
 
         Args:
             clock: Returns nanoseconds.
             connector: Loads KV from other engines or tiers and offers it to others, if given.
-            kv_policy: As ``KVConfig.policy``.
             grammars: Constrains structured outputs; without it they are refused.
-            speculative: Lets steps verify drafts, if given.
-            lends: Whether other engines may read blocks.
             adapters: The LoRA adapters that requests may name; without it such requests are refused.
             pooling: What the model pools.
-            num_stages: Parts of the model that compute steps at the same time.
         """
-        check_config(config, kv_cache.max_model_len, speculates=speculative is not None)
-        self.config = config
+        scheduler, cache, speculative = config.scheduler, config.cache, config.speculative
+        num_stages = config.parallel.pipeline_parallel_size
+        check_config(scheduler, kv_cache.max_model_len, speculates=speculative is not None)
+        self.config = scheduler
         self.max_model_len = kv_cache.max_model_len
         self.kv_events = KVEventLog(cache.block_size) if cache.kv_events else None
-        self.kv = make_kv_manager(kv_cache, cache, config, self.kv_events, lends=lends)
-        self.requests: dict[str, Request] = {}
-        self._policy = SchedulingPolicy(config.policy)
-        self.waiting = WaitingRequests(PriorityQueue if self._policy is SchedulingPolicy.PRIORITY else FCFSQueue)
-        self._tenants = LiveTenants()
-        self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
+        self.kv = make_kv_manager(kv_cache, cache, scheduler, self.kv_events, lends=bool(config.kv.transports))
+        self._policy = SchedulingPolicy(scheduler.policy)
+        self._live = live = LiveRequests(by_priority=self._policy is SchedulingPolicy.PRIORITY)
+        self.requests, self.waiting, self.running = live.by_id, live.waiting, live.running
+        self._remote = RemoteKV(connector, self.kv, config.kv.policy, clock) if connector is not None else None
         self._grammars = grammars
         self.pause_state = PauseState.UNPAUSED
         self._is_held = False
         self._is_stalled = False
-        self._in_flight = StepsInFlight() if config.async_scheduling or num_stages > 1 else None
+        self._in_flight = StepsInFlight() if scheduler.async_scheduling or num_stages > 1 else None
         self._clock = clock
-        self._recorder = StatsRecorder(clock, cache, config)
+        self._recorder = recorder = StatsRecorder(clock, cache, scheduler)
         self._adapters = adapters
-        self._planner = StepPlanner(
-            config, self.waiting, self._tenants, self.kv, self._remote, self._recorder, clock, adapters, num_stages
-        )
-        self.running = self._planner.running
-        self.ended = EndedRequests(
-            self.requests, self._tenants, self.kv, self._remote, grammars, self._in_flight, self._recorder, adapters
-        )
+        self._planner = StepPlanner(scheduler, live, self.kv, self._remote, recorder, clock, adapters, num_stages)
+        self.ended = EndedRequests(live, self.kv, self._remote, grammars, self._in_flight, recorder, adapters)
         self.drafts = Drafts(speculative, self.requests, self.kv, grammars, clock) if speculative else None
         self._pooled = PooledRequests(pooling, kv_cache.max_model_len, clock)
-        self.results = StepResults(
-            self.requests,
-            self.waiting,
-            self.running,
-            self._in_flight,
-            self.ended,
-            self._recorder,
-            self.drafts,
-            self._pooled,
-        )
+        self.results = StepResults(live, self._in_flight, self.ended, recorder, self.drafts, self._pooled)
         self._preempted_req_ids: list[str] = []
 
     # Requests come and go
@@ -130,7 +107,7 @@ class Scheduler:
             self.ended.end_at_limit(request, _NO_ADAPTER, ErrorKind.NO_ADAPTER)
         else:
             self.requests[request.request_id] = request
-            self._tenants.add(request)
+            self._live.tenants.add(request)
             if request.adapter and self._adapters is not None:
                 self._adapters.added(request)
             if self._recorder.log_events:
@@ -171,7 +148,7 @@ class Scheduler:
                 self._abort(request_id)
             except Exception:
                 log.exception("request %s did not end as it should", request_id)
-        self.running[:] = [request for request in self.running if not request.is_finished]
+        self._live.drop_ended()
         self.ended.drop_outputs(request_ids)
 
     def _abort(self, request_id: str) -> None:
@@ -192,7 +169,7 @@ class Scheduler:
             if request.status in _IN_QUEUE:
                 self.waiting.remove(request)
             self.ended.end_early(request, RequestStatus.FINISHED_ABORTED)
-        self.running.clear()
+        self._live.drop_ended()
 
     def set_pause_state(self, state: PauseState) -> None:
         """Choose which requests are planned from now on. During a pause requests are still added and ended."""
@@ -292,9 +269,8 @@ class Scheduler:
         # ever.
         self.ended.req_ids += finished_req_ids
         self.ended.req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
-        for request in reversed(self.running):
+        for request in self._live.take_running():
             self._planner.requeue(request, RequestStatus.WAITING)
-        self.running.clear()
         for request in self.requests.values():
             if request.status is RequestStatus.PREEMPTED:
                 request.set_status(RequestStatus.WAITING)
@@ -312,10 +288,9 @@ class Scheduler:
         if (self.running or self._remote) and not preempt_running:
             return False
         self._wake()
-        for request in reversed(self.running):
+        for request in self._live.take_running():
             self._planner.requeue(request, RequestStatus.PREEMPTED)
             self._preempted_req_ids.append(request.request_id)
-        self.running.clear()
         if self._remote is not None:
             self._remote.lose_hits()
             for request in self.waiting:

@@ -1,6 +1,5 @@
 """Plans a step: running requests continue, then waiting ones begin, as far as tokens, rows and blocks reach."""
 
-import bisect
 import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -16,10 +15,10 @@ from ..kv_cache.kv_cache_manager import KVManager
 from .adapters import Adapters
 from .prompt_share import PromptShare
 from .remote_kv import RemoteKV
-from .request_queues import WaitingRequests, priority_key
-from .seats import LiveTenants, count_seats, index_to_preempt, rows_to_defer, seat_to_take_back
+from .request_queues import LiveRequests
+from .seats import count_seats, index_to_preempt, rows_to_defer, seat_to_take_back
 from .stats_recorder import StatsRecorder
-from .waiting_requests import Admission, SchedulingPolicy
+from .waiting_requests import Admission
 
 
 class PauseState(enum.IntEnum):
@@ -132,7 +131,7 @@ class StepPlan:
 
 
 class StepPlanner:
-    """Moves requests between ``running`` and the queue; the last of the running requests are preempted first.
+    """Decides which requests run and which wait; the last of the running requests are preempted first.
 
     While several tenants have requests, :mod:`.seats` says which one gives up its seat or its blocks.
     """
@@ -140,8 +139,7 @@ class StepPlanner:
     def __init__(
         self,
         config: SchedulerConfig,
-        waiting: WaitingRequests,
-        tenants: LiveTenants,
+        live: LiveRequests,
         kv: KVManager,
         remote: RemoteKV | None,
         recorder: StatsRecorder,
@@ -153,10 +151,10 @@ class StepPlanner:
         model that compute steps at the same time."""
         self._num_stages = num_stages
         self._adapters = adapters
-        self.running: list[Request] = []
-        """In the order of the policy, like ``waiting``; changed in place only."""
-        self._waiting = waiting
-        self._tenants = tenants
+        self._live = live
+        self._running = live.running
+        self._waiting = live.waiting
+        self._tenants = live.tenants
         self._kv = kv
         self._remote = remote
         self._recorder = recorder
@@ -166,14 +164,13 @@ class StepPlanner:
         least = config.prefill_tokens_beside_decode if config.enable_chunked_prefill else None
         self.prompt_share = PromptShare(least) if least is not None else None
         """Limits the prompt tokens of a step in which other requests decode; None: nothing does."""
-        self._by_priority = SchedulingPolicy(config.policy) is SchedulingPolicy.PRIORITY
-        self._admission = Admission(waiting, kv, remote, config, clock, adapters)
+        self._admission = Admission(live.waiting, kv, remote, config, clock, adapters)
         self._has_deferred = False
 
     def plan(self, pause_state: PauseState) -> StepPlan:
         """Plan a step, which is empty when no request can run."""
         if self._adapters is not None:
-            self._adapters.begin_step(self.running)
+            self._adapters.begin_step(self._running)
         taken_back, deferred = None, frozenset[str]()
         if self._tenants.are_several and pause_state is PauseState.UNPAUSED:
             # Before the running requests are planned, or the victim would have a row in this step and be preempted in
@@ -188,12 +185,12 @@ class StepPlanner:
         # After has_room is read: a seat that was taken back is meant for a waiting request of this very step.
         if taken_back is not None:
             plan.preempted_req_ids.append(taken_back)
-        num_running = len(self.running)
+        num_running = len(self._running)
         if has_room:
             # Unlike in vLLM, preempted requests resume in a pause that waits: its answer comes when no request that had
             # begun is left, and these had begun.
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
-        if deferred and len(self.running) <= num_running:  # no request began, so there is no reason to leave any out
+        if deferred and len(self._running) <= num_running:  # no request began, so there is no reason to leave any out
             left_out = others.union(plan.num_scheduled_tokens)
             self._plan_running(plan, left_out, may_preempt=not plan.num_scheduled_tokens)
         return plan
@@ -224,16 +221,16 @@ class StepPlanner:
         The seat goes to the next waiting request in this step. The request that lost it continues later, and its blocks
         can be hit until they are needed; so no seat is taken back without a prefix cache.
         """
-        if len(self.running) < self._max_num_seqs or not self._waiting or not self._kv.enable_prefix_caching:
+        if len(self._running) < self._max_num_seqs or not self._waiting or not self._kv.enable_prefix_caching:
             return None
         seats = self._count_seats()
         head = self._admission.head(seats)
         if head is None or head.num_output_placeholders:  # it may not begin yet
             return None
-        request = seat_to_take_back(self.running, seats, head)
+        request = seat_to_take_back(self._running, seats, head)
         if request is None:
             return None
-        self.running.remove(request)
+        self._live.take_out(request)
         self.requeue(request, RequestStatus.PREEMPTED)
         return request.request_id
 
@@ -247,7 +244,7 @@ class StepPlanner:
             return frozenset()
         seats = self._count_seats()
         head = self._admission.head(seats)
-        rows = frozenset[str]() if head is None else rows_to_defer(self.running, seats, head)
+        rows = frozenset[str]() if head is None else rows_to_defer(self._running, seats, head)
         self._has_deferred = bool(rows)
         return rows
 
@@ -256,14 +253,14 @@ class StepPlanner:
         request whose next token is still in flight, and of the others all but one stage's share."""
         # With pipeline stages the first stage would otherwise wait for tokens that the last one has not drawn yet. Two
         # requests are enough to keep two stages busy.
-        in_flight = [request for request in self.running if request.num_output_placeholders]
-        free = [request for request in self.running if not request.num_output_placeholders]
-        share = -(-len(self.running) // self._num_stages)
+        in_flight = [request for request in self._running if request.num_output_placeholders]
+        free = [request for request in self._running if not request.num_output_placeholders]
+        share = -(-len(self._running) // self._num_stages)
         return frozenset(request.request_id for request in in_flight + free[share:])
 
     def _count_seats(self) -> Counter[str]:
         """Return how many requests of each tenant run or load KV."""
-        return count_seats(self.running if self._remote is None else chain(self.running, self._remote.waiting))
+        return count_seats(self._running if self._remote is None else chain(self._running, self._remote.waiting))
 
     def _token_budget(self) -> int:
         """Return how many tokens the step may compute. Fewer while any request decodes: each prompt token delays the
@@ -272,21 +269,21 @@ class StepPlanner:
         if self.prompt_share is None:
             return self._max_tokens
         num_prompts = 0
-        for request in reversed(self.running):  # the last ones; with priorities, there may be a few among the others
+        for request in reversed(self._running):  # the last ones; with priorities, there may be a few among the others
             if request.num_missing_tokens <= 1:
                 break
             num_prompts += 1
-        num_decoding = len(self.running) - num_prompts
+        num_decoding = len(self._running) - num_prompts
         if not num_decoding:
             return self._max_tokens
         # Prompts without a seat cannot be brought forward by a larger step, so they do not count.
-        num_waiting = min(len(self._waiting), self._max_num_seqs - len(self.running))
+        num_waiting = min(len(self._waiting), self._max_num_seqs - len(self._running))
         share = self.prompt_share.num_tokens(num_decoding, num_prompts + num_waiting)
         return min(self._max_tokens, num_decoding + max(num_prompts, share))
 
     def _plan_running(self, plan: StepPlan, left_out: Collection[str] = (), *, may_preempt: bool = True) -> None:
         """Plan the running requests but for the ids ``left_out``."""
-        running, allocate = self.running, self._kv.allocate
+        running, allocate = self._running, self._kv.allocate
         index = 0 if left_out else plan.add_decodes(running, allocate)
         while index < len(running) and plan.budget > 0:
             request = running[index]
@@ -324,14 +321,15 @@ class StepPlanner:
 
         Returns None if the request itself was preempted.
         """
-        request = self.running[index]
+        request = self._running[index]
         while True:
             # Leases go before running requests: a reader that loses one computes the prompt itself, but a victim's
             # tokens are computed again while its client waits. A request that only waits for room leaves a lease alone
             # for 5 s of its 30.
             if self._remote is None or not self._remote.revoke_oldest():
-                position = index_to_preempt(self.running, index) if self._tenants.are_several else -1
-                victim = self.running.pop(position)
+                position = index_to_preempt(self._running, index) if self._tenants.are_several else -1
+                victim = self._running[position]
+                self._live.take_out(victim)
                 self.requeue(victim, RequestStatus.PREEMPTED)
                 plan.preempted_req_ids.append(victim.request_id)
                 if victim is request:
@@ -342,8 +340,8 @@ class StepPlanner:
     def _plan_waiting(self, plan: StepPlan, *, only_begun: bool) -> None:
         self._admission.seats = self._count_seats() if self._tenants.are_several and self._waiting else None
         # The number of waiting tokens is 0 exactly when the queue is empty.
-        while plan.budget > 0 and self._waiting.num_tokens and len(self.running) < self._max_num_seqs:
-            request = self._admission.next(plan.budget, others_run=bool(self.running), only_begun=only_begun)
+        while plan.budget > 0 and self._waiting.num_tokens and len(self._running) < self._max_num_seqs:
+            request = self._admission.next(plan.budget, others_run=bool(self._running), only_begun=only_begun)
             if request is None:
                 break
             self._start(request, plan)
@@ -354,10 +352,7 @@ class StepPlanner:
             plan.early_outputs += self._remote.starts(request, num_new_tokens)
         new_block_ids = self._kv.allocate(request.kv, num_new_tokens)
         assert new_block_ids is not None, "an admitted request has room"
-        if self._by_priority:
-            bisect.insort(self.running, request, key=priority_key)
-        else:
-            self.running.append(request)
+        self._live.run(request)
         self._recorder.started(request)
         if request.status is RequestStatus.PREEMPTED:
             plan.add_resumed(request, num_new_tokens)

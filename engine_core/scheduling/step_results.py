@@ -10,7 +10,7 @@ from ..structured_output.manager import FAILED, FIELD
 from .drafts import Drafts
 from .ended_requests import EndedRequests
 from .pooled_requests import PooledRequests
-from .request_queues import WaitingRequests
+from .request_queues import LiveRequests
 from .stats_recorder import StatsRecorder
 from .steps_in_flight import StepsInFlight
 
@@ -32,19 +32,17 @@ class StepResults:
 
     def __init__(
         self,
-        requests: Mapping[str, Request],
-        waiting: WaitingRequests,
-        running: list[Request],
+        live: LiveRequests,
         in_flight: StepsInFlight | None,
         ended: EndedRequests,
         recorder: StatsRecorder,
         drafts: Drafts | None,
         pooled: PooledRequests,
     ) -> None:
-        """``requests``, ``waiting`` and ``running`` are the scheduler's."""
-        self._requests = requests
-        self._waiting = waiting
-        self._running = running
+        """``live``: the scheduler's."""
+        self._live = live
+        self._requests = live.by_id
+        self._waiting = live.waiting
         self._in_flight = in_flight
         self._ended = ended
         self._recorder = recorder
@@ -84,7 +82,7 @@ class StepResults:
             outputs += self._end_pooled(result)
             any_finished = True
         if any_finished:
-            self._running[:] = [request for request in self._running if not request.is_finished]
+            self._live.drop_ended()
         if routed:
             _attach_routed(routed, result, outputs)
         if result.without_choice:
@@ -99,14 +97,14 @@ class StepResults:
         for request_id, error in ended.items():
             if (request := self._requests.get(request_id)) is None:
                 continue  # aborted while the step executed
-            self._take_out(request)
+            self._live.take_out(request)
             status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
             self._ended.end_early(request, status, error, field if error not in ("", FAILED) else "")
 
     def _fail_computed(self, request_id: str) -> None:
         """End a request whose logits are useless. No other request may find its blocks: the KV may be useless too."""
         if (request := self._requests.get(request_id)) is not None:  # otherwise it was aborted while the step executed
-            self._take_out(request)
+            self._live.take_out(request)
             self._ended.end_useless(request, _NO_FINITE_LOGIT)
 
     def _end_pooled(self, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
@@ -124,13 +122,6 @@ class StepResults:
             output.prefill_stats = self._recorder.prefill_stats(request)
             outputs.append(output)
         return outputs
-
-    def _take_out(self, request: Request) -> None:
-        """Remove a request of the step from its queue."""
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        else:  # preempted while the step was in flight
-            self._waiting.remove(request)
 
     def _collect_prompt_logprobs(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, Logprobs]:
         """Hand each request its part of the step. Returns the prompts that are complete, by request id."""

@@ -1,7 +1,7 @@
 """Makes and steps a scheduler without a worker."""
 
 from tests.engine_core.invariants import check_counts, check_scheduler
-from tokenloom.engine_core.data.config import CacheConfig, SchedulerConfig
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.messages import EngineCoreOutput
 from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -24,7 +24,9 @@ def make_scheduler(
 ) -> Scheduler:
     config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 32} | settings)  # type: ignore[arg-type]
     cache = CacheConfig(block_size=4, enable_prefix_caching=caching)
-    return Scheduler(config, cache, KVCacheConfig(num_blocks, max_model_len), Clock(), num_stages=num_stages)
+    parallel = ParallelConfig(pipeline_parallel_size=num_stages)
+    engine = EngineConfig(worker=WorkerConfig(model=""), cache=cache, scheduler=config, parallel=parallel)
+    return Scheduler(engine, KVCacheConfig(num_blocks, max_model_len), Clock())
 
 
 def step(scheduler: Scheduler, token_id: int = 50) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:

@@ -7,10 +7,10 @@ import torch
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.executor.worker import Worker
 
+from .checkpoint.files.config_reader import read_architecture
 from .checkpoint.supported import ENCODERS
 from .encoders.encoder_worker import EncoderWorker
 from .model_worker import ModelWorker
-from .models.transformers.architecture import read_architecture
 from .platform.cuda_platform import CUDAPlatform
 from .platform.platform import CPUPlatform
 

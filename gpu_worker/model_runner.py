@@ -29,9 +29,8 @@ from .sampler.device.device_sampler import DeviceSampler
 from .sampler.device.sampling_arrays import SamplingRows
 from .sampler.pending_step import EndingStep
 from .sampler.step_sampler import StepSampler, rows_of
-from .speculation.interface import Proposer
 from .speculation.rejection import RejectionSampler
-from .speculation.speculation import Speculation
+from .speculation.speculation import Proposer, Speculation
 from .step_recordings import StepRecordings
 
 _CPU = torch.device("cpu")

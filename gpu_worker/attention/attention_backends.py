@@ -4,8 +4,7 @@ import torch
 
 from ..checkpoint.model_config import ModelConfig
 from ..kernels.compiler import KernelsUnavailable
-from ..kernels.gpu_kernels import uses_triton
-from ..kernels.library import warn_unavailable
+from ..kernels.library import uses_triton, warn_unavailable
 from .attention_backend import AttentionBackend
 from .cpu_backend import CPUBackend
 from .reference import ReferenceBackend

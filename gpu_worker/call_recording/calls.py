@@ -1,11 +1,15 @@
-"""Describes the calls of kernels: what each was called with, and where addresses are among its arguments."""
+"""Describes the calls of kernels, and of the few operations of PyTorch that a recording may hold: what each was called
+with, and where addresses are among its arguments."""
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from ctypes import Structure, addressof, c_float, c_int32, c_int64, c_void_p, cast, sizeof
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
+
+from ..kernels.library import load_replay
 
 _LETTERS: dict[Any, str] = {c_void_p: "P", c_int64: "q", c_int32: "i", c_float: "f"}
 
@@ -109,3 +113,84 @@ def _word(letter: str, argument: Any) -> int:
 
 
 assert sizeof(c_void_p) == 8, "addresses are words"
+
+
+_aten = torch.ops.aten
+_FLOATS = (torch.float32, torch.bfloat16)
+
+
+class RecordedCalls(Protocol):
+    """Collects the calls and the memory of a step; see :class:`~.recorder.Recorder`."""
+
+    def note(self, function: Any, *arguments: Any) -> None: ...
+
+    def keep(self, tensor: Tensor) -> None: ...
+
+
+def _gather(calls: RecordedCalls, args: tuple[Any, ...], result: Tensor) -> None:
+    table, indices = args[:2]
+    _require(table.is_contiguous() and indices.is_contiguous() and indices.dtype == torch.int64, "an odd embedding")
+    calls.keep(result)
+    pointers = (each.data_ptr() for each in (table, indices, result))
+    calls.note(load_replay().gather_rows, *pointers, indices.numel(), table.shape[1] * table.itemsize, len(table))
+
+
+def _record_copy(calls: RecordedCalls, args: tuple[Any, ...], result: Tensor) -> None:
+    calls.keep(result)
+    _copy_rows(calls, args[0], result)
+
+
+def _copy_into(calls: RecordedCalls, args: tuple[Any, ...], result: Tensor) -> None:
+    _copy_rows(calls, args[1], args[0])
+
+
+def _copy_rows(calls: RecordedCalls, source: Tensor, target: Tensor) -> None:
+    is_plain = source.dim() == target.dim() == 2 and source.stride(1) == target.stride(1) == 1
+    _require(is_plain and source.dtype == target.dtype and source.shape == target.shape, "a copy of odd tensors")
+    rows, size = source.shape
+    parts = ((each.data_ptr(), each.stride(0) * each.itemsize) for each in (source, target))
+    calls.note(load_replay().copy_rows, *(x for part in parts for x in part), rows, size * source.itemsize)
+
+
+def _convert(calls: RecordedCalls, args: tuple[Any, ...], result: Tensor) -> None:
+    source = args[0]
+    _require(source.dtype == torch.bfloat16 and result.dtype == torch.float32, "a conversion")
+    _require(source.is_contiguous(), "a conversion of an odd tensor")
+    calls.keep(result)
+    calls.note(load_replay().widen, source.data_ptr(), result.data_ptr(), source.numel())
+
+
+def _add(calls: RecordedCalls, args: tuple[Any, ...], result: Tensor) -> None:
+    target, source = args
+    is_plain = isinstance(source, Tensor) and source.shape == target.shape and source.dtype == target.dtype
+    _require(is_plain and _are_plain(target, source), "a sum of odd tensors")
+    pointers = (target.data_ptr(), source.data_ptr())
+    calls.note(load_replay().add_to, target.dtype == torch.bfloat16, *pointers, target.numel())
+
+
+def _scale(calls: RecordedCalls, args: tuple[Any, ...], result: Tensor) -> None:
+    target, factor = args
+    _require(isinstance(factor, float | int) and _are_plain(target), "a product of tensors")
+    calls.note(load_replay().scale, target.dtype == torch.bfloat16, target.data_ptr(), factor, target.numel())
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    return all(each.is_contiguous() and each.dtype in _FLOATS for each in tensors)
+
+
+def _require(is_known: bool, operation: str) -> None:
+    if not is_known:
+        raise UnrecordableError(f"{operation} is not a kernel")
+
+
+TORCH_CALLS: Mapping[Any, Callable[[RecordedCalls, tuple[Any, ...], Any], None]] = {
+    _aten.embedding.default: _gather,
+    _aten.contiguous.default: _record_copy,
+    _aten.clone.default: _record_copy,
+    _aten.copy_.default: _copy_into,
+    _aten.to.dtype: _convert,
+    _aten._to_copy.default: _convert,
+    _aten.add_.Tensor: _add,
+    _aten.mul_.Tensor: _scale,
+}
+"""Adds to a recording what an operation with these arguments and this result does."""

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels.library import loaded_libraries
-from .calls import Entry, RankExchange, RecordedExchange, UnrecordableError, describe
-from .torch_calls import TORCH_CALLS
+from .calls import TORCH_CALLS, Entry, RankExchange, RecordedExchange, UnrecordableError, describe
 
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset((_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default))
@@ -23,7 +22,7 @@ _recording = threading.Lock()
 class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the operations of PyTorch as a dispatch mode, and the calls of kernels through their ``errcheck`` hooks.
 
-    Only allocations, views and the operations of :data:`~.torch_calls.TORCH_CALLS` may be among PyTorch's. After any
+    Only allocations, views and the operations of :data:`~.calls.TORCH_CALLS` may be among PyTorch's. After any
     other one :attr:`failure` names it; the step is computed to its end all the same.
     """
 

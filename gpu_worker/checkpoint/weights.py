@@ -1,9 +1,9 @@
 """Gives models the tensors of a checkpoint, whatever format its files have."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,8 +18,28 @@ from .directory_source import DirectorySource
 from .files.packed_weight import PackedWeight, fill_rows
 from .files.weight_files import weight_files
 from .gguf.source import GgufSource
-from .linear_layer import Adapt
 from .quantization.scheme import Scheme
+
+
+class Linear(Protocol):
+    """Computes x · weightᵀ + bias."""
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Map [n, in] to [n, out] of ``dtype``, by default the dtype of x."""
+
+
+@runtime_checkable
+class Unpackable(Protocol):
+    """A layer whose weight is an unquantized matrix, however it is packed."""
+
+    def unpacked(self) -> Tensor:
+        """Return the weight [out, in]; it must not be changed."""
+
+
+Adapt: TypeAlias = Callable[[Linear, Sequence[str], int, Sequence[int], torch.dtype], Linear]
+"""Wraps a layer that consists of the layers of these names, with so many inputs and each with so many outputs of this
+dtype, so that LoRA adapters can change it."""
+
 
 FORGET_AT = 64 << 20
 """After how many bytes that were unpacked or cast the files' pages and the allocator's free memory are dropped."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..batch.input_batch import InputBatch
 from ..sampler.device.sampling_arrays import SamplingRows
-from ..sampler.host.philox import Purpose, uniform
+from ..sampler.host.sampler import Purpose, uniform
 from .step_tensors import RowKernels
 
 Ints = npt.NDArray[np.int64]

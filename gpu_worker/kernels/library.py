@@ -1,9 +1,12 @@
 """Declares the kernels for Python: argument structs as in ``csrc``, and libraries with typed signatures."""
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from ctypes import CDLL, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+
+import torch
 
 from tokenloom.process.fall_backs import OF_PROCESS
 
@@ -310,3 +313,13 @@ def _load(path: Path) -> CDLL:
         raise KernelsUnavailable(f"{path.name} cannot be loaded: {error}") from None
     _loaded.append(library)
     return library
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Return whether the kernels of ``kernels.triton`` compute on this device: on a GPU where Triton is installed."""
+    return device.type == "cuda" and _is_installed()
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -7,7 +7,7 @@ is rounded to 8-bit floats by its own scale, and the tensor cores multiply those
 import torch
 from torch import Tensor
 
-from ..kernels.gpu_kernels import uses_triton
+from ..kernels.library import uses_triton
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max

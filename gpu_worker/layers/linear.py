@@ -8,12 +8,11 @@ from torch import Tensor
 
 from ..checkpoint.files.packed_weight import PackedWeight
 from ..checkpoint.files.quantized_weight import QuantizedWeight, round_to_4_bits, round_to_8_bits
-from ..checkpoint.linear_layer import Linear as Linear
 from ..checkpoint.model_config import FP8, INT4, INT8_DYNAMIC
 from ..checkpoint.weights import Checkpoint
+from ..checkpoint.weights import Linear as Linear
 from ..kernels.compiler import KernelsUnavailable
-from ..kernels.gpu_kernels import uses_triton
-from ..kernels.library import warn_unavailable
+from ..kernels.library import uses_triton, warn_unavailable
 from ..parallel.group import RankGroup
 from ..parallel.sharding import Dimension, length
 from .fp8_linear import Fp8Linear, can_round

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..checkpoint.linear_layer import Linear
+from ..checkpoint.weights import Linear
 from ..kernels.library import LoraLayer, LoraPart, LoraRows
 from ..kernels.threads import kernel_threads
 from .adapter import Adapter, Matrices

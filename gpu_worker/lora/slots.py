@@ -12,7 +12,7 @@ from tokenloom.engine_core.data.config import LoraConfig
 from tokenloom.engine_core.data.lora import LoraInfo
 
 from ..batch.input_batch import StepInputs
-from ..checkpoint.linear_layer import Linear
+from ..checkpoint.weights import Linear
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_lora, warn_unavailable
 from .adapter import Adapter, Layout, read_adapter

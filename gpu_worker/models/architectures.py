@@ -11,13 +11,12 @@ from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..checkpoint.dummy_source import DummySource
-from ..checkpoint.files.config_reader import UnsupportedError
-from ..checkpoint.linear_layer import Adapt
+from ..checkpoint.files.config_reader import UnsupportedError, read_architecture
 from ..checkpoint.load_config import check_quantization, load_model_config, read_dtype
 from ..checkpoint.local_config import local_config
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.supported import ARCHITECTURES, CLASSIFIERS
-from ..checkpoint.weights import Checkpoint
+from ..checkpoint.weights import Adapt, Checkpoint
 from ..kernels.compiler import parallel_build
 from ..kernels.prebuilt import Variant
 from ..ops.ops import Ops
@@ -28,7 +27,6 @@ from .decoder import DecoderModel
 from .gpt2 import GPT2Model
 from .model import LanguageModel
 from .opt import OPTModel
-from .transformers.architecture import read_architecture
 
 _PRODUCTS = {
     torch.bfloat16: ("bfloat16", "bfloat16_dots", "bfloat16_tiles"),

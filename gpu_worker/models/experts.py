@@ -9,7 +9,7 @@ from torch import Tensor
 from ..checkpoint.expert_switches import ExpertSwitches
 from ..checkpoint.model_config import FP8, ModelConfig
 from ..checkpoint.weights import Checkpoint
-from ..kernels.gpu_kernels import uses_triton
+from ..kernels.library import uses_triton
 from ..layers.expert_routes import LayerRoutes
 from ..layers.fp8_linear import round_weight
 from ..layers.linear import load_linear

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..checkpoint.linear_layer import Linear, Unpackable
 from ..checkpoint.model_config import ModelConfig
-from ..checkpoint.weights import Checkpoint
+from ..checkpoint.weights import Checkpoint, Linear, Unpackable
 from ..layers.linear import load_linear, make_linear
 from ..layers.panel_linear import PanelLinear
 from ..ops.ops import Ops

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..attention.cache import pointers
-from ..checkpoint.linear_layer import Linear
 from ..checkpoint.model_config import SCALE_BYTES
+from ..checkpoint.weights import Linear
 from ..kernels.library import HeadsArgs, load_fused
 from ..kernels.threads import kernel_threads
 from .ops import HeadNorm, Rotation

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
-from ..checkpoint.linear_layer import Linear
+from ..checkpoint.weights import Linear
 
 Rotation = tuple[Tensor, Tensor]
 """The cosines and sines of a step, each [T, 1, head_size / 2] float32."""

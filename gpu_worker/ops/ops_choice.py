@@ -3,8 +3,7 @@
 import torch
 
 from ..kernels.compiler import KernelsUnavailable
-from ..kernels.gpu_kernels import uses_triton
-from ..kernels.library import warn_unavailable
+from ..kernels.library import uses_triton, warn_unavailable
 from .cpu_ops import CPUOps
 from .ops import Ops
 from .torch_ops import TorchOps

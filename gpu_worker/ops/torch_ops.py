@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
-from ..checkpoint.linear_layer import Linear
+from ..checkpoint.weights import Linear
 from ..layers.activation import ACTIVATIONS
 from ..layers.norm import rms_norm
 from ..layers.rotary import rotate, rotation

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
-from ..checkpoint.linear_layer import Linear
 from ..checkpoint.model_config import FP8_KV
+from ..checkpoint.weights import Linear
 from ..kernels.triton import activations, add_norm, rotate_and_write
 from ..kernels.triton.launch import launch, power_of_2
 from ..layers.fp8_linear import Fp8Linear

@@ -10,7 +10,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from ..attention.attention_backend import KVCache
 from ..cuda.step_tools import Capture, GraphCapture, StepTools
 from ..device.device_link import CUDALink
-from ..kernels.gpu_kernels import uses_triton
+from ..kernels.library import uses_triton
 from ..kv_connector.cuda_ipc import CudaIpc
 from ..kv_connector.device_pool import copy_with_torch, make_device_pool
 from ..sampler.device.device_sampler import DeviceSampler

@@ -24,11 +24,11 @@ from ..ops.torch_ops import TorchOps
 from .drafter import Drafter, DraftModel
 from .eagle import EagleHead, EmbedsTokens, load_greedy_head
 from .greedy_drafts import load_greedy_drafts
-from .interface import Proposer
 from .model_proposer import ModelProposer
 from .ngram import NgramProposer
 from .recorded_drafter import make_recorded_drafter
 from .rejection import RejectionSampler
+from .speculation import Proposer
 
 _CPU = torch.device("cpu")
 GetModel = Callable[[], LanguageModel]

@@ -13,13 +13,12 @@ from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from ..attention.attention_backend import AttentionBackend, KVCache
 from ..batch.input_batch import InputBatch, Ints, StepInputs
 from ..device.device_link import to_device
-from ..sampler.host.philox import Purpose
-from ..sampler.host.sampler import Sampler
+from ..sampler.host.sampler import Purpose, Sampler
 from .drafter import Drafter
 from .greedy_drafts import DraftRange, GreedyDrafts
-from .interface import StepArrays
 from .recorded_drafter import RecordedDrafter
 from .rejection import RejectionSampler, distribution
+from .speculation import StepArrays
 
 # Six stories in one stream, four drafts: 836 tokens for each second of CPU instead of 558. A high
 # num_speculative_tokens then costs little.

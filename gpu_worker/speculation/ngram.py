@@ -8,7 +8,7 @@ from torch import Tensor
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 
 from ..batch.input_batch import InputBatch, Ints, StepInputs
-from .interface import StepArrays
+from .speculation import StepArrays
 
 
 class NgramProposer:

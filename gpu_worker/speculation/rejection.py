@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
-from ..sampler.host.philox import Purpose, uniform
-from ..sampler.host.sampler import Sampler, allowed_set, first_past
+from ..sampler.host.sampler import Purpose, Sampler, allowed_set, first_past, uniform
 from ..sampler.step_sampler import SampleRows
 
 Ints = npt.NDArray[np.int64]

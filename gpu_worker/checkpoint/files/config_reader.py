@@ -52,15 +52,9 @@ class ConfigReader:
     @classmethod
     def open(cls, directory: Path) -> "ConfigReader":
         """Read a directory's ``config.json``. Raises ``ValueError`` if it is missing or is not a JSON object."""
-        path = directory / "config.json"
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(f"{directory} has no config.json: not a Hugging Face checkpoint directory") from None
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from None
+        values = _read_json(directory)
         if not isinstance(values, dict):
-            raise ValueError(f"{path} must hold a JSON object")
+            raise ValueError(f"{directory / 'config.json'} must hold a JSON object")
         return cls.of_model(values, "config.json")
 
     @classmethod
@@ -128,6 +122,17 @@ class ConfigReader:
         return UnsupportedError(str(self.error(name, wanted)), () if is_known else (name,))
 
 
+def _read_json(directory: Path) -> Any:
+    """Return what a directory's ``config.json`` holds. Raises ``ValueError`` if it is missing or no JSON."""
+    path = directory / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{directory} has no config.json: not a Hugging Face checkpoint directory") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
 def _is_off(value: Any) -> bool:
     return value is None or value is False or value == [] or value == {}
 
@@ -135,3 +140,12 @@ def _is_off(value: Any) -> bool:
 def _brief(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def read_architecture(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the first entry of ``architectures`` and all of ``config.json``. Raises ``ValueError``."""
+    values = _read_json(path)
+    names = values.get("architectures") if isinstance(values, dict) else None
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ValueError(f"{path / 'config.json'}: architectures must name the model's class, such as LlamaForCausalLM")
+    return names[0], values

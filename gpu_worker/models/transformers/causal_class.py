@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .architecture import read_architecture
+from ...checkpoint.files.config_reader import read_architecture
 
 
 class CausalClass(NamedTuple):

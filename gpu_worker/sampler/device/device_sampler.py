@@ -12,9 +12,8 @@ from torch import Tensor
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
 from ...device.device_link import DeviceLink, copy_packed, link_of
-from ..host.logits_processor import RowEdit, pack_bits
+from ..host.logits_processor import RowEdit, SeenTokens, pack_bits
 from ..host.sampler import NO_TOKEN
-from ..host.seen_tokens import SeenTokens
 from .logprob_arrays import MOST_LISTED, FoundLogprobs, LogprobArrays
 from .sampled_rows import PendingLogprobs, PendingTokens, SampledRows
 from .sampling_arrays import EditArrays, SamplingArrays

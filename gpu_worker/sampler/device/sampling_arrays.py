@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
 from ..host.logits_processor import RowEdit, Words
-from ..host.philox import Purpose, uniform
+from ..host.sampler import Purpose, uniform
 
 
 @dataclass(frozen=True, slots=True)

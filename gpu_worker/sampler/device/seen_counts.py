@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from ...device.device_link import copy_packed
-from ..host.seen_tokens import SeenTokens
+from ..host.logits_processor import SeenTokens
 
 # A word for each token of the vocabulary, 0.6 MB for 151,936 of them. A list of distinct tokens, as the host has, is
 # smaller, but each count would search it.

@@ -8,8 +8,7 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
-from .logits_processor import LogitsProcessors, RowEdit, Words, pack_bits
-from .seen_tokens import SeenTokens
+from .logits_processor import LogitsProcessors, RowEdit, SeenTokens, Words, pack_bits
 
 
 class AllowedTokens:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tokenloom.gpu_worker.checkpoint.linear_layer import Unpackable
+from tokenloom.gpu_worker.checkpoint.weights import Unpackable
 from tokenloom.gpu_worker.layers import packed_linear
 from tokenloom.gpu_worker.layers.linear import PlainLinear, make_linear
 from tokenloom.gpu_worker.layers.packed_linear import PackedLinear, can_pack

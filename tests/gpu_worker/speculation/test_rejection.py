@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler.host.philox import Purpose
-from tokenloom.gpu_worker.sampler.host.sampler import Sampler
+from tokenloom.gpu_worker.sampler.host.sampler import Purpose, Sampler
 from tokenloom.gpu_worker.speculation.rejection import RejectionSampler, accept_or_redraw, distribution
 
 NUM_DRAWS = 3000

@@ -5,8 +5,8 @@ import pytest
 
 from tests.gpu_worker.sampler.host import reference
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.gpu_worker.sampler.host.logits_processor import SeenTokens
 from tokenloom.gpu_worker.sampler.host.logits_processors import make_logits_processors
-from tokenloom.gpu_worker.sampler.host.seen_tokens import SeenTokens
 
 VOCAB = 300
 

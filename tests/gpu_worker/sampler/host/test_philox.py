@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenloom.gpu_worker.sampler.host.philox import Purpose, philox, uniform
+from tokenloom.gpu_worker.sampler.host.sampler import Purpose, philox, uniform
 
 
 @pytest.mark.parametrize(

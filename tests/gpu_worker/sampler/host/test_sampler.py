@@ -6,8 +6,7 @@ import pytest
 from tests.gpu_worker.sampler.host import reference
 from tests.gpu_worker.sampler.host.processing import Row, sample
 from tests.gpu_worker.sampler.host.variants import VARIANTS, params, peaked
-from tokenloom.gpu_worker.sampler.host.philox import Purpose, uniform
-from tokenloom.gpu_worker.sampler.host.sampler import NO_TOKEN, first_past
+from tokenloom.gpu_worker.sampler.host.sampler import NO_TOKEN, Purpose, first_past, uniform
 
 
 @pytest.mark.parametrize("vocab", [2, 100, 5000, 20_011])

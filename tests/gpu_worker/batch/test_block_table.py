@@ -1,6 +1,9 @@
 import numpy as np
 
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.batch.block_table import BlockTable
+from tokenloom.gpu_worker.batch.input_batch import InputBatch
 
 
 def rows(*values):
@@ -46,3 +49,26 @@ def test_each_group_of_layers_has_slots_of_its_own():
     table.append(1, [4, 6])
     assert table.gather(rows(1)).tolist() == [[3, 5, 4, 6]]
     assert table.slots(rows(1, 1), rows(1, 6)).tolist() == [[13, 18], [21, 26]]
+
+
+def test_each_change_is_taken_once_and_the_latest_counts():
+    batch = InputBatch(2, 64, 16, num_groups=2)
+    changes = batch.watch()
+    params = SamplingParams(max_tokens=9, seed=1)
+    new = NewRequestData("a", [1, 2], [], params, [5, 6], 0)
+    batch.update(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 2}, 2, [], []))
+    batch.update(SchedulerOutput([], CachedRequestData(["a"], [[7, 8]], [2], {}), {"a": 1}, 1, [], []))
+    again = NewRequestData("b", [1], [], params, [9, 10], 0)
+    batch.update(SchedulerOutput([again], CachedRequestData([], [], [], {}), {"b": 1}, 1, ["a"], []))
+    (row,) = changes.take_rows()
+    assert batch.has_row(row)
+    assert batch.params_of(row) is params
+    places, block_ids = changes.take_blocks()
+    width = batch.block_table.block_ids.shape[1]
+    assert dict(zip((places - row * width).tolist(), block_ids.tolist(), strict=True)) == {0: 9, 1: 10, 2: 7, 3: 8}
+    assert not changes.take_rows()
+    assert not len(changes.take_blocks()[0])
+
+
+def test_without_a_device_nothing_is_collected():
+    assert InputBatch(2, 64, 16).block_table.changes is None

@@ -2,11 +2,23 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.gpu_worker.sampler.host import reference
 from tests.gpu_worker.sampler.host.processing import Row, sample
 from tests.gpu_worker.sampler.host.variants import VARIANTS, params, peaked
-from tokenloom.gpu_worker.sampler.host.sampler import NO_TOKEN, Purpose, first_past, uniform
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.gpu_worker.sampler.host.sampler import (
+    NO_TOKEN,
+    Purpose,
+    allowed_set,
+    first_past,
+    largest,
+    nucleus,
+    philox,
+    uniform,
+)
 
 
 @pytest.mark.parametrize("vocab", [2, 100, 5000, 20_011])
@@ -89,3 +101,88 @@ def test_first_past_never_takes_a_weight_of_zero(count, u):
     weights = np.zeros(count)
     weights[count // 2] = 0.7
     assert first_past(weights, u) == count // 2
+
+
+SIZES = [1, 2, 63, 64, 65, 1000, 20_000]
+
+
+def coarse(seed, size):
+    return np.random.default_rng(seed).integers(0, max(2, size // 3), size).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0, 2.0])
+def test_largest_is_the_head_of_a_stable_sort(size, share):
+    values = coarse(size, size)
+    k = max(1, int(size * share))
+    expected = np.sort(np.argsort(-values, kind="stable")[:k])
+    assert largest(values, k).tolist() == expected.tolist()
+
+
+def test_minus_infinity_is_a_value_like_others():
+    values = np.full(1000, -np.inf)
+    values[700] = 0.0
+    assert largest(values, 3).tolist() == [0, 1, 700]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 0.999999])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_nucleus_is_the_shortest_head_with_the_mass(size, top_p, spread):
+    weights = np.exp(np.random.default_rng(size).standard_normal(size).round(2) * spread)
+    order = np.argsort(-weights, kind="stable")
+    mass = np.cumsum(weights[order])
+    count = min(int(np.searchsorted(mass, top_p * weights.sum())) + 1, size)
+    assert nucleus(weights, top_p).tolist() == np.sort(order[:count]).tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(st.integers(-40, 40).map(lambda i: i / 8), min_size=1, max_size=80),
+    temperature=st.sampled_from([0.25, 1.0, 4.0]),
+    top_k=st.integers(0, 90),
+    top_p=st.sampled_from([0.1, 0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3]),
+)
+def test_filters_together_keep_what_the_reference_keeps(logits, temperature, top_k, top_p, min_p):
+    params = SamplingParams(max_tokens=1, seed=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    row = np.array(logits, dtype=np.float32)
+    token_ids, weights = allowed_set(row, params)
+    kept = np.zeros(len(row))
+    kept[slice(None) if token_ids is None else token_ids] = weights / weights.sum()
+    np.testing.assert_allclose(kept, reference.probabilities(row, params), rtol=1e-12, atol=1e-300)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_known_answers(counter, key, expected):
+    words = philox(np.array(counter, dtype=np.uint64)[:, None], np.array(key, dtype=np.uint64)[:, None])
+    assert tuple(words[:, 0].tolist()) == expected
+
+
+def test_a_number_does_not_depend_on_its_neighbours():
+    seeds = np.array([7, 2**64 - 1, 7, 0], dtype=np.uint64)
+    indices = np.array([0, 5, 2**33, 1], dtype=np.uint64)
+    together = uniform(seeds, indices, Purpose.SAMPLE)
+    alone = [uniform(seeds[i : i + 1], indices[i : i + 1], Purpose.SAMPLE)[0] for i in range(4)]
+    assert together.tolist() == alone
+    assert len(set(alone)) == 4
+
+
+def test_numbers_are_uniform_over_indices_and_over_seeds():
+    many, one = np.arange(100_000, dtype=np.uint64), np.full(100_000, 42, dtype=np.uint64)
+    for numbers in (uniform(one, many, Purpose.SAMPLE), uniform(many, one, Purpose.SAMPLE)):
+        assert numbers.min() >= 0.0
+        assert numbers.max() < 1.0
+        counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
+        assert ((counts - 1000) ** 2 / 1000).sum() < 149.4  # chi-square, 99 degrees of freedom, 0.1 %

@@ -131,7 +131,8 @@ class Results:
 
     def _drop_rest(self) -> None:
         """Drop what a write that failed has left: no half of a line may be followed by another line."""
-        for descriptor, end in zip(self._files, self._ends, strict=True):
+        # A file that could not be read has no end: the opening failed there, and nothing was written.
+        for descriptor, end in zip(self._files, self._ends, strict=False):
             if os.lseek(descriptor, 0, os.SEEK_END) != end:
                 os.ftruncate(descriptor, end)
                 os.lseek(descriptor, end, os.SEEK_SET)

@@ -138,6 +138,21 @@ async def test_a_line_whose_sync_fails_is_not_there_twice(
     assert results.num_outputs == 1
 
 
+async def test_results_that_cannot_be_opened_can_be_closed(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(disk, tmp_path / "out", tmp_path / "err")
+
+    def fails(descriptor: int, size: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "ftruncate", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        await results.open(10)
+    await results.close()
+    assert not results._files
+
+
 class SlowDisk(Executor):
     """Runs each call at once, except those that it holds back until :meth:`go_on`."""
 

@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -75,17 +74,22 @@ class BodyParser:
 
     def _decode(self, data: Data) -> dict[str, Any]:
         num_values = check_amount(data)
-        with _decoding():
-            fields, unknown = self._known_fields(data)
-            body: dict[str, Any] = dict.fromkeys(unknown, True)
-            for name in self._ignored:
-                raw = getattr(fields, name)
-                if raw is not msgspec.UNSET and bytes(memoryview(raw)[:5]) != b"null":
-                    body[name] = True
-            for name in self._names:
-                raw = getattr(fields, name)
-                if raw is not msgspec.UNSET:
-                    body[name] = _value(raw, num_values)
+        try:
+            return self._build(data, num_values)
+        except (RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
+            raise _invalid(error) from None
+
+    def _build(self, data: Data, num_values: int) -> dict[str, Any]:
+        fields, unknown = self._known_fields(data)
+        body: dict[str, Any] = dict.fromkeys(unknown, True)
+        for name in self._ignored:
+            raw = getattr(fields, name)
+            if raw is not msgspec.UNSET and bytes(memoryview(raw)[:5]) != b"null":
+                body[name] = True
+        for name in self._names:
+            raw = getattr(fields, name)
+            if raw is not msgspec.UNSET:
+                body[name] = _value(raw, num_values)
         return body
 
     def _known_fields(self, data: Data) -> tuple[msgspec.Struct, list[str]]:
@@ -104,23 +108,22 @@ def decode_object(data: Data) -> dict[str, Any]:
 
     Raises ``InvalidArgument`` for anything else, NaN, infinities, numbers beyond float64, bad UTF-8 and deep nesting.
     """
-    with _decoding():
+    try:
         value = msgspec.json.decode(data)
+    except (RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise _invalid(error) from None
     if not isinstance(value, dict):
         raise errors.InvalidArgument("the body must be a JSON object")
     return value
 
 
-@contextmanager
-def _decoding() -> Iterator[None]:
-    try:
-        yield
-    except RecursionError:
-        raise errors.InvalidArgument("the body is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise errors.InvalidArgument("the body is not valid UTF-8") from None
-    except msgspec.DecodeError as error:
-        raise errors.InvalidArgument(f"the body is not valid JSON: {error}") from None
+def _invalid(error: Exception) -> errors.InvalidArgument:
+    """Return the client's error for one of the decoder's."""
+    if isinstance(error, RecursionError):
+        return errors.InvalidArgument("the body is nested too deeply")
+    if isinstance(error, UnicodeDecodeError):
+        return errors.InvalidArgument("the body is not valid UTF-8")
+    return errors.InvalidArgument(f"the body is not valid JSON: {error}")
 
 
 def check_amount(data: Data) -> int:

@@ -46,6 +46,7 @@ class RequestBody:
         "_is_closed",
         "_is_streamed",
         "_limit",
+        "_num_reserved",
         "_of_tenant",
         "_refusal",
         "_reserved",
@@ -67,6 +68,7 @@ class RequestBody:
         self._expects_continue = expects_continue
         self._share: TenantShare | None = None
         self._reserved = budget.empty()
+        self._num_reserved = 0  # what it holds
         self._of_tenant: Reservation | None = None  # the same bytes, once the tenant is known
         self._limit: int | None = None  # set once the handler reads
         self._refusal: errors.TokenloomError | None = None
@@ -99,12 +101,13 @@ class RequestBody:
     def end(self) -> None:
         """Note that the connection has delivered the last byte of the body and of its trailers."""
         self.is_incomplete = False
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def count_for(self, share: TenantShare) -> None:
         """Count the bytes for a tenant. The handler that reads a body beyond the tenant's limit gets the error."""
         try:
-            self._of_tenant = share.take_bytes(self._reserved.amount, self._reserved.amount)
+            self._of_tenant = share.take_bytes(self._num_reserved, self._num_reserved)
         except errors.TokenloomError as refusal:
             self._refuse(refusal)
         else:
@@ -122,10 +125,11 @@ class RequestBody:
         :class:`ClientDisconnected`.
         """
         self._limit = limit
-        self._flow.release(self)  # a body that is there already may have been held back
+        if self._flow.read_paused:
+            self._flow.release(self)  # a body that is there already may have been held back
         if len(self.data) > limit:
             self._refuse(too_large(limit))
-        elif length is not None and length > self._reserved.amount and self._refusal is None:
+        elif length is not None and length > self._num_reserved and self._refusal is None:
             # The announced length is reserved at once: otherwise several bodies would each fill a part of the budget,
             # and all of them would be refused in the middle.
             self._make_room(length)
@@ -180,9 +184,11 @@ class RequestBody:
         self._is_closed = True
         self.data = bytearray()
         self._release()
-        self._flow.release(self)
+        if self._flow.read_paused:
+            self._flow.release(self)
 
     def _release(self) -> None:
+        self._num_reserved = 0
         self._reserved.release()
         if self._of_tenant is not None:
             self._of_tenant.release()
@@ -219,28 +225,25 @@ class RequestBody:
 
     def _make_room(self, size: int) -> bool:
         """Reserve the bytes of a body of this size; refuse the request and return False if one budget is too small."""
-        added = size - self._reserved.amount
-        if added > 0:
-            try:
-                self._reserve(added, size)
-            except errors.TokenloomError as refusal:
-                self._refuse(refusal)
-                return False
-        return True
-
-    def _reserve(self, added: int, size: int) -> None:
-        if self._share is not None:
-            assert self._of_tenant is not None
-            with self._share.take_bytes(added, size) as of_tenant:  # given back if the gateway's budget is too small
-                self._take(added)
-                self._of_tenant.absorb(of_tenant)
-        else:
-            self._take(added)
-
-    def _take(self, added: int) -> None:
+        added = size - self._num_reserved
+        if added <= 0:
+            return True
+        try:
+            of_tenant = None if self._share is None else self._share.take_bytes(added, size)
+        except errors.TokenloomError as refusal:
+            self._refuse(refusal)
+            return False
         if not self._budget.grow(self._reserved, added):
+            if of_tenant is not None:
+                of_tenant.release()
             message = "the gateway holds as many bytes of request bodies as it may; retry"
-            raise errors.ResourceExhausted(message, retry_after=RETRY_SECONDS)
+            self._refuse(errors.ResourceExhausted(message, retry_after=RETRY_SECONDS))
+            return False
+        if of_tenant is not None:
+            assert self._of_tenant is not None
+            self._of_tenant.absorb(of_tenant)
+        self._num_reserved = size
+        return True
 
     def _refuse(self, refusal: errors.TokenloomError) -> None:
         """Drop the body; its handler raises the error when it reads."""

@@ -2,7 +2,7 @@
 
 import http
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from .client_flow import ClientFlow
@@ -40,6 +40,7 @@ class ResponseWriter:
     that has left is written nothing.
 
     Attributes:
+        watch: :meth:`.client_flow.ClientFlow.watch` of the connection.
         left: Bytes of the body that are still to come; None while their number is not known in advance.
     """
 
@@ -53,6 +54,7 @@ class ResponseWriter:
         "_owner",
         "_speaks_1_1",
         "left",
+        "watch",
     )
 
     def __init__(
@@ -64,6 +66,7 @@ class ResponseWriter:
         keep_alive: The client may send another request on this connection.
         """
         self._flow = flow
+        self.watch = flow.watch
         self._owner = owner
         self._is_head = is_head
         self._speaks_1_1 = speaks_1_1
@@ -90,10 +93,6 @@ class ResponseWriter:
     async def drain(self) -> None:
         """Wait until the client reads what was written, or has left."""
         await self._flow.drain()
-
-    def watch(self, on_lost: Callable[[], None]) -> Callable[[], object]:
-        """As :meth:`.client_flow.ClientFlow.watch`."""
-        return self._flow.watch(on_lost)
 
     def begin(self, status: int, headers: Headers, body: bytes = b"", *, is_cut: bool = False) -> None:
         """Write the head, and in the same write the first piece of the body.

@@ -305,29 +305,25 @@ class HttpProtocol(asyncio.Protocol):
             raise _Refused
         self._in_head = False
         self._framing_bytes = self._overhead_bytes = 0
-        exchange = self._exchange()
-        self._body = exchange.body
-        self._headers = []  # trailers are counted, but never become headers of the request
-        if self._answered is None:
-            self._start(exchange)
-        else:
-            self._pipeline.append(exchange)
-            self.flow.hold(_PIPELINE)  # until the responses before it have ended
-
-    def _exchange(self) -> HttpExchange:
-        """Return the request whose head is complete."""
         parser, method = self.parser, self.parser.get_method().decode("ascii")
         url = httptools.parse_url(self._url)
         path = (url.path or b"/").decode("ascii")
         speaks_1_1 = parser.get_http_version() == "1.1"
         # After an upgrade, which is not made, nothing is parsed: the connection ends with the response.
         keep_alive = speaks_1_1 and parser.should_keep_alive() and not parser.should_upgrade()
-        return HttpExchange(
+        self._body = RequestBody(self.flow, self._context.budget, expects_continue=self._expects_continue)
+        exchange = HttpExchange(
             (method, unquote(path) if "%" in path else path, url.query or b""),
             self._headers,
-            RequestBody(self.flow, self._context.budget, expects_continue=self._expects_continue),
+            self._body,
             ResponseWriter(self.flow, self, is_head=method == "HEAD", speaks_1_1=speaks_1_1, keep_alive=keep_alive),
         )
+        self._headers = []  # trailers are counted, but never become headers of the request
+        if self._answered is None:
+            self._start(exchange)
+        else:
+            self._pipeline.append(exchange)
+            self.flow.hold(_PIPELINE)  # until the responses before it have ended
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes = 0

@@ -30,6 +30,20 @@ _DEFAULT_THREADS = 4
 """Threads of the loop's default executor."""
 
 
+class NumberedTask(asyncio.Task[Any]):
+    """Has the same place in a set in each run: a TaskGroup cancels its tasks in the order of a set."""
+
+    def __new__(cls, *_: Any, loop: "ChosenLoop", **__: Any) -> "NumberedTask":
+        task = super().__new__(cls)
+        task.number = next(loop.task_numbers)
+        return task
+
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+
 class ChosenLoop(VirtualLoop):
     """Runs plain callbacks in order, as asyncio does, and chooses among the tasks and the threads that can go on.
 
@@ -42,12 +56,14 @@ class ChosenLoop(VirtualLoop):
         has_crashed: The process has ended; nothing more runs.
         is_traced: Whether :attr:`trace` is kept.
         trace: What ran.
+        task_numbers: Those of the tasks that are still to be made.
         on_idle: Called when nothing is ready, before the time moves on.
     """
 
     def __init__(self, plan: Plan, *, is_traced: bool = False) -> None:
         super().__init__()
         self._plan = plan
+        self.task_numbers = count()
         self._random = Random(f"order {plan.seed}")
         self._by_priority = plan.by_priority
         self._priorities: dict[str, float] = {}
@@ -86,7 +102,7 @@ class ChosenLoop(VirtualLoop):
             self.trace.append(text)
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> "asyncio.Task[Any]":
-        return super().create_task(coro, name=name or getattr(coro, "__qualname__", "task"), context=context)
+        return NumberedTask(coro, loop=self, name=name or getattr(coro, "__qualname__", "task"), context=context)
 
     # Choosing
 

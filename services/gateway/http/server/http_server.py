@@ -127,6 +127,9 @@ class HttpServer:
             connection.transport.abort()
         if self._fronts is not None:
             await self._fronts.close()
+        # Before the socket, which the event loop could not forget any more once it is closed; the task of `serve` may
+        # run later.
+        self._server.close_listeners()
         self._socket.close()
 
     def _remove_path(self) -> None:
@@ -187,8 +190,9 @@ class _Server(uvicorn.Server):
 
     def close_listeners(self) -> None:
         """Accept no more connections. Idempotent."""
-        for server in self.servers:
-            server.close()
+        if self.started:
+            for server in self.servers:
+                server.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -84,7 +84,7 @@ class ModelRunner:
         self._batch = batch
         self._ranks = parts.ranks
         self._drawn = None if self._ranks.place.is_alone else SampledTokens(self._ranks, batch)
-        self._draws = self._ranks.place.draws
+        self._samples = self._ranks.place.samples
         self._expected = ExpectedTokens(batch)
         self._sampler = StepSampler(
             batch,
@@ -96,6 +96,7 @@ class ModelRunner:
         self._speculation = None
         if parts.proposer is not None:
             self._speculation = Speculation(self._sampler, parts.proposer, parts.rejection)
+        self._samples_on_device = parts.proposer is None and parts.device_sampler is not None
         self._loras = parts.loras
         self._device = parts.device
         self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
@@ -188,8 +189,8 @@ class ModelRunner:
             # every step.
             kept = hidden if self._speculation is not None else None
             pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
-            draws = self._recorded.draws if self._recorded is not None else None
-            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled, draws)
+            sampling_rows = self._recorded.sampling_rows if self._recorded is not None else None
+            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled, sampling_rows)
 
     def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last hidden states of the step, and the logits of the rows that draw a token."""
@@ -237,7 +238,7 @@ class ModelRunner:
 
     def _logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [S, vocab] of the rows that draw a token, on the device."""
-        if not len(inputs.sampled) or not self._draws:
+        if not len(inputs.sampled) or not self._samples:
             return torch.empty(0, 0)
         # Selecting all rows would copy them: without drafts most steps end here.
         if len(inputs.sampled) == len(hidden):  # every request decodes, without drafts
@@ -256,7 +257,7 @@ class ModelRunner:
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, PromptPart]:
         """Return the log probabilities of the prompt tokens that this step computed, for the requests that ask."""
         asking = self._batch.prompt_logprobs
-        if not asking or not self._draws:
+        if not asking or not self._samples:
             return {}
         with torch.inference_mode():
             return self._compute_prompt_logprobs(inputs, hidden)
@@ -282,7 +283,7 @@ class ModelRunner:
 
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         inputs, logits = executed.inputs, executed.logits
-        if not self._draws:
+        if not self._samples:
             return self._follow(inputs)
         output = ModelRunnerOutput(inputs.req_ids, [], pooled=executed.pooled)
         if executed.prompt_logprobs:
@@ -299,8 +300,8 @@ class ModelRunner:
         elif inputs.drafts:
             assert self._speculation is not None, "drafts come only if speculation is configured"
             self._speculation.verify(inputs, logits, grammar, output)
-        elif executed.draws is not None and self._speculation is None and self._sampler.device_sampler is not None:
-            return self._sampler.start(inputs, logits, grammar, executed.draws, output, self._expected) or output
+        elif (rows := executed.sampling_rows) is not None and self._samples_on_device:
+            return self._sampler.start(inputs, logits, grammar, rows, output, self._expected) or output
         else:
             self._sampler.sample(inputs, logits, grammar, output)
         if self._speculation is not None:
@@ -386,5 +387,5 @@ class _Executed:
     prompt_logprobs: dict[str, PromptPart]
     routed_experts: dict[str, RoutedExperts]
     pooled: dict[str, Floats]
-    draws: SamplingRows | None
+    sampling_rows: SamplingRows | None
     """What the rows that draw ask for, on the device; None: the host has to send it."""

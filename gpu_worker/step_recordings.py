@@ -22,7 +22,7 @@ class StepRecordings(Protocol):
         """Whether it also computes the steps that cannot be recorded, such as those whose experts are chosen by row."""
 
     @property
-    def draws(self) -> SamplingRows | None:
+    def sampling_rows(self) -> SamplingRows | None:
         """What the rows that draw in the latest step ask for, on the device; None: the host has to send it."""
 
     def compute(

@@ -32,7 +32,7 @@ def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:
         shard=Shard(place.tensor_rank, size, config.num_kv_heads, place.spreads_context),
         first_layer=layers.start,
         is_last_stage=place.stage == place.num_stages - 1,
-        draws=place.draws,
+        samples=place.samples,
     )
 
 

@@ -96,7 +96,7 @@ class ModelConfig:
     """The number in the model of this rank's first layer."""
     is_last_stage: bool = True
     """Whether the model's last layer is among this rank's."""
-    draws: bool = True
+    samples: bool = True
     """Whether this rank computes logits."""
 
     kv_cache_dtype: KVCacheDtype = "auto"

@@ -56,7 +56,7 @@ class RecordedModel:
     """Holds the recordings of a model over one attention backend. Belongs to one thread."""
 
     computes_every_step = False
-    draws: None = None
+    sampling_rows: None = None
 
     def __init__(self, plan: FixedPlan) -> None:
         """``plan`` holds the arrays from which every recorded step computes."""

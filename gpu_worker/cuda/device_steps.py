@@ -53,7 +53,7 @@ class DeviceSteps:
         self._tensors = StepTensors.allocate(most, plans.num_groups, most_blocks, device)
         self._most_tokens = most_tokens
         self._graphs = None if capture is None else StepGraphs(plans, self._tensors, capture, most)
-        self.draws: SamplingRows | None = None
+        self.sampling_rows: SamplingRows | None = None
         """What the rows that draw in the latest step ask for; None: none does."""
 
     def event(self) -> Event:
@@ -86,7 +86,7 @@ class DeviceSteps:
         hold until the next step; None: the step has more requests or tokens than fit, as warm-up steps may.
         ``adapted``: the step is not computed from a graph, because its rows have LoRA adapters or its experts are
         reported."""
-        self.draws = None
+        self.sampling_rows = None
         num_tokens, num_requests = len(inputs.token_ids), len(inputs.rows)
         if num_requests > self._most_requests or num_tokens > self._most_tokens:
             return None
@@ -101,7 +101,7 @@ class DeviceSteps:
         exact = StepSize(num_tokens, num_requests, len(work))
         self._prepare(sent, exact if size is None else size.step)
         if len(inputs.sampled):
-            self.draws = self._rows.draws(sent["drawn rows"], sent["numbers"])
+            self.sampling_rows = self._rows.draws(sent["drawn rows"], sent["numbers"])
         if size is None:
             hidden = self._forward(model, inputs, kv_caches, exact, most_queries)
             logits = None

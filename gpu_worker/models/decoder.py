@@ -55,7 +55,7 @@ class DecoderModel:
             self.head = load_score_head(checkpoint, config.hidden_size)
         else:
             self._embedding, output = load_embeddings(checkpoint, name, config)
-            if config.draws:
+            if config.samples:
                 self._lm_head = make_output(output, config.quantization)
         kind = DecoderLayer if config.traits.norm_order == "before" else PostNormLayer
         for layer in range(config.num_layers):

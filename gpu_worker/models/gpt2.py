@@ -67,7 +67,7 @@ class GPT2Model:
         # The first GPT-2 checkpoints hold the tensors without the name of the language model around them.
         prefix = "transformer." if "transformer.wpe.weight" in checkpoint else ""
         self._token_embedding, output = load_embeddings(checkpoint, f"{prefix}wte.weight", config)
-        self._lm_head: Linear | None = make_output(output, config.quantization) if config.draws else None
+        self._lm_head: Linear | None = make_output(output, config.quantization) if config.samples else None
         self._position_embedding = checkpoint.take(f"{prefix}wpe.weight", config.max_model_len, config.hidden_size)
         for layer in range(config.num_layers):
             if len(self._blocks) == config.num_layers:

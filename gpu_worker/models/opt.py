@@ -84,7 +84,7 @@ class OPTModel:
         checkpoint.skip([f"{prefix}.version"])
         name, hidden, inner = f"{prefix}.embed_tokens.weight", config.hidden_size, config.embedding_size
         self._token_embedding, output = load_embeddings(checkpoint, name, config, inner)
-        self._lm_head: Linear | None = make_output(output, config.quantization) if config.draws else None
+        self._lm_head: Linear | None = make_output(output, config.quantization) if config.samples else None
         rows = config.max_model_len + _FIRST_POSITION
         self._position_embedding = checkpoint.take(f"{prefix}.embed_positions.weight", rows, hidden)[_FIRST_POSITION:]
         self._project_in: Linear | None = None

@@ -131,7 +131,7 @@ class RankPlace:
         return self.tensor_size * (self.num_stages - 1)
 
     @property
-    def draws(self) -> bool:
+    def samples(self) -> bool:
         """Return whether this rank is the output rank."""
         return self.tensor_rank == 0 and self.stage == self.num_stages - 1
 

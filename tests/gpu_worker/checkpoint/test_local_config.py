@@ -30,7 +30,7 @@ def test_one_rank_has_the_configuration_of_the_model(config: ModelConfig) -> Non
 def test_a_rank_has_its_heads_and_layers(config: ModelConfig) -> None:
     part = local_config(config, place_of(replace(parallel(2, 2), rank=3)))
     assert (part.num_heads, part.num_kv_heads, part.intermediate_size) == (2, 1, 320)
-    assert (part.num_layers, part.first_layer, part.is_last_stage, part.draws) == (2, 2, True, False)
+    assert (part.num_layers, part.first_layer, part.is_last_stage, part.samples) == (2, 2, True, False)
     assert len(part.ropes) == len(part.sliding_windows) == len(part.attention_scales) == 2
     assert part.kv_bytes_per_token * 4 == config.kv_bytes_per_token
 

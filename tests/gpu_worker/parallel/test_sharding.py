@@ -59,5 +59,5 @@ def test_stages_have_all_layers_once_in_order(num_layers: int, num_stages: int) 
 
 def test_the_first_rank_of_the_last_stage_draws() -> None:
     places = [RankPlace(rank % 2, 2, rank // 2, 3) for rank in range(6)]
-    assert [place.draws for place in places] == [False, False, False, False, True, False]
+    assert [place.samples for place in places] == [False, False, False, False, True, False]
     assert {place.output_rank for place in places} == {4}

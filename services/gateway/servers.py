@@ -28,11 +28,10 @@ from .request_log.access_log import AccessLog
 from .request_log.finished_requests import FinishedRequests
 from .request_log.recent_requests import RecentRequests
 from .responses.response_store import ResponseStore
-from .routes.admin_routes import AdminRoutes
+from .routes.admin_routes import AdminRoutes, request_routes
 from .routes.api_routes import ERROR_FORMS, api_routes, status_routes
 from .routes.lora_routes import LoraRoutes
 from .routes.models_routes import ModelsRoutes
-from .routes.request_routes import request_routes
 from .serving.served_mesh import ServedMesh
 from .serving.served_meshes import ServedMeshes
 from .settings.gateway_settings import GatewaySettings

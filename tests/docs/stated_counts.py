@@ -13,7 +13,8 @@ from tokenloom.services.gateway.batches import batch_run, batch_store
 from tokenloom.services.gateway.formats import tool_request
 from tokenloom.services.gateway.generation import admission, charge, running_pooling
 from tokenloom.services.gateway.grpc import chat_prompt, message_bounds
-from tokenloom.services.gateway.http import json_body, pieces, request_body
+from tokenloom.services.gateway.http import http_exchange as pieces
+from tokenloom.services.gateway.http import json_body, request_body
 from tokenloom.services.gateway.http.server import http_protocol
 from tokenloom.services.gateway.metrics import usage_counts
 from tokenloom.services.gateway.page import traffic

@@ -10,7 +10,7 @@ from ..http.time_limit import limited
 from ..mesh.tokenizer_client import TokenizerClient
 from ..openai.body_reader import Body, BodyReader
 from ..openai.chat_messages import read_chat
-from ..openapi.message_schemas import CountTokensRequest
+from ..openapi.request_schemas import CountTokensRequest
 from ..records.generate_request import Chat
 from ..records.model_names import ModelNames
 from .messages_body import conversation, thinking_of

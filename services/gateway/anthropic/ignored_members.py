@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..openai.ignored_members import ignored_members
-from ..openapi.message_schemas import MessagesRequest
+from ..openapi.request_schemas import MessagesRequest
 
 _TURN = frozenset({"role", "content"})
 _TOOL = frozenset({"type", "name", "description", "input_schema", "strict"})

@@ -8,7 +8,7 @@ from ..generation.running_generation import RunningGeneration
 from ..openai.body_reader import AnswerOptions, Body, BodyReader
 from ..openai.chat import ChatApi
 from ..openai.ignored_members import unbound_strict
-from ..openapi.message_schemas import MessagesRequest
+from ..openapi.request_schemas import MessagesRequest
 from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
 from .ignored_members import ignored_in_message

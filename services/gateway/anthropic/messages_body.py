@@ -7,7 +7,7 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.narrowing import narrow_int
 
 from ..openai.body_reader import SAMPLING_FIELDS, Body
-from ..openapi.message_schemas import CountTokensRequest, MessagesRequest
+from ..openapi.request_schemas import CountTokensRequest, MessagesRequest
 from .message_turns import read_turns
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -13,19 +13,18 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pi
 from ..encoding import sse
 from ..generation.generator import Generator
 from ..generation.running_generation import RunningGeneration
-from ..http.http_exchange import HttpExchange
+from ..http.http_exchange import HttpExchange, respond_in_pieces
 from ..http.json_body import BodyParser
-from ..http.pieces import respond_in_pieces
 from ..http.response_writer import Headers as HeaderPairs
 from ..http.turn_share import TurnShare
 from ..openai.body_reader import AnswerOptions, Body
-from ..records.generate_request import GenerateRequest
+from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, parse_event_id
+from ..records.generate_request import Chat, GenerateRequest
 from ..records.model_names import ModelNames
-from ..records.resume_token import ResumeToken
+from ..records.resume_token import NEW, ResumeToken, fingerprint, token_of_key, tokens_of
 from ..tenants.tenant import Tenant
 from . import orca
 from .answer_stream import AnswerShaper, AnswerStream, Slices
-from .claims import read_claim
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,8 @@ RANK_HEADER = b"x-data-parallel-rank"
 _MAX_RANK_DIGITS = 9
 IGNORED_HEADER = b"x-tokenloom-ignored"
 """Names the fields of the body that had no effect."""
+KEY_FIELD = "Idempotency-Key"
+"""Names a request, so that a client may repeat it safely."""
 MAX_IGNORED = 32
 """Limits the names in that header."""
 MAX_NAME = 64
@@ -103,7 +104,7 @@ class GenerationEndpoint:
             if (rank := exchange.headers.get(RANK_HEADER)) is not None:
                 job = replace(job, data_parallel_rank=read_rank(rank))
             # Within the block: the fingerprint is made of the bytes of the body, which are dropped at its end.
-            options, claim = read_claim(exchange, received.data, job, options)
+            options, claim = read_resume_token(exchange, received.data, job, options)
             return job, options, claim
 
     def _job(self, tenant: Tenant, body: Body) -> tuple[GenerateRequest, AnswerOptions]:
@@ -153,3 +154,37 @@ async def _whole(
             if (steps := answer.add(delta)) is not None:
                 await slices.run(steps)
     await respond_in_pieces(exchange, answer.body(), headers)
+
+
+def read_resume_token(
+    exchange: HttpExchange, body: bytes | bytearray, job: GenerateRequest, options: AnswerOptions
+) -> tuple[AnswerOptions, ResumeToken]:
+    """Return the options of a call, and by which token it resumes a stream or repeats a request, as its headers ask.
+
+    Raises ``InvalidArgument`` for a header that is malformed, or that the request cannot have.
+    """
+    last_id, key = exchange.headers.get(b"last-event-id"), exchange.headers.get(b"idempotency-key")
+    if last_id is None and key is None:
+        return options, NEW
+    # The path belongs to the body: the same JSON at another endpoint is another request.
+    digest = fingerprint(exchange.path, body)
+    claim = NEW if key is None else token_of_key(job.tenant.name, key.decode("latin-1"), digest, KEY_FIELD)
+    if last_id is None:
+        return options, claim
+    text = last_id.decode("latin-1").strip()
+    if text not in NO_EVENT:
+        event = parse_event_id(text)
+        if not options.stream:
+            raise errors.InvalidArgument(f"{FIELD} resumes streams only: the body must have stream set to true", FIELD)
+        if len(event.entries) and max(event.entries) >= _num_outputs(job):
+            raise errors.InvalidArgument(f"{FIELD} is of an answer with more outputs than the body asks for", FIELD)
+        delivered = tokens_of(event.positions)
+        claim = ResumeToken(event.request_id, digest, resumes=True, num_delivered=delivered)
+        return replace(options, event_ids=True, resumed=event), claim
+    if not options.stream or _num_outputs(job) > MAX_OUTPUTS:
+        return options, claim
+    return replace(options, event_ids=True), claim if claim.fingerprint else ResumeToken(fingerprint=digest)
+
+
+def _num_outputs(job: GenerateRequest) -> int:
+    return (1 if isinstance(job.prompts, Chat) else len(job.prompts)) * job.num_samples

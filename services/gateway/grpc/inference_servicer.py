@@ -28,7 +28,7 @@ from ..tenants.tenant_shares import TenantShares
 from .client_stream import next_request
 from .inference_request import InputSession, read_request
 from .pooling_calls import InputsRequest, PoolingCall, classify_params, embed_params, pool_params
-from .resumption import read_cancellation, read_claim, read_resumption
+from .resumption import read_cancellation, read_resume_token, read_resumption
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -55,7 +55,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         mesh, adapter = self._meshes.find(request.model or None)
         with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
             job, plan = read_request(request, mesh.plans, call_tenant(), context.time_remaining())
-            claim = read_claim(request, call_tenant(), context.invocation_metadata() or ())
+            claim = read_resume_token(request, call_tenant(), context.invocation_metadata() or ())
             await _echo_id(request, context)
             await self._answer(mesh, request, replace(job, adapter=adapter), plan, context, claim=claim)
 

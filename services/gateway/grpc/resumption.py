@@ -13,7 +13,7 @@ from ..tenants.tenant import Tenant
 KEY_FIELD = "idempotency-key"
 
 
-def read_claim(
+def read_resume_token(
     request: inference_pb2.GenerateRequest, tenant: Tenant, metadata: Iterable[tuple[str, str | bytes]]
 ) -> ResumeToken:
     """Return the claim of a call of Generate. Raises ``InvalidArgument`` for a malformed key."""

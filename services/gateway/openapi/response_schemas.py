@@ -24,6 +24,20 @@ class ErrorResponse(msgspec.Struct):
     error: Annotated[ErrorObject, Meta(description="What went wrong.")]
 
 
+class MessageErrorObject(msgspec.Struct):
+    """What went wrong, in Anthropic's form."""
+
+    type: Annotated[str, Meta(description="Kind of error: invalid_request_error, overloaded_error, …")]
+    message: Annotated[str, Meta(description="What was wrong, where, and what would be right.")]
+
+
+class MessageErrorResponse(msgspec.Struct):
+    """An error in Anthropic's form."""
+
+    type: Annotated[Literal["error"], Meta(description="The kind of this object.")]
+    error: Annotated[MessageErrorObject, Meta(description="What went wrong.")]
+
+
 class PromptTokensDetails(msgspec.Struct):
     """Counts of prompt tokens."""
 

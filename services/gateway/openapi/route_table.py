@@ -16,8 +16,7 @@ from . import lora_schemas as lora
 from . import pooling_schemas as pooling
 from . import request_schemas as bodies
 from . import response_schemas as answers
-from .message_schemas import CountTokensRequest, MessageErrorResponse, MessagesRequest
-from .response_api_schemas import ResponsesRequest
+from .request_schemas import CountTokensRequest, MessagesRequest, ResponsesRequest
 
 _Fields = ParamSpec("_Fields")
 
@@ -96,7 +95,7 @@ MESSAGES = _route(
     answers.AnthropicMessage,
     _MESSAGES,
     streams=True,
-    error=MessageErrorResponse,
+    error=answers.MessageErrorResponse,
 )
 COUNT_TOKENS = _route(
     "POST",
@@ -104,7 +103,7 @@ COUNT_TOKENS = _route(
     "Count the tokens of a conversation, in Anthropic's form",
     answers.TokenCount,
     CountTokensRequest,
-    error=MessageErrorResponse,
+    error=answers.MessageErrorResponse,
 )
 TOKENIZE = _route(
     "POST", "/tokenize", "Encode a prompt or a conversation", answers.TokenizeResponse, bodies.TokenizeRequest

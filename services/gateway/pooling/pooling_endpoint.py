@@ -6,9 +6,8 @@ from functools import partial
 
 from ..endpoints.generation_endpoint import IGNORED_HEADER, listed, trace_headers
 from ..generation.generator import Generator
-from ..http.http_exchange import HttpExchange
+from ..http.http_exchange import HttpExchange, respond_in_pieces
 from ..http.json_body import BodyParser
-from ..http.pieces import respond_in_pieces
 from ..openai.body_reader import Body
 from ..records.model_names import ModelNames
 from ..records.pooling_input import PoolingInput

@@ -5,7 +5,7 @@ from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..openapi.response_api_schemas import ResponsesRequest
+from ..openapi.request_schemas import ResponsesRequest
 
 _HOSTED = (
     "web_search",

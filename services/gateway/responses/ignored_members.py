@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..openai.ignored_members import ignored_members
-from ..openapi.response_api_schemas import ResponsesRequest
+from ..openapi.request_schemas import ResponsesRequest
 from .function_tools import is_left_out
 
 _WITHOUT_EFFECT = ("include", "max_tool_calls", "stream_options")

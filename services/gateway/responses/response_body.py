@@ -6,7 +6,7 @@ from typing import Any
 from tokenloom.request.errors import InvalidArgument
 
 from ..openai.body_reader import SAMPLING_FIELDS, Body
-from ..openapi.response_api_schemas import ResponsesRequest
+from ..openapi.request_schemas import ResponsesRequest
 from .function_tools import tools_of
 from .input_items import Turn
 

@@ -11,7 +11,7 @@ from ..generation.running_generation import RunningGeneration
 from ..openai.body_reader import AnswerOptions, Body, BodyReader
 from ..openai.chat import ChatApi
 from ..openai.ignored_members import unbound_strict
-from ..openapi.response_api_schemas import ResponsesRequest
+from ..openapi.request_schemas import ResponsesRequest
 from ..records.generate_request import GenerateRequest
 from ..records.model_names import ModelNames
 from ..tenants.tenant import Tenant

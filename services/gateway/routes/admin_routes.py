@@ -1,4 +1,4 @@
-"""Routes for operators, under vLLM's names: each asks every engine. They exist only with an admin key."""
+"""Routes for operators, under vLLM's names, which ask every engine, and the list of the last requests."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from ..http.http_exchange import HttpExchange
 from ..http.route import Routes
 from ..mesh.engine_calls import Ask, EngineCalls, alive, checked
 from ..openapi import route_table
+from ..request_log.finished_request import LastRequests
+from ..request_log.recent_requests import RecentRequests
 from ..serving.served_meshes import ServedMeshes
 
 _MODES = {"abort": pb.PAUSE_MODE_ABORT, "wait": pb.PAUSE_MODE_WAIT, "keep": pb.PAUSE_MODE_KEEP}
@@ -137,3 +139,12 @@ class Query:
         if any(value not in choices for value in values):
             raise errors.InvalidArgument(f"{name} must be one of {', '.join(choices)}", name)
         return values
+
+
+def request_routes(recent: RecentRequests) -> Routes:
+    """Return ``GET /requests``: the last requests of this gateway."""
+
+    async def last_requests(exchange: HttpExchange) -> None:
+        await exchange.respond(200, encode_json(LastRequests(list(recent))))
+
+    return {route_table.LAST_REQUESTS: last_requests}

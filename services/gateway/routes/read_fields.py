@@ -4,10 +4,15 @@ import msgspec
 
 from ..ollama.ollama_body import OllamaRequest
 from ..openai.body_reader import NOT_SUPPORTED_YET, RENAMED, SAMPLING_FIELDS
-from ..openapi.message_schemas import MessagesRequest
 from ..openapi.pooling_schemas import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
-from ..openapi.request_schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from ..openapi.response_api_schemas import ResponsesRequest
+from ..openapi.request_schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 
 _BODIES: tuple[type[msgspec.Struct], ...] = (
     ChatCompletionRequest,

@@ -12,7 +12,7 @@ import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh, FakeRequest
 from tokenloom.services.gateway.endpoints import answer_stream
-from tokenloom.services.gateway.http import pieces
+from tokenloom.services.gateway.http import http_exchange as pieces
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.openai import chat, openai_logprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SlotTextLogprobs

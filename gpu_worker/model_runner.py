@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import ExpertLoads, RoutedExperts
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
@@ -366,7 +366,7 @@ class ModelRunner:
         computed = self._compute_recorded(inputs)
         return self.dummy_run([1] * num_requests, block_size) if computed is None else computed[1]
 
-    def dummy_sample(self, logits: torch.Tensor, params: SamplingParams) -> None:
+    def dummy_sample(self, logits: torch.Tensor, params: CoreSamplingParams) -> None:
         """Draw a token for each row of ``logits`` [n, vocab], as a step would whose requests all have ``params``."""
         rows, indices = [params] * len(logits), np.zeros(len(logits), dtype=np.int64)
         if self._sampler.device_sampler is not None:

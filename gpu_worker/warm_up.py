@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from tokenloom.engine_core.data.config import SchedulerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 from .model_runner import ModelRunner
 
-_GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
-DRAWN = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_k=50, top_p=0.9)
+_GREEDY = CoreSamplingParams(max_tokens=1, seed=0, temperature=0.0)
+DRAWN = CoreSamplingParams(max_tokens=1, seed=0, temperature=1.0, top_k=50, top_p=0.9)
 
 _NEARLY_FREE = 1.5
 """How many times as long as a step of one row a step may take for its rows to be nearly free."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.model_files.model_path import DEMO_MODEL
@@ -68,7 +68,7 @@ def _throughput(client: InprocClient, case: Case) -> float:
     client.call_utility("reset_prefix_cache")
     dataset = DatasetOptions(num_prompts=case.requests, input_len=case.input_len)
     prompts = make_prompts(dataset, client.ready.vocab_size)
-    params = SamplingParams(max_tokens=case.output_len, seed=0, temperature=0.0)
+    params = CoreSamplingParams(max_tokens=case.output_len, seed=0, temperature=0.0)
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
         client.add_request(EngineCoreRequest(f"{index}", prompt.token_ids, params))

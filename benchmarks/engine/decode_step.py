@@ -17,7 +17,7 @@ from tokenloom.engine_core.data.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
@@ -105,7 +105,7 @@ def _prefill(core: EngineCore, options: DecodeOptions, config: ModelConfig, batc
     """Compute all prompts, until every request decodes. Returns the seconds that it took."""
     num_tokens = _WARM_STEPS + options.steps + 2
     dataset = DatasetOptions(num_prompts=batch, input_len=options.context, output_len=num_tokens, seed=batch)
-    sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0)
+    sampling = CoreSamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0)
     started = time.perf_counter()
     for index, prompt in enumerate(make_prompts(dataset, config.vocab_size)):
         core.add_request(EngineCoreRequest(f"{batch}-{index}", prompt.token_ids, sampling))

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.wire.serialization import encode
@@ -83,7 +83,7 @@ class _Load:
         self._num_added += 1
         length = _OUTPUT_LEN - self._num_added % 32  # different lengths, so that they do not end together
         prompt = [(self._num_added * 31 + i) % 30_000 for i in range(_INPUT_LEN)]
-        params = SamplingParams(max_tokens=length, seed=0)
+        params = CoreSamplingParams(max_tokens=length, seed=0)
         self._client.add_request(EngineCoreRequest(f"{self._num_added}", prompt, params))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import make_worker
@@ -46,7 +46,7 @@ class Engine:
         loaded = self._core.adapters.answer().adapters if self._core.adapters is not None and uses_adapters else []
         for row in range(options.rows):
             digest = loaded[row % len(loaded)].digest if loaded else b""
-            params = SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=0, stop_token_ids=())
+            params = CoreSamplingParams(max_tokens=num_tokens, temperature=0.0, seed=0, stop_token_ids=())
             prompt = [(7 * row + position) % 100 + 3 for position in range(_CONTEXT)]
             salt = adapter_salt(b"", digest)
             self._core.add_request(EngineCoreRequest(str(row), prompt, params, cache_salt=salt, adapter=digest))

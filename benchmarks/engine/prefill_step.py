@@ -18,7 +18,7 @@ from tokenloom.engine_core.data.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
@@ -115,7 +115,7 @@ def _row(core: EngineCore, options: PrefillOptions, config: ModelConfig, length:
 
 def _timed_prompt(core: EngineCore, config: ModelConfig, length: int, seed: int) -> float:
     (prompt,) = make_prompts(DatasetOptions(num_prompts=1, input_len=length, seed=seed), config.vocab_size)
-    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+    sampling = CoreSamplingParams(max_tokens=1, seed=0, temperature=0.0)
     core.add_request(EngineCoreRequest(f"prefill-{length}-{seed}", prompt.token_ids, sampling))
     started = time.perf_counter()
     while core.has_work():

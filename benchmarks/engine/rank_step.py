@@ -18,7 +18,7 @@ import psutil
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.model_files.model_path import DEMO_MODEL
@@ -63,7 +63,7 @@ def _engine(model: Path, shape: str, rows: int, *, eager: bool) -> Iterator[_Eng
 def _turn(engine: _Engine, rows: int, steps: int, turn: int) -> list[int]:
     """Decode ``rows`` requests for so many tokens each. Returns the tokens."""
     core, tokens = engine.core, dict[str, list[int]]()
-    params = SamplingParams(max_tokens=_WARM_STEPS + steps, seed=0, temperature=0.0)
+    params = CoreSamplingParams(max_tokens=_WARM_STEPS + steps, seed=0, temperature=0.0)
     for row in range(rows):
         tokens[name := f"{turn}-{row}"] = []
         core.add_request(EngineCoreRequest(name, [5 + row, 6, 7], params))

@@ -24,7 +24,7 @@ from tokenloom.engine_core.data.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import CPUWorker
@@ -121,7 +121,7 @@ class _Bench:
         sampler, draw = self._runner._sampler, self._runner._sampler.draw
 
         def draw_script(
-            logits: Any, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]
+            logits: Any, params: Sequence[CoreSamplingParams], output_indices: npt.NDArray[np.int64]
         ) -> list[int]:
             draw(logits, params, output_indices)
             return [
@@ -160,7 +160,7 @@ class _Bench:
         self._switch(case, number, drafts=drafts)
         self._scripts = case.answers
         for index, (prompt, answer) in enumerate(zip(case.prompts, case.answers, strict=True)):
-            params = SamplingParams(max_tokens=len(answer), seed=index, temperature=0.0)
+            params = CoreSamplingParams(max_tokens=len(answer), seed=index, temperature=0.0)
             self.core.add_request(EngineCoreRequest(f"{case.name}-{number}-{drafts}-{index}", prompt, params))
         while self.core.scheduler.waiting or any(r.num_output_tokens < 1 for r in self.core.scheduler.running):
             self.core.step()

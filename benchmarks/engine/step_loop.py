@@ -13,7 +13,7 @@ import torch
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.handshake import WarmUp
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.data.model_info import ModelInfo
@@ -43,7 +43,7 @@ class StepLoop:
         )
         worker: Any = _Worker(rows)
         self._core = EngineCore(config, UniProcExecutor(worker))
-        params = SamplingParams(max_tokens=_MAX_MODEL_LEN, seed=0, **SAMPLING[sampling])
+        params = CoreSamplingParams(max_tokens=_MAX_MODEL_LEN, seed=0, **SAMPLING[sampling])
         for index in range(rows):
             prompt = [(index * 7 + position) % VOCABULARY for position in range(_CONTEXT)]
             self._core.add_request(EngineCoreRequest(str(index), prompt, params))

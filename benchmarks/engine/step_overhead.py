@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -69,7 +69,7 @@ class _Loop:
             KVCacheConfig(num_blocks=options.requests * (-(-max_model_len // _BLOCK) + 2), max_model_len=max_model_len),
         )
         self._batch = InputBatch(options.requests, max_model_len, _BLOCK)
-        sampling = SamplingParams(max_tokens=output_len, seed=0, temperature=0.0)
+        sampling = CoreSamplingParams(max_tokens=output_len, seed=0, temperature=0.0)
         dataset = DatasetOptions(num_prompts=options.requests, input_len=options.context)
         for index, prompt in enumerate(make_prompts(dataset, _VOCABULARY)):
             self._scheduler.add_request(EngineCoreRequest(f"{index}", prompt.token_ids, sampling))

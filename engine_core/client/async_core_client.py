@@ -27,7 +27,7 @@ from .async_socket import AsyncSocket
 T = TypeVar("T")
 
 
-class AsyncClient(Protocol):
+class AsyncCoreClient(Protocol):
     """Describes what the engine service's front needs of a core.
 
     One task keeps reading :meth:`get_output`; utility calls are answered only while it does.

@@ -33,7 +33,7 @@ class LateInteraction(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """With the query itself: how many documents follow it. 0: this request is a document."""
 
 
-class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+class CorePoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """Controls what is computed from a prompt instead of generating tokens."""
 
     task: PoolingTask

@@ -34,7 +34,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """With JSON: nothing may stand between two tokens."""
 
 
-class SamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=False, kw_only=True):  # type: ignore[misc]
+class CoreSamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=False, kw_only=True):  # type: ignore[misc]
     """Resolved sampling parameters of one request: most are rows of the table, and these are what the engine adds or
     receives in another form. (The rows may be changed where callers make them, but not here, hence the ignored rule.)
 
@@ -59,5 +59,5 @@ class SamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=False, 
         return self.temperature == 0.0
 
 
-DRAWS_NOTHING = SamplingParams(max_tokens=1, seed=0)
+DRAWS_NOTHING = CoreSamplingParams(max_tokens=1, seed=0)
 """The parameters of requests that are pooled. The token that they allow stands for the result."""

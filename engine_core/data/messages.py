@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..wire.serialization import from_raw
-from .core_pooling_params import PoolingParams
-from .core_sampling_params import SamplingParams
+from .core_pooling_params import CorePoolingParams
+from .core_sampling_params import CoreSamplingParams
 from .draft_counts import DraftCounts, SpecDecodingStats
 from .embedding_rows import EmbedsSpan
 from .errors import UtilityError
@@ -78,7 +78,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     request_id: str
     """The key that the core's client chose; never one that a user chose."""
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams
+    sampling_params: CoreSamplingParams
     accepted_token_ids: list[int] = []
     """Output tokens of earlier attempts; indices, limits, penalties and random numbers include them."""
     priority: int = 0
@@ -105,7 +105,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     that run."""
     adapter: bytes = b""
     """The digest of a LoRA adapter; empty: the base model. The caller mixes it into ``cache_salt``."""
-    pooling_params: PoolingParams | None = None
+    pooling_params: CorePoolingParams | None = None
     """The request is pooled instead of generating tokens; its ``sampling_params`` are ``DRAWS_NOTHING``."""
 
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .core_pooling_params import PoolingParams
-from .core_sampling_params import SamplingParams
+from .core_pooling_params import CorePoolingParams
+from .core_sampling_params import CoreSamplingParams
 from .embedding_rows import EmbedsSpan
 from .messages import ExpertLoads, LogitsStats, Logprobs, RoutedExperts
 
@@ -22,7 +22,7 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     """Accepted tokens of earlier attempts."""
-    sampling_params: SamplingParams
+    sampling_params: CoreSamplingParams
     block_ids: list[int]
     """The request's whole block table so far."""
     num_computed_tokens: int
@@ -30,7 +30,7 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
     """Embeddings that the worker keeps for the life of the request."""
     adapter: bytes = b""
     """The digest of its LoRA adapter; empty: the base model."""
-    pooling_params: PoolingParams | None = None
+    pooling_params: CorePoolingParams | None = None
     """The request is pooled when its prompt is computed, and draws nothing."""
 
 

@@ -23,8 +23,8 @@ from .messages import (
     Refused,
     ToHub,
     ToRank,
-    Verdict,
     Vote,
+    VoteVerdict,
     Want,
     Welcome,
     decoder_of,
@@ -88,7 +88,7 @@ class Rounds:
         size = self._agreed_size(votes)
         verdict = _verdict([each for member, each in votes.items() if member < size])
         letters: Letters = [(member, Outcome(vote.wave, vote.step, verdict, size)) for member in sorted(self.members)]
-        runs = verdict is Verdict.RUN
+        runs = verdict is VoteVerdict.RUN
         self.size, self.members = size, {member for member in self.members if member < size}
         return letters + self._admit(size, Welcome(vote.wave + (not runs), vote.step if runs else 0, runs, size))
 
@@ -117,12 +117,12 @@ def _step_of(vote: Vote) -> tuple[int, int]:
     return vote.wave, vote.step
 
 
-def _verdict(votes: list[Vote]) -> Verdict:
+def _verdict(votes: list[Vote]) -> VoteVerdict:
     wants = {vote.want for vote in votes}
     if Want.RUN not in wants:
-        return Verdict.REST
+        return VoteVerdict.REST
     is_beginning = votes[0].step == 0
-    return Verdict.HELD if is_beginning and Want.PAUSED in wants else Verdict.RUN
+    return VoteVerdict.HELD if is_beginning and Want.PAUSED in wants else VoteVerdict.RUN
 
 
 # vLLM's ranks agree by an all-reduce, which blocks the thread that steps until all have called it, and would need torch

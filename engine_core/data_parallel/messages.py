@@ -31,7 +31,7 @@ class Want(enum.IntEnum):
     sleep, without weights."""
 
 
-class Verdict(enum.IntEnum):
+class VoteVerdict(enum.IntEnum):
     """What the ranks agreed on."""
 
     RUN = 0
@@ -122,7 +122,7 @@ class Outcome(msgspec.Struct, tag="OUTCOME"):
 
     wave: _Count
     step: _Count
-    verdict: Verdict
+    verdict: VoteVerdict
     size: _Size
 
 

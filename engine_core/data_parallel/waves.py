@@ -9,7 +9,7 @@ without requests computes a dummy batch in each step. (vLLM V1: ``DPEngineCorePr
 import enum
 from collections.abc import Callable
 
-from .messages import Outcome, Verdict, Vote, Want, Welcome
+from .messages import Outcome, Vote, VoteVerdict, Want, Welcome
 
 # As in vLLM. A vote stops all ranks for a round trip; between two votes an idle rank computes up to 31 dummy batches.
 STEPS_BETWEEN_VOTES = 32
@@ -41,15 +41,15 @@ class Waves:
     """
 
     def __init__(self, rank: int, want: Callable[[], Want], cast: Callable[[Vote], None]) -> None:
-        """``want``: what the rank wants now. ``cast``: sends a vote to the hub."""
+        """``want``: returns what the rank wants of a wave now. ``cast``: sends a vote to the hub."""
         self.rank = rank
         self.size = self.target = 0
         self.wave = self.step = 0
         self.state = WaveState.NEW
         self._want = want
         self._cast = cast
-        self._is_held = False  # another rank is paused, and will call
-        self._is_called = False  # a wave is called for after the one whose vote is cast
+        self._is_held = False  # a rank is paused: none begins a wave until that rank resumes and calls for one
+        self._is_called = False  # another wave is to begin right after the one that is being voted on
 
     @property
     def is_running(self) -> bool:
@@ -58,7 +58,7 @@ class Waves:
 
     @property
     def is_resting(self) -> bool:
-        """Whether no step of this rank is needed before it begins a wave or is called."""
+        """Whether this rank computes nothing now: it waits to be admitted, was removed, or no wave runs."""
         return self.state in (WaveState.RESTING, WaveState.REMOVED, WaveState.NEW)
 
     @property
@@ -117,13 +117,13 @@ class Waves:
         self.size = outcome.size
         if self.rank >= self.size:
             self.state = WaveState.REMOVED
-        elif outcome.verdict is Verdict.RUN:
+        elif outcome.verdict is VoteVerdict.RUN:
             self.state = WaveState.RUNNING
         else:
             self.wave, self.step, self.state = self.wave + 1, 0, WaveState.RESTING
             # A paused rank cannot compute, and the others would hang in a step that waits for it: they rest until it
             # calls.
-            self._is_held = outcome.verdict is Verdict.HELD
+            self._is_held = outcome.verdict is VoteVerdict.HELD
             self._rested()
 
     def _rested(self) -> None:

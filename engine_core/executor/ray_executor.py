@@ -25,9 +25,9 @@ from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.serialization import Decoder, Frame, encode, from_raw, to_raw
 from .executor import PoolSpec, call_worker
-from .lifelines import Lifelines, open_lifeline
 from .ranks import RankPool, RankPools, joined_results, make_rank_pool, merged_info, most_in_flight, rank_config
 from .worker import Worker
+from .worker_liveness import WorkerLiveness, open_lifeline
 
 _PLACEMENT_SECONDS = 60.0
 """How long the cluster may take to make room for the workers."""
@@ -113,7 +113,7 @@ class RayPlace(NamedTuple):
     rendezvous: str
     """``HOST:PORT`` with a port of the node that was free a moment ago."""
     lifeline: tuple[str, int]
-    """Host and port of the actor's listener, as in :mod:`.lifelines`."""
+    """Host and port of the actor's listener, as in :mod:`.worker_liveness`."""
 
 
 class RayWorker:
@@ -222,7 +222,7 @@ class RayExecutor:
         self._on_failure: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._group: Any = None
-        self._lifelines: Lifelines | None = None
+        self._liveness: WorkerLiveness | None = None
         moves_kv = bool(config.kv.transports or config.kv.offload_path)
         self._pools = RankPools(config.parallel.world_size) if moves_kv else None
         self._pool: KVPool | None = None
@@ -242,7 +242,7 @@ class RayExecutor:
         self.actors = [self._make_actor(place, gpus) for place in range(config.parallel.world_size)]
         places: list[RayPlace] = self._ray.get([actor.place.remote() for actor in self.actors])
         # Before the workers start: loading takes minutes, in which a lost machine should end the start.
-        self._lifelines = Lifelines([place.lifeline for place in places], self._lose)
+        self._liveness = WorkerLiveness([place.lifeline for place in places], self._lose)
         self.nodes = [place.node for place in places]
         on_node = Counter(self.nodes)
         rendezvous = places[0].rendezvous
@@ -336,8 +336,8 @@ class RayExecutor:
             return
         with self._lock:
             self._is_closing = True
-        if self._lifelines is not None:
-            self._lifelines.close()
+        if self._liveness is not None:
+            self._liveness.close()
         for actor in self.actors:
             self._ray.kill(actor)
         if self._group is not None:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..data.core_pooling_params import ModelPooling, PoolingParams, PoolingTask
-from ..data.core_sampling_params import SamplingParams
+from ..data.core_pooling_params import CorePoolingParams, ModelPooling, PoolingTask
+from ..data.core_sampling_params import CoreSamplingParams
 from ..data.embedding_rows import EmbedsSpan
 from ..data.messages import Logprobs
 from ..data.scheduler_output import NewRequestData
@@ -56,7 +56,7 @@ def hash_pooling(*, generates: bool) -> ModelPooling:
     return ModelPooling(tuple(PoolingTask), by_token, generates=generates, matryoshka=True, vector_size=_NUM_COLUMNS)
 
 
-def hash_pooled(prefix: npt.NDArray[np.int32], params: PoolingParams) -> Floats:
+def hash_pooled(prefix: npt.NDArray[np.int32], params: CorePoolingParams) -> Floats:
     """Pool ``prefix`` [n, 2], which holds token ids and positions: a task by token hashes each row, others all rows."""
     is_vector = params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
     if params.task.is_by_token:
@@ -75,7 +75,7 @@ def hash_pooled(prefix: npt.NDArray[np.int32], params: PoolingParams) -> Floats:
     return classes
 
 
-def _activate_vector(vectors: Floats, params: PoolingParams) -> Floats:
+def _activate_vector(vectors: Floats, params: CorePoolingParams) -> Floats:
     if params.use_activation is False:
         return vectors
     normalized: Floats = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
@@ -91,7 +91,7 @@ def _numbers(rows: npt.NDArray[np.int32]) -> Floats:
 class HashRow:
     """Holds the state of a request between steps."""
 
-    def __init__(self, token_ids: list[int], num_computed: int, params: SamplingParams, block_size: int) -> None:
+    def __init__(self, token_ids: list[int], num_computed: int, params: CoreSamplingParams, block_size: int) -> None:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
         self.num_computed = num_computed

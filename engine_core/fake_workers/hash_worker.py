@@ -16,8 +16,8 @@ import numpy.typing as npt
 from tokenloom.process.process_memory import resident_bytes
 
 from ..data.config import EngineConfig
-from ..data.core_pooling_params import PoolingParams
-from ..data.core_sampling_params import SamplingParams
+from ..data.core_pooling_params import CorePoolingParams
+from ..data.core_sampling_params import CoreSamplingParams
 from ..data.embedding_rows import EmbedsSpan
 from ..data.handshake import WarmUp
 from ..data.kv_groups import NULL_BLOCK, KVCacheConfig
@@ -64,8 +64,8 @@ class HashWorker:
         self._experts_per_token = experts_per_token
         self._rows: dict[str, HashRow] = {}
         self._embeds: dict[str, list[EmbedsSpan]] = {}
-        self._params: dict[str, SamplingParams] = {}  # preempted requests included
-        self._pooling: dict[str, PoolingParams] = {}  # preempted requests included
+        self._params: dict[str, CoreSamplingParams] = {}  # preempted requests included
+        self._pooling: dict[str, CorePoolingParams] = {}  # preempted requests included
         self._executed: list[str] = []
         self._prompt_logprobs: dict[str, Logprobs] = {}  # of the step executed last
         self._drafts: dict[str, list[int]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 from tokenloom.request.reasoning import Reasoning
 
 from ..data.config import ReasoningConfig, StructuredOutputConfig
-from ..data.core_sampling_params import SamplingParams, StructuredOutput
+from ..data.core_sampling_params import CoreSamplingParams, StructuredOutput
 from ..data.request import Request
 from ..data.request_status import RequestStatus
 from ..data.scheduler_output import GrammarOutput, SchedulerOutput
@@ -225,7 +225,7 @@ class StructuredOutputManager:
         reasoning = Reasoning(marks, request.prompt_token_ids)
         return RequestConstraint(grammar, reasoning, params.thinking_token_budget)
 
-    def _start(self, compiled: CompiledGrammar, params: SamplingParams) -> RequestGrammar:
+    def _start(self, compiled: CompiledGrammar, params: CoreSamplingParams) -> RequestGrammar:
         if self._eos is None:
             self._eos = bitmask_of(self._compiler.backend.eos_token_ids, self._num_words)
         return RequestGrammar(compiled.start(), self._eos, params.stop_token_ids or (), params.min_tokens)

@@ -26,7 +26,7 @@ from tokenloom.engine_core.data.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.draft_counts import SpecDecodingStats
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -69,7 +69,7 @@ def accepted(core: EngineCore, asked: list[list[int]], temperature: float, ends:
     assert core.scheduler.drafts is not None
     before = core.scheduler.drafts.stats()
     for number, token_ids in enumerate(asked):
-        params = SamplingParams(
+        params = CoreSamplingParams(
             max_tokens=MAX_TOKENS, seed=number, temperature=temperature, stop_token_ids=sorted(ends)
         )
         core.add_request(EngineCoreRequest(f"{temperature}-{number}", token_ids, params))
@@ -154,7 +154,7 @@ class _Answer(NamedTuple):
 
 
 def _answer(core: EngineCore, number: int, token_ids: list[int], ends: frozenset[int]) -> _Answer:
-    params = SamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=0.0, stop_token_ids=sorted(ends))
+    params = CoreSamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=0.0, stop_token_ids=sorted(ends))
     began = time.process_time()
     core.add_request(EngineCoreRequest(str(number), token_ids, params))
     num_tokens = 0

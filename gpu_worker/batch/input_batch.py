@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tokenloom.engine_core.data.core_pooling_params import PoolingParams
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -71,11 +71,11 @@ class StepInputs:
 class _Request:
     """Holds what outlives the row, because a preempted request comes back with its tokens and new blocks only."""
 
-    params: SamplingParams
+    params: CoreSamplingParams
     num_prompt_tokens: int
     prompt_embeds: list[EmbedsSpan]
     adapter: bytes
-    pooling: PoolingParams | None
+    pooling: CorePoolingParams | None
 
 
 class InputBatch:
@@ -116,7 +116,7 @@ class InputBatch:
         self._extra_rows: set[int] = set()  # those of requests that ask for any of the above
         self._requests: dict[str, _Request] = {}
         self._row_of: dict[str, int] = {}
-        self._params: dict[int, SamplingParams] = {}
+        self._params: dict[int, CoreSamplingParams] = {}
         self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
         self._members: StepRows | None = None  # of the last step; None once a row was added or removed
 
@@ -143,7 +143,7 @@ class InputBatch:
         """Return whether a request has this row."""
         return row in self._params
 
-    def params_of(self, row: int) -> SamplingParams:
+    def params_of(self, row: int) -> CoreSamplingParams:
         """Return the sampling parameters of a row's request."""
         return self._params[row]
 
@@ -358,7 +358,7 @@ class InputBatch:
         """Return whether no request asks for changed logits or for log probabilities."""
         return not (self.logits_processors or self.logprobs)
 
-    def sampling(self, rows: Ints) -> tuple[list[SamplingParams], Ints]:
+    def sampling(self, rows: Ints) -> tuple[list[CoreSamplingParams], Ints]:
         """Return the parameters of these rows [S], and the output indices [S] of their next tokens."""
         members, params = self._members, self._params
         wanted = members.params if members is not None and rows is members.rows else [params[x] for x in rows.tolist()]

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import Logprobs
 
 from ..sampler.device.device_sampler import DeviceSampler
@@ -62,7 +62,7 @@ class PromptLogprobRows:
     def __bool__(self) -> bool:
         return bool(self._rows)
 
-    def add(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+    def add(self, row: int, params: CoreSamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Add a request with these tokens, also when it comes back from a preemption."""
         if params.prompt_logprobs is not None and len(token_ids) == num_prompt_tokens:
             self._rows[row] = params.prompt_logprobs, token_ids

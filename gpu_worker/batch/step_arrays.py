@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -58,7 +58,7 @@ class StepRows:
     """[R]: their rows of the input batch."""
     rows_at: int
     """The address of ``rows``."""
-    params: list[SamplingParams]
+    params: list[CoreSamplingParams]
     """[R]"""
     draws: npt.NDArray[Any] | None
     """[R]: of ``params``, what says how tokens are drawn; None: all take those of the largest logits."""
@@ -66,7 +66,7 @@ class StepRows:
     """The address of ``draws``."""
 
     @classmethod
-    def find(cls, req_ids: list[str], row_of: Mapping[str, int], params: Mapping[int, SamplingParams]) -> Self:
+    def find(cls, req_ids: list[str], row_of: Mapping[str, int], params: Mapping[int, CoreSamplingParams]) -> Self:
         """Look up the rows of these requests, and the parameters of the rows."""
         numbers = list(map(row_of.__getitem__, req_ids))
         rows, wanted = np.array(numbers, dtype=np.int64), list(map(params.__getitem__, numbers))
@@ -74,7 +74,7 @@ class StepRows:
         return cls(req_ids, rows, rows.ctypes.data, wanted, draws, None if draws is None else draws.ctypes.data)
 
 
-def _draws_of(params: Sequence[SamplingParams]) -> npt.NDArray[Any] | None:
+def _draws_of(params: Sequence[CoreSamplingParams]) -> npt.NDArray[Any] | None:
     if not any(map(_TEMPERATURE, params)):
         return None
     return np.array([(p.temperature, p.top_p, p.min_p, p.top_k, p.seed) for p in params], dtype=_DRAW)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tokenloom.engine_core.data.config import EngineConfig
-from tokenloom.engine_core.data.core_pooling_params import ModelPooling, PoolingParams
+from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, ModelPooling
 from tokenloom.engine_core.data.handshake import WarmUp
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.lora import LoraInfo
@@ -33,7 +33,7 @@ from .encoder_config import EncoderConfig, read_encoder_config
 
 class _Prompt(NamedTuple):
     token_ids: list[int]
-    params: PoolingParams
+    params: CorePoolingParams
 
 
 class _Offered(NamedTuple):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenloom.engine_core.data.config import WorkerConfig
-from tokenloom.engine_core.data.core_pooling_params import ModelPooling, PoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, ModelPooling, PoolingTask
 
 from .class_head import ClassHead, class_labels
 from .sentence_files import PoolingType, Projection, SentenceFiles, project, read_matryoshka, read_sentence_files
@@ -65,24 +65,24 @@ class Pooler:
     head: ClassHead | None
     activates: bool
 
-    def start(self, params: PoolingParams) -> PromptStates:
+    def start(self, params: CorePoolingParams) -> PromptStates:
         """Return an empty collection for a prompt."""
         if params.task.is_by_token:
             return PromptStates(None)
         return PromptStates(self.pooling if params.task in _VECTORS or self.head is None else self.head.pooling)
 
-    def finish(self, states: PromptStates, params: PoolingParams) -> npt.NDArray[np.float32]:
+    def finish(self, states: PromptStates, params: CorePoolingParams) -> npt.NDArray[np.float32]:
         """Return the result of a prompt, [], [n] or [tokens, n]."""
         x = states.pooled()
         result = self._vectors(x, params) if params.task in _VECTORS else self._classes(x, params)
         return result.contiguous().cpu().numpy()
 
-    def _vectors(self, x: Tensor, params: PoolingParams) -> Tensor:
+    def _vectors(self, x: Tensor, params: CorePoolingParams) -> Tensor:
         x = project(x, self.projections)[..., : params.dimensions]
         normalizes = self.normalizes if params.use_activation is None else params.use_activation
         return F.normalize(x, dim=-1) if normalizes else x
 
-    def _classes(self, x: Tensor, params: PoolingParams) -> Tensor:
+    def _classes(self, x: Tensor, params: CorePoolingParams) -> Tensor:
         assert self.head is not None, "the core refuses tasks that the model does not have"
         logits = project(x, self.head.projections)
         activates = self.activates if params.use_activation is None else params.use_activation
@@ -166,7 +166,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class _Prompt:
-    params: PoolingParams
+    params: CorePoolingParams
     num_tokens: int
     states: PromptStates | None = None
 
@@ -180,7 +180,7 @@ class PooledRows:
     def __bool__(self) -> bool:
         return bool(self._prompts)
 
-    def add(self, row: int, params: PoolingParams, num_tokens: int) -> None:
+    def add(self, row: int, params: CorePoolingParams, num_tokens: int) -> None:
         """Add a prompt, also when it comes back from a preemption."""
         self._prompts[row] = _Prompt(params, num_tokens)
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import LogitsStats
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput
 
@@ -29,7 +29,7 @@ Logits = npt.NDArray[np.float32]
 class SampleRows(Protocol):
     """Draws a token for each row; see :meth:`Sampler.sample`."""
 
-    def __call__(self, logits: Logits, params: Sequence[SamplingParams], output_indices: Ints) -> list[int]: ...
+    def __call__(self, logits: Logits, params: Sequence[CoreSamplingParams], output_indices: Ints) -> list[int]: ...
 
 
 class StepSampler:
@@ -307,7 +307,7 @@ class LogitsMeter:
         # Not each step: reading every logit costs as much as sampling.
         return self._num_steps % self._interval == 1 or self._interval == 1
 
-    def measure(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> list[LogitsStats | None]:
+    def measure(self, logits: torch.Tensor, params: Sequence[CoreSamplingParams]) -> list[LogitsStats | None]:
         """Return the statistics of each row of the model's own logits [rows, vocab]; None for one that is not finite.
 
         They must not have been changed by logits processors. ``params`` [rows] are those of the rows' requests.

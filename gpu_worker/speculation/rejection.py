@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 from ..sampler.host.sampler import Purpose, Sampler, allowed_set, first_past, uniform
 from ..sampler.step_sampler import SampleRows
@@ -22,7 +22,7 @@ Distribution = npt.NDArray[np.float64]
 """[vocab]: probabilities, whose sum is 1."""
 
 
-def distribution(logits: Logits, params: SamplingParams) -> Distribution:
+def distribution(logits: Logits, params: CoreSamplingParams) -> Distribution:
     """Return what a request of a temperature above 0 draws from for logits [vocab], whose largest is finite."""
     token_ids, weights = allowed_set(logits, params)
     weights /= weights.sum()
@@ -59,7 +59,7 @@ class RejectionSampler:
         number: int,
         drafts: Sequence[int | None],
         logits: Logits,
-        params: Sequence[SamplingParams],
+        params: Sequence[CoreSamplingParams],
         output_indices: Ints,
     ) -> list[int]:
         tokens = self._sampler.sample(logits, params, output_indices)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput
 
 from ..batch.input_batch import StepInputs
@@ -63,7 +63,7 @@ class Verifier:
         rows, places = rows_of(inputs, inputs.sampled), inputs.sampled.tolist()
         drafts = [inputs.drafts.get(inputs.req_ids[place], ()) for place in places]
         params, first_indices = batch.sampling(rows)
-        all_params: list[SamplingParams] = []
+        all_params: list[CoreSamplingParams] = []
         indices: list[int] = []
         for each, first, proposed in zip(params, first_indices.tolist(), drafts, strict=True):
             all_params += [each] * (1 + len(proposed))

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import grpc.aio
 
-from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
+from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, AsyncMPClient
 from tokenloom.model_files import model_path
 from tokenloom.request.errors import FailedPrecondition, TryElsewhere
 from tokenloom.request.wire_errors import of_exception
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class EngineService:
     """Serves one engine. Its front runs in this process; the core runs in another, unless a ``client`` is given."""
 
-    def __init__(self, settings: EngineSettings, client: AsyncClient | None = None) -> None:
+    def __init__(self, settings: EngineSettings, client: AsyncCoreClient | None = None) -> None:
         self._settings = settings
         self._client = client
         self._undo = contextlib.AsyncExitStack()
@@ -67,7 +67,7 @@ class EngineService:
 
 
 async def _start(
-    settings: EngineSettings, client: AsyncClient | None, host: Host, undo: contextlib.AsyncExitStack
+    settings: EngineSettings, client: AsyncCoreClient | None, host: Host, undo: contextlib.AsyncExitStack
 ) -> RunningEngine:
     needs_weights = settings.engine.worker.load_format == "auto"
     path = await asyncio.to_thread(model_path.resolve, settings.engine.worker.model, weights=needs_weights)

@@ -11,8 +11,8 @@ from tokenloom.engine_core.data.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
-from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING, SamplingParams
+from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING, CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
@@ -96,7 +96,7 @@ def make_request(
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=list(prompt),
-        sampling_params=SamplingParams(max_tokens=max_tokens, seed=0, stop_token_ids=stop),
+        sampling_params=CoreSamplingParams(max_tokens=max_tokens, seed=0, stop_token_ids=stop),
         accepted_token_ids=list(accepted),
         cache_salt=salt,
         priority=priority,
@@ -122,5 +122,5 @@ def tokens_of(outputs: list[EngineCoreOutput]) -> list[int]:
 def make_pooling(
     request_id: str, prompt: Sequence[int], task: PoolingTask = PoolingTask.EMBED, **params: object
 ) -> EngineCoreRequest:
-    pooling = PoolingParams(task, **params)  # type: ignore[arg-type]
+    pooling = CorePoolingParams(task, **params)  # type: ignore[arg-type]
     return EngineCoreRequest(request_id, list(prompt), DRAWS_NOTHING, pooling_params=pooling)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,
@@ -21,7 +21,7 @@ from tokenloom.gpu_worker.model_worker import ModelWorker
 _BLOCK = 16
 MOST_TOKENS = 8192
 """Of a step."""
-Requests = dict[str, tuple[list[int], SamplingParams]]
+Requests = dict[str, tuple[list[int], CoreSamplingParams]]
 """Prompts and parameters by name."""
 
 

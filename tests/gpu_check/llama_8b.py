@@ -13,10 +13,10 @@ import torch
 from tests.gpu_check.driver import MOST_TOKENS, Driver, Requests
 from tests.gpu_check.target import Target
 from tokenloom.bench.random_model import SHAPES
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.model_slot import tensors_of
 
-GREEDY = SamplingParams(max_tokens=4000, seed=0, temperature=0.0)
+GREEDY = CoreSamplingParams(max_tokens=4000, seed=0, temperature=0.0)
 
 
 def write_config(folder: Path, target: Target, num_layers: int = 0) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import Target
 from tests.gpu_worker.sampler.device.sampling_steps import Steps, bitmask, check_equal
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
@@ -28,7 +28,7 @@ def check_draws(rows: Rows, target: Target) -> list[str]:
     )
     count, vocab = target.pick((256, 151_936), (5, 1000))
     logits = np.random.default_rng(3).normal(0.0, 3.0, (count, vocab)).astype(np.float32)
-    params = [SamplingParams(max_tokens=4, seed=row, **kinds[row % len(kinds)]) for row in range(count)]
+    params = [CoreSamplingParams(max_tokens=4, seed=row, **kinds[row % len(kinds)]) for row in range(count)]
     indices = np.arange(count)
     found = DeviceSampler(TritonSamplerKernels()).sample(torch.from_numpy(logits).to(target.device), params, indices)
     expected = Sampler().sample(logits, params, indices)

@@ -11,7 +11,7 @@ from tests.gpu_check.driver import Driver, Requests
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import GPU, Target
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.model_files.model_path import DEMO_MODEL
 
@@ -36,7 +36,7 @@ def requests() -> Requests:
     return {
         f"{index}": (
             [(7 * index + 11 * place) % 1900 + 50 for place in range(length)],
-            SamplingParams(max_tokens=_NUM_TOKENS, seed=index, **_KINDS[index % len(_KINDS)]),
+            CoreSamplingParams(max_tokens=_NUM_TOKENS, seed=index, **_KINDS[index % len(_KINDS)]),
         )
         for index, length in enumerate(_LENGTHS)
     }
@@ -44,7 +44,7 @@ def requests() -> Requests:
 
 def text_prompts() -> Requests:
     """Short prompts, whose continuations are the texts."""
-    params = SamplingParams(max_tokens=_TEXT_TOKENS, seed=7, temperature=0.7)
+    params = CoreSamplingParams(max_tokens=_TEXT_TOKENS, seed=7, temperature=0.7)
     return {
         f"text {index}": ([(13 * index + 3 * i) % 1900 + 50 for i in range(8)], params) for index in range(_NUM_TEXTS)
     }
@@ -136,7 +136,7 @@ def _with_core(
 
 def _logprobs(driver: Driver, texts: list[list[int]]) -> list[list[float]]:
     """Return the log probability of each token of each text but the first."""
-    params = SamplingParams(max_tokens=1, seed=0, temperature=0.0, prompt_logprobs=0)
+    params = CoreSamplingParams(max_tokens=1, seed=0, temperature=0.0, prompt_logprobs=0)
     found = []
     for index, text in enumerate(texts):
         output = driver.begin_step({f"{index}": (text, params)}, room=0)

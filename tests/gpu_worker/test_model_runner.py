@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu_worker.sampler.device.host_draw import make_device_sampler
 from tokenloom import demo_model
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import Logprobs
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput, await_output
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
@@ -20,9 +20,9 @@ DEMO_MODEL = Path(demo_model.__file__).parent
 
 PROMPTS = {"a": [7, 300, 12, 45, 99, 8, 1022, 5, 64, 31, 77], "b": [400, 2], "c": list(range(50, 90))}
 PARAMS = {
-    "a": SamplingParams(max_tokens=8, seed=1, temperature=0.0),
-    "b": SamplingParams(max_tokens=8, seed=2, temperature=1.0, top_p=0.9),
-    "c": SamplingParams(max_tokens=8, seed=3, temperature=0.7, top_k=20, frequency_penalty=0.5),
+    "a": CoreSamplingParams(max_tokens=8, seed=1, temperature=0.0),
+    "b": CoreSamplingParams(max_tokens=8, seed=2, temperature=1.0, top_p=0.9),
+    "c": CoreSamplingParams(max_tokens=8, seed=3, temperature=0.7, top_k=20, frequency_penalty=0.5),
 }
 BLOCKS = {"a": [3, 1], "b": [6], "c": [5, 0, 7, 4]}
 
@@ -154,7 +154,7 @@ def test_a_step_without_work_only_forgets(runner):
 
 def test_prompt_logprobs_take_few_rows_of_logits_at_once(runner):
     prompt = list(range(10, 110))
-    params = SamplingParams(max_tokens=8, seed=1, logprobs=0, prompt_logprobs=2)
+    params = CoreSamplingParams(max_tokens=8, seed=1, logprobs=0, prompt_logprobs=2)
     told = Logprobs([], [])
     chunks = [80, 19, 1]
     for start, length in zip((0, 80, 99), chunks, strict=True):
@@ -239,7 +239,7 @@ def test_a_row_without_a_finite_logit_ends_its_request_alone(model, params, bad,
     runner = ModelRunner(
         SpoiltModel(model), backend, batch, num_blocks=8, parts=RunnerParts(device_sampler=device_sampler)
     )
-    spoilt = NewRequestData("a", PROMPTS["a"], [], SamplingParams(max_tokens=4, seed=1, **params), BLOCKS["a"], 0)
+    spoilt = NewRequestData("a", PROMPTS["a"], [], CoreSamplingParams(max_tokens=4, seed=1, **params), BLOCKS["a"], 0)
     step = SchedulerOutput([spoilt, new("b")], CachedRequestData([], [], [], {}), {"a": 11, "b": 2}, 13, [], [])
     runner.execute(step)
     output = runner.sample()
@@ -280,7 +280,7 @@ def test_logits_are_measured_before_they_are_changed(model, device_sampler):
 
 
 def test_a_row_whose_masks_leave_nothing_draws_no_token(runner):
-    params = SamplingParams(max_tokens=4, seed=1, allowed_token_ids=(300, 301), bad_words=((300,), (301,)))
+    params = CoreSamplingParams(max_tokens=4, seed=1, allowed_token_ids=(300, 301), bad_words=((300,), (301,)))
     masked = NewRequestData("a", PROMPTS["a"], [], params, BLOCKS["a"], 0)
     step = SchedulerOutput([masked, new("b")], CachedRequestData([], [], [], {}), {"a": 11, "b": 2}, 13, [], [])
     runner.execute(step)

@@ -20,7 +20,7 @@ from tokenloom.engine_core.data.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -53,7 +53,7 @@ def generate(core, kinds):
     tokens = {name: [] for name in kinds}
     for seed, name in enumerate(kinds):
         prompt = [int(i) for i in np.random.default_rng(seed).integers(300, 2000, 20 + seed)]
-        core.add_request(EngineCoreRequest(name, prompt, SamplingParams(max_tokens=12, seed=seed, **PARAMS[name])))
+        core.add_request(EngineCoreRequest(name, prompt, CoreSamplingParams(max_tokens=12, seed=seed, **PARAMS[name])))
     while core.has_work():
         for output in core.step().outputs:
             assert not output.error, output.error

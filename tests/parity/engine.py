@@ -15,7 +15,7 @@ from tokenloom.engine_core.data.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, SchedulerStats
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -106,7 +106,7 @@ class Engine:
         given = accepted or [[] for _ in prompts]
         digests = adapters or [b""] * len(prompts)
         for seed, (prompt, limit, begun, digest) in enumerate(zip(prompts, max_tokens, given, digests, strict=True)):
-            params = SamplingParams(
+            params = CoreSamplingParams(
                 max_tokens=limit, seed=seed, stop_token_ids=self.stop_token_ids, **{"temperature": 0.0, **sampling}
             )
             tokens[name := next(self._names)] = list(begun)
@@ -127,7 +127,7 @@ class Engine:
 
     def next_logprobs(self, prompt: list[int], accepted: list[int], num_tokens: int = 20) -> dict[int, float]:
         """Log probabilities of the likeliest tokens after an output."""
-        params = SamplingParams(max_tokens=len(accepted) + 1, temperature=0.0, seed=0, logprobs=num_tokens)
+        params = CoreSamplingParams(max_tokens=len(accepted) + 1, temperature=0.0, seed=0, logprobs=num_tokens)
         request = EngineCoreRequest(next(self._names), prompt, params, accepted_token_ids=list(accepted))
         self.core.add_request(request)
         while self.core.has_work():

@@ -7,7 +7,7 @@ import transformers
 
 from tests.parity.engine import Engine
 from tests.parity.reference import MODELS, NUM_TOKENS
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, Logprobs
 
 TOP = 5
@@ -39,7 +39,7 @@ def run(engine: Engine, cases, **asked: object) -> list[tuple[list[int], Logprob
     """Tokens, their log probabilities, and the prompt's."""
     results = {}
     for index, case in enumerate(cases):
-        params = SamplingParams(
+        params = CoreSamplingParams(
             max_tokens=NUM_TOKENS, seed=0, temperature=0.0, stop_token_ids=engine.stop_token_ids, **asked
         )
         results[str(index)] = ([], Logprobs([], []), [])

@@ -10,7 +10,7 @@ import transformers
 
 from tests.parity.engine import Engine
 from tests.parity.reference import save_random
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.request.routed_experts import to_array
 from tokenloom.request.routed_rows import RoutedRows
@@ -43,7 +43,7 @@ def generate(
     tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     rows = {str(index): RoutedRows(start) for index, start in enumerate(starts)}
     for index, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
-        params = SamplingParams(
+        params = CoreSamplingParams(
             max_tokens=NUM_TOKENS,
             seed=0,
             temperature=0.0,

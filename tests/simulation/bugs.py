@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
-from tokenloom.services.engine.kv.kv_loads import Reading, Verdict
+from tokenloom.services.engine.kv.kv_loads import Reading, ReleaseVerdict
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
@@ -40,9 +40,9 @@ async def _never_renewed(reading: Reading) -> NoReturn:
     raise AssertionError("the event is never set")
 
 
-async def _always_valid(reading: Reading) -> Verdict:
+async def _always_valid(reading: Reading) -> ReleaseVerdict:
     """Use copied blocks without asking their owner whether they changed."""
-    return Verdict(valid=True)
+    return ReleaseVerdict(valid=True)
 
 
 async def _never_lost(lease: KubernetesLease) -> NoReturn:

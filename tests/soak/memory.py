@@ -21,7 +21,7 @@ import psutil
 from tokenloom.bench.random_model import SHAPES, write_model
 from tokenloom.engine_core.client.async_core_client import AsyncMPClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
@@ -95,7 +95,7 @@ async def load(engine: Engine, seed: int, num_live: int, max_prompt: int) -> Non
 
     async def add(number: int) -> None:
         prompt = choose.choices(range(1, engine.ready.vocab_size), k=choose.randint(longest // 8, longest))
-        params = SamplingParams(max_tokens=choose.randint(16, 64), seed=number, temperature=0.0)
+        params = CoreSamplingParams(max_tokens=choose.randint(16, 64), seed=number, temperature=0.0)
         await engine.client.add_request(EngineCoreRequest(str(number), prompt, params))
 
     for number in range(num_live):

@@ -28,7 +28,7 @@ from tests.engine_core.planned_steps import make_scheduler
 from tests.gpu_worker.attention.steps import BLOCK_SIZE, CPU, make_step, rules, run_rule, shape
 from tests.gpu_worker.kernels.own_builds import builder, use_builds
 from tests.gpu_worker.lora.test_layers import INPUTS, TOLERANCE, Layer
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,
@@ -171,7 +171,7 @@ def ask_for_what_is_not_there(rng: random.Random) -> None:
     lengths = {name: rng.choice([1, block_size, block_size + 1, 7]) for name in "abc"}
     blocks = {n: [rng.randrange(num_blocks) for _ in range(-(-length // block_size))] for n, length in lengths.items()}
     new = [
-        NewRequestData(name, list(range(n)), [], SamplingParams(max_tokens=5, seed=0), blocks[name], 0)
+        NewRequestData(name, list(range(n)), [], CoreSamplingParams(max_tokens=5, seed=0), blocks[name], 0)
         for name, n in lengths.items()
     ]
     nothing = CachedRequestData([], [], [], {})
@@ -198,7 +198,7 @@ def draw(rng: random.Random) -> None:
     """The kernel draws numpy's tokens, and refuses places that are not there."""
     vocab, num_rows = rng.choice([1, 2, 15, 16, 17, 63, 64, 65, 1023, 1025, 3000]), rng.choice([1, 2, 5])
     params = [
-        SamplingParams(
+        CoreSamplingParams(
             max_tokens=9,
             seed=rng.choice([0, 1, (1 << 32) - 1, 1 << 32, (1 << 63) - 1]),
             temperature=rng.choice([0.0, 0.0, 1.0, 0.01]),

@@ -12,7 +12,7 @@ import jsonschema
 from tests.schemas import random_schema
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams, GrammarKind, StructuredOutput
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import CPUWorker
@@ -40,7 +40,7 @@ def check_schemas(seeds: range, *, num_blocks: int = 512) -> None:
         prompt = tokenizer.encode("Once upon a time").ids
         for seed, schema in schemas.items():
             constraint = StructuredOutput(GrammarKind.JSON, json.dumps(schema))
-            params = SamplingParams(
+            params = CoreSamplingParams(
                 max_tokens=min(MAX_TOKENS, client.ready.max_model_len - len(prompt)),
                 seed=int(seed),
                 temperature=1.0,

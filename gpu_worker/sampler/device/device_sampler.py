@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 from ...device.device_link import DeviceLink, copy_packed, link_of
 from ..host.logits_processor import RowEdit, SeenTokens, pack_bits
@@ -89,7 +89,7 @@ class DeviceSampler:
     def start(
         self,
         logits: Tensor,
-        params: Sequence[SamplingParams],
+        params: Sequence[CoreSamplingParams],
         output_indices: npt.NDArray[np.int64],
         asked: RowDemands = NOTHING,
     ) -> SampledRows:
@@ -172,7 +172,7 @@ class DeviceSampler:
 
     def prepare(self, logits: Tensor) -> None:
         """Compile the kernels that rows need which ask for more than a token; logits [1, vocab] are not changed."""
-        params = SamplingParams(max_tokens=1, seed=0)
+        params = CoreSamplingParams(max_tokens=1, seed=0)
         edit = RowEdit([np.zeros(1, np.int64)], [pack_bits(np.arange(2))], penalties=(SeenTokens([0]), params))
         self.start(logits.clone(), [params], np.zeros(1, np.int64), RowDemands({0: edit}, {0: (1, ())})).tokens.wait()
         self._seen = None
@@ -187,7 +187,7 @@ class DeviceSampler:
         return PendingLogprobs.fetch(wanted, found, self._link or link_of(logits.device))
 
     def sample(
-        self, logits: Tensor, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]
+        self, logits: Tensor, params: Sequence[CoreSamplingParams], output_indices: npt.NDArray[np.int64]
     ) -> list[int]:
         """Do what :meth:`start` does and wait for the token ids; ``NO_TOKEN`` if no logit is finite."""
         return [max(token_id, NO_TOKEN) for token_id in self.start(logits, params, output_indices).tokens.wait()]

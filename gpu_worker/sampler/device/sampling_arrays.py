@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 from ..host.logits_processor import RowEdit, Words
 from ..host.sampler import Purpose, uniform
@@ -26,7 +26,7 @@ class SamplingArrays:
     top_ks: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]) -> "SamplingArrays":
+    def of(cls, params: Sequence[CoreSamplingParams], output_indices: npt.NDArray[np.int64]) -> "SamplingArrays":
         """Read the parameters of rows, and compute the uniform numbers of their next draws as the host's rule does."""
         seeds = np.array([each.seed for each in params], dtype=np.uint64)
         return cls(

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 
 class SeenTokens:
@@ -41,7 +41,7 @@ class SeenTokens:
         """Return the distinct tokens of prompt and output [n], and how often each is in the output [n]."""
         return self._token_ids[: len(self._slot_of)], self._counts[: len(self._slot_of)]
 
-    def penalize(self, logits: npt.NDArray[np.float32], params: SamplingParams) -> None:
+    def penalize(self, logits: npt.NDArray[np.float32], params: CoreSamplingParams) -> None:
         """Change one row of logits, [vocab], in place.
 
         Repetition looks at prompt and output, presence and frequency at the output, in this order (as in vLLM).
@@ -68,7 +68,7 @@ class RowEdit:
     """Bitmasks: bit i of word w is set if token 32 * w + i may be drawn. Tokens beyond the last word may not."""
     bias: tuple[Ints, npt.NDArray[np.float32]] | None = None
     """Tokens, each once, and what is added to their logits."""
-    penalties: tuple[SeenTokens, SamplingParams] | None = None
+    penalties: tuple[SeenTokens, CoreSamplingParams] | None = None
     forced: int = -1
     """The only token that may be drawn, whatever the others say; -1: none."""
 
@@ -90,7 +90,7 @@ def pack_bits(token_ids: Ints) -> Words:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-_DEFAULTS = SamplingParams(max_tokens=1, seed=0)
+_DEFAULTS = CoreSamplingParams(max_tokens=1, seed=0)
 
 
 class LogitsProcessor(Protocol):
@@ -100,7 +100,7 @@ class LogitsProcessor(Protocol):
     """A request asks for it by giving one of these sampling parameters a value other than the default."""
 
     def add(
-        self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+        self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         """Add a request that asks for it, also when it comes back from a preemption with the output it had."""
 
@@ -137,7 +137,7 @@ class LogitsProcessors:
         """Return whether this row asks for one."""
         return row in self._of_row
 
-    def add(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
+    def add(self, row: int, params: CoreSamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         """Add a request with these tokens; the first are its prompt. Returns whether it asks for a processor."""
         wanted = [each for each, read in self._wanted_by if read(params) != read(_DEFAULTS)]
         if wanted:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 from .logits_processor import LogitsProcessors, RowEdit, SeenTokens, Words, pack_bits
 
@@ -21,7 +21,7 @@ class AllowedTokens:
         self._bitmasks: dict[int, Words] = {}
 
     def add(
-        self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+        self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         self._token_ids[row] = np.array(params.allowed_token_ids, dtype=np.int64)
 
@@ -57,7 +57,7 @@ class BadWords:
         self._requests: dict[int, _Request] = {}
 
     def add(
-        self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+        self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         self._requests[row] = _Request(params.bad_words, output_token_ids)
 
@@ -120,7 +120,7 @@ class MinTokens:
         self._min_tokens: dict[int, int] = {}
 
     def add(
-        self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+        self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         self._stop_token_ids[row] = np.array(params.stop_token_ids or (), dtype=np.int64)
         self._min_tokens[row] = params.min_tokens
@@ -154,7 +154,7 @@ class LogitBias:
         self._biases: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
 
     def add(
-        self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+        self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         bias = params.logit_bias or {}
         self._biases[row] = (
@@ -186,10 +186,10 @@ class Penalties:
     parameters: tuple[str, ...] = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[SeenTokens, SamplingParams]] = {}
+        self._seen: dict[int, tuple[SeenTokens, CoreSamplingParams]] = {}
 
     def add(
-        self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+        self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         self._seen[row] = SeenTokens(prompt_token_ids, output_token_ids), params
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import Logprobs
 
 from .sampler import CHUNK_ELEMENTS
@@ -127,7 +127,7 @@ class KeptLogits:
 
     indices: list[int]
     """[m]: indices among the rows of the step."""
-    params: list[SamplingParams]
+    params: list[CoreSamplingParams]
     """[m]"""
     logits: Logits
     """[m, vocab]"""
@@ -150,7 +150,7 @@ class LogprobRows:
     """Holds the batch rows whose requests ask for log probabilities. A step without such rows costs one dict lookup."""
 
     def __init__(self) -> None:
-        self._params: dict[int, SamplingParams] = {}
+        self._params: dict[int, CoreSamplingParams] = {}
 
     def __bool__(self) -> bool:
         """Return whether any row asks."""
@@ -160,7 +160,7 @@ class LogprobRows:
         """Return whether this row asks."""
         return row in self._params
 
-    def add(self, row: int, params: SamplingParams) -> None:
+    def add(self, row: int, params: CoreSamplingParams) -> None:
         """Add a request."""
         if params.logprobs is not None:
             self._params[row] = params

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 _ROUNDS = 10
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
@@ -110,7 +110,7 @@ def nucleus(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.in
 
 
 def allowed_set(
-    logits: npt.NDArray[np.float32], params: SamplingParams
+    logits: npt.NDArray[np.float32], params: CoreSamplingParams
 ) -> tuple[npt.NDArray[np.intp] | None, npt.NDArray[np.float64]]:
     """Return the ascending token ids that one row [vocab] may draw (None: all), and their unnormalised probabilities.
 
@@ -164,7 +164,7 @@ class Sampler:
     def sample(
         self,
         logits: npt.NDArray[np.float32],
-        params: Sequence[SamplingParams],
+        params: Sequence[CoreSamplingParams],
         output_indices: npt.NDArray[np.int64],
     ) -> list[int]:
         """Return token ids for logits [rows, vocab], after the processors changed them.
@@ -200,7 +200,7 @@ class Sampler:
     def _draw_plain(
         self,
         logits: npt.NDArray[np.float32],
-        params: Sequence[SamplingParams],
+        params: Sequence[CoreSamplingParams],
         rows: npt.NDArray[np.int64],
         numbers: npt.NDArray[np.float64],
         token_ids: list[int],
@@ -222,12 +222,12 @@ def _row_starts(num_rows: int, width: int) -> npt.NDArray[np.int64]:
     return np.arange(0, num_rows * width, width)
 
 
-def _is_plain(params: SamplingParams, vocab_size: int) -> bool:
+def _is_plain(params: CoreSamplingParams, vocab_size: int) -> bool:
     """Return whether no filter limits the tokens that a row may draw."""
     return params.top_p >= 1.0 and params.min_p <= 0.0 and not 0 < params.top_k < vocab_size
 
 
-def _draw(logits: npt.NDArray[np.float32], params: SamplingParams, u: float) -> int:
+def _draw(logits: npt.NDArray[np.float32], params: CoreSamplingParams, u: float) -> int:
     token_ids, weights = allowed_set(logits, params)
     # Mass adds up by ascending token id in float64, however the allowed tokens were found, so a token depends on
     # logits, parameters, seed and index only: a resumed or moved request draws the same. By descending weight, logits

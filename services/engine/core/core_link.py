@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NoReturn, Protocol
 
-from tokenloom.engine_core.client.async_core_client import AsyncClient
+from tokenloom.engine_core.client.async_core_client import AsyncCoreClient
 from tokenloom.engine_core.data.errors import EngineDeadError, NotSentError, UtilityError
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutput, EngineCoreOutputs
@@ -51,7 +51,7 @@ class CoreLink:
 
     def __init__(
         self,
-        client: AsyncClient,
+        client: AsyncCoreClient,
         ready: CoreReady,
         load: LoadTracker,
         metrics: EngineMetrics,

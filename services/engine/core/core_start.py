@@ -4,7 +4,7 @@ import functools
 import logging
 import sys
 
-from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
+from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, AsyncMPClient
 from tokenloom.engine_core.data.errors import EngineConfigError, EngineStartError
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.services.runtime.host.host import Host
@@ -33,7 +33,7 @@ def process_client(settings: EngineSettings, checkpoint: str) -> AsyncMPClient:
 
 
 async def start_core(
-    settings: EngineSettings, client: AsyncClient, load: LoadTracker, host: Host, name: str
+    settings: EngineSettings, client: AsyncCoreClient, load: LoadTracker, host: Host, name: str
 ) -> CoreLink:
     """Start the core that ``client`` stands for. ``name`` is the model's name in metrics.
 
@@ -75,7 +75,7 @@ async def start_core(
     )
 
 
-def _show_token_costs(host: Host, metrics: EngineMetrics, client: AsyncClient) -> None:
+def _show_token_costs(host: Host, metrics: EngineMetrics, client: AsyncCoreClient) -> None:
     """Show the CPU time per token of the front, and of the core if it has a process of its own."""
 
     def num_tokens() -> int:

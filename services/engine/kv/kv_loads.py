@@ -51,7 +51,7 @@ _REASON_OF_CODE = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReleaseVerdict:
     """Holds the owner's answer after the copy."""
 
     valid: bool
@@ -119,7 +119,7 @@ class Reading:
             await asyncio.sleep(self._renew_seconds)
             await _call(lambda: self._stub.Renew(request, timeout=CALL_SECONDS))
 
-    async def release(self) -> Verdict:
+    async def release(self) -> ReleaseVerdict:
         """End the lease. The verdict says whether its blocks stayed unchanged during the copy."""
         request = kv_transfer_pb2.ReleaseRequest(
             acquisition_id=self.target.acquisition_id,
@@ -128,9 +128,9 @@ class Reading:
         )
         answer = await _call(lambda: self._stub.Release(request, timeout=CALL_SECONDS))
         if answer.valid and len(answer.checksums) not in (0, len(self.target.block_ids)):
-            return Verdict(valid=False, reason="checksum")  # it says nothing about some of the blocks
+            return ReleaseVerdict(valid=False, reason="checksum")  # it says nothing about some of the blocks
         reason = answer.reason if answer.reason in KV_FAILURES else "not_found"  # it becomes a label
-        return Verdict(answer.valid, "" if answer.valid else reason, list(answer.checksums))
+        return ReleaseVerdict(answer.valid, "" if answer.valid else reason, list(answer.checksums))
 
 
 async def _call(call: Callable[[], Awaitable[T]], tries: int = 2) -> T:
@@ -309,7 +309,7 @@ class KVLoads:
         if load.verify is not None and load.verify.failure == "transport":
             self._paths.note_failure(owner, reading.target.transport)
         if lost:
-            verdict = Verdict(valid=False, reason=lost)
+            verdict = ReleaseVerdict(valid=False, reason=lost)
         else:
             # The blocks count only after this answer: the owner compares their generations, so blocks that it had to
             # take back and reuse during the copy are computed here instead of giving wrong tokens.
@@ -363,11 +363,11 @@ class KVLoads:
         await load.over.wait()
 
 
-async def _release(reading: Reading) -> Verdict:
+async def _release(reading: Reading) -> ReleaseVerdict:
     try:
         return await reading.release()
     except KVTransferError as failure:
-        return Verdict(valid=False, reason=failure.reason)
+        return ReleaseVerdict(valid=False, reason=failure.reason)
 
 
 def _log_bug(error: BaseException) -> None:

@@ -9,8 +9,13 @@ from typing import Any
 import numpy as np
 from msgspec import inspect
 
-from tokenloom.engine_core.data.core_pooling_params import LateInteraction, PoolingParams, PoolingTask
-from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING, GrammarKind, SamplingParams, StructuredOutput
+from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, LateInteraction, PoolingTask
+from tokenloom.engine_core.data.core_sampling_params import (
+    DRAWS_NOTHING,
+    CoreSamplingParams,
+    GrammarKind,
+    StructuredOutput,
+)
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.request import validation
@@ -67,7 +72,7 @@ def to_core_request(
     )
 
 
-def _read_sampling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits, random: Random) -> SamplingParams:
+def _read_sampling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits, random: Random) -> CoreSamplingParams:
     """Check what a request generates from, and return its parameters."""
     check_generates(limits)
     prompt, params = add.prompt, add.sampling_params
@@ -79,7 +84,7 @@ def _read_sampling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits, ra
 
 def to_core_sampling(
     params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, default_max_tokens: int, random: Random
-) -> SamplingParams:
+) -> CoreSamplingParams:
     """Return valid parameters with every default filled in; without a seed ``random`` draws one."""
     values: dict[str, Any] = {"max_tokens": default_max_tokens}
     for descriptor, value in params.ListFields():
@@ -93,7 +98,7 @@ def to_core_sampling(
             values[name] = min(values[name], limits.vocab_size)
     if "structured_outputs" in values:
         values["structured_output"] = values.pop("structured_outputs")
-    return SamplingParams(**values)
+    return CoreSamplingParams(**values)
 
 
 def to_spans(embeds: Iterable[types_pb2.PromptEmbeds]) -> list[EmbedsSpan]:
@@ -155,7 +160,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 _MAX_QUERY_ID_CHARS = 256
 
 
-def to_core_pooling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -> PoolingParams:
+def to_core_pooling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -> CorePoolingParams:
     """Return the parameters for the core. Raises ``InvalidArgument`` naming the field."""
     wire = add.pooling_params
     if wire.task not in limits.pooling_tasks:
@@ -174,7 +179,7 @@ def to_core_pooling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -
             f"first_part_tokens is {wire.first_part_tokens}, but the prompt has {len(add.prompt.token_ids)} tokens",
             "first_part_tokens",
         )
-    return PoolingParams(
+    return CorePoolingParams(
         task=PoolingTask(wire.task),
         dimensions=_dimensions(wire, limits),
         use_activation=wire.use_activation if wire.HasField("use_activation") else None,

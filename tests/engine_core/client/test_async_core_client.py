@@ -16,7 +16,7 @@ from tests.engine_core.data.test_embedding_rows import expected, make_mixed, mak
 from tests.engine_core.helpers import make_config, make_pooling, make_request
 from tests.engine_core.processes import failing_core, has_ended
 from tests.loop_clock import settle
-from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient, PendingCalls
+from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, AsyncMPClient, PendingCalls
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.data.core_pooling_params import PoolingTask
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
@@ -31,10 +31,10 @@ from tokenloom.services.engine.core.core_start import CORE_COMMAND
 
 CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", worker="hash", step_seconds=0.002))
 
-MakeClient = Callable[[EngineConfig], AsyncClient]
+MakeClient = Callable[[EngineConfig], AsyncCoreClient]
 
 
-def inproc(config: EngineConfig) -> AsyncClient:
+def inproc(config: EngineConfig) -> AsyncCoreClient:
     return AsyncInprocClient(config, UniProcExecutor(HashWorker(config)))
 
 
@@ -49,14 +49,14 @@ def make_client(request: pytest.FixtureRequest) -> MakeClient:
 
 
 @pytest.fixture
-async def client(make_client: MakeClient) -> AsyncIterator[AsyncClient]:
+async def client(make_client: MakeClient) -> AsyncIterator[AsyncCoreClient]:
     client = make_client(CONFIG)
     await client.start()
     yield client
     await client.close()
 
 
-async def collect(client: AsyncClient, count: int) -> dict[str, list[int]]:
+async def collect(client: AsyncCoreClient, count: int) -> dict[str, list[int]]:
     token_ids: dict[str, list[int]] = {}
     while count:
         for output in (await client.get_output()).outputs:
@@ -65,7 +65,7 @@ async def collect(client: AsyncClient, count: int) -> dict[str, list[int]]:
     return token_ids
 
 
-async def test_requests_come_while_others_run(client: AsyncClient) -> None:
+async def test_requests_come_while_others_run(client: AsyncCoreClient) -> None:
     await client.add_request(make_request("a", [1, 2, 3], max_tokens=20))
     await client.get_output()
     await client.add_request(make_request("b", [4, 5], max_tokens=5))
@@ -74,7 +74,7 @@ async def test_requests_come_while_others_run(client: AsyncClient) -> None:
     assert token_ids["b"] == expected_tokens([4, 5], 5)
 
 
-async def test_after_an_abort_the_statistics_are_those_of_an_idle_engine(client: AsyncClient) -> None:
+async def test_after_an_abort_the_statistics_are_those_of_an_idle_engine(client: AsyncCoreClient) -> None:
     for name in "abc":
         await client.add_request(make_request(name, [ord(name)] * 9, max_tokens=200))
     await client.get_output()
@@ -92,7 +92,7 @@ async def test_after_an_abort_the_statistics_are_those_of_an_idle_engine(client:
     assert outputs.scheduler_stats.kv_usage == 0.0
 
 
-async def test_utilities_are_answered_while_outputs_are_read(client: AsyncClient) -> None:
+async def test_utilities_are_answered_while_outputs_are_read(client: AsyncCoreClient) -> None:
     reader = asyncio.create_task(collect(client, 1))
     assert await client.call_utility("reset_prefix_cache") is True
     with pytest.raises(UtilityError, match="unknown utility"):
@@ -108,7 +108,7 @@ async def test_a_core_that_cannot_start_says_why(make_client: MakeClient) -> Non
     await client.close()
 
 
-async def test_a_closed_client_answers_nobody(client: AsyncClient) -> None:
+async def test_a_closed_client_answers_nobody(client: AsyncCoreClient) -> None:
     waiting = asyncio.create_task(client.get_output())
     await asyncio.sleep(0)
     await client.close()
@@ -121,7 +121,7 @@ async def test_a_closed_client_answers_nobody(client: AsyncClient) -> None:
         await client.call_utility("reset_prefix_cache")
 
 
-async def test_cancelling_a_read_loses_no_later_output(client: AsyncClient) -> None:
+async def test_cancelling_a_read_loses_no_later_output(client: AsyncCoreClient) -> None:
     waiting = asyncio.create_task(client.get_output())
     await asyncio.sleep(0)
     waiting.cancel()

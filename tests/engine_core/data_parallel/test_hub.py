@@ -19,8 +19,8 @@ from tokenloom.engine_core.data_parallel.messages import (
     Newcomers,
     Outcome,
     ToRank,
-    Verdict,
     Vote,
+    VoteVerdict,
     Want,
     Welcome,
     decoder_of,
@@ -82,7 +82,7 @@ def ranks(address: str) -> Iterator[Ranks]:
     zero.vote(0, target=1)
     old.expect(Called(0))
     old.vote(0, target=1)
-    outcome = Outcome(0, 0, Verdict.REST, 1)
+    outcome = Outcome(0, 0, VoteVerdict.REST, 1)
     zero.expect(outcome)
     old.expect(outcome)
     new = Rank(address, 1)
@@ -94,7 +94,7 @@ def ranks(address: str) -> Iterator[Ranks]:
 
 def grow(zero: Rank, new: Rank) -> None:
     zero.vote(1, target=2)
-    zero.expect(Outcome(1, 0, Verdict.REST, 2))
+    zero.expect(Outcome(1, 0, VoteVerdict.REST, 2))
     new.expect(Welcome(2, 0, runs=False, size=2))
 
 
@@ -103,7 +103,7 @@ def compute(zero: Rank, new: Rank) -> None:
     new.expect(Called(2))
     new.vote(2, target=2)
     for rank in (zero, new):
-        rank.expect(Outcome(2, 0, Verdict.RUN, 2))
+        rank.expect(Outcome(2, 0, VoteVerdict.RUN, 2))
 
 
 def test_the_end_of_a_removed_rank_does_not_make_its_successor_forgotten(ranks: Ranks) -> None:

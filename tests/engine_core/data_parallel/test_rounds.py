@@ -9,8 +9,8 @@ from tokenloom.engine_core.data_parallel.messages import (
     Newcomers,
     Outcome,
     Refused,
-    Verdict,
     Vote,
+    VoteVerdict,
     Want,
     Welcome,
 )
@@ -48,15 +48,15 @@ def test_the_first_vote_of_a_wave_calls_the_other_ranks() -> None:
 @pytest.mark.parametrize(
     ("wants", "step", "verdict"),
     [
-        ((Want.RUN, Want.IDLE), 0, Verdict.RUN),
-        ((Want.IDLE, Want.IDLE), 32, Verdict.REST),
-        ((Want.PAUSED, Want.PAUSED), 32, Verdict.REST),
-        ((Want.RUN, Want.PAUSED), 32, Verdict.RUN),
-        ((Want.RUN, Want.PAUSED), 0, Verdict.HELD),
+        ((Want.RUN, Want.IDLE), 0, VoteVerdict.RUN),
+        ((Want.IDLE, Want.IDLE), 32, VoteVerdict.REST),
+        ((Want.PAUSED, Want.PAUSED), 32, VoteVerdict.REST),
+        ((Want.RUN, Want.PAUSED), 32, VoteVerdict.RUN),
+        ((Want.RUN, Want.PAUSED), 0, VoteVerdict.HELD),
     ],
 )
 def test_one_rank_that_wants_to_run_keeps_all_running_but_begins_no_wave_while_another_is_paused(
-    wants: tuple[Want, Want], step: int, verdict: Verdict
+    wants: tuple[Want, Want], step: int, verdict: VoteVerdict
 ) -> None:
     outcome = Outcome(5, step, verdict, 2)
     assert vote(complete(2), *wants, step=step) == [(0, outcome), (1, outcome)]
@@ -65,9 +65,9 @@ def test_one_rank_that_wants_to_run_keeps_all_running_but_begins_no_wave_while_a
 def test_a_newcomer_is_announced_and_joins_the_wave_that_runs() -> None:
     rounds = complete(1)
     assert rounds.join(1) == [(1, Accepted()), (0, Newcomers([1]))]
-    assert vote(rounds, Want.RUN, step=64) == [(0, Outcome(5, 64, Verdict.RUN, 1))], "no member asked for it"
+    assert vote(rounds, Want.RUN, step=64) == [(0, Outcome(5, 64, VoteVerdict.RUN, 1))], "no member asked for it"
     assert vote(rounds, Want.RUN, step=96, target=2) == [
-        (0, Outcome(5, 96, Verdict.RUN, 2)),
+        (0, Outcome(5, 96, VoteVerdict.RUN, 2)),
         (1, Welcome(5, 96, runs=True, size=2)),
     ]
 
@@ -75,7 +75,7 @@ def test_a_newcomer_is_announced_and_joins_the_wave_that_runs() -> None:
 def test_a_group_grows_only_when_all_newcomers_are_there() -> None:
     rounds = complete(1)
     rounds.join(1)
-    assert vote(rounds, Want.IDLE, target=3) == [(0, Outcome(5, 0, Verdict.REST, 1))]
+    assert vote(rounds, Want.IDLE, target=3) == [(0, Outcome(5, 0, VoteVerdict.REST, 1))]
     assert not rounds.leave(1), "a newcomer that is lost is no loss for the group"
     rounds.join(1)
     rounds.join(2)
@@ -87,7 +87,7 @@ def test_a_group_grows_only_when_all_newcomers_are_there() -> None:
 
 def test_a_rank_is_removed_after_its_last_request_and_may_then_leave() -> None:
     rounds = complete(2)
-    assert vote(rounds, Want.IDLE, Want.RUN, step=32, target=1)[0][1] == Outcome(5, 32, Verdict.RUN, 2)
-    assert vote(rounds, Want.RUN, Want.IDLE, step=64, target=1)[1] == (1, Outcome(5, 64, Verdict.RUN, 1))
+    assert vote(rounds, Want.IDLE, Want.RUN, step=32, target=1)[0][1] == Outcome(5, 32, VoteVerdict.RUN, 2)
+    assert vote(rounds, Want.RUN, Want.IDLE, step=64, target=1)[1] == (1, Outcome(5, 64, VoteVerdict.RUN, 1))
     assert not rounds.leave(1)
     assert rounds.leave(0), "a member that is lost ends the group"

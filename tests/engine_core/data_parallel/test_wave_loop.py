@@ -6,7 +6,7 @@ import pytest
 from tests.engine_core.helpers import make_config, make_request
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import ParallelConfig
-from tokenloom.engine_core.data_parallel.messages import Called, Outcome, Verdict, Vote, Want, Welcome
+from tokenloom.engine_core.data_parallel.messages import Called, Outcome, Vote, VoteVerdict, Want, Welcome
 from tokenloom.engine_core.data_parallel.wave_loop import WaveLoop
 from tokenloom.engine_core.data_parallel.waves import STEPS_BETWEEN_VOTES
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -48,7 +48,7 @@ class Rank:
         self.loop.take(Welcome(0, 0, runs=False, size=2))
         self.tokens: list[int] = []
 
-    def decide(self, verdict: Verdict, size: int = 2) -> None:
+    def decide(self, verdict: VoteVerdict, size: int = 2) -> None:
         vote = self.votes.cast_votes[-1]
         self.loop.take(Outcome(vote.wave, vote.step, verdict, size))
 
@@ -65,7 +65,7 @@ def test_no_request_is_computed_before_the_ranks_agree() -> None:
     while rank.loop.has_work():
         rank.turn()
     assert not rank.tokens
-    rank.decide(Verdict.RUN)
+    rank.decide(VoteVerdict.RUN)
     for _ in range(STEPS_BETWEEN_VOTES):
         assert rank.loop.has_work()
         rank.turn()
@@ -78,13 +78,13 @@ def test_a_pause_is_complete_when_the_wave_has_ended() -> None:
     rank = Rank()
     rank.core.add_request(make_request("a", [1, 2], max_tokens=50))
     rank.loop.settle()
-    rank.decide(Verdict.RUN)
+    rank.decide(VoteVerdict.RUN)
     quiet = rank.core.pause("keep")
     for _ in range(STEPS_BETWEEN_VOTES):
         rank.turn()
     assert not quiet.done()
     assert rank.votes.cast_votes[-1] == Vote(0, 32, Want.PAUSED, 2)
-    rank.decide(Verdict.REST)
+    rank.decide(VoteVerdict.REST)
     assert quiet.done()
     assert not rank.tokens
     rank.core.resume()
@@ -96,7 +96,7 @@ def test_a_rank_without_requests_votes_when_another_one_calls() -> None:
     rank.loop.take(Called(0))
     rank.loop.take(Called(0))
     assert rank.votes.cast_votes == [Vote(0, 0, Want.IDLE, 2)]
-    rank.decide(Verdict.RUN)
+    rank.decide(VoteVerdict.RUN)
     assert rank.loop.has_work()
 
 

@@ -1,6 +1,6 @@
 """When one rank of a data-parallel group computes."""
 
-from tokenloom.engine_core.data_parallel.messages import Outcome, Verdict, Vote, Want, Welcome
+from tokenloom.engine_core.data_parallel.messages import Outcome, Vote, VoteVerdict, Want, Welcome
 from tokenloom.engine_core.data_parallel.waves import STEPS_BETWEEN_VOTES, Waves, WaveState
 
 
@@ -14,7 +14,7 @@ class Rank:
         if welcome is not None:
             self.waves.welcome(welcome)
 
-    def decide(self, verdict: Verdict, size: int = 2) -> None:
+    def decide(self, verdict: VoteVerdict, size: int = 2) -> None:
         vote = self.votes[-1]
         self.waves.decided(Outcome(vote.wave, vote.step, verdict, size))
 
@@ -32,13 +32,13 @@ def test_a_request_begins_a_wave_that_ends_by_a_vote_after_32_steps() -> None:
     assert rank.votes == [Vote(0, 0, Want.RUN, 2)]
     assert rank.waves.started == 0
     assert not rank.waves.is_running, "it waits for the other ranks"
-    rank.decide(Verdict.RUN)
+    rank.decide(VoteVerdict.RUN)
     for _ in range(STEPS_BETWEEN_VOTES):
         assert rank.waves.is_running
         rank.waves.stepped()
     rank.want = Want.IDLE
     assert rank.votes[-1] == Vote(0, 32, Want.RUN, 2)
-    rank.decide(Verdict.REST)
+    rank.decide(VoteVerdict.REST)
     assert (rank.waves.started, rank.waves.completed) == (None, 0)
 
 
@@ -50,7 +50,7 @@ def test_stale_starts_are_ignored_and_early_ones_are_kept() -> None:
     rank.waves.start(7)
     assert len(rank.votes) == 1
     rank.waves.start(8)  # another rank knows the outcome already
-    rank.decide(Verdict.REST)
+    rank.decide(VoteVerdict.REST)
     assert rank.votes[-1].wave == 8
 
 
@@ -67,7 +67,7 @@ def test_a_request_that_comes_after_the_vote_begins_the_next_wave() -> None:
     rank.waves.start(0)
     rank.want = Want.RUN
     rank.waves.look()
-    rank.decide(Verdict.REST)
+    rank.decide(VoteVerdict.REST)
     assert rank.votes[-1] == Vote(1, 0, Want.RUN, 2)
 
 
@@ -75,7 +75,7 @@ def test_a_rank_waits_for_another_one_that_is_paused_and_is_called_when_that_res
     rank = member()
     rank.want = Want.RUN
     rank.waves.look()
-    rank.decide(Verdict.HELD)
+    rank.decide(VoteVerdict.HELD)
     rank.waves.look()
     assert len(rank.votes) == 1, "voting again would change nothing"
     rank.waves.start(1)
@@ -88,7 +88,7 @@ def test_a_resume_during_a_vote_is_not_lost() -> None:
     rank.waves.start(0)
     rank.want = Want.RUN
     rank.waves.call()
-    rank.decide(Verdict.HELD)
+    rank.decide(VoteVerdict.HELD)
     assert rank.votes[-1] == Vote(1, 0, Want.RUN, 2)
 
 
@@ -96,7 +96,7 @@ def test_a_removed_rank_rests_for_good() -> None:
     rank = member()
     rank.waves.resize(1)
     assert rank.votes == [Vote(0, 0, Want.IDLE, 1)]
-    rank.decide(Verdict.REST, size=1)
+    rank.decide(VoteVerdict.REST, size=1)
     rank.want = Want.RUN
     rank.waves.look()
     rank.waves.call()

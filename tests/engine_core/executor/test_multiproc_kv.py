@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, Engine, Pair, mp, uni
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.errors import ExecutorFailedError
 from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
-GREEDY = SamplingParams(max_tokens=12, seed=3, temperature=0.0)
+GREEDY = CoreSamplingParams(max_tokens=12, seed=3, temperature=0.0)
 PROMPT = [(i * i * 7) % 400 + 5 for i in range(100)]
 
 

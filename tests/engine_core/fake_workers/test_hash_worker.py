@@ -8,7 +8,7 @@ import pytest
 from tests.engine_core.helpers import VOCAB_SIZE, make_config
 from tests.tokenloom.gguf.demo_file import write_demo_file
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,
@@ -37,7 +37,7 @@ def run(
     grammar: GrammarOutput | None = None,
 ) -> list[list[int]]:
     """Return a step with one new request."""
-    new = NewRequestData("a", PROMPT, [], SamplingParams(max_tokens=9, seed=0), block_ids, num_computed)
+    new = NewRequestData("a", PROMPT, [], CoreSamplingParams(max_tokens=9, seed=0), block_ids, num_computed)
     worker.execute_model(
         SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": num_tokens}, num_tokens, [], [])
     )
@@ -95,7 +95,7 @@ def test_a_grammar_leaves_only_what_it_allows() -> None:
 
 def test_logprobs_list_the_token_and_the_best() -> None:
     worker = make_worker()
-    params = SamplingParams(max_tokens=9, seed=0, logprobs=2, logprob_token_ids=(5,))
+    params = CoreSamplingParams(max_tokens=9, seed=0, logprobs=2, logprob_token_ids=(5,))
     new = NewRequestData("a", PROMPT, [], params, [0, 1], 0)
     worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 6}, 6, [], []))
     (token_id,) = expected_tokens(PROMPT, 1, VOCAB_SIZE)
@@ -108,7 +108,7 @@ def test_logprobs_list_the_token_and_the_best() -> None:
 @pytest.mark.parametrize("chunks", [[6], [4, 2], [1, 4, 1]])
 def test_prompt_logprobs_come_in_chunks(chunks: list[int]) -> None:
     worker = make_worker()
-    new = NewRequestData("a", PROMPT, [], SamplingParams(max_tokens=9, seed=0, prompt_logprobs=1), [0, 1], 0)
+    new = NewRequestData("a", PROMPT, [], CoreSamplingParams(max_tokens=9, seed=0, prompt_logprobs=1), [0, 1], 0)
     sampled, best, start = list[float](), list[int](), 0
     for number, chunk in enumerate(chunks):
         cached = CachedRequestData(*([["a"], [[]], [start]] if number else [[], [], []]), {})

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine_core.helpers import make_config
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.timed_worker import TimedWorker
@@ -16,7 +16,7 @@ from tokenloom.engine_core.fake_workers.timed_worker import TimedWorker
 def run(core: EngineCore, requests: int, prompt_len: int = 6, max_tokens: int = 5) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {str(index): [] for index in range(requests)}
     for index in range(requests):
-        sampling = SamplingParams(max_tokens=max_tokens, seed=0)
+        sampling = CoreSamplingParams(max_tokens=max_tokens, seed=0)
         core.add_request(EngineCoreRequest(str(index), [index + 1] * prompt_len, sampling))
     while core.has_work():
         for output in core.step().outputs:

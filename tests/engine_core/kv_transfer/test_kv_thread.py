@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.helpers import make_config, make_request
-from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
+from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, AsyncMPClient
 from tokenloom.engine_core.data.config import EngineConfig, KVConfig
 from tokenloom.engine_core.data.errors import EngineDeadError
 from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVCall, KVRelease, KVTarget, KVVerdict, KVVerify
@@ -24,7 +24,7 @@ from tokenloom.services.engine.core.core_start import CORE_COMMAND
 
 LEASE_ID = b"0123456789abcdef"
 PROMPT = list(range(100))
-MakeClient = Callable[[EngineConfig], AsyncClient]
+MakeClient = Callable[[EngineConfig], AsyncCoreClient]
 GATED_CORE = """
 import argparse, os, pathlib, time
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -52,16 +52,16 @@ def kv_config(transport: str) -> EngineConfig:
     return msgspec.structs.replace(make_config(), kv=KVConfig(transports=(transport,), checksum=True))
 
 
-def in_process(config: EngineConfig) -> AsyncClient:
+def in_process(config: EngineConfig) -> AsyncCoreClient:
     return AsyncMPClient(config, CORE_COMMAND)
 
 
-def in_thread(config: EngineConfig) -> AsyncClient:
+def in_thread(config: EngineConfig) -> AsyncCoreClient:
     return AsyncInprocClient(config, UniProcExecutor(HashWorker(config)), make_transports(config.kv.transports))
 
 
 @asynccontextmanager
-async def started(client: AsyncClient) -> AsyncIterator[str]:
+async def started(client: AsyncCoreClient) -> AsyncIterator[str]:
     """The core's KV layout."""
     async with asyncio.timeout(60):
         ready = await client.start()
@@ -71,14 +71,14 @@ async def started(client: AsyncClient) -> AsyncIterator[str]:
             await client.close()
 
 
-async def call(client: AsyncClient, message: KVCall) -> KVAnswer:
+async def call(client: AsyncCoreClient, message: KVCall) -> KVAnswer:
     await client.kv_send(message)
     event = await client.kv_receive()
     assert isinstance(event, KVAnswer)
     return event
 
 
-async def outputs_of(client: AsyncClient) -> list[EngineCoreOutput]:
+async def outputs_of(client: AsyncCoreClient) -> list[EngineCoreOutput]:
     """Of the one request, until it ends."""
     outputs: list[EngineCoreOutput] = []
     while not outputs or outputs[-1].finish_reason is None:
@@ -86,7 +86,7 @@ async def outputs_of(client: AsyncClient) -> list[EngineCoreOutput]:
     return outputs
 
 
-async def prefill(client: AsyncClient, layout: str, transport: str) -> tuple[list[int], KVTarget]:
+async def prefill(client: AsyncCoreClient, layout: str, transport: str) -> tuple[list[int], KVTarget]:
     """The first token, and where the KV is."""
     request = make_request("a", PROMPT)
     request.lease_id = LEASE_ID
@@ -98,7 +98,7 @@ async def prefill(client: AsyncClient, layout: str, transport: str) -> tuple[lis
     return last.new_token_ids, answer.target
 
 
-async def settle_verdict(owner: AsyncClient, reader: AsyncClient, target: KVTarget) -> None:
+async def settle_verdict(owner: AsyncCoreClient, reader: AsyncCoreClient, target: KVTarget) -> None:
     """What the two fronts do about a load."""
     event = await reader.kv_receive()
     assert event == KVVerify("a", copied=True)

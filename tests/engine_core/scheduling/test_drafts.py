@@ -6,7 +6,7 @@ from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS, GroupedHashWorker
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -59,7 +59,7 @@ def test_right_drafts_save_steps() -> None:
 def test_a_stop_token_ends_the_output_within_the_tokens_of_a_step() -> None:
     tokens = expected_tokens(PROMPT, 20, VOCAB_SIZE)
     core = make_core(num_drafts=6, draft_accuracy=1.0)
-    params = SamplingParams(max_tokens=20, seed=0, stop_token_ids=(tokens[4],), logprobs=2)
+    params = CoreSamplingParams(max_tokens=20, seed=0, stop_token_ids=(tokens[4],), logprobs=2)
     core.add_request(EngineCoreRequest("a", PROMPT, params))
     outputs = finish(core)["a"]
     assert tokens_of(outputs) == tokens[:5]
@@ -74,7 +74,7 @@ def test_log_probabilities_are_those_without_drafts() -> None:
     columns = []
     for num_drafts in (0, 4):
         core = make_core(num_drafts=num_drafts)
-        params = SamplingParams(max_tokens=30, seed=0, logprobs=3, prompt_logprobs=1)
+        params = CoreSamplingParams(max_tokens=30, seed=0, logprobs=3, prompt_logprobs=1)
         core.add_request(EngineCoreRequest("a", PROMPT, params))
         outputs = finish(core)["a"]
         joined = outputs[0].new_logprobs

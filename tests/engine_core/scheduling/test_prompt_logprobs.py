@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_messages import KVTarget
 from tokenloom.engine_core.data.messages import EngineCoreRequest, Logprobs
 from tokenloom.engine_core.data.request import Request
@@ -11,7 +11,7 @@ PROMPT = list(range(10))
 
 
 def make_request(**fields):
-    params = SamplingParams(max_tokens=5, seed=1, prompt_logprobs=1, **fields.pop("params", {}))
+    params = CoreSamplingParams(max_tokens=5, seed=1, prompt_logprobs=1, **fields.pop("params", {}))
     return Request(EngineCoreRequest("r", PROMPT, params, **fields), 100, 0)
 
 

@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.engine_core.helpers import make_core
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
 from tokenloom.engine_core.data.request import is_repeating
 from tokenloom.request.sampling_params import RepetitionDetectionParams
@@ -35,7 +35,7 @@ def test_found_exactly_where_it_is(output, sizes, min_count):
 
 
 def make_request(accepted, max_tokens=50, min_tokens=0):
-    params = SamplingParams(
+    params = CoreSamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         seed=0,

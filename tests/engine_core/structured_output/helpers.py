@@ -18,7 +18,7 @@ from tokenloom.engine_core.data.config import (
     StructuredOutputConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams, GrammarKind, StructuredOutput
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import ThreadedExecutor, UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
@@ -127,7 +127,7 @@ def make_request(
     accepted: Sequence[int] = (),
     budget: int | None = None,
 ) -> EngineCoreRequest:
-    params = SamplingParams(
+    params = CoreSamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         seed=0,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tests.engine_core.wire.test_array_arena import reader_of
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.wire.array_arena import MIN_BYTES, ArrayArena
 from tokenloom.engine_core.wire.serialization import (
@@ -24,7 +24,7 @@ from tokenloom.engine_core.wire.serialization import (
 
 
 def test_messages_survive_the_round_trip() -> None:
-    request = EngineCoreRequest("a", [1, 2], SamplingParams(max_tokens=3, seed=2**64 - 1), cache_salt=b"\x00salt")
+    request = EngineCoreRequest("a", [1, 2], CoreSamplingParams(max_tokens=3, seed=2**64 - 1), cache_salt=b"\x00salt")
     assert Decoder(EngineCoreRequest).decode(encode(request)) == request
     outputs = EngineCoreOutputs(step=7, outputs=[EngineCoreOutput("a", [5], 2, FinishReason.STOP, stop_token_id=5)])
     assert Decoder(EngineCoreOutputs).decode(encode(outputs)) == outputs

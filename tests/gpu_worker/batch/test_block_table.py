@@ -1,6 +1,6 @@
 import numpy as np
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.batch.block_table import BlockTable
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
@@ -54,7 +54,7 @@ def test_each_group_of_layers_has_slots_of_its_own():
 def test_each_change_is_taken_once_and_the_latest_counts():
     batch = InputBatch(2, 64, 16, num_groups=2)
     changes = batch.watch()
-    params = SamplingParams(max_tokens=9, seed=1)
+    params = CoreSamplingParams(max_tokens=9, seed=1)
     new = NewRequestData("a", [1, 2], [], params, [5, 6], 0)
     batch.update(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 2}, 2, [], []))
     batch.update(SchedulerOutput([], CachedRequestData(["a"], [[7, 8]], [2], {}), {"a": 1}, 1, [], []))

@@ -6,14 +6,14 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.batch import input_batch
 from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 
-PARAMS = SamplingParams(max_tokens=50, seed=0)
+PARAMS = CoreSamplingParams(max_tokens=50, seed=0)
 
 
 @pytest.fixture

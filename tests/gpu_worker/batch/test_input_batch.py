@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 
-PARAMS = SamplingParams(max_tokens=8, seed=1)
-PENALIZED = SamplingParams(max_tokens=8, seed=1, temperature=0.0, frequency_penalty=2.0)
+PARAMS = CoreSamplingParams(max_tokens=8, seed=1)
+PENALIZED = CoreSamplingParams(max_tokens=8, seed=1, temperature=0.0, frequency_penalty=2.0)
 
 
 def step(new=(), cached=(), resumed=None, finished=(), preempted=(), **scheduled):

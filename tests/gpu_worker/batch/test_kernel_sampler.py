@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu_worker.sampler.host.variants import VARIANTS, params, peaked
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.batch.kernel_sampler import KernelSampler
 from tokenloom.gpu_worker.batch.step_arrays import StepRows
 from tokenloom.gpu_worker.kernels.threads import set_kernel_threads
@@ -24,7 +24,7 @@ ROWS = {"a": 4, "b": 1, "c": 3}
 class Rows:
     """Six rows with room for eight tokens, of which row n knows n and one of them is the prompt."""
 
-    def __init__(self, wanted: Sequence[SamplingParams] = (GREEDY,) * 3) -> None:
+    def __init__(self, wanted: Sequence[CoreSamplingParams] = (GREEDY,) * 3) -> None:
         self.tokens = np.zeros((6, 8), dtype=np.int32)
         self.known, self.prompts = np.arange(6), np.ones(6, dtype=np.int64)
         self._drawer = KernelSampler(self.tokens, self.known, self.prompts)
@@ -126,7 +126,7 @@ def test_equal_zeros_of_both_signs() -> None:
 @pytest.mark.parametrize("wanted", [GREEDY, params(top_p=0.9)], ids=["greedy", "random"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [0, 5, 1030, 1999])
-def test_what_is_not_finite_is_left_to_the_caller(value: float, place: int, wanted: SamplingParams) -> None:
+def test_what_is_not_finite_is_left_to_the_caller(value: float, place: int, wanted: CoreSamplingParams) -> None:
     rows, logits = Rows([wanted] * 3), torch.zeros(3, 2000)
     logits[2, place] = value
     assert rows.append(logits) is None

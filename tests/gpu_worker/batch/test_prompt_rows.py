@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from tests.gpu_worker.conftest import SaveCheckpoint
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -35,7 +35,7 @@ def generate(core: EngineCore, spans: list[EmbedsSpan]) -> list[int]:
     prompt = PROMPT.copy()
     for span in spans:
         prompt[span.position : span.position + len(span.rows)] = [0] * len(span.rows)
-    request = EngineCoreRequest("a", prompt, SamplingParams(max_tokens=12, seed=0, temperature=0.0))
+    request = EngineCoreRequest("a", prompt, CoreSamplingParams(max_tokens=12, seed=0, temperature=0.0))
     request.prompt_embeds = spans
     core.add_request(request)
     tokens = []
@@ -83,7 +83,7 @@ def test_tokens_with_embeddings_have_no_id_that_counts() -> None:
     """Not for penalties of the prompt, and not for drafts that repeat it: id 0 stands in their places."""
     batch = InputBatch(2, 64, 16)
     spans = [EmbedsSpan(0, np.ones((2, 8), np.float32)), EmbedsSpan(3, np.ones((1, 8), np.float32))]
-    params = SamplingParams(max_tokens=5, seed=0, repetition_penalty=2.0)
+    params = CoreSamplingParams(max_tokens=5, seed=0, repetition_penalty=2.0)
     new = NewRequestData("r", [0, 0, 3, 0, 0], [5], params, [1], 0, prompt_embeds=spans)
     other = NewRequestData("s", [0, 3], [], params, [2], 0)
     batch.update(SchedulerOutput([new, other], CachedRequestData([], [], [], {}), {"r": 6, "s": 2}, 8, [], []))
@@ -97,7 +97,7 @@ def test_tokens_with_embeddings_have_no_id_that_counts() -> None:
 
 def test_a_prompt_of_embeddings_alone_has_seen_no_token() -> None:
     batch = InputBatch(1, 64, 16)
-    params = SamplingParams(max_tokens=5, seed=0, repetition_penalty=2.0)
+    params = CoreSamplingParams(max_tokens=5, seed=0, repetition_penalty=2.0)
     new = NewRequestData("r", [0] * 5, [], params, [1], 0, prompt_embeds=[EmbedsSpan(0, np.ones((5, 8), np.float32))])
     batch.update(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"r": 5}, 5, [], []))
     logits = np.full((1, 6), 4.0, np.float32)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import Logprobs
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
@@ -22,9 +22,9 @@ BLOCK = 16
 PROMPTS = {"a": [7, 30, 12, 45, 99, 8, 102, 5, 64, 31, 77], "b": [40, 2], "c": list(range(50, 90))}
 BLOCKS = {"a": [3, 1], "b": [6, 8], "c": [5, 0, 7, 4]}
 PARAMS = {
-    "a": SamplingParams(max_tokens=50, seed=1, temperature=0.0, logprobs=3),
-    "b": SamplingParams(max_tokens=50, seed=2, temperature=1.0, top_p=0.9, logprobs=3),
-    "c": SamplingParams(max_tokens=50, seed=3, temperature=0.7, top_k=20, frequency_penalty=0.5, logprobs=3),
+    "a": CoreSamplingParams(max_tokens=50, seed=1, temperature=0.0, logprobs=3),
+    "b": CoreSamplingParams(max_tokens=50, seed=2, temperature=1.0, top_p=0.9, logprobs=3),
+    "c": CoreSamplingParams(max_tokens=50, seed=3, temperature=0.7, top_k=20, frequency_penalty=0.5, logprobs=3),
 }
 Drawn = dict[str, tuple[list[int], Logprobs]]
 

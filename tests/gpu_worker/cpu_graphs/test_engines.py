@@ -15,7 +15,7 @@ from tokenloom.engine_core.data.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import CPUWorker
@@ -62,7 +62,7 @@ def generate(core: EngineCore, name: str = "") -> dict[str, list[int]]:
     """Tokens of ten requests, of which one is aborted, and how often any was preempted."""
     for index in range(10):
         prompt = [*ALIKE, index] if index % 2 else [(index * 31 + i * 3) % 900 + 5 for i in range(20 + index)]
-        params = SamplingParams(max_tokens=14, seed=index, temperature=0.0 if index % 3 else 0.8, top_p=0.95)
+        params = CoreSamplingParams(max_tokens=14, seed=index, temperature=0.0 if index % 3 else 0.8, top_p=0.95)
         core.add_request(EngineCoreRequest(f"{name}{index}", prompt, params))
     tokens: dict[str, list[int]] = {}
     while core.has_work():

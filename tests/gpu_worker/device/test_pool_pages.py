@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
@@ -22,7 +22,7 @@ def _pool(num_blocks=_NUM_BLOCKS, shared=False):
 
 
 def _step(new=(), appended=()):
-    params = SamplingParams(max_tokens=1, seed=0)
+    params = CoreSamplingParams(max_tokens=1, seed=0)
     requests = [NewRequestData(f"new {i}", [1], [], params, list(ids), 0) for i, ids in enumerate(new)]
     known = [f"known {i}" for i in range(len(appended))]
     cached = CachedRequestData(known, [list(ids) for ids in appended], [16] * len(known), {})

@@ -8,7 +8,7 @@ import pytest
 
 from tests.gpu_worker.pooling.small_models import PROMPTS, make_checkpoint, make_config
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
 from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING
 from tokenloom.engine_core.data.errors import EnginePausedError, UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
@@ -27,7 +27,7 @@ def make_client(path: Path) -> InprocClient:
 def embed(client: InprocClient) -> np.ndarray:
     """Return the vectors of the prompts, [3, hidden_size]."""
     for index, prompt in enumerate(PROMPTS):
-        pooling = PoolingParams(PoolingTask.EMBED)
+        pooling = CorePoolingParams(PoolingTask.EMBED)
         client.add_request(EngineCoreRequest(str(index), prompt, DRAWS_NOTHING, pooling_params=pooling))
     vectors: dict[str, object] = {}
     while len(vectors) < len(PROMPTS):
@@ -50,7 +50,7 @@ def test_asleep_the_memory_is_returned_and_awake_the_vectors_are_the_same(
     assert freed["weights"] >= 0.8 * (tmp_path / "model.safetensors").stat().st_size
     assert client.call_utility("is_sleeping") is True
     client.add_request(
-        EngineCoreRequest("early", PROMPTS[0], DRAWS_NOTHING, pooling_params=PoolingParams(PoolingTask.EMBED))
+        EngineCoreRequest("early", PROMPTS[0], DRAWS_NOTHING, pooling_params=CorePoolingParams(PoolingTask.EMBED))
     )
     with pytest.raises(EnginePausedError, match=r"call reload_weights|call wake_up"):
         client.get_output()

@@ -18,7 +18,7 @@ from tokenloom.engine_core.data.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVRelease, KVTarget, KVVerdict, KVVerify
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.executor import Executor
@@ -97,7 +97,7 @@ class Engine:
         if self.service is not None:
             self.service.on_wake = self.news.set
 
-    def add(self, request_id: str, prompt: list[int], params: SamplingParams, **extra: Any) -> None:
+    def add(self, request_id: str, prompt: list[int], params: CoreSamplingParams, **extra: Any) -> None:
         self.core.add_request(EngineCoreRequest(request_id, prompt, params, **extra))
 
     def run(self, request_id: str, meanwhile: Callable[[], None] = lambda: None) -> list[EngineCoreOutput]:
@@ -135,7 +135,7 @@ class Pair:
         self.prefill = Engine(make(), prefill, role="prefill", **kv)
         self.decode = Engine(make(), decode, role="decode", **kv)
 
-    def ask(self, request_id: str, prompt: list[int], params: SamplingParams, adapter: bytes = b"") -> list[int]:
+    def ask(self, request_id: str, prompt: list[int], params: CoreSamplingParams, adapter: bytes = b"") -> list[int]:
         """The whole road of a request; its tokens."""
         named = {"adapter": adapter, "cache_salt": adapter_salt(b"", adapter)}
         self.prefill.add(request_id, prompt, params, lease_id=request_id.encode(), **named)

@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, MODEL, Engine, MakeExecutor, Pair, mp, uni
 from tokenloom.engine_core.data.config import LoraConfig, SpeculativeConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_messages import KVAcquire
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.gpu_worker.kv_connector import nixl
@@ -17,8 +17,8 @@ from tokenloom.model_files.model_path import DEMO_ADAPTERS
 from tokenloom.request.adapter_names import adapter_salt
 
 LENGTHS = (1, 15, 16, 17, 33, 100, 400)
-GREEDY = SamplingParams(max_tokens=12, seed=3, temperature=0.0)
-SAMPLED = SamplingParams(max_tokens=12, seed=3, temperature=0.9, top_p=0.9, frequency_penalty=0.3)
+GREEDY = CoreSamplingParams(max_tokens=12, seed=3, temperature=0.0)
+SAMPLED = CoreSamplingParams(max_tokens=12, seed=3, temperature=0.9, top_p=0.9, frequency_penalty=0.3)
 NEEDS_NIXL = pytest.mark.skipif(not nixl.is_available(), reason="no nixl")
 
 MakePair = Callable[..., Pair]
@@ -42,11 +42,11 @@ def prompt_of(length: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> Iterator[Callable[[int, SamplingParams], list[int]]]:
+def expected() -> Iterator[Callable[[int, CoreSamplingParams], list[int]]]:
     """What one engine does alone; each asked for once."""
     engine, known = Engine([]), dict[tuple[int, int], list[int]]()
 
-    def tokens(length: int, params: SamplingParams) -> list[int]:
+    def tokens(length: int, params: CoreSamplingParams) -> list[int]:
         key = length, id(params)
         if key not in known:
             engine.core.reset_prefix_cache()
@@ -76,7 +76,7 @@ def test_the_tokens_are_those_of_one_engine(
     prefill: MakeExecutor,
     decode: MakeExecutor,
     make_pair: MakePair,
-    expected: Callable[[int, SamplingParams], list[int]],
+    expected: Callable[[int, CoreSamplingParams], list[int]],
 ) -> None:
     pair = make_pair(transport, prefill, decode)
     for length in LENGTHS:
@@ -113,7 +113,7 @@ def test_both_legs_compute_with_the_same_adapter(make_pair: MakePair) -> None:
     alone.core.shutdown()
 
 
-def test_what_moved_can_be_hit(make_pair: MakePair, expected: Callable[[int, SamplingParams], list[int]]) -> None:
+def test_what_moved_can_be_hit(make_pair: MakePair, expected: Callable[[int, CoreSamplingParams], list[int]]) -> None:
     pair = make_pair("shm")
     assert pair.ask("a", prompt_of(100), GREEDY) == expected(100, GREEDY)
     received = pair.decode.core.scheduler.stats().kv_blocks_received
@@ -123,7 +123,7 @@ def test_what_moved_can_be_hit(make_pair: MakePair, expected: Callable[[int, Sam
 
 @pytest.mark.parametrize("executor", [uni, mp])
 def test_an_offload_file_gives_back_what_it_took(
-    tmp_path: Path, executor: MakeExecutor, expected: Callable[[int, SamplingParams], list[int]]
+    tmp_path: Path, executor: MakeExecutor, expected: Callable[[int, CoreSamplingParams], list[int]]
 ) -> None:
     engine = Engine([], executor, offload_path=str(tmp_path), offload_bytes=64 << 20)
     for request_id, length in (("a", 400), ("b", 1800), ("c", 400)):
@@ -139,7 +139,10 @@ def test_an_offload_file_gives_back_what_it_took(
 
 @pytest.mark.parametrize("executor", [uni, mp])
 def test_pulling_and_offloading_go_together(
-    tmp_path: Path, executor: MakeExecutor, make_pair: MakePair, expected: Callable[[int, SamplingParams], list[int]]
+    tmp_path: Path,
+    executor: MakeExecutor,
+    make_pair: MakePair,
+    expected: Callable[[int, CoreSamplingParams], list[int]],
 ) -> None:
     pair = make_pair("shm", executor, executor, offload_path=str(tmp_path), offload_bytes=64 << 20)
     lengths = (400, 1500, 701, 400, 1500)
@@ -187,7 +190,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize(("method", "folder"), [("draft_model", "draft"), ("eagle", "eagle")])
 def test_what_drafts_gets_its_kv_from_the_other_engine_too(
-    method: Any, folder: str, make_pair: MakePair, expected: Callable[[int, SamplingParams], list[int]]
+    method: Any, folder: str, make_pair: MakePair, expected: Callable[[int, CoreSamplingParams], list[int]]
 ) -> None:
     pair = make_pair("shm", speculative=SpeculativeConfig(method, 3, f"{MODEL}/{folder}"))
     assert "+" in pair.decode.core.ready.kv_layout

@@ -10,7 +10,7 @@ import torch
 
 from tokenloom import demo_model
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
@@ -22,7 +22,7 @@ from tokenloom.gpu_worker.numerics import input_rounding
 
 DEMO_MODEL = Path(demo_model.__file__).parent
 
-GREEDY = SamplingParams(max_tokens=4, seed=1, temperature=0.0)
+GREEDY = CoreSamplingParams(max_tokens=4, seed=1, temperature=0.0)
 
 
 def make_worker(max_model_len=None, scheduler=None, engines_on_host=1, **worker):

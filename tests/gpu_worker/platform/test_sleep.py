@@ -9,7 +9,7 @@ import torch
 from tests.gpu_worker.conftest import SaveCheckpoint
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.errors import UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -43,7 +43,9 @@ def make_client(model: Path, profiler_dir: str = "") -> InprocClient:
 
 def generate(client: InprocClient, prompts: list[list[int]]) -> list[list[int]]:
     for index, prompt in enumerate(prompts):
-        client.add_request(EngineCoreRequest(str(index), prompt, SamplingParams(max_tokens=8, seed=1, temperature=0.0)))
+        client.add_request(
+            EngineCoreRequest(str(index), prompt, CoreSamplingParams(max_tokens=8, seed=1, temperature=0.0))
+        )
     tokens: list[list[int]] = [[] for _ in prompts]
     left = len(prompts)
     while left:

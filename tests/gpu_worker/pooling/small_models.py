@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
 from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -78,7 +78,7 @@ def make_core(path: Path, **settings: Any) -> EngineCore:
 def pool(core: EngineCore, prompts: list[list[int]], task: PoolingTask, **params: Any) -> list[Any]:
     """Return the results of prompts that are pooled together."""
     for index, prompt in enumerate(prompts):
-        pooling = PoolingParams(task, **params)
+        pooling = CorePoolingParams(task, **params)
         core.add_request(EngineCoreRequest(str(index), prompt, DRAWS_NOTHING, pooling_params=pooling))
     outputs: dict[str, EngineCoreOutput] = {}
     while core.has_work():

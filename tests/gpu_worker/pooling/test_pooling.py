@@ -18,8 +18,8 @@ from tests.gpu_worker.pooling.small_models import (
     states,
 )
 from tokenloom.engine_core.data.config import PoolerConfig
-from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
-from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING, SamplingParams
+from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING, CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 
 
@@ -46,9 +46,11 @@ def test_tokens_stay_the_same_next_to_embeddings(tmp_path: Path) -> None:
     texts = []
     for count in (0, 3):
         core = make_core(tmp_path, budget=12, pooler_config=PoolerConfig())
-        core.add_request(EngineCoreRequest("text", PROMPTS[2], SamplingParams(max_tokens=20, seed=3, temperature=1.0)))
+        core.add_request(
+            EngineCoreRequest("text", PROMPTS[2], CoreSamplingParams(max_tokens=20, seed=3, temperature=1.0))
+        )
         for index in range(count):
-            pooling = PoolingParams(PoolingTask.EMBED)
+            pooling = CorePoolingParams(PoolingTask.EMBED)
             core.add_request(EngineCoreRequest(str(index), PROMPTS[index], DRAWS_NOTHING, pooling_params=pooling))
         outputs = [output for _ in range(40) for output in core.step().outputs]
         texts.append([token for output in outputs for token in output.new_token_ids])
@@ -81,7 +83,7 @@ def test_files_of_sentence_transformers_are_read(tmp_path: Path) -> None:
         for found, prompt in zip(pool(core, PROMPTS, PoolingTask.EMBED, dimensions=dimensions), PROMPTS, strict=True):
             vector = torch.tanh(F.linear(states(model, prompt).mean(0), weight, bias))[:dimensions]
             close(found, F.normalize(vector, dim=-1))
-    pooling_params = PoolingParams(PoolingTask.EMBED, dimensions=5)
+    pooling_params = CorePoolingParams(PoolingTask.EMBED, dimensions=5)
     core.add_request(EngineCoreRequest("5", PROMPTS[0], DRAWS_NOTHING, pooling_params=pooling_params))
     [output] = core.step().outputs
     assert (output.error, output.error_field) == (
@@ -130,9 +132,9 @@ def test_encoder_needs_steps_of_whole_prompts(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "BertModel")
     core = make_core(tmp_path, budget=20)
     assert core.ready.max_model_len == 20
-    pooling = PoolingParams(PoolingTask.EMBED)
+    pooling = CorePoolingParams(PoolingTask.EMBED)
     core.add_request(EngineCoreRequest("long", PROMPTS[2], DRAWS_NOTHING, pooling_params=pooling))
-    core.add_request(EngineCoreRequest("text", PROMPTS[1], SamplingParams(max_tokens=2, seed=0)))
+    core.add_request(EngineCoreRequest("text", PROMPTS[1], CoreSamplingParams(max_tokens=2, seed=0)))
     errors = [output.error for output in core.step().outputs]
     assert errors == [
         "prompt has 31 tokens; the context holds 20",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.sampler.step_sampler import LogitsMeter, allow_only, force
 
@@ -15,7 +15,7 @@ from tokenloom.gpu_worker.sampler.step_sampler import LogitsMeter, allow_only, f
 @pytest.mark.parametrize("scale", [0.0, 1.0, 8.0, 1000.0])
 def test_equal_to_torch(scale: float, dtype: torch.dtype) -> None:
     logits = (torch.randn(5, 503, generator=torch.Generator().manual_seed(1)) * scale).to(dtype)
-    params = [SamplingParams(max_tokens=1, seed=0, temperature=row / 2) for row in range(5)]
+    params = [CoreSamplingParams(max_tokens=1, seed=0, temperature=row / 2) for row in range(5)]
     expected = torch.distributions.Categorical(logits=logits.double()).entropy().tolist()
     for row, stats in enumerate(LogitsMeter(1).measure(logits, params)):
         assert stats is not None
@@ -28,7 +28,7 @@ def test_equal_to_torch(scale: float, dtype: torch.dtype) -> None:
 def test_a_row_that_is_not_finite_has_none(bad: float) -> None:
     logits = torch.zeros(2, 8)
     logits[0, 3] = bad
-    bad_row, good_row = LogitsMeter(1).measure(logits, [SamplingParams(max_tokens=1, seed=0)] * 2)
+    bad_row, good_row = LogitsMeter(1).measure(logits, [CoreSamplingParams(max_tokens=1, seed=0)] * 2)
     assert bad_row is None
     assert good_row is not None
     assert good_row.entropy == pytest.approx(math.log(8))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.sampler import Purpose, Sampler
 from tokenloom.gpu_worker.speculation.rejection import RejectionSampler, accept_or_redraw, distribution
 
@@ -25,7 +25,7 @@ def draw_all(drafted_from, make_drafts):
     """One token of each of many seeds, whose drafts ``make_drafts(logits, params, indices)`` draws."""
     with np.errstate(divide="ignore"):
         logits = np.log(TARGET).astype(np.float32)
-    params = [SamplingParams(max_tokens=9, seed=seed, temperature=1.0) for seed in range(NUM_DRAWS)]
+    params = [CoreSamplingParams(max_tokens=9, seed=seed, temperature=1.0) for seed in range(NUM_DRAWS)]
     names = [str(seed) for seed in range(NUM_DRAWS)]
     indices = np.full(NUM_DRAWS, 4)
     drafts = make_drafts(params, indices)
@@ -81,7 +81,7 @@ def test_equal_distributions_accept_whatever_rounding_says():
 def test_greedy_rows_and_rows_without_a_draft_draw_as_always():
     logits = np.log(np.tile(TARGET + 0.01, (3, 1))).astype(np.float32)
     logits[2] = np.nan
-    params = [SamplingParams(max_tokens=9, seed=seed, temperature=seed % 2) for seed in (2, 3, 5)]
+    params = [CoreSamplingParams(max_tokens=9, seed=seed, temperature=seed % 2) for seed in (2, 3, 5)]
     indices = np.array([0, 1, 2])
     tokens = RejectionSampler().bind(["a", "b", "c"], 0, [5, None, 5])(logits, params, indices)
     assert tokens == Sampler().sample(logits, params, indices)
@@ -89,7 +89,7 @@ def test_greedy_rows_and_rows_without_a_draft_draw_as_always():
 
 def test_filters_shape_both_distributions():
     logits = np.arange(8, dtype=np.float32)
-    params = SamplingParams(max_tokens=1, seed=1, temperature=1.0, top_k=2)
+    params = CoreSamplingParams(max_tokens=1, seed=1, temperature=1.0, top_k=2)
     probabilities = distribution(logits, params)
     assert np.flatnonzero(probabilities).tolist() == [6, 7]
     assert probabilities.sum() == pytest.approx(1.0)

@@ -7,14 +7,14 @@ import pytest
 
 from tests.gpu_worker.sampler.device.host_draw import make_device_sampler
 from tests.gpu_worker.speculation.steps import Driver
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 VOCAB = 2048
 NUM_TOKENS = 24
 
 
 def params(seed, **entries):
-    return SamplingParams(**({"max_tokens": 100, "seed": seed, "temperature": 0.0} | entries))
+    return CoreSamplingParams(**({"max_tokens": 100, "seed": seed, "temperature": 0.0} | entries))
 
 
 PLAIN = {

@@ -12,7 +12,7 @@ import pytest
 
 from tests.mesh.harness import MODEL, Mesh
 from tests.ready_channel import ready_channel
-from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
 from tokenloom.engine_core.fake_workers.hash_row import hash_pooled
 from tokenloom.services.gateway.pooling.vector_json import numbers
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
@@ -31,7 +31,7 @@ def mesh_options() -> dict[str, Any]:
 
 def _expected(ids: Sequence[int], task: PoolingTask = PoolingTask.EMBED, **params: Any) -> list[Any]:
     prefix = np.array([[token_id, position] for position, token_id in enumerate(ids)], dtype=np.int32)
-    rows: list[Any] = hash_pooled(prefix, PoolingParams(task, **params)).tolist()
+    rows: list[Any] = hash_pooled(prefix, CorePoolingParams(task, **params)).tolist()
     return rows
 
 
@@ -107,7 +107,10 @@ async def test_documents_are_scored_where_the_query_is(mesh: Mesh) -> None:
     assert mesh.gateway.service._started is not None
     generator = mesh.gateway.service._started[0].first.generator
     query, documents = [3, 4], [[index + 5, index + 6, index + 7] for index in range(40)]
-    tenant, params = Tenant(name="t", cache_salt=b""), types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_TOKEN_EMBED)
+    tenant, params = (
+        Tenant(name="t", cache_salt=b""),
+        types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_TOKEN_EMBED),
+    )
     job = GenerateRequest([query, *documents], "documents", types_pb2.SamplingParams(), tenant=tenant)
     async with generator.pool(PoolingInput(job, params, num_queries=1)) as pooling:
         scores = [numbers(result.data)[0] for result in pooling.results]

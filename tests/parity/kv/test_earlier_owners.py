@@ -9,7 +9,7 @@ import transformers
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -62,14 +62,14 @@ def run(core: EngineCore, *requests: EngineCoreRequest) -> dict[str, list[Engine
 
 
 def prompt_of(name: str) -> EngineCoreRequest:
-    return EngineCoreRequest(name, PROMPTS[name], SamplingParams(max_tokens=8, seed=0, temperature=0.0))
+    return EngineCoreRequest(name, PROMPTS[name], CoreSamplingParams(max_tokens=8, seed=0, temperature=0.0))
 
 
 def attack(num_tokens: int, after: list[int] | None = None) -> EngineCoreRequest:
     """A prompt of embeddings after some tokens."""
     signs = np.sign(np.random.default_rng(0).normal(size=(num_tokens, HIDDEN_SIZE)))
     rows = (signs * LARGE).astype(np.float32)
-    params = SamplingParams(max_tokens=8, seed=0, temperature=0.0)
+    params = CoreSamplingParams(max_tokens=8, seed=0, temperature=0.0)
     after = after or []
     spans = [EmbedsSpan(len(after), rows)]
     return EngineCoreRequest("attack", [*after, *[0] * num_tokens], params, prompt_embeds=spans)

@@ -8,7 +8,7 @@ import pytest
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tokenloom import demo_model
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 
 MODEL = Path(demo_model.__file__).parent
@@ -35,7 +35,7 @@ def cases() -> list[Case]:
 
 
 def _case(engine: Engine, prompt: list[int]) -> Case:
-    params = SamplingParams(max_tokens=NUM_TOKENS, seed=0, temperature=0.0, logprobs=20)
+    params = CoreSamplingParams(max_tokens=NUM_TOKENS, seed=0, temperature=0.0, logprobs=20)
     engine.core.add_request(EngineCoreRequest(str(len(prompt)), prompt, params))
     tokens, rows = list[int](), list[np.ndarray]()
     while engine.core.has_work():

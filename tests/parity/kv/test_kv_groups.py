@@ -11,7 +11,7 @@ from tests.gpu_worker.kv_connector import engine_pair
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
 from tests.parity.engine import Engine
 from tests.parity.reference import save_random
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LAYERS = [FULL, SLIDING, SLIDING, FULL, SLIDING]
@@ -77,7 +77,7 @@ def test_prefill_and_decode_on_two_engines(pair: Pair, prompts: list[list[int]],
     num_groups = pair.decode.core.ready.num_kv_groups
     num_full = pair.decode.core.ready.kv_layout.count("full")
     assert num_groups > num_full > 0
-    params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
+    params = CoreSamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
     num_blocks = 0
     for number, prompt, tokens in zip(itertools.count(), prompts, expected, strict=False):
         pair.prefill.core.reset_prefix_cache()
@@ -93,7 +93,7 @@ def test_prefill_and_decode_on_two_engines(pair: Pair, prompts: list[list[int]],
 def test_a_decode_engine_loads_after_what_it_hits(
     pair: Pair, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
+    params = CoreSamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
     for number in range(2):
         for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
             assert pair.ask(f"{number}-{index}", prompt, params) == tokens
@@ -107,7 +107,7 @@ def test_evicted_blocks_come_back_from_a_file(
         [], model=str(checkpoint), num_blocks=60, offload_path=str(tmp_path), offload_bytes=64 << 20
     )
     assert engine.core.ready.num_kv_groups > 1
-    params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
+    params = CoreSamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
     for number in range(2):
         for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
             engine.add(f"{number}-{index}", prompt, params)
@@ -123,7 +123,7 @@ def test_pulling_and_offloading_by_group(
     tmp_path: Path, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     pair = Pair(MAKE["shm"], model=str(checkpoint), num_blocks=80, offload_path=str(tmp_path), offload_bytes=64 << 20)
-    params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
+    params = CoreSamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
     for number in range(2):
         for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
             assert pair.ask(f"{number}-{index}", prompt, params) == tokens

@@ -23,7 +23,7 @@ from tokenloom.engine_core.data.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.gpu_worker.model_worker import ModelWorker
@@ -96,7 +96,9 @@ def test_data_parallel(tmp_path: Path, socket_dir: Path) -> None:
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
     )
     requests = [
-        EngineCoreRequest(f"r{index}", prompt, SamplingParams(max_tokens=40, seed=index, temperature=float(index % 2)))
+        EngineCoreRequest(
+            f"r{index}", prompt, CoreSamplingParams(max_tokens=40, seed=index, temperature=float(index % 2))
+        )
         for index, prompt in enumerate(skewed_prompts(6, 6))
     ]
     expected = alone(config, requests)

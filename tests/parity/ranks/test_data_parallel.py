@@ -10,7 +10,7 @@ from tests.engine_core.data_parallel.cores import Group
 from tests.parity.reference import save_random
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.services.engine.core.workers import make_worker
@@ -34,7 +34,7 @@ def test_neither_dummy_batches_nor_experts_elsewhere_change_a_token(
         EngineCoreRequest(
             f"r{index}",
             generator.integers(3, 503, 20 + 9 * index).tolist(),
-            SamplingParams(max_tokens=NUM_TOKENS, seed=index, temperature=float(index % 2)),
+            CoreSamplingParams(max_tokens=NUM_TOKENS, seed=index, temperature=float(index % 2)),
         )
         for index in range(6)
     ]

@@ -8,14 +8,14 @@ from msgspec.structs import replace
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom.engine_core.data.config import EngineConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_messages import KVAcquire
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
-GREEDY = SamplingParams(max_tokens=12, seed=3, temperature=0.0)
+GREEDY = CoreSamplingParams(max_tokens=12, seed=3, temperature=0.0)
 PROMPT = [(i * i * 7) % 400 + 5 for i in range(100)]
 
 

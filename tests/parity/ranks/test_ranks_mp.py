@@ -14,7 +14,7 @@ from tests.gpu_worker.parallel.rank_threads import parallel
 from tests.parity.engine import Engine
 from tests.parity.reference import SMALL_CONFIGS, save_random
 from tokenloom.engine_core.data.config import EngineConfig
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.errors import WorkerLostError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.executor import Executor
@@ -61,7 +61,7 @@ def test_a_rank_lost_in_a_recorded_step_ends_it() -> None:
     engine = Engine(DEMO_MODEL, num_blocks=60, dtype="bfloat16", parallel=parallel(2), executor=in_processes)
     executor, core = engine.core.executor, engine.core
     assert isinstance(executor, MultiprocExecutor)
-    params = SamplingParams(max_tokens=200, seed=0, temperature=0.0)
+    params = CoreSamplingParams(max_tokens=200, seed=0, temperature=0.0)
     core.add_request(EngineCoreRequest("a", [5, 6, 7], params))
     for _ in range(5):
         core.step()

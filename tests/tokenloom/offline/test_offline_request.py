@@ -3,7 +3,7 @@
 import pytest
 
 from tokenloom import RequestOutputKind
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -25,7 +25,7 @@ def vocabulary():
 @pytest.fixture
 def make(vocabulary):
     def make(**stream):
-        core_request = EngineCoreRequest("r", [5, 6], SamplingParams(max_tokens=9, seed=1))
+        core_request = EngineCoreRequest("r", [5, 6], CoreSamplingParams(max_tokens=9, seed=1))
         settings = [TextSettings(Detokenizer(vocabulary, [5, 6]), vocabulary) for _ in range(2)]
         samples = [OfflineSample(core_request, index, text) for index, text in enumerate(settings)]
         return OfflineRequest("r", None, samples, **stream)

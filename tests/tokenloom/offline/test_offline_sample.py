@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -27,7 +27,7 @@ def tokenizer():
 @pytest.fixture
 def make(tokenizer):
     def make(stop=(), text=True, **params):
-        request = EngineCoreRequest("r", [5, 6], SamplingParams(max_tokens=9, seed=1, **params))
+        request = EngineCoreRequest("r", [5, 6], CoreSamplingParams(max_tokens=9, seed=1, **params))
         vocabulary = Vocabulary(tokenizer)
         detokenizer = Detokenizer(vocabulary, [5, 6], stop=stop, detokenize=text)
         return OfflineSample(request, 0, TextSettings(detokenizer, vocabulary if text else None, (EOS,)))

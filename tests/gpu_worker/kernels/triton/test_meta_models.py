@@ -5,7 +5,7 @@ import torch
 
 from tests.gpu_worker.kernels.triton.meta_launch import META, MetaLink, use_kernels_on_meta
 from tests.gpu_worker.pooling.small_models import make_checkpoint
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
@@ -46,7 +46,7 @@ def test_encoders(name, tmp_path):
 
 def test_log_probabilities_of_prompts(launched, save_checkpoint):
     model = load_model(save_checkpoint("llama"), "bfloat16", META, make_ops("auto", META))
-    runner, params = make_runner(model), SamplingParams(max_tokens=4, seed=1, prompt_logprobs=2)
+    runner, params = make_runner(model), CoreSamplingParams(max_tokens=4, seed=1, prompt_logprobs=2)
     new = NewRequestData("a", list(range(20)), [], params, [1, 2], 0)
     runner.execute(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 20}, 20, [], []))
     assert "logprobs" in launched

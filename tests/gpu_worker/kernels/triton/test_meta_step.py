@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu_worker.kernels.triton.meta_launch import META, MetaLink, use_kernels_on_meta
 from tests.gpu_worker.models.test_models import MODELS
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
@@ -78,7 +78,7 @@ def test_a_layer_is_at_most_nine_kernels(length, model_type, launched, save_chec
 def test_the_draw_of_a_step_stays_on_the_device(launched, save_checkpoint):
     """With everything that requests may ask for, and twice: the second time nothing is written for penalties."""
     logits = compute(save_checkpoint("llama"), [1] * 4, [40] * 4)
-    seen, params = SeenTokens([1, 2]), SamplingParams(max_tokens=4, seed=1, frequency_penalty=1.0)
+    seen, params = SeenTokens([1, 2]), CoreSamplingParams(max_tokens=4, seed=1, frequency_penalty=1.0)
     bias = (np.array([5]), np.array([2.0], dtype=np.float32))
     edit = RowEdit([np.array([3, 4])], [pack_bits(np.array([1, 2, 40]))], bias, (seen, params))
     asked = RowDemands({1: edit, 2: RowEdit(forced=7)}, {0: (3, (1,)), 1: (0, ())})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import draw
 from tokenloom.gpu_worker.sampler.device.sampling_arrays import SamplingArrays
@@ -34,7 +34,7 @@ def draw_both(logits, params, width=128):
 
 def make_rows(count, **params):
     params = {"temperature": 1.0, **params}
-    return [SamplingParams(max_tokens=4, seed=7 * row, **params) for row in range(count)]
+    return [CoreSamplingParams(max_tokens=4, seed=7 * row, **params) for row in range(count)]
 
 
 def test_random_rows_of_all_kinds():

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.gpu_worker.kernels.triton.meta_launch import META, use_kernels_on_meta
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput, await_output
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
@@ -101,7 +101,7 @@ def test_one_copy_and_no_waiting(model_type, launched, save_checkpoint):
     link = MetaLink()
     runner = make_runner(save_checkpoint(model_type), link)
     news = [
-        NewRequestData(str(index), [1] * 14, [], SamplingParams(max_tokens=9, seed=index, **kind), [index], 0)
+        NewRequestData(str(index), [1] * 14, [], CoreSamplingParams(max_tokens=9, seed=index, **kind), [index], 0)
         for index, kind in enumerate(KINDS)
     ]
     counts = {new.req_id: 14 for new in news}
@@ -128,7 +128,7 @@ def test_one_copy_and_no_waiting(model_type, launched, save_checkpoint):
 def test_tokens_that_were_taken_are_not_waited_for_again(launched, save_checkpoint):
     link = MetaLink()
     runner = make_runner(save_checkpoint("llama"), link)
-    new = NewRequestData("a", [1] * 5, [], SamplingParams(max_tokens=9, seed=1), [3], 0)
+    new = NewRequestData("a", [1] * 5, [], CoreSamplingParams(max_tokens=9, seed=1), [3], 0)
     runner.execute(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 5}, 5, [], []))
     for computed in range(5, 9):
         pending = runner.sample()
@@ -143,7 +143,7 @@ def test_what_rows_ask_for_beside_a_token_is_one_more_copy(launched, save_checkp
     runner = make_runner(save_checkpoint("llama"), link)
     asking = {"frequency_penalty": 1.0, "logit_bias": {3: 1.0}, "allowed_token_ids": (0, 3), "logprobs": 2}
     news = [
-        NewRequestData(str(index), [1] * 5, [], SamplingParams(max_tokens=9, seed=index, **kind), [index], 0)
+        NewRequestData(str(index), [1] * 5, [], CoreSamplingParams(max_tokens=9, seed=index, **kind), [index], 0)
         for index, kind in enumerate(({}, asking))
     ]
     counts = {new.req_id: 5 for new in news}

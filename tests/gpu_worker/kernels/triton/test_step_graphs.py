@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu_worker.cuda.late_link import LateLink
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput, await_output
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
@@ -54,7 +54,9 @@ def generate(model, make_recorded):
     )
     outputs = {name: [] for name in PROMPTS}
     news = [
-        NewRequestData(name, PROMPTS[name], [], SamplingParams(max_tokens=9, seed=1, temperature=0.0), BLOCKS[name], 0)
+        NewRequestData(
+            name, PROMPTS[name], [], CoreSamplingParams(max_tokens=9, seed=1, temperature=0.0), BLOCKS[name], 0
+        )
         for name in PROMPTS
     ]
     counts = {name: len(prompt) for name, prompt in PROMPTS.items()}

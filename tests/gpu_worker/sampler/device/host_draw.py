@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE, DeviceSampler
 from tokenloom.gpu_worker.sampler.device.logprob_arrays import FoundLogprobs
 from tokenloom.gpu_worker.sampler.device.seen_counts import SEEN
@@ -66,7 +66,7 @@ def _draw(logits, temperature, top_p, min_p, number, top_k) -> int:
     if not np.isfinite(logits[best]) or not temperature:
         return best
     filters = {"top_p": float(top_p), "min_p": float(min_p), "top_k": int(top_k)}
-    wanted = SamplingParams(max_tokens=1, seed=0, temperature=float(temperature), **filters)
+    wanted = CoreSamplingParams(max_tokens=1, seed=0, temperature=float(temperature), **filters)
     token_ids, weights = allowed_set(logits, wanted)
     index = first_past(weights, float(number))
     return index if token_ids is None else int(token_ids[index])

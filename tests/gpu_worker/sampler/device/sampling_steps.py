@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,
     GrammarOutput,
@@ -44,7 +44,7 @@ class Steps:
         self._batch = InputBatch(len(requests), 64, 16)
         self._sampler = StepSampler(self._batch, sampler, **options)
         self._news = [
-            NewRequestData(name, PROMPT, [], SamplingParams(max_tokens=9, seed=index, **values), [index], 0)
+            NewRequestData(name, PROMPT, [], CoreSamplingParams(max_tokens=9, seed=index, **values), [index], 0)
             for index, (name, values) in enumerate(zip(self._names, requests, strict=True))
         ]
         self._number = 0

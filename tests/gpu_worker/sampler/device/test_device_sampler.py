@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.gpu_worker.sampler.device.host_draw import HostKernels, make_device_sampler
 from tests.gpu_worker.sampler.device.sampling_params import PARAMS
 from tests.gpu_worker.sampler.device.sampling_steps import VOCAB, Steps, bitmask, check_equal
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.device.device_link import HostLink
 from tokenloom.gpu_worker.sampler import step_sampler
@@ -173,7 +173,7 @@ def test_the_device_gets_the_numbers_of_the_host():
     logits = rng.normal(0, 2, (40, VOCAB)).astype(np.float32)
     logits[7] = np.nan
     kinds = [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}]
-    params = [SamplingParams(max_tokens=4, seed=row, **kinds[row % 2], top_k=row % 3 * 10) for row in range(40)]
+    params = [CoreSamplingParams(max_tokens=4, seed=row, **kinds[row % 2], top_k=row % 3 * 10) for row in range(40)]
     indices = rng.integers(0, 1 << 40, 40)
     found = make_device_sampler().sample(torch.from_numpy(logits.copy()), params, indices)
     assert found == Sampler().sample(logits, params, indices)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.logits_processors import make_logits_processors
 from tokenloom.gpu_worker.sampler.host.sampler import Sampler
 
@@ -17,7 +17,7 @@ class OneRow:
 
     def __init__(self, prompt: Sequence[int] = (0,), output: Sequence[int] = (), **values: object) -> None:
         self._processors = make_logits_processors()
-        params = SamplingParams(max_tokens=100, seed=1, **values)
+        params = CoreSamplingParams(max_tokens=100, seed=1, **values)
         self._processors.add(ROW, params, [*prompt, *output], len(prompt))
 
     def append(self, token_id: int) -> None:
@@ -38,7 +38,7 @@ class OneRow:
 class Row(NamedTuple):
     """How a row of logits is sampled."""
 
-    params: SamplingParams
+    params: CoreSamplingParams
     output_index: int
 
 

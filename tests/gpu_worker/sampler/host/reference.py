@@ -4,10 +4,10 @@ from collections import Counter
 
 import numpy as np
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 
-def penalized(logits, params: SamplingParams, prompt, output):
+def penalized(logits, params: CoreSamplingParams, prompt, output):
     row = np.array(logits, dtype=np.float64)
     counts = Counter(output)
     for token in set(prompt) | set(output):
@@ -19,7 +19,7 @@ def penalized(logits, params: SamplingParams, prompt, output):
     return row.astype(np.float32)
 
 
-def probabilities(logits, params: SamplingParams):
+def probabilities(logits, params: CoreSamplingParams):
     """[vocab] float64; zero for what the filters cut."""
     row = np.array(logits, dtype=np.float64)
     result = np.zeros(len(row))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.gpu_worker.sampler.host import reference
 from tests.gpu_worker.sampler.host.processing import Row, sample
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.logits_processors import make_logits_processors
 
 VOCAB, DRAWS = 120, 10_000
@@ -50,7 +50,7 @@ def plain_logits() -> np.ndarray:
     return logits.astype(np.float32)
 
 
-def expected_logits(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+def expected_logits(logits: np.ndarray, params: CoreSamplingParams) -> np.ndarray:
     """After masks, bias and penalties, in this order, one token at a time."""
     row = np.array(logits, dtype=np.float64)
     for token in range(VOCAB):
@@ -64,7 +64,7 @@ def expected_logits(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return reference.penalized(row, params, PROMPT, OUTPUT)
 
 
-def draw(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+def draw(logits: np.ndarray, params: CoreSamplingParams) -> np.ndarray:
     """How often each token was drawn."""
     processors = make_logits_processors()
     processors.add(0, params, PROMPT + OUTPUT, len(PROMPT))
@@ -105,7 +105,7 @@ def test_the_tail_is_that_of_the_tables(statistic, freedom, tail):
 
 @pytest.mark.parametrize("name", CASES)
 def test_drawn_as_the_reference_says(name):
-    params = SamplingParams(max_tokens=100, seed=2024, **CASES[name])
+    params = CoreSamplingParams(max_tokens=100, seed=2024, **CASES[name])
     logits = plain_logits()
     expected = reference.probabilities(expected_logits(logits, params), params) * DRAWS
     counts = draw(logits, params)
@@ -115,8 +115,8 @@ def test_drawn_as_the_reference_says(name):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "plain"])
 def test_the_test_would_notice_if_nothing_were_done(name):
-    params = SamplingParams(max_tokens=100, seed=2024, **CASES[name])
+    params = CoreSamplingParams(max_tokens=100, seed=2024, **CASES[name])
     logits = plain_logits()
     expected = reference.probabilities(expected_logits(logits, params), params) * DRAWS
-    counts = draw(logits, SamplingParams(max_tokens=100, seed=2024))
+    counts = draw(logits, CoreSamplingParams(max_tokens=100, seed=2024))
     assert counts[expected == 0].sum() > 0 or p_value(counts, expected) < 1e-6

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.logits_processor import LogitsProcessors
 from tokenloom.gpu_worker.sampler.host.logits_processors import make_logits_processors
 
-PLAIN = SamplingParams(max_tokens=9, seed=1)
-BIASED = SamplingParams(max_tokens=9, seed=1, logit_bias={2: 1.5})
-EVERYTHING = SamplingParams(
+PLAIN = CoreSamplingParams(max_tokens=9, seed=1)
+BIASED = CoreSamplingParams(max_tokens=9, seed=1, logit_bias={2: 1.5})
+EVERYTHING = CoreSamplingParams(
     max_tokens=9,
     seed=1,
     min_tokens=2,

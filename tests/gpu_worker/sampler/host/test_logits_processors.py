@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.gpu_worker.sampler.host import reference
 from tests.gpu_worker.sampler.host.processing import OneRow
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.logits_processor import SeenTokens
 from tokenloom.gpu_worker.sampler.host.logits_processors import make_logits_processors
 
@@ -95,7 +95,7 @@ VOCAB = 300
 
 
 def params(**values):
-    return SamplingParams(max_tokens=16, seed=1, **values)
+    return CoreSamplingParams(max_tokens=16, seed=1, **values)
 
 
 def random_logits(generator):

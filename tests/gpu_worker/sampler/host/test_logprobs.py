@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.logprobs import LogprobRows, logprobs_of
 
 
@@ -61,7 +61,7 @@ def test_what_the_model_rules_out_has_no_probability():
 
 
 def params(**values):
-    return SamplingParams(max_tokens=1, seed=1, **values)
+    return CoreSamplingParams(max_tokens=1, seed=1, **values)
 
 
 def test_only_rows_that_ask_are_kept_as_the_model_gave_them():

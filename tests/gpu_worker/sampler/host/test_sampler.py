@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.gpu_worker.sampler.host import reference
 from tests.gpu_worker.sampler.host.processing import Row, sample
 from tests.gpu_worker.sampler.host.variants import VARIANTS, params, peaked
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.sampler import (
     NO_TOKEN,
     Purpose,
@@ -145,7 +145,7 @@ def test_nucleus_is_the_shortest_head_with_the_mass(size, top_p, spread):
     min_p=st.sampled_from([0.0, 0.01, 0.3]),
 )
 def test_filters_together_keep_what_the_reference_keeps(logits, temperature, top_k, top_p, min_p):
-    params = SamplingParams(max_tokens=1, seed=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    params = CoreSamplingParams(max_tokens=1, seed=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     row = np.array(logits, dtype=np.float32)
     token_ids, weights = allowed_set(row, params)
     kept = np.zeros(len(row))

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -25,8 +25,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def params(**values: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 16, "seed": 1, **values})
+def params(**values: Any) -> CoreSamplingParams:
+    return CoreSamplingParams(**{"max_tokens": 16, "seed": 1, **values})
 
 
 def peaked(generator: np.random.Generator, vocab: int, dtype: Any = np.float32) -> npt.NDArray[Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.services.engine.peer import VOCAB_SIZE, Peer, Received, make_add, make_settings, running_engine
-from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
 from tokenloom.engine_core.fake_workers.hash_row import Floats, hash_pooled
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.request import errors, wire_errors
@@ -41,7 +41,7 @@ def results(received: Received) -> dict[int, Floats]:
 
 def expected(prompt: list[int], task: PoolingTask) -> Floats:
     prefix = np.column_stack((prompt, np.arange(len(prompt)))).astype(np.int32)
-    return hash_pooled(prefix, PoolingParams(task))
+    return hash_pooled(prefix, CorePoolingParams(task))
 
 
 async def test_results_come_next_to_tokens_and_in_parts(socket_dir: Path) -> None:

@@ -27,7 +27,7 @@ def open_lifeline(host: str) -> socket.socket:
     return socket.create_server((host, 0), backlog=1)
 
 
-class Lifelines:
+class WorkerLiveness:
     """Holds the connections to all workers of an executor, and watches them from a thread."""
 
     def __init__(self, addresses: Sequence[tuple[str, int]], on_lost: Callable[[int], None]) -> None:

@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from tokenloom.engine_core.data.errors import ExecutorFailedError
-from tokenloom.engine_core.executor.lifelines import Lifelines, open_lifeline
+from tokenloom.engine_core.executor.worker_liveness import WorkerLiveness, open_lifeline
 
 WORKER = """
-from tokenloom.engine_core.executor.lifelines import open_lifeline
+from tokenloom.engine_core.executor.worker_liveness import open_lifeline
 listener = open_lifeline("127.0.0.1")
 print(listener.getsockname()[1], flush=True)
 input()
@@ -30,7 +30,7 @@ def test_the_end_of_a_process_is_noticed() -> None:
             lost.append(rank)
             noticed.set()
 
-        lines = Lifelines([("127.0.0.1", port) for port in places], on_lost)
+        lines = WorkerLiveness([("127.0.0.1", port) for port in places], on_lost)
         assert not noticed.is_set()
         process.kill()
         assert noticed.wait(3.0)
@@ -41,7 +41,7 @@ def test_the_end_of_a_process_is_noticed() -> None:
 def test_an_executor_that_closes_has_lost_none() -> None:
     lost: list[int] = []
     with open_lifeline("127.0.0.1") as listener:
-        lines = Lifelines([listener.getsockname()], lost.append)
+        lines = WorkerLiveness([listener.getsockname()], lost.append)
         lines.close()
         lines._thread.join()
         lines.close()
@@ -50,7 +50,7 @@ def test_an_executor_that_closes_has_lost_none() -> None:
 
 def test_the_kernel_asks_a_machine_that_is_silent() -> None:
     with open_lifeline("127.0.0.1") as listener:
-        lines = Lifelines([listener.getsockname()], lambda rank: None)
+        lines = WorkerLiveness([listener.getsockname()], lambda rank: None)
         (connection,) = lines._connections
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         idle, between = (
@@ -67,4 +67,4 @@ def test_a_worker_that_cannot_be_reached_is_named() -> None:
         port = gone.getsockname()[1]
         gone.close()
         with pytest.raises(ExecutorFailedError, match=f"worker 1 cannot be reached at 127.0.0.1:{port}"):
-            Lifelines([listener.getsockname(), ("127.0.0.1", port)], lambda rank: None)
+            WorkerLiveness([listener.getsockname(), ("127.0.0.1", port)], lambda rank: None)

@@ -1,6 +1,6 @@
 """Streaming input for asyncio: a prompt that goes on after it was answered."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ class AsyncSession:
         self._is_answering = False
 
     @takes(TurnArguments)
-    async def generate(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Generation:
+    async def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Continue with a text or token ids and wait for the whole answer. Raises any of :mod:`errors`."""
         request = prompt_request(prompt, options)
         collector = AnswerCollector(request)

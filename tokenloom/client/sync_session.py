@@ -1,7 +1,7 @@
 # Generated from async_session.py by tools/sync_client.py.
 """Streaming input for code that blocks: a prompt that goes on after it was answered."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +25,7 @@ class Session:
         self._is_answering = False
 
     @takes(TurnArguments)
-    def generate(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Generation:
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Continue with a text or token ids and wait for the whole answer. Raises any of :mod:`errors`."""
         request = prompt_request(prompt, options)
         collector = AnswerCollector(request)

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from tests.services.gateway.fakes import FakeMesh
+from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.client import AsyncClient, errors
 
 
@@ -59,3 +59,12 @@ async def test_the_deadline_is_the_sessions(mesh: FakeMesh, client: AsyncClient)
     async with client.session(timeout=0.2) as session:
         with pytest.raises(errors.DeadlineExceeded):
             await session.generate("abc")
+
+
+async def test_a_turn_goes_to_the_model_that_it_names(mesh: FakeMesh, client: AsyncClient) -> None:
+    mesh.outputs.auto = ["x"]
+    async with client.session() as session:
+        assert (await session.generate("abc", model=MODEL)).text == "x"
+    async with client.session() as session:
+        with pytest.raises(errors.ModelNotFound):
+            await session.generate("abc", model="another")

@@ -24,9 +24,8 @@ from .kserve.kserve_servicer import KServeServicer
 from .mesh.engine_calls import EngineCalls
 from .model_router import ModelRouter
 from .openai.body_reader import BodyReader
-from .request_log.access_log import AccessLog
-from .request_log.finished_requests import FinishedRequests
-from .request_log.recent_requests import RecentRequests
+from .request_log.access_log import AccessLog, FinishedRequests
+from .request_log.finished_request import RecentRequests
 from .responses.response_store import ResponseStore
 from .routes.admin_routes import AdminRoutes, request_routes
 from .routes.api_routes import ERROR_FORMS, api_routes, status_routes
@@ -35,8 +34,7 @@ from .routes.models_routes import ModelsRoutes
 from .serving.served_mesh import ServedMesh
 from .serving.served_meshes import ServedMeshes
 from .settings.gateway_settings import GatewaySettings
-from .tenants.api_keys import ApiKeys
-from .tenants.call_tenant import admit_calls
+from .tenants.api_keys import ApiKeys, admit_calls
 from .tenants.tenant_shares import TenantShares
 
 

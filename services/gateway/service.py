@@ -23,17 +23,15 @@ from .metrics.usage_counts import AdapterUsage, KeyUsage
 from .openai.body_reader import WITHOUT_EFFECT
 from .routes.read_fields import READ_FIELDS
 from .servers import open_servers
-from .serving.model_registries import ModelRegistries
-from .serving.part_gauges import PartGauges
+from .serving.mesh_gauges import ModelRegistries
 from .serving.served_mesh import MeshMetrics, connect
-from .serving.served_meshes import ServedMeshes
+from .serving.served_meshes import PartGauges, ServedMeshes
 from .settings.gateway_settings import NUM_EDGES, GatewaySettings
 from .settings.mesh_spec import MeshSpec, mesh_specs
 from .tenants.api_keys import ApiKeys
 from .tenants.cache_salts import CacheSalts
-from .tenants.tenant_limits import MAX_SESSIONS, gateway_limits
-from .tenants.tenant_metrics import TenantMetrics
-from .tenants.tenant_shares import TenantShares
+from .tenants.tenant import MAX_SESSIONS, gateway_limits
+from .tenants.tenant_shares import TenantMetrics, TenantShares
 
 log = logging.getLogger(__name__)
 

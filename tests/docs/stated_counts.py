@@ -19,9 +19,9 @@ from tokenloom.services.gateway.http.server import http_protocol
 from tokenloom.services.gateway.metrics import usage_counts
 from tokenloom.services.gateway.page import traffic
 from tokenloom.services.gateway.records import pooling_input as pooling_job
-from tokenloom.services.gateway.request_log import recent_requests
+from tokenloom.services.gateway.request_log import finished_request as recent_requests
 from tokenloom.services.gateway.responses import response_store
-from tokenloom.services.gateway.tenants import tenant_limits
+from tokenloom.services.gateway.tenants import tenant as tenant_limits
 from tokenloom.supervisor import part, ports
 
 from .markdown_page import ROOT

@@ -9,8 +9,7 @@ from tokenloom.engine_core.data_parallel.hub import GroupHub
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control import pause
 from tokenloom.services.gateway.batches.batch_task import BatchTask
-from tokenloom.services.gateway.files.file_room import FileRoom
-from tokenloom.services.gateway.files.file_store import FileStore
+from tokenloom.services.gateway.files.file_store import FileRoom, FileStore
 from tokenloom.services.gateway.generation.admission import AdmittedCall
 from tokenloom.services.gateway.generation.charge import Charge, Charges
 from tokenloom.services.gateway.generation.generator import Generator

@@ -16,8 +16,7 @@ from tokenloom.services.gateway.http.request_body import RequestBody
 from tokenloom.services.gateway.http.response_writer import Headers
 from tokenloom.services.gateway.http.route import Routes
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
-from tokenloom.services.gateway.tenants.tenant import Tenant
-from tokenloom.services.gateway.tenants.tenant_limits import TenantLimits
+from tokenloom.services.gateway.tenants.tenant import Tenant, TenantLimits
 from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
 
 from .world import World

@@ -28,7 +28,7 @@ from tokenloom.services.gateway.responses.response_store import ResponseStore
 from tokenloom.services.gateway.routes.api_routes import api_routes
 from tokenloom.services.gateway.serving.served_mesh import ServedMesh
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
-from tokenloom.services.gateway.tenants.tenant_limits import TenantLimits
+from tokenloom.services.gateway.tenants.tenant import TenantLimits
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1 import tokenizer_pb2, types_pb2

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from tokenloom.request.errors import InvalidArgument
 
 from ..generation.running_generation import RunningGeneration
-from ..openai.body_reader import AnswerOptions, Body, BodyReader
+from ..openai.body_reader import AnswerOptions, Body, BodyReader, unbound_strict
 from ..openai.chat import ChatApi
-from ..openai.ignored_members import unbound_strict
 from ..openapi.request_schemas import MessagesRequest
 from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant

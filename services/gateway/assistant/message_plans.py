@@ -1,6 +1,6 @@
-"""Chooses the parsers that read the turns of the served model."""
+"""Lists the formats of tool calls, and chooses the parsers that read the turns of the served model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -8,14 +8,24 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import ReasoningFormat, reasoning_format
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
-from ..formats.forced import NamedCall, RequiredCalls, constraint_of
-from ..formats.strict_calls import has_strict, strict_constraint
+from ..formats import hermes, llama3_json, mistral
+from ..formats.hermes import HermesParser
+from ..formats.llama3_json import Llama3JsonParser
+from ..formats.strict_calls import NamedCall, RequiredCalls, constraint_of, has_strict, strict_constraint
 from ..formats.think import opener
-from ..formats.tool_formats import FORMATS as TOOL_FORMATS
 from ..formats.tool_parser import ToolFormat, ToolParser, new_call_id
 from ..formats.tool_request import ToolChoice, ToolRequest
 from ..records.generate_request import GenerateRequest
 from .parsed_message import MessagePlan
+
+FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(lambda names: HermesParser(), marks=hermes.MARKS),
+    "llama3_json": ToolFormat(Llama3JsonParser, keeps_special_tokens=True, marks=llama3_json.MARKS),
+    "mistral": ToolFormat(
+        lambda names: mistral.MistralParser(), keeps_special_tokens=True, new_call_id=mistral.new_call_id
+    ),
+}
+
 
 UNBOUND_STRICT = "tools[].function.strict"
 """Names the member of a tool that has no effect for a model whose calls have no certain form."""
@@ -41,7 +51,7 @@ class MessagePlans:
         An unknown name, as of a newer tokenizer, counts as none.
         """
         return cls(
-            TOOL_FORMATS.get(info.tool_call_parser if tool_parser == AUTO else tool_parser),
+            FORMATS.get(info.tool_call_parser if tool_parser == AUTO else tool_parser),
             reasoning_format(reasoning_parser, info.reasoning_parser),
         )
 

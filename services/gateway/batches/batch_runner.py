@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.runtime.tasks import Tasks
 
-from ..files.file_room import FileRoom
-from ..files.file_store import FileStore
+from ..files.file_store import FileRoom, FileStore
 from ..files.files_api import storage_fails
 from ..tenants.tenant import Tenant
 from .batch import StoredBatch

@@ -11,8 +11,7 @@ from typing import BinaryIO
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.runtime.tasks import first_of
 
-from ..files.file_room import FileRoom
-from ..files.file_store import FileStore
+from ..files.file_store import FileRoom, FileStore
 from ..tenants.tenant import Tenant
 from .batch import BatchProblem, Status, StoredBatch
 from .batch_lines import InputLines

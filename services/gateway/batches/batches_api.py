@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 
 from ..encoding.sse import encode_json
-from ..files.file_store import FileStore
+from ..files.file_store import FileStore, new_file_id
 from ..files.files_api import PURPOSE, id_of
 from ..files.page_query import PageQuery
-from ..files.stored_file import new_file_id
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import decode_object
 from ..http.route import Routes

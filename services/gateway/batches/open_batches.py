@@ -17,8 +17,7 @@ from ..openai.body_reader import BodyReader
 from ..openapi import route_table
 from ..settings.gateway_settings import GatewaySettings
 from ..tenants.api_keys import ApiKeys
-from .batch_metrics import BatchGauges, LineMetrics
-from .batch_run import BatchResources
+from .batch_run import BatchGauges, BatchResources, LineMetrics
 from .batch_runner import BatchRunner
 from .batch_store import BatchStore
 from .batch_task import BatchLimits

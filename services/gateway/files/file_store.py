@@ -6,14 +6,132 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
+from uuid import uuid4
 
 import msgspec
+from msgspec import Struct
 
 from tokenloom.request.errors import FailedPrecondition, NotFound, PayloadTooLarge
+from tokenloom.request.limits import AdmissionLimit, Reservation
 
 from .disk import Disk, sync_directory, write_atomically
-from .file_room import FileRoom, Shelf
-from .stored_file import StoredFile
+
+MAX_NAME = 255
+"""Limits the characters of a file's name; it is shown and never used as a path."""
+
+
+class StoredFile(Struct, frozen=True, kw_only=True):
+    """Describes a file. It is kept as JSON next to the data.
+
+    Attributes:
+        id: Names the file for clients, and on disk.
+        tenant: Name of the tenant that it belongs to.
+        size: Bytes.
+        created: When it was stored, in seconds since 1970.
+        name: The client's name for it.
+        purpose: ``batch``, or ``batch_output`` for results.
+    """
+
+    id: str
+    tenant: str
+    size: int
+    created: int
+    name: str
+    purpose: str
+
+    def to_object(self) -> dict[str, Any]:
+        """Return OpenAI's object."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.size,
+            "created_at": self.created,
+            "filename": self.name,
+            "purpose": self.purpose,
+            "status": "processed",
+            "expires_at": None,
+            "status_details": None,
+        }
+
+
+def new_file_id() -> str:
+    """Return an id that no other file has."""
+    return f"file-{uuid4().hex}"
+
+
+class Shelf:
+    """Limits the files of one tenant: those that are stored, those that arrive, and the results that batches collect.
+
+    Attributes:
+        places: Number of files.
+        bytes: Of all of them.
+    """
+
+    def __init__(self, max_files: int, max_bytes: int) -> None:
+        self.places = AdmissionLimit(max_files)
+        self.bytes = AdmissionLimit(max_bytes)
+
+    def take(self, num_files: int) -> "FileRoom | None":
+        """Return room for files that have no bytes yet; None if the tenant may not have so many more."""
+        places = self.places.take(num_files)
+        return None if places is None else FileRoom(self, places, self.bytes.empty())
+
+    def take_anyway(self, num_files: int, num_bytes: int) -> "FileRoom":
+        """Return room for files that are there already, whatever the limits are now."""
+        return FileRoom(self, self.places.take_anyway(num_files), self.bytes.take_anyway(num_bytes))
+
+
+class FileRoom:
+    """Holds places and bytes of a shelf from before a file is written until it is deleted, and gives them back once."""
+
+    def __init__(self, shelf: Shelf, places: Reservation, num_bytes: Reservation) -> None:
+        self._shelf = shelf
+        self._places = places
+        self._bytes = num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it holds."""
+        return self._bytes.amount
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def grow(self, added: int) -> bool:
+        """Take more bytes; return False, and take none, if the tenant may not have them."""
+        taken = self._shelf.bytes.take(added)
+        if taken is not None:
+            self._bytes.absorb(taken)
+        return taken is not None
+
+    def hold(self, num_bytes: int) -> None:
+        """Hold so many bytes, which are on disk already, whatever the limit is."""
+        if (missing := num_bytes - self._bytes.amount) > 0:
+            self._bytes.absorb(self._shelf.bytes.take_anyway(missing))
+        else:
+            self._bytes.release(-missing)
+
+    def move(self) -> "FileRoom":
+        """Return a room that holds all that this one holds; this one is empty afterwards."""
+        return FileRoom(self._shelf, self._places.move(), self._bytes.move())
+
+    def split(self, num_bytes: int) -> "FileRoom":
+        """Move the place and the bytes of one file to a room of its own. What is missing here is taken anyway: the file
+        is there."""
+        room = self._shelf.take_anyway(max(1 - self._places.amount, 0), max(num_bytes - self._bytes.amount, 0))
+        room._places.absorb(self._places.split(min(1, self._places.amount)))
+        room._bytes.absorb(self._bytes.split(min(num_bytes, self._bytes.amount)))
+        return room
+
+    def release(self) -> None:
+        """Give back all that is left. Idempotent."""
+        self._places.release()
+        self._bytes.release()
+
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,9 @@ from ..http.http_exchange import HttpExchange, UnsupportedEncoding
 from ..http.route import Routes
 from ..openapi import route_table
 from .disk import Disk
-from .file_room import FileRoom
-from .file_store import FileStore
+from .file_store import MAX_NAME, FileRoom, FileStore, StoredFile, new_file_id
 from .multipart import Upload, boundary_of
 from .page_query import MAX_ITEMS, PageQuery
-from .stored_file import MAX_NAME, StoredFile, new_file_id
 
 PURPOSE = "batch"
 """The only purpose of uploads."""

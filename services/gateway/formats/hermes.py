@@ -1,8 +1,7 @@
 """Calls of Hermes, Qwen2.5, Qwen3 and the demo model: JSON objects between ``<tool_call>`` and ``</tool_call>``."""
 
 from .call_object import CallObject
-from .markers import find_marker
-from .message_parts import ToolPart
+from .message_parts import ToolPart, find_marker
 from .strict_calls import CallMarks
 from .tool_parser import Words
 

@@ -3,8 +3,7 @@
 from collections.abc import Collection
 
 from .call_object import CallObject
-from .markers import begins_marker
-from .message_parts import Content, ToolPart
+from .message_parts import Content, ToolPart, begins_marker
 from .strict_calls import CallMarks
 
 MARKS = CallMarks('{"name": "', '{"name": "', '", "parameters": ', "}")

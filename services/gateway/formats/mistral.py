@@ -4,10 +4,8 @@ import re
 import secrets
 import string
 
-from .call_list import CallList
-from .json_extent import JsonExtent
-from .markers import find_marker
-from .message_parts import CallArguments, CallBegin, Content, ToolPart
+from .call_object import CallList, JsonExtent
+from .message_parts import CallArguments, CallBegin, Content, ToolPart, find_marker
 from .tool_parser import Words
 
 START = "[TOOL_CALLS]"

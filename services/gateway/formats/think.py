@@ -6,8 +6,7 @@ from tokenloom.request.reasoning import THINK_END as END
 from tokenloom.request.reasoning import THINK_START as START
 from tokenloom.request.reasoning import ReasoningFormat
 
-from .markers import begins_marker, find_marker
-from .message_parts import Content, ReasoningText, TextPart
+from .message_parts import Content, ReasoningText, TextPart, begins_marker, find_marker
 
 
 class ThinkParser:

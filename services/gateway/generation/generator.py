@@ -16,8 +16,7 @@ from ..mesh.mesh_links import MeshLinks
 from ..mesh.mesh_view import MeshLoad
 from ..metrics.gateway_metrics import GatewayMetrics
 from ..records.generate_request import GenerateRequest
-from ..records.pooling_input import PoolingInput
-from ..records.pooling_tasks import task_name
+from ..records.pooling_input import PoolingInput, task_name
 from ..records.resume_token import NEW, ResumeToken
 from ..request_log.request_record import record_generation
 from ..tenants.tenant import Tenant

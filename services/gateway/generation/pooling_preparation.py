@@ -10,8 +10,7 @@ from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 from ..mesh.tokenizer_client import TokenizerClient
 from ..records.generate_request import Chat, EmbeddedPrompt
-from ..records.pooling_input import PoolingInput
-from ..records.pooling_tasks import task_name, task_names
+from ..records.pooling_input import PoolingInput, task_name, task_names
 from .preparation import check_sizes
 
 _TEXTS_PER_CALL = 64

@@ -16,7 +16,7 @@ from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 
 from ..mesh.mesh_links import MeshLinks
 from ..records.generate_request import SHEDDABLE_PRIORITY, Chat, EmbeddedPrompt, GenerateRequest
-from ..records.pooling_tasks import NO_GENERATION, task_names
+from ..records.pooling_input import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from .beam_run import BeamPlan, plan_beams
 from .request_cost import RequestCost, check_copies

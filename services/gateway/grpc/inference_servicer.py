@@ -22,7 +22,7 @@ from ..records.resume_token import NEW, ResumeToken
 from ..request_log.request_record import CURRENT_RECORD
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
-from ..tenants.call_tenant import call_tenant
+from ..tenants.api_keys import call_tenant
 from ..tenants.tenant_share import TenantShare
 from ..tenants.tenant_shares import TenantShares
 from .client_stream import next_request

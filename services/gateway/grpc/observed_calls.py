@@ -4,9 +4,9 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.host.servicer_edge import ObserveCall, ObserveEnd
 
 from ..http.response_counts import ResponseCounts
-from ..request_log.finished_requests import FinishedRequests
+from ..request_log.access_log import FinishedRequests
 from ..request_log.request_record import CURRENT_RECORD, RequestRecord
-from ..tenants.call_tenant import call_key
+from ..tenants.api_keys import call_key
 
 _RECORDED = frozenset(
     f"/{method}"

@@ -13,12 +13,11 @@ from tokenloom.v1 import inference_pb2, types_pb2
 
 from ..generation.generator import Generator
 from ..generation.running_pooling import RunningPooling
-from ..pooling.scoring import plan_scoring
+from ..pooling.scores import plan_scoring
 from ..pooling.vector_json import floats
 from ..records.generate_request import GenerateRequest
 from ..records.model_names import NamedAdapter
-from ..records.pooling_input import PoolingInput, check_count
-from ..records.pooling_tasks import TASKS
+from ..records.pooling_input import TASKS, PoolingInput, check_count
 from ..tenants.tenant import Tenant
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 
-from ..request_log.finished_requests import FinishedRequests
+from ..request_log.access_log import FinishedRequests
 from ..request_log.request_record import CURRENT_RECORD
 from ..tenants.api_keys import ApiKeys
 from ..tenants.tenant_shares import TenantShares

@@ -20,7 +20,7 @@ from ..openai.body_reader import BodyReader
 from ..openai.completions import CompletionsApi
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
-from ..tenants.call_tenant import call_tenant
+from ..tenants.api_keys import call_tenant
 from ..tenants.tenant_shares import TenantShares
 from .kserve_embedding import EMBEDDING, asks_for_embedding, read_embedding, write_embedding
 from .kserve_inference import INPUTS, OUTPUTS, VERSION, Inference, check_version, read_inference

@@ -18,9 +18,8 @@ from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
 from ..records.request_ids import UNKNOWN_MARK, mark_in, marked, rank
 from .output_link import OutputLink
-from .pending_request import PendingRequest
+from .pending_request import PendingRequest, Sink
 from .process_stream import ProcessStream
-from .sink import Sink
 
 Cancel: TypeAlias = Callable[[], None]
 

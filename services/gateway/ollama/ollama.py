@@ -1,6 +1,12 @@
-"""Reads bodies of Ollama's API."""
+"""Defines the bodies of Ollama's API, and translates them into the bodies of chats."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from tokenloom.request.errors import InvalidArgument
 
 from ..generation.running_generation import RunningGeneration
 from ..http.error_form import ErrorForm
@@ -9,7 +15,54 @@ from ..openai.chat import ChatApi
 from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
 from .ollama_answer import OllamaAnswer
-from .ollama_body import OPTIONS, OllamaRequest, chat_body
+
+_SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+OPTIONS = {name: name for name in _SAME} | {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
+"""Options that have an effect, and their names in chats."""
+
+
+class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Continues a conversation (``messages``), or answers one prompt."""
+
+    model: str
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    prompt: str = ""
+    system: str | None = None
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    think: bool | str | None = None
+
+
+def chat_body(fields: OllamaRequest, *, is_chat: bool) -> dict[str, Any]:
+    """Return the chat that a body asks for. Raises ``InvalidArgument`` naming the field."""
+    chat = {OPTIONS[name]: value for name, value in (fields.options or {}).items() if name in OPTIONS}
+    if chat.get("max_tokens") in (-1, -2):  # these mean no limit
+        del chat["max_tokens"]
+    system = [{"role": "system", "content": fields.system}] if fields.system else []
+    turns = fields.messages or [] if is_chat else [*system, {"role": "user", "content": fields.prompt}]
+    chat |= {"messages": list(map(_turn, turns)), "tools": fields.tools or None}
+    chat |= {"stream": fields.stream is not False, "response_format": _format(fields.format)}
+    switch = {"chat_template_kwargs": {"enable_thinking": fields.think}, "include_reasoning": fields.think}
+    effort = {"reasoning_effort": fields.think} if isinstance(fields.think, str) else switch
+    return chat if fields.think is None else chat | effort
+
+
+def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message.get("images"):
+        raise InvalidArgument("messages: images are not supported; send text", "messages")
+    names = {"thinking": "reasoning_content", "tool_name": "name"}
+    return {names.get(name, name): value for name, value in message.items()}
+
+
+def _format(form: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    if isinstance(form, dict):
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form}}
+    if form not in (None, "", "json"):
+        raise InvalidArgument('format must be "json" or a JSON schema', "format")
+    return {"type": "json_object"} if form else None
+
 
 OLLAMA = ErrorForm(lambda error: {"error": error.message}, is_lines=True)
 

@@ -3,24 +3,107 @@
 import functools
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from tokenloom.request import errors
+from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_int, narrow_sampling
+from tokenloom.request.output_constraints import (
+    check_structured_outputs,
+    json_schema_constraint,
+    structural_tag_constraint,
+)
 from tokenloom.request.validation import check_stop_count
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
+from ..assistant.message_plans import UNBOUND_STRICT
 from ..assistant.parsed_message import MessagePlan
 from ..compat import ignored_names
 from ..openapi.request_schemas import CommonFields, StreamOptions
 from ..records.generate_request import BeamOptions, Chat, EmbeddedPrompt, GenerateRequest
 from ..tenants.tenant import Tenant
 from .event_ids import EventId
-from .response_format import read_response_format
+
+_UNBOUND_HERE = "tools[].strict"
+_STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
+_REASONING = frozenset({"effort", "enabled", "exclude"})
+_THINKING = frozenset({"type"})
+_MESSAGE = frozenset(
+    {
+        *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal"),
+        *("function_call", "audio"),  # refused unless they are empty
+    }
+)
+_PART = frozenset({"type", "text", "refusal"})
+
+
+def ignored_members(where: str, values: Iterable[Any], known: frozenset[str]) -> Iterator[str]:
+    """Yield the path of each member of the objects among ``values`` that is not known and not empty."""
+    for value in values:
+        if isinstance(value, dict) and not value.keys() <= known:
+            yield from (f"{where}.{name}" for name in value if name not in known and value[name])
+
+
+def unbound_strict(ignored: Collection[str]) -> tuple[str, ...]:
+    """Return what has no effect of the tools that an API has translated into those of a chat.
+
+    ``ignored``: what has no effect in that chat.
+    """
+    return (_UNBOUND_HERE,) if UNBOUND_STRICT in ignored else ()
+
+
+def ignored_in_stream_options(body: Mapping[str, Any]) -> Iterator[str]:
+    yield from ignored_members("stream_options", (body.get("stream_options"),), _STREAM_OPTIONS)
+
+
+def ignored_in_chat(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the members of a chat's fields that have no effect, each once. The body was checked."""
+    messages = body["messages"]
+    found = [*ignored_in_stream_options(body), *ignored_members("messages[]", messages, _MESSAGE)]
+    for message in messages:
+        if isinstance(parts := message.get("content"), list):
+            found += ignored_members("messages[].content[]", parts, _PART)
+    found += ignored_members("reasoning", (body.get("reasoning"),), _REASONING)
+    found += ignored_members("thinking", (body.get("thinking"),), _THINKING)
+    return tuple(dict.fromkeys(found)) if found else ()
+
+
+FIELD = "response_format"
+_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+
+
+def read_response_format(value: object) -> types_pb2.StructuredOutputs | None:
+    """The constraint; None: any text. ``strict`` changes nothing, schemas are always obeyed.
+
+    Raises :class:`errors.InvalidArgument` naming the field.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(f"{FIELD} must be an object with a type", FIELD)
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return types_pb2.StructuredOutputs(json_object=True)
+    if kind == "structural_tag":
+        constraint = structural_tag_constraint(dict(value), FIELD)
+        check_structured_outputs(constraint, FIELD)
+        return constraint
+    if kind != "json_schema":
+        raise InvalidArgument(f"{FIELD}: type must be one of {', '.join(_TYPES)}, not {kind!r:.64}", FIELD)
+    wrapped = value.get("json_schema")
+    schema = wrapped.get("schema") if isinstance(wrapped, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise InvalidArgument(f'{FIELD}: json_schema must be {{"name": …, "schema": {{…}}}}', FIELD)
+    constraint = json_schema_constraint(schema, FIELD)
+    check_structured_outputs(constraint, FIELD)
+    return constraint
+
 
 log = logging.getLogger(__name__)
 

@@ -18,12 +18,10 @@ from ..openapi.request_schemas import ChatCompletionRequest
 from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
-from .body_reader import AnswerOptions, Body, BodyReader, make_job, sampling_params
-from .chat_messages import read_chat
+from .body_reader import AnswerOptions, Body, BodyReader, ignored_in_chat, make_job, sampling_params
+from .chat_messages import read_chat, template_kwargs
 from .event_ids import CONTENT_ENDED, FINISHED
-from .ignored_members import ignored_in_chat
 from .openai_logprobs import chat_entry
-from .template_kwargs import template_kwargs
 
 
 @dataclass(frozen=True, slots=True)

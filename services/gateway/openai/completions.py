@@ -13,9 +13,8 @@ from ..openapi.request_schemas import CompletionRequest
 from ..records.generate_request import EmbeddedPrompt, GenerateRequest, read_embeds_prompts
 from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
-from .body_reader import AnswerOptions, Body, BodyReader, make_job, sampling_params
+from .body_reader import AnswerOptions, Body, BodyReader, ignored_in_stream_options, make_job, sampling_params
 from .event_ids import FINISHED
-from .ignored_members import ignored_in_stream_options
 from .openai_logprobs import CompletionLogprobs, TokenPosition
 
 

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -12,11 +13,16 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
 from ..encoding import sse
+from ..endpoints.generation_endpoint import IGNORED_HEADER, listed, trace_headers
+from ..generation.generator import Generator
 from ..generation.running_pooling import RunningPooling
+from ..http.http_exchange import HttpExchange, respond_in_pieces
+from ..http.json_body import BodyParser
 from ..openai.body_reader import Body
 from ..openai.chat_messages import read_chat
 from ..openapi.pooling_schemas import InputFields, PoolingFields
 from ..records.generate_request import Chat, GenerateRequest
+from ..records.model_names import ModelNames
 from ..records.pooling_input import PoolingInput, check_count
 from ..tenants.tenant import Tenant
 
@@ -113,3 +119,29 @@ def _chat(fields: InputFields) -> Chat:
         add_generation_prompt=bool(fields.add_generation_prompt),
         continue_final_message=fields.continue_final_message,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingEndpoint:
+    """Runs an API that pools."""
+
+    api: PoolingApi
+    generator: Generator
+    names: ModelNames
+    parser: BodyParser
+    max_body_bytes: int
+
+    async def __call__(self, exchange: HttpExchange) -> None:
+        with await exchange.read_body(self.max_body_bytes) as received:
+            job, shape, ignored = await self.parser.read(received.data, partial(self._read, exchange.tenant))
+        if exchange.internal_tenant is not None:
+            job = replace(job, job=replace(job.job, is_sheddable=True))
+        headers = [(IGNORED_HEADER, listed(ignored))] if ignored else []
+        with exchange.until_disconnected():
+            async with self.generator.pool(job, trace_headers(exchange)) as pooling:
+                await respond_in_pieces(exchange, shape(pooling), headers)
+
+    def _read(self, tenant: Tenant, body: Body) -> tuple[PoolingInput, Shape, Sequence[str]]:
+        adapter = self.names.find(body.get("model"))
+        job, shape, ignored = self.api.read(body, tenant)
+        return replace(job, job=replace(job.job, adapter=adapter)), shape, ignored

@@ -12,8 +12,7 @@ from ..encoding.sse import encode_json
 from ..generation.running_pooling import RunningPooling
 from ..openai.body_reader import Body, BodyReader
 from ..openapi.pooling_schemas import ClassifyRequest, EmbeddingRequest, PoolingRequest
-from ..records.pooling_input import PoolingInput
-from ..records.pooling_tasks import TASKS
+from ..records.pooling_input import TASKS, PoolingInput
 from ..tenants.tenant import Tenant
 from .pooling_api import ListAnswer, Shape, ignored_fields, keeps_first, read_inputs
 from .vector_json import numbers, result_blocks

@@ -1,8 +1,13 @@
-"""Describes a request that has ended, by what an operator may see."""
+"""Describes a request that has ended, by what an operator may see, and keeps the last ones."""
 
-from typing import Annotated
+from collections import deque
+from collections.abc import Iterator
+from typing import Annotated, Final
 
 from msgspec import Meta, Struct
+
+MAX_RECENT: Final = 200
+"""Requests that are kept: a page full of them, some hundred bytes each."""
 
 
 class FinishedRequest(Struct, frozen=True, kw_only=True):
@@ -48,3 +53,21 @@ class LastRequests(Struct):
     """The last requests of a gateway."""
 
     requests: Annotated[list[FinishedRequest], Meta(description="The newest first.")]
+
+
+class RecentRequests:
+    """Holds the last requests; a new one replaces the oldest."""
+
+    def __init__(self, size: int = MAX_RECENT) -> None:
+        self._requests: deque[FinishedRequest] = deque(maxlen=size)
+
+    def add(self, finished: FinishedRequest) -> None:
+        """Keep a request that has ended."""
+        self._requests.append(finished)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[FinishedRequest]:
+        """Return the requests, the newest first."""
+        return reversed(self._requests)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..openai.ignored_members import ignored_members
+from ..openai.body_reader import ignored_members
 from ..openapi.request_schemas import ResponsesRequest
 from .function_tools import is_left_out
 

@@ -8,9 +8,8 @@ from uuid import uuid4
 from tokenloom.request.errors import InvalidArgument
 
 from ..generation.running_generation import RunningGeneration
-from ..openai.body_reader import AnswerOptions, Body, BodyReader
+from ..openai.body_reader import AnswerOptions, Body, BodyReader, unbound_strict
 from ..openai.chat import ChatApi
-from ..openai.ignored_members import unbound_strict
 from ..openapi.request_schemas import ResponsesRequest
 from ..records.generate_request import GenerateRequest
 from ..records.model_names import ModelNames

@@ -13,8 +13,7 @@ from ..http.http_exchange import HttpExchange
 from ..http.route import Routes
 from ..mesh.engine_calls import Ask, EngineCalls, alive, checked
 from ..openapi import route_table
-from ..request_log.finished_request import LastRequests
-from ..request_log.recent_requests import RecentRequests
+from ..request_log.finished_request import LastRequests, RecentRequests
 from ..serving.served_meshes import ServedMeshes
 
 _MODES = {"abort": pb.PAUSE_MODE_ABORT, "wait": pb.PAUSE_MODE_WAIT, "keep": pb.PAUSE_MODE_KEEP}

@@ -5,8 +5,7 @@ from ..http.route import Route, Routes
 from ..ollama.ollama_embed import OllamaEmbedApi
 from ..openai.body_reader import BodyReader
 from ..openapi import route_table
-from ..pooling.pooling_api import PoolingApi
-from ..pooling.pooling_endpoint import PoolingEndpoint
+from ..pooling.pooling_api import PoolingApi, PoolingEndpoint
 from ..pooling.scores import RerankApi, ScoreApi
 from ..pooling.vectors import ClassifyApi, EmbeddingsApi, PoolApi
 from ..serving.served_mesh import ServedMesh

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ..ollama.ollama_body import OllamaRequest
+from ..ollama.ollama import OllamaRequest
 from ..openai.body_reader import NOT_SUPPORTED_YET, RENAMED, SAMPLING_FIELDS
 from ..openapi.pooling_schemas import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..openapi.request_schemas import (

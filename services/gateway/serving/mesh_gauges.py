@@ -1,9 +1,11 @@
-"""Shows the engines' load as the coordinator reports it, under vLLM's names and ours."""
+"""Shows the engines' load as the coordinator reports it, and the metrics of several models on one page."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.v1.coordinator_pb2 import EngineEntry
@@ -11,6 +13,38 @@ from tokenloom.v1.coordinator_pb2 import EngineEntry
 from ..generation.wait_estimator import WaitEstimator
 from ..mesh.engine_words import placement_values
 from ..mesh.mesh_view import MeshView, load_of
+
+
+class ModelRegistries:
+    """Collects the metrics of all models for one registry: each family once, with the samples of every model.
+
+    A model's metrics have fixed labels and register themselves, so each model has a registry of its own.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._models: list[CollectorRegistry] = []
+        registry.register(self)
+
+    def add(self) -> CollectorRegistry:
+        """Return the registry of another model."""
+        model = CollectorRegistry()
+        self._models.append(model)
+        return model
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the metrics now."""
+        families: dict[str, Metric] = {}
+        for registry in self._models:
+            for family in registry.collect():
+                families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                ).samples += family.samples
+        yield from families.values()
+
+    def describe(self) -> Iterator[Metric]:
+        """Return nothing: the families are not known before the models are."""
+        yield from ()
+
 
 _PLACEMENT_TEXTS = {
     "waiting": "Requests waiting at the engine as placement counts them, those on their way included.",

@@ -2,6 +2,9 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import GaugeMetricFamily
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.health import Health
@@ -168,3 +171,21 @@ class ServedMeshes:
     def _listed(self) -> str:
         names = self.names
         return ", ".join(names[:MAX_NAMED]) + (", …" if len(names) > MAX_NAMED else "")
+
+
+@dataclass(frozen=True, slots=True)
+class PartGauges:
+    """Collects a gauge for each part of each mesh, those that are not connected yet included."""
+
+    meshes: ServedMeshes
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Return the gauges now."""
+        text = "1 while no replica of the part answers; requests continue without the coordinator only."
+        missing = GaugeMetricFamily("tokenloom_part_missing", text, labels=["part", "model_name"])
+        for model, (parts, _) in self.meshes.states().items():
+            for part in PARTS:
+                missing.add_metric([part, model], not parts[part].num_serving)
+        yield missing
+
+    describe = collect  # the name, so that a second metric with it is refused

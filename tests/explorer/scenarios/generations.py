@@ -7,7 +7,7 @@ from tests.explorer.clients import Answer
 from tests.explorer.gateway import Gateway
 from tests.explorer.processors import text_of
 from tests.explorer.world import World
-from tokenloom.services.gateway.tenants.tenant_limits import TenantLimits
+from tokenloom.services.gateway.tenants.tenant import TenantLimits
 
 MAX_OUTPUTS = 3
 """Of one tenant."""

@@ -13,8 +13,8 @@ from tokenloom.request import errors
 from tokenloom.services.gateway.grpc.inference_servicer import InferenceServicer
 from tokenloom.services.gateway.kserve.kserve_servicer import KServeServicer
 from tokenloom.services.gateway.openai.body_reader import BodyReader
-from tokenloom.services.gateway.tenants.call_tenant import admit_calls
-from tokenloom.services.gateway.tenants.tenant_limits import TenantLimits
+from tokenloom.services.gateway.tenants.api_keys import admit_calls
+from tokenloom.services.gateway.tenants.tenant import TenantLimits
 from tokenloom.v1 import inference_pb2, types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as kserve
 

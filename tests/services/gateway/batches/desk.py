@@ -12,14 +12,12 @@ from prometheus_client import CollectorRegistry
 from tests.services.gateway.files.failing_disk import InlineThreads
 from tokenloom.services.gateway.batches.batch import StoredBatch, new_batch_id
 from tokenloom.services.gateway.batches.batch_lines import results_in
-from tokenloom.services.gateway.batches.batch_metrics import LineMetrics
-from tokenloom.services.gateway.batches.batch_run import BatchResources
+from tokenloom.services.gateway.batches.batch_run import BatchResources, LineMetrics
 from tokenloom.services.gateway.batches.batch_runner import BatchRunner
 from tokenloom.services.gateway.batches.batch_store import BatchStore
 from tokenloom.services.gateway.batches.batch_task import BatchLimits
 from tokenloom.services.gateway.files.disk import Disk
-from tokenloom.services.gateway.files.file_store import FileLimits, FileStore
-from tokenloom.services.gateway.files.stored_file import StoredFile, new_file_id
+from tokenloom.services.gateway.files.file_store import FileLimits, FileStore, StoredFile, new_file_id
 from tokenloom.services.gateway.http.internal_call import InternalResponse
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, Tenant
 

@@ -16,7 +16,7 @@ from tokenloom.services.gateway.batches import batch_store
 from tokenloom.services.gateway.batches.batch import StoredBatch
 from tokenloom.services.gateway.batches.batch_lines import LineRequest, error_line, expiry_of
 from tokenloom.services.gateway.batches.batch_task import LONGEST_RETRY_SECONDS
-from tokenloom.services.gateway.files.stored_file import StoredFile
+from tokenloom.services.gateway.files.file_store import StoredFile
 from tokenloom.services.gateway.http.internal_call import InternalResponse
 
 GOOD = [b'{"custom_id":"c%d","url":"/v1/completions","body":{}}' % number for number in range(3)]

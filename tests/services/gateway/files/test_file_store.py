@@ -9,8 +9,7 @@ import pytest
 from tests.services.gateway.files.failing_disk import InlineThreads, Writes
 from tokenloom.request.errors import FailedPrecondition, NotFound, PayloadTooLarge, TokenloomError
 from tokenloom.services.gateway.files.disk import Disk
-from tokenloom.services.gateway.files.file_store import FileLimits, FileStore
-from tokenloom.services.gateway.files.stored_file import StoredFile, new_file_id
+from tokenloom.services.gateway.files.file_store import FileLimits, FileStore, StoredFile, new_file_id
 
 
 async def opened(directory: Path, limits: FileLimits) -> FileStore:

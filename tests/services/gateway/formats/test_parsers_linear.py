@@ -9,10 +9,10 @@ import pytest
 
 from tests.linear_time import grows_too_fast
 from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
+from tokenloom.services.gateway.assistant.message_plans import FORMATS
 from tokenloom.services.gateway.assistant.parsed_message import MessagePlan, ParsedMessage
-from tokenloom.services.gateway.formats.forced import RequiredCalls
+from tokenloom.services.gateway.formats.strict_calls import RequiredCalls
 from tokenloom.services.gateway.formats.think import opener
-from tokenloom.services.gateway.formats.tool_formats import FORMATS
 
 SMALL, LARGE = 1 << 12, 1 << 17
 """Characters. Copying a text is so fast that quadratic copying shows only in texts of this length."""

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.gateway.assistant.message_plans import FORMATS
 from tokenloom.services.gateway.formats.message_parts import CallArguments, CallBegin
 from tokenloom.services.gateway.formats.strict_calls import strict_constraint
-from tokenloom.services.gateway.formats.tool_formats import FORMATS
 from tokenloom.services.gateway.formats.tool_request import ToolRequest, read_tool_request
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenloom.services.gateway.formats.forced import NamedCall, RequiredCalls
+from tokenloom.services.gateway.assistant.message_plans import FORMATS
 from tokenloom.services.gateway.formats.message_parts import CallArguments, CallBegin, Content, ToolPart
-from tokenloom.services.gateway.formats.tool_formats import FORMATS
+from tokenloom.services.gateway.formats.strict_calls import NamedCall, RequiredCalls
 from tokenloom.services.gateway.formats.tool_parser import ToolParser
 
 Told = tuple[str, list[tuple[str, str]]]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
-from tokenloom.services.gateway.metrics.request_sizes import RequestSizes
+from tokenloom.services.gateway.metrics.gateway_metrics import RequestSizes
 
 
 @dataclass

@@ -4,8 +4,7 @@ from typing import Any
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.openai.body_reader import BodyReader, sampling_params
-from tokenloom.services.gateway.openai.response_format import read_response_format
+from tokenloom.services.gateway.openai.body_reader import BodyReader, read_response_format, sampling_params
 from tokenloom.services.gateway.openapi.request_schemas import CommonFields
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -8,7 +8,7 @@ import httpx
 
 from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import MODEL, FakeMesh
-from tokenloom.services.gateway.page.static_files import static_files
+from tokenloom.services.gateway.page.page_routes import static_files
 from tokenloom.services.gateway.page.traffic import INTERVAL_SECONDS
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}

@@ -1,7 +1,7 @@
 """The last requests are kept in a ring."""
 
 from tests.services.gateway.request_log.finished import finished
-from tokenloom.services.gateway.request_log.recent_requests import MAX_RECENT, RecentRequests
+from tokenloom.services.gateway.request_log.finished_request import MAX_RECENT, RecentRequests
 
 
 def test_the_newest_come_first_and_the_oldest_leave() -> None:

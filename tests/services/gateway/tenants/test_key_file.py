@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.tenants.key_file import read_digests, read_key_file
+from tokenloom.services.gateway.tenants.api_keys import read_digests, read_key_file
 from tokenloom.services.gateway.tenants.tenant import TenantLimits
 
 ONE, TWO, THREE = (hashlib.sha256(name).hexdigest() for name in (b"one", b"two", b"three"))

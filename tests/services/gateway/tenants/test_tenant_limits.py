@@ -1,7 +1,6 @@
 """Which limits apply to a tenant."""
 
-from tokenloom.services.gateway.tenants.tenant import TenantLimits
-from tokenloom.services.gateway.tenants.tenant_limits import gateway_limits, merged, with_burst
+from tokenloom.services.gateway.tenants.tenant import TenantLimits, gateway_limits, merged, with_burst
 
 
 def limits(options: TenantLimits, *, is_shared: bool) -> TenantLimits:

@@ -5,8 +5,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tokenloom.request.errors import ResourceExhausted
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, Tenant, TenantLimits
-from tokenloom.services.gateway.tenants.tenant_metrics import LIMITS, TenantMetrics
-from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
+from tokenloom.services.gateway.tenants.tenant_shares import LIMITS, TenantMetrics, TenantShares
 
 SECRET = b"0123456789abcdef"
 A = Tenant(name="a", cache_salt=SECRET, limits=TenantLimits(live_outputs=2, tokens_per_second=10))

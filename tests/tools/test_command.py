@@ -44,4 +44,4 @@ def test_a_check_fails_beyond_a_limit(tmp_path: Path) -> None:
         (folder / f"b{number}.py").write_text(f"# Why.\n{text}")
     done = _run("--tree", tmp_path, "--check")
     assert done.returncode == 1
-    assert "FAIL names borne by several public classes: 68; the limit is 67 (aim: 10)" in done.stdout
+    assert "FAIL names borne by several public classes: 68; the limit is " in done.stdout

@@ -11,7 +11,7 @@ WIDE = "class Wide:\n    def __init__(self, a, b, c, d, *, e, f, g, h, **i):\n  
 def test_a_folder_depends_on_what_its_own_files_import() -> None:
     sources = [
         Source("engine_core/core.py", "from .process.pulse import Pulse\n"),
-        Source("engine_core/data/config.py", ""),
+        Source("engine_core/config.py", ""),
         Source("engine_core/process/pulse.py", "def f():\n    from ..config import Config\n"),
         Source("services/app.py", "if TYPE_CHECKING:\n    from tokenloom.engine_core.core import Core\n"),
     ]

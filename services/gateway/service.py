@@ -163,12 +163,18 @@ def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
 
 async def _connect(meshes: ServedMeshes, settings: GatewaySettings, host: Host, shares: TenantShares) -> None:
     """Connect to the meshes. Returns once one of them is connected; the others follow whenever they are there."""
-    usages = KeyUsage(host.metrics), AdapterUsage(host.metrics)
-    shared = count_moved(host.metrics), UnattendedMetrics(host.metrics), *usages
+    moved, unattended = count_moved(host.metrics), UnattendedMetrics(host.metrics)
+    key_usage, adapter_usage = KeyUsage(host.metrics), AdapterUsage(host.metrics)
     registries = None if meshes.is_one else ModelRegistries(host.metrics)
 
     async def join(spec: MeshSpec) -> None:
-        metrics = MeshMetrics(host.metrics if registries is None else registries.add(), *shared)
+        metrics = MeshMetrics(
+            host.metrics if registries is None else registries.add(),
+            moved=moved,
+            unattended=unattended,
+            key_usage=key_usage,
+            adapter_usage=adapter_usage,
+        )
         meshes.add(spec, await connect(spec, settings, host, shares, metrics))
 
     if meshes.is_one:

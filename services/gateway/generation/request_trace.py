@@ -14,7 +14,7 @@ from ..records.generate_request import Chat, GenerateRequest
 
 
 class TracedOutcome(Protocol):
-    """What :class:`Generation` knows at a request's end."""
+    """What a running request knows at a request's end."""
 
     @property
     def request_id(self) -> str: ...

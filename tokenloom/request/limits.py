@@ -59,7 +59,8 @@ class Reservation:
 
     def move(self) -> "Reservation":
         """Return a reservation that holds all that this one holds; this one is empty afterwards."""
-        return self.split(self._amount)
+        amount, self._amount = self._amount, 0
+        return Reservation(self._give_back, amount)
 
     def split(self, amount: int) -> "Reservation":
         """Return a reservation that holds a part of what this one holds; this one keeps the rest."""

@@ -234,8 +234,10 @@ class Generator:
     ) -> RunningGeneration:
         """Prepare a request and take its tokens. ``model``: what generates, for answers."""
         prepared = await self._preparer.prepare(job)
-        num_prompt = sum(len(submit.prompt.token_ids) for submit in prepared.submits)
-        num_output = sum(submit.sampling_params.max_tokens for submit in prepared.submits) * job.num_samples
+        num_prompt = num_output = 0
+        for submit in prepared.submits:
+            num_prompt += len(submit.prompt.token_ids)
+            num_output += job.num_samples * submit.sampling_params.max_tokens
         place.take_tokens(num_prompt, num_output, is_bounded=job.sampling.HasField("max_tokens"))
         marks, begin = self._reasoning_marks, place.begin_output
         return RunningGeneration(prepared, self._context.draw_id(), self._metrics, marks, begin, claim, model=model)

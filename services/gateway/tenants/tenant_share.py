@@ -80,7 +80,7 @@ class TenantShare:
             raise self._limited("live_outputs", f"{self.live_outputs} outputs of this tenant are in work", limit)
         # Divided by what is free, and not by the number of tenants: first come, first served let 1,200 idle sessions of
         # one key refuse all others, and fixed parts for many keys would leave most of the gateway unused.
-        if (places := room.take(wanted, self.live_outputs)) is None:
+        if (places := room.take(wanted, self._outputs.taken)) is None:
             self.refused[MAX_LIVE_REQUESTS] += 1
             raise ResourceExhausted("too many requests are running; retry later")
         return joined(self._outputs.take_anyway(wanted), places)

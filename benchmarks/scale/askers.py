@@ -12,8 +12,7 @@ from tokenloom.request.errors import TokenloomError
 from tokenloom.services.output_processor.placement.last_snapshot import LastSnapshot
 from tokenloom.services.output_processor.placement.pick_stream import PickStream
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.registry.registry_view import RegistryView
-from tokenloom.services.runtime.registry.registry_watch import watch_registry
+from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
 from tokenloom.v1.coordinator_pb2 import PickRequest
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_PREFILL

@@ -7,8 +7,7 @@ import time
 import uvloop
 
 from tokenloom.services.output_processor.placement.last_snapshot import LastSnapshot
-from tokenloom.services.runtime.registry.registry_view import RegistryView
-from tokenloom.services.runtime.registry.registry_watch import watch_registry
+from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from .child import answer

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 from tokenloom.request.prefix_schedule import MAX_HASHES
-from tokenloom.services.runtime.telemetry.quantile import quantile
+from tokenloom.services.runtime.telemetry.fast_metrics import quantile
 
 from .child import Child
 from .coordinator_process import Coordinator

@@ -32,9 +32,9 @@ from tokenloom.v1.coordinator_pb2 import (
 from tokenloom.v1.types_pb2 import EngineRole
 
 from .caches.cache_followers import CacheFollowers
+from .engines.data_parallel_groups import Commands, DataParallelGroups
 from .engines.engine_registry import Registry
 from .engines.engine_stream import EngineStream, to_duration
-from .engines.groups import Commands, DataParallelGroups
 from .engines.report_checks import check_identity, check_report
 from .enrolled_replicas import EnrolledReplicas
 from .feed.snapshot_feed import SnapshotFeed

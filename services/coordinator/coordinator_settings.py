@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
+from tokenloom.services.runtime.host.limits import GrpcLimits
 from tokenloom.services.runtime.host.service_settings import OptionalAddress, ServiceSettings
 
 from .engines.defaults import PD_THRESHOLD, PLACEMENT, PREFIX_INDEX_MIB, SETTLE_SECONDS

@@ -3,7 +3,7 @@
 import logging
 
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.registry.registry_watch import watch_registry
+from tokenloom.services.runtime.registry.registry_view import watch_registry
 from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 

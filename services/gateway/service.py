@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from tokenloom.request.limits import AdmissionLimit
-from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.limits import for_clients
 from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 
 from .batches.open_batches import Batches, absent_routes, open_batches

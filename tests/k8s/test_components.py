@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.k8s.cluster import ROOT, Object, Workload, selects
-from tokenloom.services.runtime.peers.service_names import dns_name
+from tokenloom.services.runtime.peers.certificate_files import dns_name
 from tokenloom.supervisor.certificates import PARTS
 from tools import helm_chart
 

@@ -12,9 +12,8 @@ import pytest
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.mesh.split import SplitMesh
 from tokenloom.services.runtime.peers import certificate
-from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
+from tokenloom.services.runtime.peers.certificate_files import CertificateFiles, dns_name
 from tokenloom.services.runtime.peers.channels import Channels, open_channel
-from tokenloom.services.runtime.peers.service_names import dns_name
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, engine_pb2, engine_pb2_grpc, tokenizer_pb2

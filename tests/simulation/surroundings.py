@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.host_dependencies import Clock, HostDependencies, Port
 from tokenloom.services.runtime.host.host_dependencies import Network as HostNetwork
+from tokenloom.services.runtime.host.limits import GrpcLimits
 from tokenloom.services.runtime.host.listener import ServiceListener
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.host.servicer_edge import Edge

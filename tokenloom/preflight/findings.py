@@ -16,7 +16,7 @@ from typing import Literal
 
 from tokenloom.gpu_worker.kernels.levels import available_levels
 from tokenloom.gpu_worker.kernels.prebuilt import FOLDER, library_name, variants
-from tokenloom.services.runtime.host.descriptors import NEEDED
+from tokenloom.services.runtime.host.limits import NEEDED
 
 from .host import check_engine_packages, check_run_directory, platform_note
 from .small_files import CannotServe

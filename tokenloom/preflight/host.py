@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenloom.process import unix_socket
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.services.runtime.addresses import MAX_UNIX_PATH, Address, parse
-from tokenloom.services.runtime.host import descriptors
+from tokenloom.services.runtime.host import limits
 
 from .small_files import CannotServe
 
@@ -31,8 +31,8 @@ def check_open_files(num_parts: int) -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        descriptors.check_limit(hard)
-        descriptors.check_limit(soft, _OWN + _FOR_EACH_PART * num_parts)
+        limits.check_limit(hard)
+        limits.check_limit(soft, _OWN + _FOR_EACH_PART * num_parts)
     except FailedPrecondition as error:
         raise CannotServe(error.message) from None
 

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tokenloom.services.runtime.peers.callers import OPERATOR, PLANNER
-from tokenloom.services.runtime.peers.service_names import dns_name
+from tokenloom.services.runtime.peers.certificate_files import dns_name
 
 PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine", OPERATOR, PLANNER, "prometheus")
 """The owners of certificates: the services, the operator of the mesh, the planner, and Prometheus."""

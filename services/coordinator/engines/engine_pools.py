@@ -7,11 +7,10 @@ import numpy as np
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import InvalidArgument, Unavailable
-from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds, is_of_engine
 from tokenloom.services.runtime.placement.pairing import missing_role
-from tokenloom.services.runtime.placement.pool import Pool, make_pool
+from tokenloom.services.runtime.placement.pool import Pool, has_rank, make_pool
 from tokenloom.v1.coordinator_pb2 import PickRequest
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 

@@ -1,7 +1,7 @@
 """Keeps what the coordinator knows of one engine: its last report and the picks on their way. No I/O."""
 
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
-from tokenloom.services.runtime.placement.longest_request import longest_request
+from tokenloom.services.runtime.placement.pool import longest_request
 from tokenloom.services.runtime.placement.rendezvous import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState

@@ -12,9 +12,9 @@ from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVProgre
 from tokenloom.gpu_worker.kv_connector.kv_transports import expanded
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument, Unimplemented
-from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.host_dependencies import Network, Port
+from tokenloom.services.runtime.host.limits import GrpcLimits
 from tokenloom.services.runtime.host.servicer_edge import Edge
 from tokenloom.services.runtime.peers.callers import check_caller
 from tokenloom.services.runtime.peers.tls import MeshTLS

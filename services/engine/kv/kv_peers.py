@@ -12,8 +12,7 @@ import grpc.aio
 
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.registry.registry_view import RegistryView
-from tokenloom.services.runtime.registry.registry_watch import watch_registry
+from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, kv_transfer_pb2_grpc
 
 Stub: TypeAlias = "kv_transfer_pb2_grpc.KVTransferAsyncStub"

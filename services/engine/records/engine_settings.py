@@ -20,7 +20,7 @@ from tokenloom.request.chat_template import check_chat_template, read_chat_templ
 from tokenloom.request.errors import NotFound
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.runtime.host.service_settings import Count, OptionalAddress, ServiceSettings
-from tokenloom.services.runtime.peers.service_names import dns_name
+from tokenloom.services.runtime.peers.certificate_files import dns_name
 
 DrainMode: TypeAlias = Literal["finish", "migrate"]
 

@@ -8,8 +8,7 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.validation import max_logprobs
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import SERVED_FIELDS, fingerprint_difference
-from tokenloom.services.runtime.registry.registry_view import RegistryView
-from tokenloom.services.runtime.registry.registry_watch import watch_registry
+from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
 from .capacity import Capacity

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from tokenloom.services.runtime.peers.hello import check_hello
-from tokenloom.services.runtime.peers.silence import describe, was_silent
+from tokenloom.services.runtime.streams.client_stream import describe, was_silent
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
-from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
-from tokenloom.services.runtime.telemetry.quantile import quantile
+from tokenloom.services.runtime.telemetry.fast_metrics import Histogram, quantile
 
 from ..http.response_counts import ResponseCounts
 from ..mesh.mesh_view import MeshLoad

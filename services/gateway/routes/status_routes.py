@@ -8,7 +8,7 @@ from importlib.metadata import version
 from prometheus_client import CollectorRegistry
 
 from tokenloom.process.fall_backs import KINDS, FallBack
-from tokenloom.services.runtime.telemetry.metrics_page import metrics_page
+from tokenloom.services.runtime.telemetry.metrics_server import metrics_page
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
 from ..encoding.sse import encode_json

@@ -8,8 +8,7 @@ from msgspec import Meta
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import ReasoningParserName
 from tokenloom.services.runtime.addresses import parse_member
-from tokenloom.services.runtime.host.descriptors import for_clients
-from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
+from tokenloom.services.runtime.host.limits import GrpcLimits, for_clients
 from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.addresses import parse_member
+from tokenloom.services.runtime.host.options import read_file
 from tokenloom.services.runtime.host.service_settings import check_address
-from tokenloom.services.runtime.host.settings_file import read_file
 
 from .gateway_settings import GatewaySettings
 

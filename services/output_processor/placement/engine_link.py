@@ -12,8 +12,7 @@ from tokenloom.request import errors, logprob_columns
 from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import check_hello
-from tokenloom.services.runtime.peers.silence import describe, was_silent
-from tokenloom.services.runtime.streams.client_stream import ClientStream
+from tokenloom.services.runtime.streams.client_stream import ClientStream, describe, was_silent
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, PickId, SlotLogprobs
 from tokenloom.v1.engine_pb2_grpc import EngineStub

@@ -12,10 +12,9 @@ from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.services.runtime.placement import pairing, prefix_homes
-from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds, is_of_engine
-from tokenloom.services.runtime.placement.pool import make_pool
+from tokenloom.services.runtime.placement.pool import has_rank, make_pool
 from tokenloom.services.runtime.placement.rendezvous import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Ask, Rule
 from tokenloom.services.runtime.registry.registry_view import RegistryView

@@ -10,9 +10,8 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
-from tokenloom.services.runtime.placement.longest_request import longest_request
-from tokenloom.services.runtime.registry.registry_view import RegistryView
-from tokenloom.services.runtime.registry.registry_watch import watch_registry
+from tokenloom.services.runtime.placement.pool import longest_request
+from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
 from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, PickResponse, Subset
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub

@@ -9,7 +9,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from .grpc_limits import PROBES
+from .limits import PROBES
 from .listener import SERVER_OPTIONS, bind
 from .servicer_edge import Edge
 

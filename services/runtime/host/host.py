@@ -1,9 +1,12 @@
 """What a running service stands on: one port, health, metrics, background tasks and the state file."""
 
 import asyncio
+import contextlib
+import json
 import logging
 import os
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
@@ -22,7 +25,40 @@ from .host_dependencies import HostDependencies
 from .outside_calls import OutsideCalls
 from .service_settings import ServiceSettings
 from .servicer_edge import Authorize, Edge, ObserveCall
-from .state_file import StateFile
+
+
+class StateFile:
+    """Keeps the published fields, and writes them to the file if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._fields: dict[str, object] = {}
+
+    def publish(self, **fields: object) -> None:
+        """Add fields and replace the file. Raises ``Unavailable`` when it cannot be written."""
+        self._fields |= fields
+        if self._path is None:
+            return
+        # Replaced as a whole: the supervisor and `tokenloom ps` read the file at any moment and must not see half of
+        # it.
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            draft.write_text(json.dumps(self._fields))
+            draft.replace(self._path)
+        except OSError as error:
+            raise Unavailable(f"state_file: cannot write {self._path}: {error.strerror}") from None
+
+    def remove(self) -> None:
+        """Remove the file, unless a successor has written its own; nothing is written any more. Idempotent."""
+        if (path := self._path) is None:
+            return
+        self._path = None
+        with contextlib.suppress(OSError, ValueError):
+            # With `--drain finish` the successor of a gateway starts while this process still drains, and writes the
+            # same file.
+            if json.loads(path.read_text()).get("pid") == self._fields.get("pid"):
+                path.unlink(missing_ok=True)
+
 
 log = logging.getLogger(__name__)
 

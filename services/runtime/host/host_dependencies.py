@@ -9,7 +9,7 @@ import grpc.aio
 
 from ..peers.channels import Channels
 from ..peers.tls import MeshTLS
-from .grpc_limits import GrpcLimits
+from .limits import GrpcLimits
 from .listener import SERVER_OPTIONS, ServiceListener, bind
 from .service_settings import ServiceSettings
 from .servicer_edge import Edge

@@ -13,13 +13,12 @@ from tokenloom.process import unix_socket
 from tokenloom.request.errors import Unavailable
 
 from .. import addresses
-from ..held_sockets.held_port import HeldPort
-from ..held_sockets.held_socket import adopt
 from ..local_streams import sockets
 from ..local_streams.server import LocalServer
 from ..peers.channels import KEEPALIVE_OPTIONS
 from ..peers.message_limit import MAX_MESSAGE_BYTES
 from ..peers.tls import MeshTLS, PublicTLS
+from .held_port import HeldPort, adopt
 from .service_settings import ServiceSettings
 from .servicer_edge import Edge
 

@@ -18,8 +18,8 @@ from tokenloom.request.errors import InvalidArgument, NotFound, TokenloomError
 
 from ..tasks import first_of
 from ..telemetry import logs
-from ..telemetry.loop_turns import LoopTurns
-from . import descriptors
+from ..telemetry.process_metrics import LoopTurns
+from . import limits
 from .heap import Heap
 from .host import Host
 from .host_dependencies import HostDependencies
@@ -120,7 +120,7 @@ def main(service_class: Callable[[_Settings], Service], settings_class: type[_Se
     for warning in settings_class.exposed():
         log.warning("%s", warning)
     try:
-        descriptors.check_limit(descriptors.raise_limit())
+        limits.check_limit(limits.raise_limit())
     except TokenloomError as error:
         log.error("%s", error.message)
         return USAGE_ERROR

@@ -16,7 +16,7 @@ from .. import addresses
 from ..peers.certificate_files import CertificateFiles
 from ..peers.message_limit import MAX_MESSAGE_BYTES
 from .foreign_flags import answer_unknown
-from .grpc_limits import GrpcLimits
+from .limits import GrpcLimits
 from .options import (
     Option,
     OptionError,
@@ -25,10 +25,11 @@ from .options import (
     file_flag,
     find_option,
     flag,
+    flattened,
     options_of,
+    read_file,
     variable,
 )
-from .settings_file import flattened, read_file
 
 
 def check_address(value: str) -> str:

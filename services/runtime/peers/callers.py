@@ -7,7 +7,7 @@ import grpc.aio
 
 from tokenloom.request.errors import PermissionDenied, Unauthenticated
 
-from .service_names import service_of
+from .certificate_files import service_of
 
 OPERATOR = "operator"
 """The name in certificates for the operator's tools, which are no service."""

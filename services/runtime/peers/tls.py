@@ -2,14 +2,31 @@
 ``engine.tokenloom.internal``, and no host: it stays valid when a pod moves. Certificates are read again when their
 files change: the next handshake uses the new one, established connections continue."""
 
+import asyncio
+import os
+import socket
 import ssl
 import time
 from collections.abc import Callable
+from typing import cast
 
 import grpc
 
 from .certificate import Certificate, Loaded
 from .certificate_files import CertificateFiles
+
+
+def take_socket(transport: asyncio.BaseTransport) -> socket.socket:
+    """Return the socket of a transport, which ends without the connection. To be called in ``connection_made``, before
+    anything was read; the caller closes the socket or hands it to ``connect_accepted_socket``.
+
+    ``start_tls`` is no alternative: it loses what the event loop has read before it is called, and uvloop reads a
+    ClientHello that is there already as soon as ``connection_made`` has returned.
+    """
+    taken = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+    taken.setblocking(False)
+    cast(asyncio.Transport, transport).abort()
+    return taken
 
 
 class MeshTLS:

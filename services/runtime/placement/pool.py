@@ -4,11 +4,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.types_pb2 import EngineRole
 
 from .candidates import Candidates
 from .engine_columns import BoolColumn, EngineColumns, Rows
 from .fingerprint_kinds import FingerprintKinds
+
+
+def has_rank(identity: EngineIdentity, rank: int) -> bool:
+    """Return whether an engine has this number. Engines outside of groups have none."""
+    return bool(identity.data_parallel_group) and identity.data_parallel_rank == rank
+
+
+def longest_request(engine: EngineIdentity) -> int:
+    """Return the tokens of one request that an engine holds at most: its KV cache or, for an encoder, which keeps no
+    KV, its limit."""
+    size = engine.num_kv_blocks * engine.fingerprint.block_size
+    limit = engine.limits.max_model_len
+    return min(size, limit or size) if size else limit
+
 
 _BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 _NUM_ROLES = 1 + max(EngineRole.values())

@@ -11,7 +11,7 @@ from tokenloom.bench.mesh.observer import longest_turns
 from tokenloom.bench.mesh.overload_case import OverloadCase, Phase
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.runtime.telemetry import metrics_server
-from tokenloom.services.runtime.telemetry.loop_turns import LoopTurns
+from tokenloom.services.runtime.telemetry.process_metrics import LoopTurns
 
 CASE = BurstCase(3, OverloadCase())
 ANSWERED = Shot(0.0, 0.0, 64, 200, 0.2, 1.0, complete=True)

@@ -9,7 +9,7 @@ from tests.services.output_processor.fakes import SOON
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.service import running
-from tokenloom.services.runtime.registry import registry_watch
+from tokenloom.services.runtime.registry import registry_view as registry_watch
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 
 

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tokenloom.services.runtime.telemetry.quantile import quantile
+from tokenloom.services.runtime.telemetry.fast_metrics import quantile
 from tokenloom.supervisor.state_dir import MeshRecord, running_meshes
 
 from ..tables import plain_console

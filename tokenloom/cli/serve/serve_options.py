@@ -11,9 +11,8 @@ from tokenloom.services.coordinator.coordinator_settings import CoordinatorSetti
 from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
-from tokenloom.services.runtime.host.options import Option, OptionError, find_option, flag, options_of
+from tokenloom.services.runtime.host.options import Option, OptionError, find_option, flag, options_of, read_file
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
-from tokenloom.services.runtime.host.settings_file import read_file
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.supervisor.decided import COMMON, DECIDED
 from tokenloom.supervisor.layout import MeshOptions

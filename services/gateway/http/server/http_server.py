@@ -13,7 +13,7 @@ from tokenloom.process import unix_socket
 from tokenloom.request import errors
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime import addresses
-from tokenloom.services.runtime.held_sockets.held_socket import adopt
+from tokenloom.services.runtime.host.held_port import adopt
 from tokenloom.services.runtime.peers.tls import PublicTLS
 
 from ..app import STOPPED, App

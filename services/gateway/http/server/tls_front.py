@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from tokenloom.services.runtime.peers.accepted_socket import take_socket
+from tokenloom.services.runtime.peers.tls import take_socket
 from tokenloom.services.runtime.tasks import Tasks
 
 from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections

@@ -13,7 +13,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVTransferError, KVTransport
 from tokenloom.services.engine.core.core_main import make_transports
 from tokenloom.services.runtime.peers import certificate
-from tokenloom.services.runtime.peers.service_names import dns_name
+from tokenloom.services.runtime.peers.certificate_files import dns_name
 
 ENGINE = x509.DNSName(dns_name("engine"))
 LAYOUT = "test"

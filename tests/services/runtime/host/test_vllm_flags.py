@@ -17,8 +17,8 @@ from tokenloom.preflight.model_config import check_config
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.services.gateway.openapi.document import document
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
+from tokenloom.services.runtime.host.foreign_flags import ANSWERS
 from tokenloom.services.runtime.host.options import options_of
-from tokenloom.services.runtime.host.vllm_flags import ANSWERS
 from tokenloom.v1 import engine_pb2, inference_pb2
 
 CLAUSES = sorted(set(ANSWERS.values()))

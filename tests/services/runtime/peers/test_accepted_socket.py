@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from tokenloom.services.runtime.peers.accepted_socket import take_socket
+from tokenloom.services.runtime.peers.tls import take_socket
 from tokenloom.supervisor.certificates import make_certificates
 
 

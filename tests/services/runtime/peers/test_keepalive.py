@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.loop_clock import pass_time
-from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
+from tokenloom.services.runtime.host.limits import GrpcLimits
 from tokenloom.services.runtime.peers.channels import KEEPALIVE_OPTIONS, Channels
 from tokenloom.services.runtime.peers.keepalive import LONGEST_SECONDS, Keepalive
 

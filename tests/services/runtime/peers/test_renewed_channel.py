@@ -14,9 +14,8 @@ from cryptography import x509
 from tests.services.runtime.peers.issuing import Issued, authority, issue, write
 from tests.services.runtime.peers.test_certificate import Clock
 from tokenloom.services.runtime.peers.certificate import CHECK_SECONDS
-from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.renewed_channel import RenewedChannel
-from tokenloom.services.runtime.peers.service_names import dns_name
+from tokenloom.services.runtime.peers.certificate_files import dns_name
+from tokenloom.services.runtime.peers.channels import Channels, RenewedChannel
 from tokenloom.services.runtime.peers.tls import MeshTLS
 
 SOON = 20.0

@@ -14,8 +14,7 @@ from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.peers.certificate import wait_for_files
-from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
-from tokenloom.services.runtime.peers.service_names import dns_name, service_of
+from tokenloom.services.runtime.peers.certificate_files import CertificateFiles, dns_name, service_of
 from tokenloom.services.runtime.peers.tls import MeshTLS, PublicTLS
 from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.supervisor.part_health import is_serving

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenloom.services.runtime.placement.longest_request import longest_request
+from tokenloom.services.runtime.placement.pool import longest_request
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.types_pb2 import Fingerprint, ModelLimits
 

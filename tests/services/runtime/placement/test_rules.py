@@ -5,7 +5,7 @@ import pytest
 
 from tokenloom.services.runtime.placement.candidates import BATCH_STEPS, Candidates
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
-from tokenloom.services.runtime.placement.rank import best
+from tokenloom.services.runtime.placement.pairing import best
 from tokenloom.services.runtime.placement.rules import EXCESS, EXCESS_STEPS, HOME_SHARE, Ask, cost
 from tokenloom.v1.types_pb2 import EngineRole
 

@@ -10,9 +10,8 @@ import grpc.aio
 import pytest
 
 from tokenloom.services.runtime.peers.channels import open_channel
-from tokenloom.services.runtime.registry import registry_watch
-from tokenloom.services.runtime.registry.registry_view import RegistryView
-from tokenloom.services.runtime.registry.registry_watch import watch_registry
+from tokenloom.services.runtime.registry import registry_view as registry_watch
+from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
 from tokenloom.v1 import coordinator_pb2_grpc
 from tokenloom.v1.coordinator_pb2 import Snapshot, WatchRequest
 

@@ -5,7 +5,7 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from tokenloom.services.runtime.tasks import first_of
-from tokenloom.services.runtime.telemetry.loop_turns import LoopTurns
+from tokenloom.services.runtime.telemetry.process_metrics import LoopTurns
 
 LONGEST = "tokenloom_event_loop_longest_turn_seconds"
 TURNS = "tokenloom_event_loop_turn_seconds"

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import TracedHistogram
-from tokenloom.services.runtime.telemetry.metrics_page import metrics_page
+from tokenloom.services.runtime.telemetry.metrics_server import metrics_page
 
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"

@@ -2,7 +2,7 @@
 
 import math
 
-from tokenloom.services.runtime.telemetry.quantile import quantile
+from tokenloom.services.runtime.telemetry.fast_metrics import quantile
 
 INF = math.inf
 

@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from tokenloom.request.errors import FailedPrecondition
-from tokenloom.services.runtime.host import descriptors
-from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
+from tokenloom.services.runtime.host import limits as descriptors
+from tokenloom.services.runtime.host.limits import GrpcLimits
 
 _RAISE = """
 import logging, resource
 from tokenloom.request.errors import FailedPrecondition
-from tokenloom.services.runtime.host import descriptors
+from tokenloom.services.runtime.host import limits as descriptors
 logging.basicConfig(level=logging.INFO)
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))

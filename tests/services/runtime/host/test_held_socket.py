@@ -8,7 +8,7 @@ import pytest
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.addresses import Address
-from tokenloom.services.runtime.held_sockets.held_socket import adopt
+from tokenloom.services.runtime.host.held_port import adopt
 
 
 def address_of(listener: socket.socket) -> Address:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.loop_clock import settle
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument, NotFound
-from tokenloom.services.coordinator.engines.groups import DataParallelGroups
+from tokenloom.services.coordinator.engines.data_parallel_groups import DataParallelGroups
 from tokenloom.v1.coordinator_pb2 import EngineCommand, EngineIdentity, EngineReport
 
 

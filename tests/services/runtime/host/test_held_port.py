@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 import uvloop
 
-from tokenloom.services.runtime.held_sockets.held_port import HeldPort
-from tokenloom.services.runtime.peers.service_names import dns_name
+from tokenloom.services.runtime.host.held_port import HeldPort
+from tokenloom.services.runtime.peers.certificate_files import dns_name
 from tokenloom.supervisor.certificates import make_certificates
 
 LIMIT = 30.0

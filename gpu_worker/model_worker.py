@@ -99,9 +99,16 @@ class ModelWorker:
             limit_level(config.processor_level)
         self._platform.start(config.num_threads, self._num_sharing)
         self._ranks = join_ranks(self._config.parallel, self._device)
-        ops, longest = make_ops(config.attention_backend, self._device), self._config.max_model_len
-        kinds = (config.quantization, config.model_impl, longest, None, self._ranks, config.load_format)
-        loader = ModelLoader(config.dtype, self._device, ops, *kinds)
+        loader = ModelLoader(
+            dtype=config.dtype,
+            device=self._device,
+            ops=make_ops(config.attention_backend, self._device),
+            quantization=config.quantization,
+            model_impl=config.model_impl,
+            max_model_len=self._config.max_model_len,
+            ranks=self._ranks,
+            load_format=config.load_format,
+        )
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
         if self._loras is not None:

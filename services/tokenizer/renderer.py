@@ -100,7 +100,13 @@ class Renderer:
         too many conversations wait, ``DeadlineExceeded`` when it takes too long.
         """
         request = pack(job)
-        worker = await self._take()
+        if self._waiting >= MAX_WAITING:
+            raise errors.ResourceExhausted(f"{MAX_WAITING} conversations already wait to be rendered; retry.")
+        self._waiting += 1
+        try:
+            worker = await self._idle.get()  # None: one has to be started
+        finally:
+            self._waiting -= 1
         kept: RenderProcess | None = None
         try:
             worker = worker or await RenderProcess.start(self._setup)
@@ -129,16 +135,6 @@ class Renderer:
         while not self._idle.empty():
             if (worker := self._idle.get_nowait()) is not None:
                 await worker.kill()
-
-    async def _take(self) -> RenderProcess | None:
-        """Wait for a worker; None for one that has to be started."""
-        if self._waiting >= MAX_WAITING:
-            raise errors.ResourceExhausted(f"{MAX_WAITING} conversations already wait to be rendered; retry.")
-        self._waiting += 1
-        try:
-            return await self._idle.get()
-        finally:
-            self._waiting -= 1
 
 
 def _spawn(theirs: socket.socket) -> "subprocess.Popen[bytes]":

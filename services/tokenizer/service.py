@@ -16,9 +16,8 @@ from tokenloom.v1.types_pb2 import Fingerprint
 
 from . import output_format
 from .encoder import TextEncoder
-from .metrics import TokenizerMetrics
 from .renderer import Renderer
-from .tokenizer_servicer import TokenizerServicer
+from .tokenizer_servicer import TokenizerMetrics, TokenizerServicer
 from .tokenizer_settings import TokenizerSettings
 
 

@@ -4,8 +4,11 @@ import time
 from typing import Any
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from tokenloom.request import errors
+from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
+from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
 from tokenloom.v1.tokenizer_pb2 import (
     DecodeRequest,
     DecodeResponse,
@@ -19,12 +22,25 @@ from tokenloom.v1.tokenizer_pb2 import (
 from tokenloom.v1.tokenizer_pb2_grpc import TokenizerServicer as TokenizerServicerBase
 
 from .encoder import PromptTruncation, TextEncoder
-from .metrics import TokenizerMetrics
 from .output_format import opens_reasoning
 from .render_worker import RenderJob
 from .renderer import Renderer
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TokenizerMetrics:
+    """Counts tokens, and measures the calls that were answered, by method."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        name = "tokenloom_tokenizer_"
+        self.tokens = Counter(registry, name + "tokens", "Tokens that encoding made or that were decoded.", {})
+        self.encode, self.encode_chat, self.decode = (
+            Histogram(
+                registry, f"{name}{method}_seconds", f"Seconds that a call of {method} took.", {}, LATENCY_SECONDS
+            )
+            for method in ("encode", "encode_chat", "decode")
+        )
 
 
 class TokenizerServicer(TokenizerServicerBase):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 CLIENT = Path(__file__).parent.parent / "tokenloom" / "client"
-MODULES = ("client", "responses", "session")
+MODULES = ("client", "session")
 _WORDS = {
     r"\basync (def|for|with)\b": r"\1",
     r"\bawait ": "",

@@ -1,12 +1,13 @@
-"""Implements the client for asyncio."""
+"""Implements the client for asyncio: each answer is read over as many calls as it takes."""
 
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
+from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
@@ -21,8 +22,8 @@ from .async_calls import (
     error_of,
     open_channel,
     sleep,
+    was_cut,
 )
-from .async_responses import AsyncResponses
 from .async_session import AsyncSession
 from .client_request import chat_request, check_streamed, prompt_request
 from .options import ChatArguments, Message, Prompt, PromptArguments, takes
@@ -31,6 +32,68 @@ from .results import AnswerCollector, Chunk, ChunkReader, Generation, Model, rea
 from .retries import Retries
 
 T = TypeVar("T")
+Open: TypeAlias = Callable[[NextCall, float], tuple[Call, Callable[[], object]]]
+"""Makes a call with a limit in seconds; returns it, and what reports that its gateway failed."""
+Cancel: TypeAlias = Callable[[inference_pb2.InferenceCancelRequest], object]
+"""Ends a request at the mesh; does not wait, and may be called from ``__del__``."""
+
+
+class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
+    """Yields each response of an answer once. Raises any of :mod:`errors`."""
+
+    def __init__(self, course: AnswerCourse, open_call: Open, cancel: Cancel) -> None:
+        self._course = course
+        self._open = open_call
+        self._cancel = cancel
+        self._leave_gateway: Callable[[], object] = str
+        self._call: Call | None = None
+        self._reading: AsyncIterator[inference_pb2.GenerateResponse] | None = None
+        self._is_closed = False
+        self._has_called = False
+
+    async def __anext__(self) -> inference_pb2.GenerateResponse:
+        while True:
+            if self._is_closed:
+                raise errors.Cancelled("The request was cancelled.")
+            if self._reading is None:
+                self._has_called = True
+                self._call, self._leave_gateway = self._open(self._course.next_call(), self._course.seconds_left)
+                self._reading = aiter(self._call)
+            try:
+                response = await anext(self._reading)
+            except StopAsyncIteration:
+                self._course.end()
+                raise
+            except CallError as failed:
+                await self._recover(failed)
+            else:
+                self._course.take(response)
+                return response
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended. Idempotent."""
+        self._is_closed = True
+        if self._call is not None:
+            self._call.cancel()
+        # The mesh would keep the request for a while after its call.
+        if self._has_called and (request := self._course.cancellation()) is not None:
+            self._cancel(request)
+
+    def __del__(self) -> None:
+        self.close()  # a call is part of a cycle, and would live until that is collected
+
+    async def _recover(self, failed: CallError) -> None:
+        """Wait until the next call may be made. Raises the final error."""
+        error = error_of(failed)
+        if self._is_closed:
+            raise error from failed
+        try:
+            wait = self._course.failed(error, was_cut=was_cut(failed))
+        except errors.TokenloomError as final:
+            raise final from failed
+        self._call = self._reading = None
+        self._leave_gateway()
+        await sleep(wait)
 
 
 class AsyncStream(AsyncIterator[Chunk]):

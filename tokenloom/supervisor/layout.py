@@ -1,11 +1,14 @@
 """Lays out the parts of a local mesh, which find each other by unix sockets in the mesh's private directory.
 
 Each model has parts of its own: those of the first one have the lowest indices. The gateways are those of all models.
+The machine's cores are divided among the engines, because two engines on one core slow each other down.
 """
 
+import itertools
+import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +18,6 @@ from msgspec import Meta, Struct, field, json, structs
 from tokenloom.services.runtime.addresses import Address
 from tokenloom.services.runtime.local_streams.sockets import SUFFIX as STREAMS_SUFFIX
 
-from .cores import divide
 from .part_spec import PartSpec
 from .ports import GatewayPorts
 
@@ -202,7 +204,7 @@ class _Layout:
         self._ports = ports
         self._models = options.models
         self._roles = options.engine_roles
-        self._shares = divide(len(self._models) * len(self._roles))
+        self._shares = divide_cores(len(self._models) * len(self._roles))
         # All gateways of the mesh share it, so each finds the prefixes that another one's requests have left.
         self._secrets = {"gateway": {"TOKENLOOM_CACHE_SALT_SECRET": secrets.token_hex(32)}}
 
@@ -317,3 +319,50 @@ class _Layout:
     def _all(self, service: str, count: int, number: int = 0) -> str:
         """Return the addresses of a service's parts for a model."""
         return ",".join(self._listen(service, index) for index in range(number * count, (number + 1) * count))
+
+
+_CORES_PER_FREE_ONE = 8
+"""Of so many cores, engines leave one to the other parts of the mesh, the kernel's network threads and other programs:
+threads of an engine wait for each other, so the one that shares its core slows all of them down."""
+
+
+@dataclass(frozen=True)
+class CoreShare:
+    """The cores and threads of one engine."""
+
+    cpus: tuple[int, ...]
+    """The cores that it is bound to; empty: not bound."""
+    threads: int
+    """Compute threads, at least 1."""
+
+
+def siblings(cpu: int, root: Path = Path("/sys/devices/system/cpu")) -> str:
+    """Return what names the hardware threads of this one's core, as ``0,16``; its own number if the system does not."""
+    try:
+        return (root / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def divide_cores(
+    engines: int, available: list[int] | None = None, siblings_of: Callable[[int], str] = siblings
+) -> list[CoreShare]:
+    """Return a share for each engine; sizes differ by at most one core, and no two have threads of the same core.
+
+    From 8 cores on, one of 8 is left to the other parts. With too few cores, no engine is bound. A lone engine is not
+    bound either: its threads, of which there are fewer than cores, move away from a busy core.
+    """
+    cpus = sorted(os.sched_getaffinity(0)) if available is None else available
+    by_name: dict[str, list[int]] = {}
+    for cpu in cpus:
+        by_name.setdefault(siblings_of(cpu), []).append(cpu)
+    # Whole cores with all of their hardware threads: neighbouring numbers may be the two threads of one core, and
+    # engines bound to them would share it.
+    cores = list(by_name.values())
+    if len(cores) < engines:
+        return [CoreShare((), 1)] * engines
+    left = min(len(cores) // _CORES_PER_FREE_ONE, len(cores) - engines)
+    cores = cores[left:]  # the first ones are those that interrupt handlers use most
+    bounds = [i * len(cores) // engines for i in range(engines + 1)]
+    shares = [tuple(itertools.chain(*cores[a:b])) for a, b in itertools.pairwise(bounds)]
+    return [CoreShare(share if engines > 1 else (), len(share)) for share in shares]

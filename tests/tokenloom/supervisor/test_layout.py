@@ -3,11 +3,23 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import json
 
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.settings.mesh_spec import mesh_specs
-from tokenloom.supervisor.layout import MESHES, LocalRanks, MeshOptions, ServedModel, parts_of, write_meshes
+from tokenloom.supervisor.layout import (
+    MESHES,
+    CoreShare,
+    LocalRanks,
+    MeshOptions,
+    ServedModel,
+    divide_cores,
+    parts_of,
+    siblings,
+    write_meshes,
+)
 from tokenloom.supervisor.part_spec import PartSpec
 from tokenloom.supervisor.ports import GatewayPorts
 
@@ -220,3 +232,57 @@ def test_ranks_of_several_machines_meet_where_the_option_says() -> None:
 def test_options_that_do_not_fit_together_are_refused(ranks: LocalRanks, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         ranks.check()
+
+
+def test_one_engine_has_a_small_machine() -> None:
+    assert divide_cores(1, [0, 1, 2], str) == [CoreShare((), 3)]
+
+
+def test_more_engines_than_cores_are_not_bound() -> None:
+    assert divide_cores(3, [0, 1], str) == [CoreShare((), 1)] * 3
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        (2, [CoreShare((0,), 1), CoreShare((1,), 1)]),
+        (4, [CoreShare((0, 1), 2), CoreShare((2, 3), 2)]),
+        (16, [CoreShare(tuple(range(2, 9)), 7), CoreShare(tuple(range(9, 16)), 7)]),
+    ],
+)
+def test_a_prefill_and_a_decode_engine(cores: int, expected: list[CoreShare]) -> None:
+    assert divide_cores(2, list(range(cores)), str) == expected
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(2, 2), (4, 4), (7, 7), (8, 7), (16, 14), (64, 56)])
+def test_from_eight_cores_on_one_of_eight_is_left_to_the_services(cores: int, threads: int) -> None:
+    assert divide_cores(1, list(range(cores)), str) == [CoreShare((), threads)]
+
+
+def test_engines_that_need_every_core_get_it() -> None:
+    assert divide_cores(8, list(range(8)), str) == [CoreShare((cpu,), 1) for cpu in range(8)]
+
+
+def test_engines_do_not_share_the_hardware_threads_of_a_core() -> None:
+    """Cores with two threads, whose second ones have the numbers from 4 on."""
+    assert divide_cores(2, list(range(8)), lambda cpu: f"{cpu % 4},{cpu % 4 + 4}") == [
+        CoreShare((0, 4, 1, 5), 4),
+        CoreShare((2, 6, 3, 7), 4),
+    ]
+
+
+@given(st.integers(2, 16), st.sets(st.integers(0, 200), min_size=19, max_size=64))
+def test_cores_are_shared_out_evenly(engines: int, cores: set[int]) -> None:
+    shares = divide_cores(engines, sorted(cores), str)
+    assert sorted(cpu for share in shares for cpu in share.cpus) == sorted(cores)[len(cores) // 8 :]
+    sizes = [len(share.cpus) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == [share.threads for share in shares]
+
+
+def test_the_system_names_the_threads_of_a_core(tmp_path: Path) -> None:
+    directory = tmp_path / "cpu1/topology"
+    directory.mkdir(parents=True)
+    (directory / "thread_siblings_list").write_text("1,17\n")
+    assert siblings(1, tmp_path) == "1,17"
+    assert siblings(2, tmp_path) == "2"

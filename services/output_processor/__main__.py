@@ -2,7 +2,7 @@
 
 import sys
 
-from tokenloom.services.runtime.host.heap import uncollected_imports
+from tokenloom.process.uncollected_imports import uncollected_imports
 
 with uncollected_imports():
     from tokenloom.services.runtime.host.service import main

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tokenloom import LLM, CoreSamplingParams, StructuredOutputsParams
+from tokenloom import LLM, SamplingParams, StructuredOutputsParams
 from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams as CoreParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason, Logprobs
 from tokenloom.request.sampling_params import RepetitionDetectionParams
@@ -17,7 +17,7 @@ PROMPTS = [
     "The",
     "She opened the door and saw " * 5,
 ]
-ANY = CoreSamplingParams(max_tokens=24, ignore_eos=True)
+ANY = SamplingParams(max_tokens=24, ignore_eos=True)
 GREEDY = replace(ANY, temperature=0.0)
 PARAMS = {
     "greedy": GREEDY,

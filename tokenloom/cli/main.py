@@ -5,7 +5,7 @@ import sys
 from typing import Annotated
 
 from tokenloom import __version__
-from tokenloom.services.runtime.host.heap import uncollected_imports
+from tokenloom.process.uncollected_imports import uncollected_imports
 
 # Collected as usual, an import walks what modules define again and again, though it stays: about a tenth of the CPU
 # time of every start.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from tokenloom.services.runtime.host.heap import uncollected_imports
+from tokenloom.process.uncollected_imports import uncollected_imports
 
 from .decided import WITHHELD
 from .forked_process import PYTHON_MODULE, ForkedProcess, can_fork, fork_part

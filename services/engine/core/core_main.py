@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from tokenloom.services.runtime.host.heap import uncollected_imports
+from tokenloom.process.uncollected_imports import uncollected_imports
 
 with uncollected_imports():
     from tokenloom.engine_core.data.config import EngineConfig

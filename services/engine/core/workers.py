@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.executor.worker import Worker
-from tokenloom.services.runtime.host.heap import uncollected_imports
+from tokenloom.process.uncollected_imports import uncollected_imports
 
 WORKER_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.worker_main")
 """Starts a worker's process; the executor appends ``--address ADDRESS``."""

@@ -9,7 +9,7 @@ import msgspec
 
 from .http_exchange import HttpExchange
 
-_PARAMETER = re.compile(r"\{[^}]*\}")
+_PARAMETER = re.compile(r"\{[^{}]*\}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.engine_core.processes import has_ended
-from tokenloom import LLM, CoreSamplingParams
+from tokenloom import LLM, SamplingParams
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, WorkerConfig
 from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams as CoreParams
@@ -20,7 +20,7 @@ from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
-GREEDY = CoreSamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
 PROMPTS = ["Once upon a time", "The dog", [5, 6, 7]]
 
 
@@ -65,7 +65,7 @@ def test_the_same_tokens_asleep_and_awake_and_with_reloaded_weights(expected):
     llm = make_llm("mp")
     assert [(sample.token_ids, sample.text) for sample in say(llm)] == expected
     check_embeddings(llm)
-    long = CoreSamplingParams(temperature=0.0, max_tokens=2)
+    long = SamplingParams(temperature=0.0, max_tokens=2)
     llm.generate([[index] + [7] * 240 for index in range(100)], long, use_tqdm=False)  # fills the pool
     (awake,) = llm.collective_rpc("resident_bytes")
     llm.sleep()

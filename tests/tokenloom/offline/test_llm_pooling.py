@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenloom import LLM, CorePoolingParams, SamplingParams
+from tokenloom import LLM, PoolingParams, SamplingParams
 from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams as CoreParams
 from tokenloom.engine_core.data.core_pooling_params import PoolingTask
 from tokenloom.engine_core.fake_workers.hash_row import hash_pooled
@@ -35,7 +35,7 @@ def test_encode_returns_what_is_asked_for(llm):
     ids = llm.get_tokenizer().encode("Once upon a time").ids
     (vectors,) = llm.encode("Once upon a time", pooling_task="token_embed", use_tqdm=False)
     assert torch.equal(vectors.outputs.data, torch.from_numpy(expected(ids, PoolingTask.TOKEN_EMBED)))
-    (short,) = llm.encode("Once upon a time", CorePoolingParams(dimensions=3, task="embed"), use_tqdm=False)
+    (short,) = llm.encode("Once upon a time", PoolingParams(dimensions=3, task="embed"), use_tqdm=False)
     assert short.outputs.data.tolist() == expected(ids, PoolingTask.EMBED, dimensions=3).tolist()
     (cut,) = llm.encode("Once upon a time", pooling_task="embed", truncate_prompt_tokens=2, use_tqdm=False)
     assert cut.prompt_token_ids == ids[:2]
@@ -54,7 +54,7 @@ def test_wrong_requests_are_value_errors(llm):
     with pytest.raises(ValueError, match="pooling_task is not set"):
         llm.encode("Once", use_tqdm=False)
     with pytest.raises(ValueError, match="dimensions is 9; this model's vectors have 8"):
-        llm.embed("Once", pooling_params=CorePoolingParams(dimensions=9), use_tqdm=False)
+        llm.embed("Once", pooling_params=PoolingParams(dimensions=9), use_tqdm=False)
     with pytest.raises(ValueError, match="score: 2 texts and 3 texts"):
         llm.score(["a", "b"], ["a", "b", "c"], use_tqdm=False)
 

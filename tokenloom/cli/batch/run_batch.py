@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tokenloom.services.runtime.host.heap import uncollected_imports
+from tokenloom.process.uncollected_imports import uncollected_imports
 
 from ..failures import FAILED, reported
 from ..server import ApiKey, BaseUrl, connect

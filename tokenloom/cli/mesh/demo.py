@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME
-from tokenloom.services.runtime.host.heap import uncollected_imports
+from tokenloom.process.uncollected_imports import uncollected_imports
 
 PROMPT = "Tell me a story about a dragon."
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME, expanded
-from tokenloom.services.runtime.host.heap import uncollected_imports
+from tokenloom.process.uncollected_imports import uncollected_imports
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.layout import MeshOptions
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tokenloom.services.runtime.host.heap import uncollected_imports
+from tokenloom.process.uncollected_imports import uncollected_imports
 
 
 @pytest.fixture

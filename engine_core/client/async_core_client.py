@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +26,10 @@ from ..wire.serialization import Decoder, encode, to_raw
 from .async_socket import AsyncSocket
 
 T = TypeVar("T")
+Send = Callable[[UtilityCall], Awaitable[None]]
+
+_MAX_UNSENT = 1024
+"""So many calls may wait until a core that is behind reads them; a front that polls it adds some each second."""
 
 
 class AsyncCoreClient(Protocol):
@@ -70,20 +75,27 @@ class PendingCalls:
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
-        self._sending = set[asyncio.Future[None]]()  # bounded by the calls that were made and not sent yet
+        self._unsent = deque[tuple[UtilityCall, Send]]()  # bounded by _MAX_UNSENT
+        self._sending: asyncio.Task[None] | None = None  # while there are unsent calls
         self._waiting: dict[int, asyncio.Future[object]] = {}  # bounded by the callers that wait
 
-    async def make(self, method: str, args: Sequence[object], send: Callable[[UtilityCall], Awaitable[None]]) -> object:
-        """Send a call and wait for its answer. The call is sent even if its caller is cancelled meanwhile."""
+    async def make(self, method: str, args: Sequence[object], send: Send) -> object:
+        """Send a call and wait for its answer. Calls are sent in the order in which they are made, each also if its
+        caller is cancelled meanwhile.
+
+        Raises ``NotSentError`` if too many calls wait to be sent, and what ``send`` raises.
+        """
+        if len(self._unsent) >= _MAX_UNSENT:
+            raise NotSentError(f"{len(self._unsent)} calls wait to be sent to the engine core")
         call = UtilityCall(next(self._ids), method, [to_raw(arg) for arg in args])
         future = self._waiting[call.call_id] = asyncio.get_running_loop().create_future()
-        # Callers note what a call changes when they make it: with a pause that was dropped before its first byte was
-        # written, an engine would show a pause that its core knows nothing of.
-        sending = asyncio.ensure_future(send(call))
-        self._sending.add(sending)
-        sending.add_done_callback(self._sent)
+        # Callers note what a call changes when they make it. With a pause that was dropped before its first byte was
+        # written, or that overtook a resume, an engine would show another state than its core has. So one task sends
+        # all calls: with a task for each, the order would be that in which the event loop runs them.
+        self._unsent.append((call, send))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send_all(), name="utility-calls")
         try:
-            await asyncio.shield(sending)
             return await future
         finally:
             del self._waiting[call.call_id]
@@ -100,16 +112,24 @@ class PendingCalls:
                 future.set_exception(error)
         return True
 
-    def _sent(self, sending: asyncio.Future[None]) -> None:
-        self._sending.discard(sending)
-        if not sending.cancelled():
-            sending.exception()  # its caller may not ask for it any more
-
     def fail(self, error: Exception) -> None:
         """Fail all calls that wait."""
         for future in list(self._waiting.values()):
             if not future.done():
                 future.set_exception(error)
+
+    async def _send_all(self) -> None:
+        try:
+            while self._unsent:
+                call, send = self._unsent.popleft()
+                try:
+                    await send(call)
+                except Exception as error:
+                    future = self._waiting.get(call.call_id)
+                    if future is not None and not future.done():
+                        future.set_exception(error)
+        finally:
+            self._sending = None
 
 
 class AsyncMPClient:

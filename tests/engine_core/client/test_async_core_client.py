@@ -16,6 +16,7 @@ from tests.engine_core.data.test_embedding_rows import expected, make_mixed, mak
 from tests.engine_core.helpers import make_config, make_pooling, make_request
 from tests.engine_core.processes import failing_core, has_ended
 from tests.loop_clock import settle
+from tokenloom.engine_core.client import async_core_client
 from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, AsyncMPClient, PendingCalls
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.data.core_pooling_params import PoolingTask
@@ -307,3 +308,44 @@ async def test_a_call_is_sent_in_its_turn_though_its_caller_was_cancelled_before
         await resume
     assert not calls._waiting
     assert not calls._sending
+
+
+async def test_calls_are_sent_in_the_order_in_which_they_are_made() -> None:
+    calls, sent, pause_may_go = PendingCalls(), list[str](), asyncio.Event()
+
+    async def send(call: UtilityCall) -> None:
+        if call.method == "pause":
+            await pause_may_go.wait()
+        sent.append(call.method)
+
+    tasks = [asyncio.create_task(calls.make(method, (), send)) for method in ("pause", "resume")]
+    await settle()
+    pause_may_go.set()
+    await settle()
+    assert sent == ["pause", "resume"]
+    calls.fail(EngineDeadError("the test has ended"))
+    errors = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(error, EngineDeadError) for error in errors)
+
+
+async def test_a_call_that_cannot_be_sent_fails_alone_and_so_does_one_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_core_client, "_MAX_UNSENT", 2)
+    calls, sent = PendingCalls(), list[str]()
+
+    async def send(call: UtilityCall) -> None:
+        if call.method == "first":
+            raise NotSentError("it is too long")
+        sent.append(call.method)
+
+    first, second, third = (asyncio.create_task(calls.make(name, (), send)) for name in ("first", "second", "third"))
+    with pytest.raises(NotSentError, match="too long"):
+        await first
+    with pytest.raises(NotSentError, match="2 calls wait"):
+        await third
+    assert sent == ["second"]
+    calls.fail(EngineDeadError("the test has ended"))
+    with pytest.raises(EngineDeadError):
+        await second
+    assert not calls._waiting

@@ -2,11 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any, cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenloom.engine_core.client.async_core_client import PendingCalls
+from tokenloom.engine_core.data.messages import EngineCoreOutputs, UtilityCall, UtilityOutput
+from tokenloom.engine_core.wire.serialization import to_raw
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control.pause import Pause
 from tokenloom.services.engine.core.core_link import CoreLink
@@ -112,6 +116,32 @@ async def test_only_the_pause_that_was_begun_is_ended() -> None:
     await make(pause.end(ours))
     assert core.is_paused
     assert load.is_paused
+
+
+async def test_a_resume_does_not_overtake_the_pause_of_an_operator_who_left() -> None:
+    """With the client's own sending, of which the pause's message is held up."""
+    core, calls, pause_may_go = Core(), PendingCalls(), asyncio.Event()
+
+    async def send(call: UtilityCall) -> None:
+        if call.method == "pause":
+            await pause_may_go.wait()
+        core.is_paused = call.method == "pause"
+        calls.take(EngineCoreOutputs(utility_output=UtilityOutput(call.call_id, result=to_raw(None))))
+
+    link: Any = SimpleNamespace(call=lambda method, *args: calls.make(method, args, send))
+    load = LoadTracker(8, 8)
+    pause = Pause(link, load)
+    beginning = asyncio.create_task(pause.begin(PAUSE_MODE_KEEP))
+    await settle()
+    ending = asyncio.create_task(pause.end())
+    await settle()
+    beginning.cancel()
+    await settle()
+    pause_may_go.set()
+    await settle()
+    await ending
+    assert core.is_paused == load.is_paused == (pause.mode != PAUSE_MODE_UNSPECIFIED)
+    assert not core.is_paused
 
 
 @settings(max_examples=300, deadline=None)

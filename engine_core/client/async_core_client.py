@@ -151,9 +151,8 @@ class AsyncMPClient:
         self._kv_events: Decoder[KVEvent] = Decoder(KVEvent)
         self._calls = PendingCalls()
         self._dead: EngineDeadError | None = None
-        self._waits: set[asyncio.Future[Any]] = (
-            set()
-        )  # operations on the KV socket, which would never end if the core died
+        # Operations on the KV socket, which would never end if the core died.
+        self._waits: set[asyncio.Future[Any]] = set()
         self._closed = False
 
     @property

@@ -124,7 +124,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.counted: dict[str, dict[int, float]] = {}
         self.lost: dict[str, int] = {}  # picks in a row
         self.unreached: set[str] = set()
-        self.seen: dict[str, bool] = {}  # as watchers were last told: engines, and whether they are out of reach
+        self.seen: dict[str, bool] = {}  # what watchers were last sent: engines, and whether they are out of reach
         self.epoch = 0
 
     @rule(name=names)

@@ -17,7 +17,7 @@ OURS = make_hello("server", 7)
 
 
 class Stream(ServerStream[EngineInput, EngineFrame]):
-    """Answers each slot that ``abort_slots`` name with one frame, when told so."""
+    """Answers each slot that ``abort_slots`` name with one frame, when the test asks for it."""
 
     def __init__(self) -> None:
         super().__init__()

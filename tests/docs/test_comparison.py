@@ -16,8 +16,7 @@ from tokenloom.gpu_worker.checkpoint.local_config import check_options
 from tokenloom.gpu_worker.kernels import triton
 from tokenloom.gpu_worker.platform.device_check import check_device
 from tokenloom.reference.service_pages import SERVICES
-from tokenloom.services.gateway.compat import FOREIGN_APIS
-from tokenloom.services.gateway.compat.foreign_field import FieldEffect
+from tokenloom.services.gateway.records.compat import FOREIGN_APIS
 from tokenloom.services.runtime.peers.callers import CALLERS
 from tokenloom.v1 import coordinator_pb2, engine_pb2, kv_transfer_pb2, output_processor_pb2, tokenizer_pb2
 
@@ -55,8 +54,10 @@ def gpus_are_to_come() -> bool:
 
 
 def text_alone() -> bool:
-    images = [row for api in FOREIGN_APIS for row in api.fields if "image" in row.name]
-    return bool(images) and all(row.outcome is FieldEffect.REFUSED for row in images)
+    refused = [name for api in FOREIGN_APIS for name in api.refused if "image" in name]
+    return bool(refused) and not any(
+        "image" in name for api in FOREIGN_APIS for name in (*api.works.split(), *api.ignored)
+    )
 
 
 def refuses_with_workers() -> bool:

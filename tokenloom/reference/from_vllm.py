@@ -7,8 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from tokenloom.services.gateway.compat import FOREIGN_APIS
-from tokenloom.services.gateway.compat.foreign_field import FieldEffect
+from tokenloom.services.gateway.records.compat import FOREIGN_APIS
 from tokenloom.services.runtime.host.foreign_flags import foreign_flags
 
 _HEAD = """# From vLLM
@@ -135,13 +134,12 @@ def _flags() -> Iterator[str]:
 
 def _fields() -> Iterator[str]:
     for api in FOREIGN_APIS:
-        work = [row.name for row in api.fields if row.outcome is FieldEffect.WORKS]
-        yield f"\n### {api.name}\n\n`POST {api.path}`. These work:\n\n{_listed(work)}\n"
-        others = [row for row in api.fields if row.outcome is not FieldEffect.WORKS]
-        if others:
+        yield f"\n### {api.name}\n\n`POST {api.path}`. These work:\n\n{_listed(api.works.split())}\n"
+        if api.refused or api.ignored:
             yield "\n| field | outcome | |\n|---|---|---|\n"
-        for row in others:
-            yield f"| `{row.name}` | {row.outcome.value} | {_cell(row.note)} |\n"
+        for outcome, fields in (("refused", api.refused), ("ignored", api.ignored)):
+            for name, note in fields.items():
+                yield f"| `{name}` | {outcome} | {_cell(note)} |\n"
 
 
 def _marked(answer: str) -> str:

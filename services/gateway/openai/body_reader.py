@@ -22,8 +22,8 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.message_plans import UNBOUND_STRICT
 from ..assistant.parsed_message import MessagePlan
-from ..compat import ignored_names
 from ..openapi.request_schemas import CommonFields, StreamOptions
+from ..records.compat import IGNORED_FIELDS
 from ..records.generate_request import BeamOptions, Chat, EmbeddedPrompt, GenerateRequest
 from ..tenants.tenant import Tenant
 from .event_ids import EventId
@@ -142,7 +142,7 @@ RENAMED: Mapping[str, str] = {
 }
 """Unsupported old names of fields, and what to send instead."""
 
-WITHOUT_EFFECT = ignored_names() | {"parallel_tool_calls"}
+WITHOUT_EFFECT = IGNORED_FIELDS | {"parallel_tool_calls"}
 """Known fields that have no effect here."""
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)

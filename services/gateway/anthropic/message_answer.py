@@ -5,7 +5,7 @@ from typing import Any
 
 from tokenloom.v1 import output_processor_pb2
 
-from ..assistant.parsed_message import CallDelta, MessageDelta, OutputReader
+from ..assistant.parsed_message import CallDelta, MessageDelta, OutputReader, TextDelta
 from ..encoding.sse import encode_json
 from ..formats.message_parts import read_arguments
 from ..generation.running_generation import RunningGeneration
@@ -13,7 +13,13 @@ from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
 from ..openai.body_reader import AnswerOptions
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "tool_calls": "tool_use",
+    "length": "max_tokens",
+    "repetition": "max_tokens",  # the API has no other word for a turn that a limit has ended
+    "abort": "pause_turn",  # the client sends the turn back, and the model continues it
+}
 
 
 class MessageAnswer:
@@ -86,7 +92,7 @@ class MessageAnswer:
         reason = finish_reason(finished)
         if reason == "stop" and self._blocks.num_calls:
             reason = "tool_calls"
-        return _STOP_REASONS.get(reason, "end_turn"), None
+        return _STOP_REASONS[reason], None
 
     def _usage(self) -> dict[str, int]:
         """Return the tokens; those of the prompt that were cached are counted separately, as in Anthropic's API."""
@@ -114,14 +120,14 @@ class ContentBlocks:
     def add(self, delta: MessageDelta) -> bytes:
         """Return the events of what a turn grew by."""
         events = b""
-        if delta.reasoning:
-            events += self._begin("thinking", {"thinking": "", "signature": ""})
-            events += self._delta("thinking_delta", "thinking", delta.reasoning)
-        if delta.content:
-            events += self._begin("text", {"text": ""})
-            events += self._delta("text_delta", "text", delta.content)
-        for call in delta.calls:
-            events += self._add_call(call)
+        for part in delta:
+            if isinstance(part, CallDelta):
+                events += self._add_call(part)
+            elif isinstance(part, TextDelta):
+                events += self._begin("text", {"text": ""}) + self._delta("text_delta", "text", part.text)
+            else:
+                events += self._begin("thinking", {"thinking": "", "signature": ""})
+                events += self._delta("thinking_delta", "thinking", part.text)
         return events
 
     def end(self) -> bytes:

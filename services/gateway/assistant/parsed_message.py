@@ -1,7 +1,7 @@
 """Separates an assistant's turn into content, reasoning and tool calls while it grows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..formats.message_parts import CallArguments, CallBegin, Content, Part, ReasoningText
 from ..formats.think import ThinkParser
@@ -37,12 +37,38 @@ class CallDelta:
 
 
 @dataclass(slots=True)
-class MessageDelta:
-    """The new part of a turn; empty while nothing is certain."""
+class TextDelta:
+    """More text for the user."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    text: str
+
+
+@dataclass(slots=True)
+class ReasoningDelta:
+    """More of the model's reasoning."""
+
+    text: str
+
+
+# A list, because one piece of output may hold the end of a call and text that follows it: an API that keeps the parts
+# in order would otherwise write the text before the call's last arguments.
+MessageDelta = list[TextDelta | ReasoningDelta | CallDelta]
+"""The new parts of a turn in the order in which the model wrote them; empty while nothing is certain."""
+
+
+def text_of(delta: MessageDelta) -> str:
+    """Return the text for the user, for an API that keeps it apart from the calls."""
+    return "".join([part.text for part in delta if type(part) is TextDelta])
+
+
+def reasoning_of(delta: MessageDelta) -> str:
+    """Return the reasoning, for an API that keeps it apart from the text."""
+    return "".join([part.text for part in delta if type(part) is ReasoningDelta])
+
+
+def calls_of(delta: MessageDelta) -> list[CallDelta]:
+    """Return the parts of calls, for an API that keeps them apart from the text."""
+    return [part for part in delta if type(part) is CallDelta]
 
 
 class OutputReader:
@@ -61,7 +87,9 @@ class OutputReader:
 
     def feed(self, text: str, *, ends: bool) -> MessageDelta:
         """Return what more text adds. ``ends``: it is the last text."""
-        return MessageDelta(text) if self._parser is None else self._parser.feed(text, ends=ends)
+        if self._parser is not None:
+            return self._parser.feed(text, ends=ends)
+        return [TextDelta(text)] if text else []
 
 
 class ParsedMessage:
@@ -81,7 +109,7 @@ class ParsedMessage:
 
     def feed(self, text: str, *, ends: bool) -> MessageDelta:
         """Return what more text adds. ``ends``: it is the last text."""
-        delta = MessageDelta()
+        delta: MessageDelta = []
         while len(text) > MAX_PIECE:
             self._add(delta, self._parts(text[:MAX_PIECE], ends=False))
             text = text[MAX_PIECE:]
@@ -92,13 +120,14 @@ class ParsedMessage:
         for part in parts:
             match part:
                 case Content(words):
-                    delta.content += words
+                    _grow(delta, TextDelta, words)
                 case ReasoningText(words):
-                    delta.reasoning += words if self._plan.include_reasoning else ""
+                    if self._plan.include_reasoning:
+                        _grow(delta, ReasoningDelta, words)
                 case CallBegin(name):
-                    self._begin_call(delta.calls, name)
+                    self._begin_call(delta, name)
                 case CallArguments(more):
-                    self._add_arguments(delta.calls, more)
+                    self._add_arguments(delta, more)
 
     def _parts(self, text: str, *, ends: bool) -> Sequence[Part]:
         parts: list[Part] = []
@@ -121,16 +150,26 @@ class ParsedMessage:
         elif text:
             parts.append(Content(text))
 
-    def _begin_call(self, calls: list[CallDelta], name: str) -> None:
+    def _begin_call(self, delta: MessageDelta, name: str) -> None:
         self._skips_call = self.num_calls > 0 and not self._plan.parallel_calls
         if not self._skips_call:
-            calls.append(CallDelta(self.num_calls, self._plan.new_call_id(), name))
+            delta.append(CallDelta(self.num_calls, self._plan.new_call_id(), name))
             self.num_calls += 1
 
-    def _add_arguments(self, calls: list[CallDelta], text: str) -> None:
-        if self._skips_call:
+    def _add_arguments(self, delta: MessageDelta, text: str) -> None:
+        if self._skips_call or not text:
             return
-        index = self.num_calls - 1
-        if not calls or calls[-1].index != index:
-            calls.append(CallDelta(index))
-        calls[-1].arguments += text
+        last = delta[-1] if delta else None
+        if not isinstance(last, CallDelta):
+            last = CallDelta(self.num_calls - 1)
+            delta.append(last)
+        last.arguments += text
+
+
+def _grow(delta: MessageDelta, kind: type[TextDelta] | type[ReasoningDelta], text: str) -> None:
+    """Add text to the last part if it is of this kind, otherwise as a part of its own."""
+    last = delta[-1] if delta else None
+    if isinstance(last, kind):
+        last.text += text
+    elif text:
+        delta.append(kind(text))

@@ -47,6 +47,7 @@ class HermesParser:
             self._call = CallObject(START)
         elif marker == END and self._unclosed:
             self._unclosed = False
+            self._words.call()  # the space before the closing mark belongs to the call
         else:
             parts += self._words.add(marker)
         return bool(marker)

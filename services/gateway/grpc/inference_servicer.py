@@ -12,7 +12,7 @@ from tokenloom.request import errors, logprob_columns
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-from ..assistant.parsed_message import MessagePlan, ParsedMessage
+from ..assistant.parsed_message import MessagePlan, ParsedMessage, calls_of, reasoning_of, text_of
 from ..generation.delivered import Delivered
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
@@ -251,8 +251,8 @@ def _response(generation: RunningGeneration, delta: Delta) -> inference_pb2.Gene
 def _split_text(response: inference_pb2.GenerateResponse, turn: ParsedMessage, *, ends: bool) -> None:
     """Move reasoning and calls out of the text into their own fields."""
     added = turn.feed(response.text, ends=ends)
-    response.text, response.reasoning = added.content, added.reasoning
-    for call in added.calls:
+    response.text, response.reasoning = text_of(added), reasoning_of(added)
+    for call in calls_of(added):
         new = response.tool_calls.add(index=call.index, id=call.call_id)
         new.function.name, new.function.arguments = call.name, call.arguments
     if turn.num_calls and response.finish_reason == types_pb2.FINISH_REASON_STOP:

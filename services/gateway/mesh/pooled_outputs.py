@@ -86,6 +86,8 @@ class PooledOutputs:
             self.lost.append(index)
         elif error is not None:
             self.fail(error)
+        elif finished.reason == types_pb2.FINISH_REASON_ABORT:  # an operator paused the engines
+            self.fail(errors.Unavailable("The engines ended the request before its result; retry."))
         elif parts:
             self._finish(index, tuple(parts[0].shape), parts)
         self.cached_tokens += finished.cached_tokens

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from ..assistant.parsed_message import CallDelta, MessageDelta, OutputReader
+from ..assistant.parsed_message import CallDelta, OutputReader, calls_of, reasoning_of, text_of
 from ..encoding.sse import encode_json
 from ..formats.message_parts import read_arguments
 from ..generation.running_generation import RunningGeneration
@@ -22,7 +22,8 @@ class OllamaAnswer:
         is_open, may_reason = generation.opens_reasoning, generation.may_reason
         self._reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
         self._begun = time.monotonic_ns()
-        self._parts: list[MessageDelta] = []
+        self._content: list[str] = []
+        self._thoughts: list[str] = []
         self._calls: list[CallDelta] = []
 
     def first_events(self) -> bytes:
@@ -30,8 +31,8 @@ class OllamaAnswer:
 
     def events(self, delta: Delta) -> bytes:
         """Return the line of some output; empty while nothing is certain."""
-        new = self._read(delta)
-        return self._line(new.content, new.reasoning) if new.content or new.reasoning else b""
+        content, thoughts = self._read(delta)
+        return self._line(content, thoughts) if content or thoughts else b""
 
     def last_events(self) -> bytes:
         return self._line(calls=self._calls, ends=True)
@@ -46,20 +47,22 @@ class OllamaAnswer:
         return iter(())
 
     def add(self, delta: Delta) -> None:
-        self._parts.append(self._read(delta))
+        content, thoughts = self._read(delta)
+        self._content.append(content)
+        self._thoughts.append(thoughts)
 
     def body(self) -> Iterator[bytes]:
-        content, reasoning = ("".join(getattr(part, name) for part in self._parts) for name in ("content", "reasoning"))
-        yield self._line(content, reasoning, self._calls, ends=True)
+        yield self._line("".join(self._content), "".join(self._thoughts), self._calls, ends=True)
 
-    def _read(self, delta: Delta) -> MessageDelta:
+    def _read(self, delta: Delta) -> tuple[str, str]:
+        """Keep the calls of some output, and return its text and its reasoning."""
         added = self._reader.feed(delta.text, ends=delta.finished is not None)
-        for call in added.calls:
+        for call in calls_of(added):
             if call.call_id:
                 self._calls.append(call)
             else:
                 self._calls[-1].arguments += call.arguments
-        return added
+        return text_of(added), reasoning_of(added)
 
     def _line(
         self, text: str = "", thoughts: str = "", calls: list[CallDelta] | None = None, ends: bool = False
@@ -77,4 +80,4 @@ class OllamaAnswer:
         usage, reason = self._generation.usage, finish_reason(self._generation.finished[0])
         counts = {"prompt_eval_count": usage.prompt_tokens, "eval_count": usage.completion_tokens}
         counts |= dict.fromkeys(("total_duration", "eval_duration"), time.monotonic_ns() - self._begun)
-        return {"done_reason": "length" if reason == "length" else "stop", **counts}
+        return {"done_reason": reason, **counts}

@@ -8,7 +8,7 @@ from tokenloom.request import errors
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.message_plans import MessagePlans
-from ..assistant.parsed_message import CallDelta, OutputReader
+from ..assistant.parsed_message import CallDelta, OutputReader, calls_of, reasoning_of, text_of
 from ..encoding import sse
 from ..encoding.json_blocks import JsonBlocks
 from ..formats.tool_request import NO_TOOLS, read_tool_request
@@ -233,15 +233,21 @@ class _Turn:
 
         ``ends``: it is the last text.
         """
+        if self._reader.is_plain:
+            self._content.append(text)
+            return {"content": text}
         delta = self._reader.feed(text, ends=ends)
-        if delta.content:
-            self._content.append(delta.content)
-        if delta.reasoning:
-            self._reasoning.append(delta.reasoning)
-        added: dict[str, object] = {"content": delta.content} if delta.content or self._reader.is_plain else {}
-        added |= _reasoning(delta.reasoning)
-        if delta.calls:
-            added["tool_calls"] = [self._add_call(call) for call in delta.calls]
+        if not delta:
+            return {}
+        added: dict[str, object] = {}
+        if content := text_of(delta):
+            self._content.append(content)
+            added["content"] = content
+        if reasoning := reasoning_of(delta):
+            self._reasoning.append(reasoning)
+            added |= _reasoning(reasoning)
+        if calls := calls_of(delta):
+            added["tool_calls"] = [self._add_call(call) for call in calls]
         return added
 
     def message(self) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..assistant.parsed_message import CallDelta, MessageDelta
+from ..assistant.parsed_message import CallDelta, MessageDelta, TextDelta
 from ..encoding.sse import encode_json
 from .function_tools import chat_name
 
@@ -40,14 +40,15 @@ class OutputItems:
     def add(self, delta: MessageDelta) -> bytes:
         """Return the events of what the output grew by."""
         events = b""
-        if delta.reasoning:
-            events += self._begin("reasoning", {"summary": [], "content": []})
-            events += self._grow("response.reasoning_text.delta", delta.reasoning)
-        if delta.content:
-            events += self._begin("message", {"role": "assistant", "content": []})
-            events += self._grow("response.output_text.delta", delta.content)
-        for call in delta.calls:
-            events += self._add_call(call)
+        for part in delta:
+            if isinstance(part, CallDelta):
+                events += self._add_call(part)
+            elif isinstance(part, TextDelta):
+                events += self._begin("message", {"role": "assistant", "content": []})
+                events += self._grow("response.output_text.delta", part.text)
+            else:
+                events += self._begin("reasoning", {"summary": [], "content": []})
+                events += self._grow("response.reasoning_text.delta", part.text)
         return events
 
     def end(self, status: str = "completed") -> bytes:

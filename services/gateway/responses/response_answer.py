@@ -14,6 +14,10 @@ from .input_items import Turn
 from .output_items import OutputItems
 from .response_store import ResponseStore, StoredResponse
 
+_STATUSES = {"stop": "completed", "length": "incomplete", "repetition": "incomplete", "abort": "failed"}
+ABORTED = {"code": "server_error", "message": "the server ended the answer before it was complete; ask again"}
+"""The error of a response whose generation was aborted. It keeps the output so far."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseRequest:
@@ -66,7 +70,7 @@ class ResponseAnswer:
 
     def last_events(self) -> bytes:
         """Return the events after all output."""
-        ended = self._items.end(self._status())
+        ended = self._items.end(_item_status(self._status()))
         response = self.complete()
         return ended + self._items.events.event(f"response.{response['status']}", response=response)
 
@@ -93,9 +97,11 @@ class ResponseAnswer:
     def complete(self) -> dict[str, Any]:
         """Return the response, and store it if the client wants that."""
         status = self._status()
-        self._items.end(status)
+        self._items.end(_item_status(status))
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         ending = {"output": self._items.items, "incomplete_details": details, "usage": self._usage()}
+        if status == "failed":
+            ending["error"] = ABORTED
         response = response_of(self._head, status, **ending)
         if self._request.is_stored:
             turns = [*self._request.turns, self._items.turn()]
@@ -103,8 +109,7 @@ class ResponseAnswer:
         return response
 
     def _status(self) -> str:
-        is_cut = finish_reason(self._generation.finished[0]) == "length"
-        return "incomplete" if is_cut else "completed"
+        return _STATUSES[finish_reason(self._generation.finished[0])]
 
     def _usage(self) -> dict[str, object]:
         usage = self._generation.usage
@@ -115,6 +120,11 @@ class ResponseAnswer:
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+
+
+def _item_status(status: str) -> str:
+    """Return the status of the last item of a response that has ended."""
+    return "completed" if status == "completed" else "incomplete"
 
 
 def head_of(request: ResponseRequest) -> dict[str, Any]:

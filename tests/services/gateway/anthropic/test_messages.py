@@ -98,6 +98,26 @@ async def test_the_end_at_max_tokens(mesh: FakeMesh, http: httpx.AsyncClient) ->
     assert (await task).json()["stop_reason"] == "max_tokens"
 
 
+async def test_an_answer_that_an_operator_ended_is_not_called_complete(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task = asyncio.create_task(post(http))
+    (await mesh.outputs.next_request()).answer("Well", reason=types_pb2.FINISH_REASON_ABORT)
+    message = (await task).json()
+    assert (message["stop_reason"], message["content"][0]["text"]) == ("pause_turn", "Well")
+
+
+async def test_text_after_a_call_in_the_same_piece_keeps_its_place(socket_dir: Path) -> None:
+    async with claude(socket_dir) as (mesh, client):
+        mesh.outputs.auto = ('<tool_call>{"name": "get_weather", "arguments": {"city": ', '"Oslo"}}</tool_call>So.')
+        whole = await client.messages.create(**BODY, tools=TOOLS)
+        async with client.messages.stream(**BODY, tools=TOOLS) as stream:
+            streamed = await stream.get_final_message()
+    for message in (whole, streamed):
+        call, text = message.content
+        assert call.type == "tool_use"
+        assert text.type == "text"
+        assert (call.input, text.text) == ({"city": "Oslo"}, "So.")
+
+
 async def test_a_stream_with_a_call_as_anthropics_client_reads_it(socket_dir: Path) -> None:
     async with claude(socket_dir) as (mesh, client):
         mesh.outputs.auto = CALL

@@ -41,12 +41,17 @@ async def test_a_chat_is_streamed_in_lines(mesh: FakeMesh, http: httpx.AsyncClie
     assert last["total_duration"] > 0
 
 
-async def test_a_whole_chat_that_is_cut_off(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+@pytest.mark.parametrize(
+    ("reason", "named"), [(types_pb2.FINISH_REASON_LENGTH, "length"), (types_pb2.FINISH_REASON_ABORT, "abort")]
+)
+async def test_a_whole_chat_that_is_cut_off(
+    mesh: FakeMesh, http: httpx.AsyncClient, reason: types_pb2.FinishReason, named: str
+) -> None:
     task = asyncio.create_task(http.post("/api/chat", json={**BODY, "stream": False}))
-    (await mesh.outputs.next_request()).answer("Hel", "lo", reason=types_pb2.FINISH_REASON_LENGTH)
+    (await mesh.outputs.next_request()).answer("Hel", "lo", reason=reason)
     answer = (await task).json()
     assert answer["message"] == {"role": "assistant", "content": "Hello"}
-    assert (answer["done"], answer["done_reason"]) == (True, "length")
+    assert (answer["done"], answer["done_reason"]) == (True, named)
 
 
 async def test_a_prompt_is_answered(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

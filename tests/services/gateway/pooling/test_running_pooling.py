@@ -67,6 +67,13 @@ async def test_a_result_that_begins_anew_replaces_its_parts(by_hand: FakeMesh, h
     assert (await call).json()["data"][0]["embedding"] == [5.0, 6.0, 5.0, 6.0]
 
 
+async def test_a_prompt_that_an_operator_ended_may_be_sent_again(by_hand: FakeMesh, http: httpx.AsyncClient) -> None:
+    call = asyncio.create_task(_embedding(http, "a"))
+    (await by_hand.outputs.next_request()).finish(types_pb2.FINISH_REASON_ABORT)
+    response = await call
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
 @pytest.mark.parametrize(("offset", "shape"), [(1, [2]), (0, [2])])
 async def test_a_result_with_missing_numbers_is_an_error(
     by_hand: FakeMesh, http: httpx.AsyncClient, offset: int, shape: list[int]

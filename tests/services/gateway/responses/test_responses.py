@@ -68,6 +68,36 @@ async def test_a_stream_as_openais_client_reads_it(socket_dir: Path) -> None:
         assert (message.type, response.output_text) == ("message", "I ask.")
 
 
+async def test_text_after_a_call_in_the_same_piece_keeps_its_place(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        mesh.outputs.auto = ('<tool_call>{"name": "get_weather", "arguments": {"city": ', '"Oslo"}}</tool_call>So.')
+        async with client.responses.stream(model=MODEL, input="The weather?", tools=TOOLS) as stream:
+            streamed = await stream.get_final_response()
+        whole = await client.responses.create(model=MODEL, input="The weather?", tools=TOOLS)
+    for response in (streamed, whole):
+        call, message = response.output
+        assert call.type == "function_call"
+        assert message.type == "message"
+        assert (call.arguments, response.output_text) == ('{"city": "Oslo"}', "So.")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_that_an_operator_ended_has_failed(
+    mesh: FakeMesh, http: httpx.AsyncClient, stream: bool
+) -> None:
+    task = asyncio.create_task(post(http, stream=stream))
+    (await mesh.outputs.next_request()).answer("Well", reason=types_pb2.FINISH_REASON_ABORT)
+    answer = await task
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
+    response = events[-1]["response"] if stream else answer.json()
+    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+    (item,) = response["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "Well")
+    assert not stream or events[-1]["type"] == "response.failed"
+
+
 async def test_a_conversation_continues_with_the_result_of_a_call(socket_dir: Path) -> None:
     async with openai_client(socket_dir) as (mesh, client):
         mesh.outputs.auto = CALL

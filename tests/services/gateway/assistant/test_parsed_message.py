@@ -1,0 +1,81 @@
+"""The parts of an assistant's turn keep the order in which the model wrote them, however the text is cut."""
+
+import pytest
+
+from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
+from tokenloom.services.gateway.assistant.message_plans import FORMATS
+from tokenloom.services.gateway.assistant.parsed_message import (
+    CallDelta,
+    MessageDelta,
+    MessagePlan,
+    OutputReader,
+    ParsedMessage,
+    ReasoningDelta,
+    TextDelta,
+)
+from tokenloom.services.gateway.formats.strict_calls import RequiredCalls
+from tokenloom.services.gateway.formats.think import opener
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TEXT = f"<think>Hm.</think>I ask.{CALL}I wait.{CALL}Done."
+THINK = opener(next(iter(REASONING_FORMATS.values())))
+PLAN = MessagePlan(open_tools=lambda: FORMATS["hermes"].open(["get_weather"]), open_reasoning=THINK)
+EXPECTED = [
+    ("reasoning", "Hm."),
+    ("text", "I ask."),
+    ("call 0 get_weather", '{"city": "Paris"}'),
+    ("text", "I wait."),
+    ("call 1 get_weather", '{"city": "Paris"}'),
+    ("text", "Done."),
+]
+
+
+def joined(deltas: list[MessageDelta]) -> list[tuple[str, str]]:
+    """Each part with all that it grew by, in the order in which the parts began."""
+    parts: list[tuple[str, str]] = []
+    for part in (part for delta in deltas for part in delta):
+        if isinstance(part, CallDelta):
+            kind = f"call {part.index} {part.name}" if part.name else parts[-1][0]
+            assert kind.startswith(f"call {part.index} "), "arguments belong to the call before them"
+            more = part.arguments
+        else:
+            kind, more = "text" if isinstance(part, TextDelta) else "reasoning", part.text
+        if parts and parts[-1][0] == kind:
+            parts[-1] = (kind, parts[-1][1] + more)
+        else:
+            parts.append((kind, more))
+    return parts
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 7, 11, 40, 90, len(TEXT)])
+def test_the_order_does_not_depend_on_the_pieces(piece: int) -> None:
+    turn = ParsedMessage(PLAN, reasoning_is_open=False)
+    deltas = [turn.feed(TEXT[at : at + piece], ends=False) for at in range(0, len(TEXT), piece)]
+    assert joined([*deltas, turn.feed("", ends=True)]) == EXPECTED
+
+
+def test_what_one_piece_adds_is_one_part_for_each_kind_in_a_row() -> None:
+    turn = ParsedMessage(PLAN, reasoning_is_open=False)
+    turn.feed('<think>Hm.</think>I ask.<tool_call>\n{"name": "f", "arguments": {"a', ends=False)
+    delta = turn.feed('": 1}}\n</tool_call>So', ends=True)
+    assert delta == [CallDelta(0, "", "", '": 1}'), TextDelta("So")]
+
+
+def test_reasoning_that_is_left_out_leaves_no_part() -> None:
+    plan = MessagePlan(open_reasoning=THINK, include_reasoning=False)
+    assert ParsedMessage(plan, reasoning_is_open=False).feed("<think>Hm.</think>Yes.", ends=True) == [TextDelta("Yes.")]
+    plan = MessagePlan(open_reasoning=THINK)
+    turn = ParsedMessage(plan, reasoning_is_open=False)
+    assert turn.feed("<think>Hm.</think>Yes.", ends=True) == [ReasoningDelta("Hm."), TextDelta("Yes.")]
+
+
+def test_a_required_call_that_is_cut_keeps_its_arguments() -> None:
+    turn = ParsedMessage(MessagePlan(open_tools=RequiredCalls), reasoning_is_open=False)
+    turn.feed('[{"name": "get_weather", "parameters": {"city"', ends=False)
+    assert turn.feed(': "Pa', ends=True) == [CallDelta(0, "", "", ': "Pa')]
+
+
+def test_without_a_plan_all_of_it_is_text() -> None:
+    reader = OutputReader(None, reasoning_is_open=False, may_reason=False)
+    assert reader.feed(CALL, ends=False) == [TextDelta(CALL)]
+    assert reader.feed("", ends=True) == []

@@ -54,10 +54,6 @@ class CoreSamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=Fal
         """Whether the output is followed token by token: it has a grammar, or its reasoning has a budget."""
         return self.structured_output is not None or self.thinking_token_budget is not None
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
 
 DRAWS_NOTHING = CoreSamplingParams(max_tokens=1, seed=0)
 """The parameters of requests that are pooled. The token that they allow stands for the result."""

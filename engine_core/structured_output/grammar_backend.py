@@ -94,9 +94,6 @@ class Grammar(Protocol):
     def reset(self) -> None:
         """Take back all accepted tokens."""
 
-    def is_terminated(self) -> bool:
-        """Return whether the text is complete, so that only its end may follow."""
-
     def fill_bitmask(self, row: Bitmask) -> None:
         """Write the tokens that may come next, including the end tokens where the text may end.
 

@@ -301,9 +301,6 @@ class _Grammar:
     def reset(self) -> None:
         self._matcher.reset()
 
-    def is_terminated(self) -> bool:
-        return self._matcher.is_stopped() and not self._matcher.is_error()
-
     def fill_bitmask(self, row: Bitmask) -> None:
         assert row.flags.c_contiguous
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)

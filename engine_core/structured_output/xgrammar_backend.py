@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xgrammar  # pyright: ignore[reportMissingImports]  # comes with the extra of that name
 
 from ..data.core_sampling_params import GrammarKind, StructuredOutput
-from .grammar_backend import Bitmask, GrammarError, bitmask_of, close_objects
+from .grammar_backend import Bitmask, GrammarError, close_objects
 
 _MAX_WHITESPACE = 20
 """Limits the blanks between two JSON tokens, so that a model cannot stay in a loop of them."""
@@ -112,8 +111,6 @@ class _Compiled:
 class _Grammar:
     def __init__(self, compiled: Any) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._num_words = -(-compiled.tokenizer_info.vocab_size // 32)
-        self._eos = bitmask_of(self._matcher.stop_token_ids, self._num_words)
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         if not all(self._matcher.accept_token(token_id) for token_id in token_ids):
@@ -134,11 +131,6 @@ class _Grammar:
 
     def reset(self) -> None:
         self._matcher.reset()
-
-    def is_terminated(self) -> bool:
-        row = np.zeros(self._num_words, dtype=np.int32)
-        self.fill_bitmask(row)
-        return not np.any(row & ~self._eos) and bool(np.any(row & self._eos))
 
     def fill_bitmask(self, row: Bitmask) -> None:
         self._matcher.fill_next_token_bitmask(row[None, :])

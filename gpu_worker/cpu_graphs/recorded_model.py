@@ -72,11 +72,6 @@ class RecordedModel:
         """Return how many sizes of steps are recorded."""
         return len(self._steps)
 
-    @property
-    def are_whole(self) -> bool:
-        """Return whether every recording computes the logits, too."""
-        return all(step.logits is not None for step in self._steps.values())
-
     def record_ahead(self, model: StepModel, kv_caches: list[KVCache]) -> None:
         """Record nothing: the first step of a size takes hardly longer than others."""
 

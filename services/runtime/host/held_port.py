@@ -91,11 +91,6 @@ class HeldPort:
         self._accepting: asyncio.AbstractServer | None = None
         self._relays: set[_End] = set()
 
-    @property
-    def num_relayed(self) -> int:
-        """Connections that are relayed."""
-        return sum(isinstance(end, _Outer) for end in self._relays)
-
     async def open(self) -> None:
         """Accept the connections that wait, and those that still come."""
         inner = f"unix-abstract:{self._name}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tests.engine_core.structured_output.helpers import PERSON, VOCAB_SIZE, backend, config, json_schema
+from tests.engine_core.structured_output.helpers import EOS, PERSON, VOCAB_SIZE, allowed, backend, config, json_schema
 from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.structured_output.compiler_process import (
     CompilerProcess,
@@ -36,7 +36,7 @@ def process() -> Iterator[CompilerProcess]:
 
 def test_it_prepares_what_the_engine_loads(process: CompilerProcess) -> None:
     prepared = process.prepare(json_schema(PERSON))
-    assert not backend().load(prepared).start().is_terminated()
+    assert EOS not in allowed(backend().load(prepared).start())
     assert process.prepare(json_schema(PERSON)) == prepared
 
 

@@ -64,3 +64,8 @@ def generate(runner: ModelRunner, num_steps: int = 5) -> list[Drawn]:
         for each in members:
             done[each] += 1
     return found
+
+
+def have_logits(recorded: RecordedModel) -> bool:
+    """Return whether every recording computes the logits, too."""
+    return all(step.logits is not None for step in recorded._steps.values())

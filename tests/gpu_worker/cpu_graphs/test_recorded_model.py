@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu_worker.cpu_graphs.steps import generate, load, make_runner
+from tests.gpu_worker.cpu_graphs.steps import generate, have_logits, load, make_runner
 from tokenloom import demo_model
 from tokenloom.gpu_worker.call_recording.recorder import CallRecorder
 from tokenloom.gpu_worker.cpu_graphs.recorded_model import RecordedModel
@@ -47,7 +47,7 @@ def test_families_give_the_same_bits(save_checkpoint: Callable[..., Path], name:
     assert generate(runner) == expected
     assert count(recorded) == 2, "for steps of two and of three tokens"
     assert recorded is not None
-    assert recorded.are_whole, "with the logits"
+    assert have_logits(recorded)
 
 
 def test_what_is_no_kernel_is_computed_as_ever(save_checkpoint: Callable[..., Path]) -> None:
@@ -57,7 +57,7 @@ def test_what_is_no_kernel_is_computed_as_ever(save_checkpoint: Callable[..., Pa
     assert generate(runner) == generate(make_runner(gemma, records=False)[0])
     assert count(recorded) == 2
     assert recorded is not None
-    assert not recorded.are_whole
+    assert not have_logits(recorded)
     gpt2 = load(save_checkpoint("gpt2", dtype=torch.bfloat16), "bfloat16")
     runner, recorded = make_runner(gpt2, records=True)
     assert generate(runner) == generate(make_runner(gpt2, records=False)[0])

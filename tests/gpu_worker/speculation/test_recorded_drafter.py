@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.gpu_worker.cpu_graphs.steps import have_logits
 from tests.gpu_worker.speculation.steps import DEMO_MODEL, NUM_BLOCKS, Driver
 from tests.gpu_worker.speculation.test_model_proposer import make_backend
 from tests.gpu_worker.speculation.test_verify import NUM_TOKENS, PLAIN
@@ -44,7 +45,7 @@ def test_recordings_draft_the_same(folder, dtype):
     assert drafts_of(recorded) == drafts_of(expected)
     recordings = recorded.proposer._recorded
     assert 2 <= recordings.num_recordings <= MOST_TOKENS
-    assert recordings._recorded.are_whole
+    assert have_logits(recordings._recorded)
 
 
 def test_other_weights_and_caches_have_other_recordings():

@@ -23,7 +23,7 @@ def probabilities(logits, params: CoreSamplingParams):
     """[vocab] float64; zero for what the filters cut."""
     row = np.array(logits, dtype=np.float64)
     result = np.zeros(len(row))
-    if params.is_greedy:
+    if params.temperature == 0.0:
         result[np.argmax(row)] = 1.0
         return result
     weights = np.exp((row - row.max()) / params.temperature)

@@ -16,7 +16,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
 from .batch.expected_tokens import ExpectedTokens
 from .batch.input_batch import InputBatch, StepInputs
-from .batch.prompt_logprobs import PromptPart
+from .batch.prompt_rows import PromptPart
 from .batch.sampled_tokens import SampledTokens
 from .device.device_link import to_device
 from .expert_report import expert_loads, routed_experts

@@ -24,7 +24,7 @@ from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import make_kv_pool
 from .attention.context_backend import ContextBackend
-from .attention.pool_layers import PoolLayers
+from .attention.grouped_backend import PoolLayers
 from .batch.input_batch import InputBatch
 from .checkpoint.local_config import check_options, num_sharing
 from .checkpoint.model_config import ModelConfig

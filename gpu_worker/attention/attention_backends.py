@@ -7,8 +7,7 @@ from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import uses_triton, warn_unavailable
 from .attention_backend import AttentionBackend
 from .cpu_backend import CPUBackend
-from .reference import ReferenceBackend
-from .torch_backend import TorchBackend
+from .torch_backend import ReferenceBackend, TorchBackend
 
 NAMES = ("auto", "cpu", "torch", "triton", "reference")
 

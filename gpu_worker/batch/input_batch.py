@@ -16,12 +16,10 @@ from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRe
 from ..pooling.pooler import PooledRows
 from ..sampler.host.logits_processors import make_logits_processors
 from ..sampler.host.logprobs import LogprobRows
+from .batch_kernels import Gathered, make_gatherer, make_kernel_sampler
 from .block_table import BlockTable, RowChanges
 from .expected_tokens import UNKNOWN_TOKEN, Places
-from .gatherer import Gathered, make_gatherer
-from .kernel_sampler import make_kernel_sampler
-from .prompt_logprobs import PromptLogprobRows
-from .prompt_rows import PromptEmbeds, TokenRows, only_tokens
+from .prompt_rows import PromptEmbeds, PromptLogprobRows, TokenRows, only_tokens
 from .step_arrays import StepArrays, StepRows
 
 Ints = npt.NDArray[np.int64]

@@ -1,12 +1,21 @@
-"""Holds the prompt embeddings of the batch's rows, and selects those that one step computes."""
+"""Holds what prompts of the batch's rows have or ask for beside tokens: their embeddings, of which each step gets those
+that it computes, and their log probabilities, which are computed chunk by chunk like the prompts themselves."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
+from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.messages import Logprobs
+
+from ..sampler.device.device_sampler import DeviceSampler
+from ..sampler.device.logprob_arrays import MOST_LISTED
+from ..sampler.host.logprobs import logprobs_of
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -71,3 +80,91 @@ class PromptEmbeds:
                     part = span.rows[first - span.position : last - span.position]
                     found.append(TokenRows(offset + first - start, part))
         return found
+
+
+_SLICE = 64
+"""How many rows of logits are computed at once; those of a whole chunk may be larger than the model."""
+
+
+class PendingPositions(Protocol):
+    """Holds log probabilities of consecutive positions that may be on their way to the host."""
+
+    def wait(self) -> Sequence[Logprobs]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Holds log probabilities that the host has computed."""
+
+    logprobs: Logprobs
+
+    def wait(self) -> Sequence[Logprobs]:
+        return [self.logprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Holds the log probabilities of the prompt tokens of one step."""
+
+    num_top: int
+    slices: Sequence[PendingPositions]
+
+    def wait(self) -> Logprobs:
+        """Return them once they are on the host."""
+        result = Logprobs([], [], self.num_top)
+        for each in self.slices:
+            for positions in each.wait():
+                result.extend(positions)
+        return result
+
+
+class PromptLogprobRows:
+    """Holds the batch rows whose prompt log probabilities are not complete. A step without such rows costs one dict
+    lookup.
+
+    Only requests without output are among them: the first token and the prompt's log probabilities leave together.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[int, Sequence[int]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, row: int, params: CoreSamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """Add a request with these tokens, also when it comes back from a preemption."""
+        if params.prompt_logprobs is not None and len(token_ids) == num_prompt_tokens:
+            self._rows[row] = params.prompt_logprobs, token_ids
+
+    def remove(self, row: int) -> None:
+        """Remove a request."""
+        self._rows.pop(row, None)
+
+    def compute(
+        self,
+        row: int,
+        start: int,
+        hidden: Tensor,
+        compute_logits: Callable[[Tensor], Tensor],
+        device_sampler: DeviceSampler | None = None,
+    ) -> PromptPart | None:
+        """Return the log probabilities of the prompt tokens that follow positions ``start`` and after.
+
+        ``hidden`` are those positions', [n, hidden_size]. ``device_sampler`` finds the log probabilities where the
+        logits are; None: the logits come to the host. Returns None if the row asks for none, or for none any more.
+        """
+        if row not in self._rows:
+            return None
+        num_top, token_ids = self._rows[row]
+        if start + len(hidden) == len(token_ids):
+            del self._rows[row]
+        followers = token_ids[start + 1 : start + 1 + len(hidden)]
+        slices: list[PendingPositions] = []
+        for first in range(0, len(followers), _SLICE):
+            targets = followers[first : first + _SLICE]
+            logits = compute_logits(hidden[first : first + len(targets)])
+            if device_sampler is not None and num_top <= MOST_LISTED:
+                slices.append(device_sampler.start_logprobs(logits, targets, num_top))
+            else:
+                slices.append(Positions(logprobs_of(logits.cpu().numpy(), targets, num_top)))
+        return PromptPart(num_top, slices)

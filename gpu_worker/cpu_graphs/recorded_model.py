@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ..attention.attention_backend import KVCache
 from ..batch.input_batch import StepInputs
-from ..call_recording.buffers import Buffers, SharedMemory
 from ..call_recording.calls import Entry, RecordedExchange, UnrecordableError
 from ..call_recording.recorder import CallRecorder, recording
-from ..call_recording.recording import DryRun, Recording
+from ..call_recording.recording import Buffers, DryRun, Recording, SharedMemory
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.threads import kernel_threads
 from ..models.model import StepModel

@@ -14,7 +14,7 @@ from tests.gpu_check.sampler_kernels import check_asking_rows, check_draws
 from tests.gpu_check.target import GPU, Target
 from tests.gpu_worker.attention import steps
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
-from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.checkpoint.model_config import FP8_KV
 from tokenloom.gpu_worker.cuda.block_copy import copy_pool_blocks, pool_words

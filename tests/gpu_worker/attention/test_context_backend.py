@@ -8,7 +8,7 @@ import torch
 
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.context_backend import ContextBackend
-from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 
 CPU = torch.device("cpu")

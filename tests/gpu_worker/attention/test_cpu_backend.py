@@ -11,7 +11,7 @@ from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE
 from tests.pairwise import pairs
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
-from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")

@@ -25,7 +25,7 @@ from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.attention.cache import elements, numbers_of, quantize, scales_of
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
-from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 
 HAS_COMPILER = bool(shutil.which("g++"))
 BACKENDS = ["torch", "reference", *(["cpu"] if HAS_COMPILER else [])]

@@ -9,8 +9,8 @@ import torch
 from tests.gpu_worker.attention.steps import BLOCK_SIZE, CPU, make_step, run, shape
 from tokenloom.gpu_worker.attention import shared_prefix
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
-from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.shared_prefix import SharedPrefixFinder, find_shared_prefixes
+from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 
 
 def find(tables, seq_lens, query_lens=None, fewest=2):

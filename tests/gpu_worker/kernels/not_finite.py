@@ -14,7 +14,7 @@ from tests.gpu_worker.lora.test_layers import OUTPUTS, Layer
 from tests.pairwise import pairs
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
-from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.layers.int8_linear import Int8Linear

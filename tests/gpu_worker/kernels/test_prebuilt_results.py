@@ -10,7 +10,7 @@ import torch
 
 from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, rules, run_rule, shape
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
-from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.kernels import build_ahead, library
 from tokenloom.gpu_worker.kernels.levels import Level, available_levels
 from tokenloom.gpu_worker.kernels.prebuilt import find_prebuilt

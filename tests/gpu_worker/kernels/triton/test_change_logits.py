@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.gpu_worker.sampler.device.sampling_params import PARAMS
 from tests.gpu_worker.sampler.device.sampling_steps import VOCAB, Steps, bitmask, check_equal
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
-from tokenloom.gpu_worker.batch import prompt_logprobs
+from tokenloom.gpu_worker.batch import prompt_rows as prompt_logprobs
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.sampler.host.logprobs import logprobs_of

@@ -11,7 +11,7 @@ from tests.gpu_worker.attention.steps import CPU, make_step, rules, run_rule, sh
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention import triton_backend as attention_work
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
-from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend, num_splits, work_entries
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 

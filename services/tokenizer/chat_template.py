@@ -75,6 +75,18 @@ class ChatTemplate:
             # of roles that they do not know, so the model would never see them.
             messages = list(map(_without_developer, messages))
         context.update(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt)
+        try:
+            text = self._render(context, max_chars)
+        except TemplateRefused:
+            # A past call that was cut or malformed has a text as its arguments. Templates that walk through the members
+            # of an object cannot write it.
+            if not any(map(_has_text_arguments, messages)):
+                raise
+            context["messages"] = list(map(_without_text_arguments, messages))
+            text = self._render(context, max_chars)
+        return _ended_within(text, messages[-1]) if continue_final_message else text
+
+    def _render(self, context: Mapping[str, Any], max_chars: int) -> str:
         parts: list[str] = []
         length = 0
         try:
@@ -92,8 +104,7 @@ class ChatTemplate:
                 raise
             # The template met values of a type or shape that it does not expect.
             raise TemplateRefused(f"the chat template cannot take this conversation: {error}") from None
-        text = "".join(parts)
-        return _ended_within(text, messages[-1]) if continue_final_message else text
+        return "".join(parts)
 
 
 class _GenerationTag(Extension):
@@ -112,6 +123,23 @@ class _GenerationTag(Extension):
 
 def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _has_text_arguments(message: Mapping[str, Any]) -> bool:
+    return any(isinstance(call["function"].get("arguments"), str) for call in message.get("tool_calls") or ())
+
+
+def _without_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a turn whose calls have no arguments where they are a text."""
+    if not _has_text_arguments(message):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": {}}}
+        if isinstance(call["function"]["arguments"], str)
+        else call
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _ended_within(text: str, message: Mapping[str, Any]) -> str:

@@ -31,10 +31,11 @@ def _turns_of(where: str, message: Mapping[str, Any]) -> Iterator[Turn]:
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
-    blocks = _blocks(f"{where}.content", content)
     if role == "assistant":
-        yield _assistant_turn(blocks)
+        # An answer that only reasoned, or that ended at once, has no blocks.
+        yield _assistant_turn(_blocks(f"{where}.content", content) if content else ())
         return
+    blocks = _blocks(f"{where}.content", content)
     # The results of tools are turns of their own, before what the user adds to them.
     texts: list[str] = []
     for place, block in blocks:
@@ -57,7 +58,8 @@ def _assistant_turn(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Turn:
             thoughts.append(_string(f"{place}.thinking", block.get("thinking")))
         elif block["type"] not in _HELD_ELSEWHERE:
             texts.append(_text(place, block))
-    turn: Turn = {"role": "assistant", "content": "\n".join(texts)}
+    # Texts of one answer, which calls divided: joined as the model wrote them.
+    turn: Turn = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         turn["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -66,10 +68,8 @@ def _assistant_turn(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Turn:
 
 
 def _call(where: str, block: Mapping[str, Any]) -> dict[str, object]:
-    arguments = block.get("input")
-    if not isinstance(arguments, dict):
-        raise InvalidArgument(f"{where}.input must be an object", f"{where}.input")
-    function = {"name": _string(f"{where}.name", block.get("name")), "arguments": arguments}
+    # Any value: clients put together the arguments of a stream, which may have been cut anywhere.
+    function = {"name": _string(f"{where}.name", block.get("name")), "arguments": block.get("input")}
     return {"id": _string(f"{where}.id", block.get("id")), "type": "function", "function": function}
 
 

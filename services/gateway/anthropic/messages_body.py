@@ -40,11 +40,17 @@ def most_tokens(body: Body) -> int:
 def conversation(fields: CountTokensRequest) -> dict[str, Any]:
     """Return what the chat template reads: the turns and the tools."""
     chat: dict[str, Any] = {"messages": read_turns(fields.system, fields.messages)}
-    if chat["messages"][-1]["role"] == "assistant":  # the client has begun the answer
+    if _is_begun(chat["messages"][-1]):
         chat["continue_final_message"] = True
     if fields.tools:
         chat["tools"] = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields.tools)]
     return chat
+
+
+def _is_begun(turn: Mapping[str, Any]) -> bool:
+    """Return whether a turn is the beginning of the answer. A whole turn with calls, or one that only reasoned, has no
+    text that could go on, and another turn of the assistant follows."""
+    return turn["role"] == "assistant" and "tool_calls" not in turn and bool(turn["content"].strip())
 
 
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:

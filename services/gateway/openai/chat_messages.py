@@ -1,8 +1,9 @@
 """A conversation as clients send it, narrowed to what chat templates accept."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from tokenloom.request.errors import InvalidArgument
 
@@ -41,6 +42,9 @@ def _member(fields: ChatCompletionRequest, field: str, name: str, kind: type) ->
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("name", "tool_call_id")
+# A turn that only called tools or only reasoned, and a tool that returned nothing, come without a content, with null or
+# with no parts, depending on the client.
+_MAY_BE_EMPTY = ("assistant", "tool")
 _TEXT_PARTS = ("text", "refusal")
 """Types of parts, whose text is in a member of the same name."""
 
@@ -87,8 +91,10 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
         content = message.get("refusal")
     if isinstance(content, str):
         turn["content"] = content
+    elif content in (None, []) and role in _MAY_BE_EMPTY:
+        turn["content"] = ""
     else:
-        turn["content"] = "" if calls and content in (None, []) else _join_parts(f"{where}.content", content)
+        turn["content"] = _join_parts(f"{where}.content", content)
     if calls:
         turn["tool_calls"] = calls
     # vLLM has renamed reasoning_content to reasoning; templates use the older name.
@@ -118,7 +124,7 @@ def _part(where: str, part: object) -> str:
 
 
 def _tool_calls(where: str, calls: object) -> list[dict[str, object]]:
-    """Return the calls of a past turn, with arguments as objects, which each template writes in its own way."""
+    """Return the calls of a past turn."""
     if calls is None:
         return []
     if not isinstance(calls, list):
@@ -128,25 +134,30 @@ def _tool_calls(where: str, calls: object) -> list[dict[str, object]]:
 
 def _tool_call(where: str, call: object) -> dict[str, object]:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
+    is_function = isinstance(call, dict) and call.get("type") in (None, "function")
+    if not isinstance(call, dict) or not isinstance(function, dict) or not is_function:
         raise InvalidArgument(f'{where} must be {{"id": …, "type": "function", "function": {{…}}}}', where)
     name = _string(f"{where}.function.name", function.get("name"))
-    arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
+    arguments = read_arguments(function.get("arguments"))
     turn: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     call_id = call.get("id")
     return turn | {"id": _string(f"{where}.id", call_id)} if call_id not in (None, "") else turn
 
 
-def _arguments(where: str, arguments: object) -> dict[str, object]:
-    """Return the arguments as an object. OpenAI's API sends JSON in a string; an object is accepted too."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise InvalidArgument(f"{where} is not JSON", where) from None
-    if not isinstance(arguments, dict):
-        raise InvalidArgument(f"{where} must be a JSON object", where)
-    return arguments
+def read_arguments(arguments: object) -> dict[str, Any] | str:
+    """Return the arguments of a past call as an object, which each template writes in its own way; as text if they are
+    none. OpenAI's API sends JSON in a string; an object is accepted too."""
+    # Not refused: the model wrote them, and an answer that was cut or malformed would end the conversation.
+    if isinstance(arguments, dict):
+        return arguments
+    if not isinstance(arguments, str):
+        return {} if arguments is None else msgspec.json.encode(arguments).decode()
+    try:
+        # Strict: of NaN or half a surrogate pair, a lenient reader would make what cannot be written again.
+        value = msgspec.json.decode(arguments or b"{}")
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _string(where: str, value: object) -> str:

@@ -56,11 +56,14 @@ class _Turns:
         role = item.get("role")
         if role not in _ROLES:
             raise InvalidArgument(f"{where}.role must be one of {', '.join(_ROLES)}", f"{where}.role")
-        content = _text(f"{where}.content", item.get("content"))
-        if role == "assistant":
-            self._assistant(lambda turn: "content" not in turn and "tool_calls" not in turn)["content"] = content
-        else:
-            self.all.append({"role": role, "content": content})
+        content = item.get("content")
+        if role != "assistant":
+            self.all.append({"role": role, "content": _text(f"{where}.content", content)})
+            return
+        # Text after a call belongs to the turn that made it: no result stands between them.
+        turn = self._assistant(lambda turn: "content" not in turn or "tool_calls" in turn)
+        text = "" if content is None else _text(f"{where}.content", content)
+        turn["content"] = turn.get("content", "") + text
 
     def _assistant(self, has_room: Any) -> Turn:
         """Return the turn of the assistant that the item belongs to: the last one, if it has room for it."""
@@ -70,9 +73,10 @@ class _Turns:
 
 
 def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    function = {name: _string(f"{where}.{name}", item.get(name)) for name in ("name", "arguments")}
+    name = _string(f"{where}.name", item.get("name"))
     if item.get("namespace") is not None:
-        function["name"] = chat_name(_string(f"{where}.namespace", item["namespace"]), function["name"])
+        name = chat_name(_string(f"{where}.namespace", item["namespace"]), name)
+    function = {"name": name, "arguments": item.get("arguments")}
     return {"id": _string(f"{where}.call_id", item.get("call_id")), "type": "function", "function": function}
 
 

@@ -73,7 +73,7 @@ class OutputItems:
         for item in self.items:
             if item["type"] == "function_call":
                 name = chat_name(item.get("namespace", ""), item["name"])
-                function = {"name": name, "arguments": item["arguments"] or "{}"}
+                function = {"name": name, "arguments": item["arguments"]}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
             elif item["type"] == "reasoning":

@@ -51,6 +51,23 @@ def demo() -> ChatTemplate:
 @pytest.mark.parametrize(
     ("source", "rendered"),
     [
+        ("{{ c.arguments if c.arguments is string else c.arguments | tojson }}", '{"a": "Par;{"b": 1}'),
+        ("{{ c.arguments | tojson }}", '"{\\"a\\": \\"Par";{"b": 1}'),
+        ("{% for k, v in c.arguments.items() %}{{ k }}={{ v }}{% endfor %}", ";b=1"),
+        ("{% for k, v in c.arguments | items %}{{ k }}={{ v }}{% endfor %}", ";b=1"),
+    ],
+)
+def test_arguments_that_are_a_text_are_written_or_left_out(source: str, rendered: str) -> None:
+    loop = "{% for m in messages %}{% for t in m.tool_calls or [] %}{% set c = t.function %}"
+    template = ChatTemplate(f"{loop}{source};{{% endfor %}}{{% endfor %}}")
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ('{"a": "Par', {"b": 1})]
+    turns = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+    assert template.render(turns) == f"{rendered};"
+
+
+@pytest.mark.parametrize(
+    ("source", "rendered"),
+    [
         ("{% for m in messages %}{{ m.role }} {{ m.content }};{% endfor %}", "system Be brief.;"),
         ("{% for m in messages if m.role in ('system', 'developer') %}{{ m.role }};{% endfor %}", "developer;"),
     ],

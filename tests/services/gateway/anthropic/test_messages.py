@@ -165,6 +165,34 @@ async def test_a_tools_result_returns_to_the_model(socket_dir: Path) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    ("blocks", "turn"),
+    [
+        ([], {"content": ""}),
+        ([{"type": "thinking", "thinking": "Hm.", "signature": ""}], {"content": "", "reasoning_content": "Hm."}),
+        ([{"type": "text", "text": "I "}, {"type": "text", "text": "ask."}], {"content": "I ask."}),
+        *(
+            ([{"type": "tool_use", "id": "c", "name": "f", "input": given}], {"content": "", "tool_calls": [expected]})
+            for given, expected in (({}, {}), (None, {}), ('{"a": "Par', '{"a": "Par'), ([], "[]"))
+        ),
+    ],
+)
+async def test_any_answer_is_accepted_as_history(
+    mesh: FakeMesh, http: httpx.AsyncClient, blocks: list[Any], turn: dict[str, Any]
+) -> None:
+    mesh.outputs.auto = ["x"]
+    question = {"role": "user", "content": "hi"}
+    for turn_after in ([question], []):
+        mesh.tokenizer.chats.clear()
+        mesh.second_tokenizer.chats.clear()
+        answer = await post(http, messages=[question, {"role": "assistant", "content": blocks}, *turn_after])
+        assert answer.status_code == 200, answer.text
+        written = last_chat(mesh)[1]
+        if calls := written.pop("tool_calls", None):
+            written["tool_calls"] = [call["function"]["arguments"] for call in calls]
+        assert written == {"role": "assistant", **turn}
+
+
 async def test_thinking_is_returned_when_it_is_asked_for(socket_dir: Path) -> None:
     async with claude(socket_dir, reasoning_parser="qwen3") as (mesh, client):
         mesh.outputs.auto = ("<think>Hm.</think>", "Yes.")

@@ -124,6 +124,31 @@ async def test_a_conversation_continues_with_the_result_of_a_call(socket_dir: Pa
         ]
 
 
+REASONED = "<think>Hm."
+CUT = '<think>Hm.</think>I ask.<tool_call>{"name": "get_weather", "arguments": {"city": "Os'
+AFTER = '<think>Hm.</think>I <tool_call>{"name": "get_weather", "arguments": {}}</tool_call> ask.'
+
+
+@pytest.mark.parametrize("output", [REASONED, CUT, AFTER], ids=["only reasoning", "a cut call", "text after a call"])
+async def test_any_answer_is_accepted_as_history(socket_dir: Path, output: str) -> None:
+    async with openai_client(socket_dir, reasoning_parser="qwen3") as (mesh, client):
+        mesh.outputs.auto = (output,)
+        first = await client.responses.create(model=MODEL, input="The weather?", tools=TOOLS)
+        last_chat(mesh)
+        question: dict[str, Any] = {"role": "user", "content": "The weather?"}
+        items: list[Any] = [question, *(item.to_dict() for item in first.output), {"role": "user", "content": "So?"}]
+        mesh.outputs.auto = ("It rains.",)
+        await client.responses.create(model=MODEL, input=items)
+        by_items = last_chat(mesh)
+        await client.responses.create(model=MODEL, input="So?", previous_response_id=first.id)
+        assert last_chat(mesh) == by_items
+        _, turn, _ = by_items
+        assert turn["reasoning_content"] == "Hm."
+        assert turn["content"] == ("" if output is REASONED else "I ask.")
+        arguments = [call["function"]["arguments"] for call in turn.get("tool_calls", ())]
+        assert arguments == {REASONED: [], CUT: ['{"city": "Os'], AFTER: [{}]}[output]
+
+
 async def test_the_client_sends_the_whole_conversation_itself(socket_dir: Path) -> None:
     async with openai_client(socket_dir, reasoning_parser="qwen3", max_stored_response_bytes=0) as (mesh, client):
         mesh.outputs.auto = ("<think>Hm.</think>", *CALL)

@@ -52,14 +52,15 @@ class LivenessTimer:
         ``longest``: seconds between two looks that count at most."""
         # A process that was itself starved for 10 s has not read what its peers sent meanwhile. Counting that time as
         # their silence once ended every stream of a busy gateway; so a pause counts as one short turn.
-        self._clock = StallAwareClock(read or asyncio.get_running_loop().time, longest)
-        self._looked_at = self._clock()
+        self._read = read or asyncio.get_running_loop().time
+        self._longest = longest
+        self._looked_at = self._read()
         self.owed = 0.0
 
     def look(self, *, owes: bool) -> float:
         """Return :attr:`owed`, which grows if the peer owes something now, and is zero otherwise. To be called at least
         every :data:`LONGEST_TURN_SECONDS`."""
-        now = self._clock.tick()
-        self.owed = self.owed + now - self._looked_at if owes else 0.0
+        now = self._read()
+        self.owed = self.owed + min(now - self._looked_at, self._longest) if owes else 0.0
         self._looked_at = now
         return self.owed

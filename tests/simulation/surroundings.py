@@ -13,8 +13,9 @@ from tokenloom.services.runtime.host.limits import GrpcLimits
 from tokenloom.services.runtime.host.listener import ServiceListener
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.host.servicer_edge import Edge
-from tokenloom.services.runtime.local_streams.call import LocalCall
-from tokenloom.services.runtime.local_streams.server import ServerCall
+from tokenloom.services.runtime.local_streams.channel import LocalCall
+from tokenloom.services.runtime.local_streams.frames import Kind, encode_frame
+from tokenloom.services.runtime.local_streams.server import CallDetails, ServerCall
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.message_limit import MAX_MESSAGE_BYTES
 from tokenloom.services.runtime.peers.tls import MeshTLS
@@ -33,13 +34,18 @@ def surroundings(network: Network, process: Process, random: Random) -> HostDepe
     return HostDependencies(_Sockets(network, process), random, clock)
 
 
-class _Call:
-    """What ``grpc.HandlerCallDetails`` says about a call."""
+class _LocalCall(LocalCall):
+    """Learns from the network whether its peer is stopped."""
 
-    invocation_metadata = ()
+    def _is_peer_stopped(self) -> bool:
+        assert isinstance(self.transport, Pipe)
+        return self.transport.is_peer_stopped()
 
-    def __init__(self, method: str) -> None:
-        self.method = method
+
+class _ServerCall(ServerCall):
+    """Learns from the network whether its peer is stopped."""
+
+    _is_peer_stopped = _LocalCall._is_peer_stopped
 
 
 class _Listening(ServiceListener):
@@ -49,7 +55,7 @@ class _Listening(ServiceListener):
         self._network = network
         self._process = process
         self._address = address
-        self._find: Find = lambda method: edge.service(_Call(method))  # type: ignore[arg-type]
+        self._find: Find = lambda method: edge.service(CallDetails(method))
 
     async def open(self, *_: object) -> str:
         self._network.listen(self._address, self._process, self._find)
@@ -122,10 +128,9 @@ class Channel(grpc.aio.Channel):
     def stream_stream(
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
     ) -> Any:
-        def begin() -> LocalCall[Any, Any]:
-            call: LocalCall[Any, Any] = LocalCall(
-                method, request_serializer, response_deserializer, MAX_MESSAGE_BYTES, _is_stopped
-            )
+        def begin() -> LocalCall:
+            opening = encode_frame(Kind.OPEN, method.encode())
+            call = _LocalCall(opening, request_serializer, response_deserializer, MAX_MESSAGE_BYTES)
             self._calls[call] = None
             call.add_done_callback(self._calls.pop)
             self._network.loop.call_soon(self._connect_stream, call)
@@ -175,14 +180,14 @@ class Channel(grpc.aio.Channel):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _connect_stream(self, call: LocalCall[Any, Any]) -> None:
+    def _connect_stream(self, call: LocalCall) -> None:
         if call.done():
             return
         if (found := self._network.find(self._address)) is None:
             call.on_lost()
             return
         server, find = found
-        served = ServerCall(find, Tasks(_ignore), MAX_MESSAGE_BYTES, _ignore, _is_stopped)
+        served = _ServerCall(lambda details: find(details.method), Tasks(_ignore), MAX_MESSAGE_BYTES, _ignore)
         Pipe.connect(self._network, self._process, call, server, served)
 
     def _exchange(self, method: str, request: bytes, deserialize: Any, timeout: float | None) -> Exchange:
@@ -195,11 +200,6 @@ class Channel(grpc.aio.Channel):
             server, find = found
             Pipe.connect(self._network, self._process, exchange, server, Served(find, Tasks(_ignore)))
         return exchange
-
-
-def _is_stopped(transport: asyncio.Transport) -> bool:
-    assert isinstance(transport, Pipe)
-    return transport.is_peer_stopped()
 
 
 def _ignore(_: object) -> None:

@@ -40,7 +40,7 @@ from tokenloom.engine_core.wire.frames import (
 from tokenloom.engine_core.wire.serialization import MAX_INLINE_BYTES, Decoder, encode
 from tokenloom.gpu_worker.kv_connector.socket_frames import receive_frame, receive_into, send, send_frame
 from tokenloom.request.errors import Internal, TokenloomError
-from tokenloom.services.runtime.local_streams.frames import HEADER, FrameDecoder, Kind, decode_status, encode_status
+from tokenloom.services.runtime.local_streams.frames import HEADER, Kind, decode_status, encode_status, split_frames
 
 COUNTS = (1, 2, 3, 7, IOV_MAX - 2, IOV_MAX - 1, IOV_MAX, IOV_MAX + 1, 2 * IOV_MAX, 2 * IOV_MAX + 1)
 SIZES = (0, 1, 3, 255, 256, 257, 4096)
@@ -350,12 +350,13 @@ def local_streams(rng: random.Random) -> None:
 
 
 def _decoded(stream: bytes, limit: int, rng: random.Random) -> tuple[list[tuple[Kind, bytes]], TokenloomError | None]:
-    decoder, feed = FrameDecoder(limit), Feed(stream, rng)
+    rest, feed, error = bytearray(), Feed(stream, rng), None
     found: list[tuple[Kind, bytes]] = []
-    while decoder.error is None and (data := feed.recv(READ_BYTES)):
-        found += decoder.feed(data)
-        assert len(decoder._rest) <= limit + HEADER.size or decoder.error is not None
-    return found, decoder.error
+    while error is None and (data := feed.recv(READ_BYTES)):
+        complete, error = split_frames(rest, data, limit)
+        found += complete
+        assert len(rest) <= limit + HEADER.size or error is not None
+    return found, error
 
 
 def _check_status(rng: random.Random) -> None:

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from tokenloom.services.runtime.local_streams.sockets import SUFFIX
+from tokenloom.services.runtime.local_streams.socket_end import SUFFIX
 from tokenloom.supervisor.part_spec import PartSpec
 
 from .fault import Action

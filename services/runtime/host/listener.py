@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -13,8 +12,8 @@ from tokenloom.process import unix_socket
 from tokenloom.request.errors import Unavailable
 
 from .. import addresses
-from ..local_streams import sockets
 from ..local_streams.server import LocalServer
+from ..local_streams.socket_end import path_beside
 from ..peers.channels import KEEPALIVE_OPTIONS
 from ..peers.message_limit import MAX_MESSAGE_BYTES
 from ..peers.tls import MeshTLS, PublicTLS
@@ -142,24 +141,15 @@ class ServiceListener:
         """Serve local streams, unless peers need certificates or are clients from outside the mesh."""
         # Unix permissions decide who reaches a local stream, no certificate does; so a mesh with certificates uses gRPC
         # only.
-        path = sockets.path_beside(self._settings.listen)
+        path = path_beside(self._settings.listen)
         if path is None or tls is not None or self._settings.is_public:
             return None
-        edge = self._edge
-        server = LocalServer(path, lambda method: edge.service(_CallDetails(method)), self._settings.max_message_bytes)
+        server = LocalServer(path, self._edge.service, self._settings.max_message_bytes)
         try:
             await server.open()
         except OSError as error:
             raise Unavailable(f"listen: cannot bind {path}: {error.strerror}") from None
         return server
-
-
-@dataclass(slots=True)
-class _CallDetails:
-    """What ``grpc.HandlerCallDetails`` says about a call, for a local stream."""
-
-    method: str
-    invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
 
 
 def bind(

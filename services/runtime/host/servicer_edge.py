@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from tokenloom.request import errors, wire_errors
 
+from ..local_streams.server import ServerCall, damaged_request
 from ..telemetry.tracing import CURRENT, Tracer, pick_headers
 from .outside_calls import OutsideCalls, only_message
 
@@ -133,7 +134,7 @@ class Edge(grpc.GenericRpcHandler):
         # gRPC answers a failing deserializer itself, with its own text and a traceback in the log: the guard decodes.
         decode: Any = handler.request_deserializer or bytes
         if handler.request_streaming:
-            decode = partial(_Messages, decode)
+            decode = partial(_decoded, decode)
         waits = self._outside is not None and not handler.request_streaming
         if self._outside is not None:
             behaviour = self._outside.guard(method, behaviour)
@@ -155,7 +156,7 @@ def _guarded(
     """Return the handler. ``waits``: the request is a stream of one message, which is still to come."""
 
     async def call(request: Any, context: _Context) -> object:
-        observe_end = _ignore if observe is None else observe()
+        observe_end = None if observe is None else observe()
         try:
             if admit is not None:
                 admit(context)
@@ -164,16 +165,18 @@ def _guarded(
             try:
                 request = decode(request)
             except DecodeError:
-                raise _damaged() from None
+                raise damaged_request() from None
             response = await behaviour(request, context)
-            observe_end(None)
+            if observe_end is not None:
+                observe_end(None)
             if ends.are_held:
                 await ends.wait()
             return response
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
-            observe_end(errors.Cancelled(""))
+            if observe_end is not None:
+                observe_end(errors.Cancelled(""))
             raise
         except Exception as error:
             return await _abort(context, wire_errors.of_exception(error), observe_end, ends)
@@ -182,18 +185,15 @@ def _guarded(
 
 
 async def _abort(
-    context: _Context, error: errors.TokenloomError, observe_end: ObserveEnd, ends: "CallEnds"
+    context: _Context, error: errors.TokenloomError, observe_end: ObserveEnd | None, ends: "CallEnds"
 ) -> NoReturn:
     """End a call with an error. A function of its own: a name for the error in the frame that has caught it would keep
     both alive until the garbage collector runs."""
-    observe_end(error)
+    if observe_end is not None:
+        observe_end(error)
     if ends.are_held:
         await ends.wait()
     await wire_errors.abort(context, error)
-
-
-def _ignore(_: errors.TokenloomError | None) -> None:
-    """Observe nothing."""
 
 
 class CallEnds:
@@ -233,8 +233,13 @@ def writing(behaviour: Any) -> Any:
     return call
 
 
+def _decoded(decode: Callable[[bytes], object], requests: Any) -> Any:
+    """Return the requests of a stream, decoded."""
+    return requests.decode_with(decode) if isinstance(requests, ServerCall) else _Messages(decode, requests)
+
+
 class _Messages:
-    """Decodes a stream of requests."""
+    """Decodes a stream of requests that gRPC reads."""
 
     def __init__(self, decode: Callable[[bytes], object], requests: Any) -> None:
         self._decode = decode
@@ -247,11 +252,7 @@ class _Messages:
         try:
             return self._decode(await anext(self._requests))
         except DecodeError:
-            raise _damaged() from None
-
-
-def _damaged() -> errors.InvalidArgument:
-    return errors.InvalidArgument("The message cannot be decoded as this method's request type.")
+            raise damaged_request() from None
 
 
 def _traced(behaviour: Any, method: str, tracer: Tracer) -> Any:

@@ -1,21 +1,115 @@
 """A channel to a process of this host: its bidirectional and unary calls are local streams, all others use gRPC."""
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
-from ..tasks import Tasks
-from . import sockets
-from .call import LocalCall
-from .frames import status
+from tokenloom.request.errors import Internal, TokenloomError
+from tokenloom.request.wire_errors import status_of
+
+from .frames import OK_STATUS, Kind, decode_status, encode_frame, status
+from .socket_end import SocketEnd, is_stopped
 
 log = logging.getLogger(__name__)
+
+_CANCELLED = status(grpc.StatusCode.CANCELLED, "the caller cancelled the call")
+SILENT = "the peer was silent for too long"
+_SILENT = status(grpc.StatusCode.UNAVAILABLE, SILENT)
+_LOST = status(grpc.StatusCode.UNAVAILABLE, "the connection to the peer was lost")
+_OK = status(grpc.StatusCode.OK, "")
+
+
+class LocalCall(SocketEnd):
+    """One call with one writer and one reader: what the mesh uses of a bidirectional ``grpc.aio`` call. The reader gets
+    all messages received before it gets the status: ``read`` returns ``grpc.aio.EOF`` after the last, or raises
+    ``AioRpcError`` when the call failed and ``CancelledError`` when it was cancelled here."""
+
+    def __init__(
+        self,
+        opening: bytes,
+        serialize: Callable[[Any], bytes],
+        deserialize: Callable[[bytes], Any],
+        max_message_bytes: int,
+    ) -> None:
+        """``opening``: an OPEN frame, and the frames that follow it at once."""
+        super().__init__(max_message_bytes, serialize, deserialize, opening)
+        self._takes_messages = True
+        self._status: grpc.aio.AioRpcError | None = None
+        self._callbacks: list[Callable[[Any], object]] = []
+
+    async def done_writing(self) -> None:
+        """Half-close the call: the server learns that no message follows. Idempotent."""
+        if not self.is_finished and not self._is_half_closed:
+            self._is_half_closed = True
+            await self._can_write.wait()
+            if self.transport is not None and not self.is_finished:
+                self.transport.write(encode_frame(Kind.HALF_CLOSE))
+
+    def cancel(self) -> bool:
+        """End the call; the server cancels its handler. Return whether the call was live."""
+        if self._status is not None:
+            return False
+        self._end(_CANCELLED)
+        return True
+
+    def done(self) -> bool:
+        return self._status is not None
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        if self._status is not None:
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def on_lost(self) -> None:
+        # Both are UNAVAILABLE, but with different texts: client_stream.was_silent() reads them, because an engine's
+        # silence, unlike its death, is never held against the request that ran there.
+        if self._status is None:
+            self._end(_SILENT if self.was_silent else _LOST)
+
+    def _on_frame(self, kind: Kind, payload: bytes) -> None:
+        if kind is Kind.STATUS:
+            self._end(_OK if payload == OK_STATUS else decode_status(payload))
+        elif kind is not Kind.MESSAGE:  # a message after the end is late
+            self._on_broken(Internal(f"the server sent a {kind.name} frame"))
+
+    def _on_broken(self, error: TokenloomError) -> None:
+        self._end(status(status_of(error), error.message))
+
+    def _refuse(self, error: TokenloomError) -> NoReturn:
+        self._on_broken(error)
+        self._raise_end()
+        raise AssertionError  # an error ends the call
+
+    def _damaged(self) -> TokenloomError:
+        return Internal("a message could not be decoded")
+
+    def _end(self, ended: grpc.aio.AioRpcError) -> None:
+        """Set the status; only the first one counts."""
+        if self._status is not None:
+            return
+        self._status = ended
+        self.end_messages(drop=ended is _CANCELLED)
+        self.disconnect()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def _raise_end(self) -> None:
+        if (ended := self._status) is _CANCELLED:
+            raise asyncio.CancelledError(ended.details())
+        if ended is not None and ended is not _OK:
+            # A new exception each time: one that the call kept would hold on to the frames that it passed.
+            raise status(ended.code(), ended.details() or "", ended.trailing_metadata())
+
+    def _after_last(self) -> Any:
+        self._raise_end()
+        return grpc.aio.EOF
 
 
 # grpc.aio wakes a polling thread for each event and, through a socket pair, the event loop. Without that, a message and
@@ -28,8 +122,8 @@ class LocalChannel:
         self._grpc = channel
         self._path = path
         self._max_message_bytes = max_message_bytes
-        self._calls: dict[LocalCall[Any, Any], None] = {}  # in the order of their start; each leaves when it ends
-        self._tasks = Tasks(lambda error: log.error("a local stream could not be opened", exc_info=error))
+        self._calls: dict[LocalCall, None] = {}  # in the order of their start; each leaves when it ends
+        self._opening: dict[asyncio.Task[Any], None] = {}  # of the calls that get their sockets
         self._is_closed = False
 
     def __getattr__(self, name: str) -> Any:
@@ -39,11 +133,12 @@ class LocalChannel:
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **options: Any
     ) -> Any:
         through_grpc = self._grpc.stream_stream(method, request_serializer, response_deserializer, **options)
+        opening = encode_frame(Kind.OPEN, method.encode())
 
         def begin(*args: Any, **kwargs: Any) -> Any:
             # Local frames have no place for deadlines and metadata. Traced calls carry metadata, so they show gRPC's
             # times.
-            call = None if args or kwargs else self.open_call(method, request_serializer, response_deserializer)
+            call = None if args or kwargs else self.open_call(opening, request_serializer, response_deserializer)
             return call or through_grpc(*args, **kwargs)
 
         return begin
@@ -52,44 +147,52 @@ class LocalChannel:
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **options: Any
     ) -> Any:
         through_grpc = self._grpc.unary_unary(method, request_serializer, response_deserializer, **options)
+        serialize, opening = request_serializer or bytes, encode_frame(Kind.OPEN, method.encode())
 
-        async def respond(request: Any) -> Any:
-            if (call := self.open_call(method, request_serializer, response_deserializer)) is None:
+        async def respond(request: Any, *, metadata: Any = None, **kwargs: Any) -> Any:
+            if metadata or kwargs:
+                return await through_grpc(request, metadata=metadata, **kwargs)
+            payload: bytes = serialize(request)
+            if len(payload) > self._max_message_bytes:
+                text = f"a message of {len(payload)} bytes exceeds the limit"
+                raise status(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            # The request follows the OPEN frame at once: the caller waits for the answer only, and not for room in a
+            # socket that nothing has used yet.
+            frames = opening + encode_frame(Kind.MESSAGE, payload)
+            if (call := self.open_call(frames, serialize, response_deserializer)) is None:
                 return await through_grpc(request)
             try:
-                await call.write(request)
                 if (response := await call.read()) is grpc.aio.EOF:
                     raise status(grpc.StatusCode.INTERNAL, "the call ended without a response")
                 return response
             finally:
                 call.cancel()
 
-        def begin(request: Any, *, metadata: Any = None, **kwargs: Any) -> Awaitable[Any]:
-            return through_grpc(request, metadata=metadata, **kwargs) if metadata or kwargs else respond(request)
+        return respond
 
-        return begin
-
-    def open_call(self, method: str, serialize: Any, deserialize: Any) -> LocalCall[Any, Any] | None:
-        """Begin a call; return None when the peer serves no local streams now, or its process is stopped: the system
-        accepts the connection for it, but gRPC notices at once that nothing answers."""
+    def open_call(self, frames: bytes, serialize: Any, deserialize: Any) -> LocalCall | None:
+        """Begin a call with its first frames; return None when the peer serves no local streams now, or its process is
+        stopped: the system accepts the connection for it, but gRPC notices at once that nothing answers."""
         # Looked up for every call, not once for the channel: a peer of an older release, or one that is restarting, may
         # have no such socket now and have one for the next call.
-        if self._is_closed or (connected := sockets.connect(self._path)) is None:
+        if self._is_closed or (connected := connect(self._path)) is None:
             return None
-        if sockets.is_stopped(connected):
-            connected.close()
-            return None
-        call = LocalCall(method, serialize or bytes, deserialize or bytes, self._max_message_bytes)
+        call = LocalCall(frames, serialize or bytes, deserialize or bytes, self._max_message_bytes)
         self._calls[call] = None
         call.add_done_callback(self._calls.pop)
 
-        def attached(_: "asyncio.Task[None]") -> None:
+        def attached(opening: "asyncio.Task[Any]") -> None:
+            del self._opening[opening]
+            if not opening.cancelled() and (error := opening.exception()) is not None:
+                log.debug("a local stream could not be opened: %r", error)  # the peer is gone already
             if call.transport is None:
-                with contextlib.suppress(OSError):  # uvloop has closed it if the task was cancelled in the middle
-                    connected.close()
+                connected.close()
                 call.on_lost()
 
-        self._tasks.spawn(_attach(call, connected), name=f"open {method}").add_done_callback(attached)
+        loop = asyncio.get_running_loop()
+        opening = loop.create_task(loop.create_unix_connection(lambda: call, sock=connected))
+        self._opening[opening] = None
+        opening.add_done_callback(attached)
         return call
 
     async def close(self, grace: float | None = None) -> None:
@@ -98,7 +201,9 @@ class LocalChannel:
         for call in list(self._calls):
             call.cancel()
         # Before gRPC's channel: a task that still attaches a socket would otherwise outlive the channel that owns it.
-        await self._tasks.close()
+        # It is not cancelled: the socket is connected, so the task ends in the next turns of the event loop.
+        if self._opening:
+            await asyncio.wait(self._opening)
         await self._grpc.close(grace)
 
     async def __aenter__(self) -> "LocalChannel":
@@ -108,6 +213,17 @@ class LocalChannel:
         await self.close()
 
 
-async def _attach(call: LocalCall[Any, Any], connected: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the peer is gone already
-        await asyncio.get_running_loop().create_unix_connection(lambda: call, sock=connected)
+def connect(path: str) -> socket.socket | None:
+    """Return a connected socket without waiting; None when no process listens there, or a stopped one."""
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        # A unix socket connects at once or not at all, so no wait is needed. A full backlog counts as no listener, and
+        # the call goes through gRPC instead of blocking the event loop.
+        connected.setblocking(False)
+        connected.connect(path)
+        if not is_stopped(connected):
+            return connected
+    except OSError:  # also BlockingIOError: the queue of connections is full
+        pass
+    connected.close()
+    return None

@@ -1,7 +1,7 @@
 """The frames that a local stream's socket carries. No I/O.
 
 A frame is its payload's length (four bytes, little-endian), its kind (one byte) and its payload. A change of this
-format also changes :data:`sockets.SUFFIX`, so that processes of different versions use gRPC.
+format also changes :data:`socket_end.SUFFIX`, so that processes of different versions use gRPC.
 """
 
 import enum
@@ -37,10 +37,13 @@ class Kind(enum.IntEnum):
 
 
 _KINDS = {kind.value: kind for kind in Kind}
-
-
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 _STATUS = msgspec.msgpack.Decoder(tuple[int, str, tuple[tuple[str, bytes], ...]])
+
+
+def encode_frame(kind: Kind, payload: bytes = b"") -> bytes:
+    """Return one frame."""
+    return HEADER.pack(len(payload), kind) + payload
 
 
 def encode_status(code: grpc.StatusCode, details: str = "", trailing: Metadata = ()) -> bytes:
@@ -68,47 +71,43 @@ def status(code: grpc.StatusCode, details: str, trailing: grpc.aio.Metadata | No
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing or grpc.aio.Metadata(), details=details)
 
 
-class FrameDecoder:
-    """Finds frames in a stream of bytes, however it is split.
+OK_STATUS = encode_status(grpc.StatusCode.OK)
+"""The payload at the end of nearly every call, which is neither encoded nor decoded again."""
 
-    Attributes:
-        error: Why the bytes after the frames found so far are no frame; feed no more then. ``ResourceExhausted`` for a
-            payload over the limit, as soon as its length is known, ``Internal`` for an unknown kind.
+
+def split_frames(
+    rest: bytearray, data: bytes, max_payload_bytes: int
+) -> tuple[list[tuple[Kind, bytes]], TokenloomError | None]:
+    """Return the frames that ``data`` completes, however the stream of bytes is split, and why what follows them is no
+    frame; split no more then. ``ResourceExhausted`` for a payload over the limit, as soon as its length is known,
+    ``Internal`` for an unknown kind.
+
+    ``rest``: what the last call left, empty at first; takes the beginning of a frame, bounded by the longest one.
     """
-
-    def __init__(self, max_payload_bytes: int) -> None:
-        self.error: TokenloomError | None = None
-        self._max_payload_bytes = max_payload_bytes
-        self._rest = bytearray()  # the beginning of a frame, bounded by the longest one
-
-    def feed(self, data: bytes) -> list[tuple[Kind, bytes]]:
-        """Return the frames that ``data`` completes."""
-        # Most reads hold whole frames only. They are parsed in place, and only a frame that was cut is copied into
-        # _rest.
-        view: bytes | bytearray = data
-        if self._rest:
-            self._rest += data
-            view = self._rest
-        frames: list[tuple[Kind, bytes]] = []
-        start, end = 0, len(view)
-        while end - start >= HEADER.size:
-            size, number = HEADER.unpack_from(view, start)
-            # The length is checked before the payload has arrived: otherwise a peer could make this side hold 4 GB.
-            if (kind := _KINDS.get(number)) is None or size > self._max_payload_bytes:
-                self.error = self._refuse(size, number)
-                break
-            if (stop := start + HEADER.size + size) > end:
-                break
-            frames.append((kind, bytes(memoryview(view)[start + HEADER.size : stop])))
-            start = stop
-        if view is self._rest:
-            del self._rest[:start]
-        elif start < end:
-            self._rest += data[start:]
-        return frames
-
-    def _refuse(self, size: int, number: int) -> TokenloomError:
-        if number not in _KINDS:
-            return Internal(f"unknown frame kind {number}")
-        limit = self._max_payload_bytes
-        return ResourceExhausted(f"a message of {size} bytes exceeds the limit of {limit} bytes", retry_after=None)
+    # Most reads hold whole frames only. They are parsed in place, and a frame that was cut is copied into ``rest``.
+    view: bytes | bytearray = data
+    if rest:
+        rest += data
+        view = rest
+    frames: list[tuple[Kind, bytes]] = []
+    start, end = 0, len(view)
+    error: TokenloomError | None = None
+    while end - start >= HEADER.size:
+        size, number = HEADER.unpack_from(view, start)
+        # The length is checked before the payload has arrived: otherwise a peer could make this side hold 4 GB.
+        if (kind := _KINDS.get(number)) is None:
+            error = Internal(f"unknown frame kind {number}")
+            break
+        if size > max_payload_bytes:
+            text = f"a message of {size} bytes exceeds the limit of {max_payload_bytes} bytes"
+            error = ResourceExhausted(text, retry_after=None)
+            break
+        if (stop := start + HEADER.size + size) > end:
+            break
+        frames.append((kind, bytes(memoryview(view)[start + HEADER.size : stop])))
+        start = stop
+    if view is rest:
+        del rest[:start]
+    elif start < end:
+        rest += data[start:]
+    return frames, error

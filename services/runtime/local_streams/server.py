@@ -3,75 +3,74 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 import grpc.aio
 
 from tokenloom.process import unix_socket
-from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
+from tokenloom.request.errors import Internal, InvalidArgument, TokenloomError
 from tokenloom.request.wire_errors import status_of
 
 from ..tasks import Tasks
-from . import sockets
-from .frames import Kind, Metadata, encode_status
-from .socket_end import IsPeerStopped, SocketEnd, is_peer_stopped
+from .frames import OK_STATUS, Kind, Metadata, encode_frame, encode_status
+from .socket_end import SocketEnd
 
 log = logging.getLogger(__name__)
 
-FindHandler: TypeAlias = "Callable[[str], grpc.RpcMethodHandler[Any, Any] | None]"
-"""Returns the handler of a method, given its full name. It decodes the requests itself and writes its
-responses to its context, as :class:`Edge`'s handlers do."""
-
+_BACKLOG = 128
 _LEAVE_SECONDS = 0.25
 """Time for callers to read the last status before their connection is cut."""
+_OK = encode_frame(Kind.STATUS, OK_STATUS)
+
+
+@dataclass(slots=True)
+class CallDetails:
+    """What ``grpc.HandlerCallDetails`` says about a call."""
+
+    method: str
+    invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
+
+
+FindHandler: TypeAlias = "Callable[[Any], grpc.RpcMethodHandler[Any, Any] | None]"
+"""Returns the handler of a call, given its :class:`CallDetails`. It decodes the requests itself and writes its
+responses to its context, as :class:`Edge`'s handlers do."""
 
 
 class ServerCall(SocketEnd):
-    """Carries one call over one connection to the server. Its handler gets it as the requests, and as the methods of
-    ``grpc.aio.ServicerContext`` that the handlers of the mesh use."""
+    """Carries one call over one connection to the server. The handler of a stream gets it as the requests, and every
+    handler as the methods of ``grpc.aio.ServicerContext`` that the handlers of the mesh use. ``write`` raises
+    ``ResourceExhausted`` for a message over the limit, ``CancelledError`` when the call has ended: its handler is being
+    cancelled."""
+
+    _error_after_end = asyncio.CancelledError
 
     def __init__(
-        self,
-        find: FindHandler,
-        tasks: Tasks,
-        max_message_bytes: int,
-        on_gone: Callable[["ServerCall"], object],
-        is_peer_stopped: IsPeerStopped = is_peer_stopped,
+        self, find: FindHandler, tasks: Tasks, max_message_bytes: int, on_gone: Callable[["ServerCall"], object]
     ) -> None:
         """``tasks`` owns the handler's task. ``on_gone`` is called when the connection has been closed."""
-        super().__init__(max_message_bytes, is_peer_stopped)
+        super().__init__(max_message_bytes)
         self._find = find
         self._tasks = tasks
         self._on_gone = on_gone
-        self._serialize: Callable[[Any], bytes] = bytes
+        self._unary: Any = None  # the handler that waits for its request
         self.gone = asyncio.Event()
-        self.handler: asyncio.Task[None] | None = None
+        self.handler: asyncio.Task[Any] | None = None
+
+    def decode_with(self, decode: Callable[[bytes], Any]) -> "ServerCall":
+        """Decode the requests of a stream, and return them."""
+        self._deserialize = decode
+        return self
 
     def __aiter__(self) -> "ServerCall":
         return self
 
-    __anext__ = SocketEnd.next_message
-
-    async def write(self, message: Any) -> None:
-        """Send a message; wait while the caller takes none.
-
-        Raises ``ResourceExhausted`` for a message over the limit, ``CancelledError`` when the call has ended: its
-        handler is being cancelled.
-        """
-        payload = self._serialize(message)
-        if len(payload) > self._max_message_bytes:
-            raise ResourceExhausted(f"a message of {len(payload)} bytes exceeds the limit", retry_after=None)
-        if not self.is_writable:
-            await self.writable()
-        if self.is_finished:
-            raise asyncio.CancelledError("the call has ended")
-        self.send(Kind.MESSAGE, payload)
+    __anext__ = SocketEnd.read
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
         """End the call with a status. Always raises ``AbortError``, which the handler lets pass."""
-        self._send_status(code, details, trailing_metadata)
+        self._finish(encode_frame(Kind.STATUS, encode_status(code, details, trailing_metadata)))
         raise grpc.aio.AbortError("the handler ended the call")
 
     def invocation_metadata(self) -> Metadata:
@@ -86,23 +85,9 @@ class ServerCall(SocketEnd):
 
     def end(self, code: grpc.StatusCode, details: str) -> None:
         """End the call with a status, unless it has one, and cancel its handler."""
-        self._send_status(code, details)
-        self.end_messages(drop=True)
+        self._finish(encode_frame(Kind.STATUS, encode_status(code, details)))
         if self.handler is not None:
             self.handler.cancel()
-
-    def _on_frame(self, kind: Kind, payload: bytes) -> None:
-        if self.is_finished:
-            return  # the caller sent it before it learned of the end
-        if kind is Kind.OPEN and self.handler is None:
-            self._start(payload.decode(errors="replace"))
-        elif kind is Kind.HALF_CLOSE and self.handler is not None:
-            self.end_messages()
-        elif kind is not Kind.MESSAGE or self.handler is None:
-            raise Internal(f"a {kind.name} frame came out of turn")
-
-    def _on_broken(self, error: TokenloomError) -> None:
-        self.end(status_of(error), error.message)
 
     def on_lost(self) -> None:
         if self.handler is not None:
@@ -110,31 +95,69 @@ class ServerCall(SocketEnd):
         self.gone.set()
         self._on_gone(self)
 
-    def _start(self, method: str) -> None:
-        handler = self._find(method)
-        if handler is None or not (handler.stream_stream or handler.unary_unary):
-            self._send_status(grpc.StatusCode.UNIMPLEMENTED, f"unknown stream {method}")
-            return
-        behaviour: Any = handler.stream_stream or partial(_answer, handler.unary_unary)
-        self._serialize = handler.response_serializer or bytes
-        self._takes_messages = True
-        self.handler = self._tasks.spawn(behaviour(self, self), name=f"local stream {method}")
+    def _on_frame(self, kind: Kind, payload: bytes) -> None:
+        if self.is_finished:
+            return  # the caller sent it before it learned of the end
+        if kind is Kind.OPEN and self.handler is None and self._unary is None:
+            method = payload.decode(errors="replace")
+            handler = self._find(CallDetails(method))
+            if handler is None or not (handler.stream_stream or handler.unary_unary):
+                self.end(grpc.StatusCode.UNIMPLEMENTED, f"unknown stream {method}")
+                return
+            self._serialize = handler.response_serializer or bytes
+            self._unary, behaviour = handler.unary_unary, cast(Any, handler.stream_stream)
+            if behaviour is not None:
+                self._takes_messages = True
+                self._start(behaviour(self, self))
+        elif kind is Kind.MESSAGE and self._unary is not None and self.handler is None:
+            self._start(self._unary(payload, self))
+        elif kind is Kind.HALF_CLOSE and self.handler is not None:
+            self.end_messages()
+        elif kind is Kind.HALF_CLOSE and self._unary is not None:
+            self.end(grpc.StatusCode.INTERNAL, "the call ended without a request")
+        elif kind is not Kind.MESSAGE or self.handler is None:
+            raise Internal(f"a {kind.name} frame came out of turn")
+
+    def _start(self, behaviour: Any) -> None:
+        self.handler = self._tasks.spawn(behaviour, name="handler of a local stream")
         # The status follows from the task's end, not from the handler's last line: it is also sent when the handler was
         # cancelled or has raised past its edge.
         self.handler.add_done_callback(self._on_done)
 
-    def _on_done(self, handler: "asyncio.Task[None]") -> None:
+    def _on_done(self, handler: "asyncio.Task[Any]") -> None:
         if handler.cancelled():
-            self._send_status(grpc.StatusCode.CANCELLED, "the handler was cancelled")
-        elif handler.exception() is None:
-            self._send_status(grpc.StatusCode.OK)
-        else:  # an AbortError has sent its status
-            self._send_status(grpc.StatusCode.INTERNAL, "internal error")
+            self.end(grpc.StatusCode.CANCELLED, "the handler was cancelled")
+        elif handler.exception() is not None:  # an AbortError has sent its status
+            self.end(grpc.StatusCode.INTERNAL, "internal error")
+        elif self._unary is None:
+            self._finish(_OK)
+        elif len(payload := self._serialize(handler.result())) > self._max_message_bytes:
+            self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of {len(payload)} bytes exceeds the limit")
+        else:
+            self._finish(encode_frame(Kind.MESSAGE, payload) + _OK)
+
+    def _finish(self, frames: bytes) -> None:
+        """Send the last frames, unless they were sent, and drop what the caller sends. The socket stays open until the
+        caller has read them and closes it: closing it here while the caller is writing would lose the status."""
+        if self.transport is not None and not self.is_finished:
+            self.transport.write(frames)
+        self.is_finished = True
         self.end_messages(drop=True)
 
-    def _send_status(self, code: grpc.StatusCode, details: str = "", metadata: Metadata = ()) -> None:
-        """Send the caller how the call ended; only the first status counts."""
-        self.finish(Kind.STATUS, encode_status(code, details, metadata))
+    def _on_broken(self, error: TokenloomError) -> None:
+        self.end(status_of(error), error.message)
+
+    def _refuse(self, error: TokenloomError) -> NoReturn:
+        raise error
+
+    def _damaged(self) -> TokenloomError:
+        return damaged_request()
+
+    def _raise_end(self) -> NoReturn:
+        raise asyncio.CancelledError("the call has ended")
+
+    def _after_last(self) -> NoReturn:
+        raise StopAsyncIteration
 
 
 class LocalServer:
@@ -152,8 +175,8 @@ class LocalServer:
         self._identity = (0, 0)  # of the socket's file
 
     async def open(self) -> None:
-        """Bind the socket. Raises ``OSError`` when that fails."""
-        listener = sockets.listen(self._path)
+        """Bind the socket, replacing one that a killed process left. Raises ``OSError`` when that fails."""
+        listener = unix_socket.listen(self._path, _BACKLOG)
         self._identity = unix_socket.identity(self._path)
         self._server = await asyncio.get_running_loop().create_unix_server(self._accept, sock=listener)
 
@@ -194,12 +217,9 @@ class LocalServer:
         return call
 
 
-async def _answer(behaviour: Any, requests: ServerCall, context: ServerCall) -> None:
-    """Run the handler of a unary call."""
-    request = await anext(requests, None)
-    if request is None:
-        await context.abort(grpc.StatusCode.INTERNAL, "the call ended without a request")
-    await context.write(await behaviour(request, context))
+def damaged_request() -> TokenloomError:
+    """Return the error of a call whose request cannot be decoded."""
+    return InvalidArgument("The message cannot be decoded as this method's request type.")
 
 
 def _log_failure(error: BaseException) -> None:

@@ -9,8 +9,8 @@ from weakref import WeakSet
 import grpc
 import grpc.aio
 
-from ..local_streams import sockets
 from ..local_streams.channel import LocalChannel
+from ..local_streams.socket_end import path_beside
 from ..tasks import Tasks
 from .certificate_files import dns_name
 from .keepalive import Keepalive
@@ -182,7 +182,7 @@ class Channels:
 
     def _connect(self, address: str, service: str) -> grpc.aio.Channel:
         if (tls := self._tls) is None:
-            channel, path = open_channel(address, self._asking(), service), sockets.path_beside(address)
+            channel, path = open_channel(address, self._asking(), service), path_beside(address)
             if path is None:
                 return channel
             return cast(grpc.aio.Channel, LocalChannel(channel, path, MAX_MESSAGE_BYTES))

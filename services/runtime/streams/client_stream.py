@@ -11,7 +11,7 @@ import grpc.aio
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.runtime.local_streams.call import SILENT
+from tokenloom.services.runtime.local_streams.channel import SILENT
 from tokenloom.v1.types_pb2 import Hello
 
 from ..liveness import LivenessTimer

@@ -17,7 +17,7 @@ from tokenloom.services.gateway.mesh.output_link import OutputLink
 from tokenloom.services.gateway.mesh.output_pool import MAX_WITHDRAWN, SEARCH_SECONDS, OutputPool
 from tokenloom.services.gateway.mesh.pending_request import MAX_LOSSES_ALONE
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
-from tokenloom.services.runtime.local_streams.call import SILENT
+from tokenloom.services.runtime.local_streams.channel import SILENT
 from tokenloom.services.runtime.peers import retry_budget
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.subset import ReplicaPosition

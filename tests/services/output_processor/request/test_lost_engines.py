@@ -9,7 +9,7 @@ from tests.loop_clock import pass_time, settle
 from tests.services.output_processor.fakes import LENGTH, SOON, STOP, EngineStream, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import ResourceExhausted, Unavailable
-from tokenloom.services.runtime.local_streams.call import SILENT
+from tokenloom.services.runtime.local_streams.channel import SILENT
 from tokenloom.services.runtime.peers import retry_budget
 from tokenloom.services.runtime.streams import client_stream
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, Finished

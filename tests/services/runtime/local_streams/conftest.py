@@ -15,8 +15,8 @@ import uvloop
 from tokenloom.services.runtime.host.servicer_edge import writing
 from tokenloom.services.runtime.local_streams import socket_end
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
-from tokenloom.services.runtime.local_streams.frames import HEADER, Kind
-from tokenloom.services.runtime.local_streams.server import LocalServer
+from tokenloom.services.runtime.local_streams.frames import Kind, encode_frame
+from tokenloom.services.runtime.local_streams.server import CallDetails, LocalServer
 from tokenloom.services.runtime.peers.channels import open_channel
 
 METHOD = "/test.Test/Stream"
@@ -46,8 +46,8 @@ async def serving(handler: Handler, path: Path) -> AsyncIterator[LocalServer]:
     """Serve one method whose messages are bytes."""
     handler = writing(handler) if inspect.isasyncgenfunction(handler) else handler
 
-    def find(method: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        return grpc.stream_stream_rpc_method_handler(handler) if method == METHOD else None
+    def find(call: CallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        return grpc.stream_stream_rpc_method_handler(handler) if call.method == METHOD else None
 
     server = LocalServer(str(path), find, LIMIT)
     await server.open()
@@ -73,9 +73,16 @@ async def stream(
         yield channel.stream_stream(method)()
 
 
-def encode(kind: Kind, payload: bytes = b"") -> bytes:
-    """Return one frame."""
-    return HEADER.pack(len(payload), kind) + payload
+OPEN = encode_frame(Kind.OPEN, METHOD.encode())
+
+
+async def end_of(call: Any) -> grpc.aio.AioRpcError:
+    """Return how a call ended, once it has."""
+    ended = asyncio.Event()
+    call.add_done_callback(lambda _: ended.set())
+    await ended.wait()
+    status: grpc.aio.AioRpcError = call._status
+    return status
 
 
 async def echo(requests: AsyncIterator[bytes], context: Any) -> None:

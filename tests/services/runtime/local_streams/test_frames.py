@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.services.runtime.local_streams.conftest import encode
 from tokenloom.request.errors import Internal, ResourceExhausted
 from tokenloom.services.runtime.local_streams.frames import (
-    FrameDecoder,
     Kind,
     decode_status,
+    encode_frame,
     encode_status,
+    split_frames,
 )
 
 LIMIT = 64
@@ -29,34 +29,32 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
 
 @given(frames, st.lists(st.integers(min_value=0), max_size=12))
 def test_any_split_gives_the_same_frames(sent: list[tuple[Kind, bytes]], cuts: list[int]) -> None:
-    decoder = FrameDecoder(LIMIT)
-    data = b"".join(encode(kind, payload) for kind, payload in sent)
-    assert [frame for part in split(data, cuts) for frame in decoder.feed(part)] == sent
+    data, rest = b"".join(encode_frame(kind, payload) for kind, payload in sent), bytearray()
+    assert [frame for part in split(data, cuts) for frame in split_frames(rest, part, LIMIT)[0]] == sent
 
 
 @given(st.binary(), st.lists(st.integers(min_value=0), max_size=4))
 def test_any_bytes_are_frames_or_an_error(data: bytes, cuts: list[int]) -> None:
-    decoder = FrameDecoder(LIMIT)
-    found = 0
+    rest, found, error = bytearray(), 0, None
     for part in split(data, cuts):
-        if decoder.error is None:
-            found += sum(5 + len(payload) for _, payload in decoder.feed(part))
+        if error is None:
+            complete, error = split_frames(rest, part, LIMIT)
+            found += sum(5 + len(payload) for _, payload in complete)
     assert found <= len(data)
 
 
 def test_what_comes_before_a_broken_frame_is_found() -> None:
-    decoder = FrameDecoder(LIMIT)
-    assert decoder.feed(encode(Kind.MESSAGE, b"a") + b"\0\0\0\0\x63") == [(Kind.MESSAGE, b"a")]
-    assert isinstance(decoder.error, Internal)
-    assert "kind 99" in decoder.error.message
+    found, error = split_frames(bytearray(), encode_frame(Kind.MESSAGE, b"a") + b"\0\0\0\0\x63", LIMIT)
+    assert found == [(Kind.MESSAGE, b"a")]
+    assert isinstance(error, Internal)
+    assert "kind 99" in error.message
 
 
 def test_a_payload_over_the_limit_is_refused_by_its_length_alone() -> None:
-    header = encode(Kind.MESSAGE, bytes(LIMIT + 1))[:5]
-    decoder = FrameDecoder(LIMIT)
-    assert decoder.feed(header) == []
-    assert isinstance(decoder.error, ResourceExhausted)
-    assert "65 bytes exceeds the limit of 64" in decoder.error.message
+    found, error = split_frames(bytearray(), encode_frame(Kind.MESSAGE, bytes(LIMIT + 1))[:5], LIMIT)
+    assert found == []
+    assert isinstance(error, ResourceExhausted)
+    assert "65 bytes exceeds the limit of 64" in error.message
 
 
 def test_a_status_with_metadata() -> None:

@@ -10,11 +10,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.services.runtime.local_streams.conftest import LIMIT, METHOD, SOON, echo, encode, serving, stream, write_for
+from tests.services.runtime.local_streams.conftest import LIMIT, OPEN, SOON, echo, end_of, serving, stream, write_for
 from tokenloom.request.errors import ResourceExhausted
-from tokenloom.services.runtime.local_streams.frames import Kind, decode_status
-
-OPEN = encode(Kind.OPEN, METHOD.encode())
+from tokenloom.services.runtime.local_streams.frames import Kind, decode_status, encode_frame
 
 
 class Caller:
@@ -132,7 +130,7 @@ async def test_a_handler_that_cancels_itself(socket_dir: Path) -> None:
         raise asyncio.CancelledError
 
     async with stream(leave, socket_dir) as call:
-        assert await call.code() is grpc.StatusCode.CANCELLED
+        assert (await end_of(call)).code() is grpc.StatusCode.CANCELLED
 
 
 async def test_a_message_that_is_too_long_to_answer(socket_dir: Path) -> None:
@@ -171,12 +169,12 @@ async def test_writing_to_a_caller_that_is_gone(socket_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "code"),
     [
-        (OPEN + encode(Kind.MESSAGE, b"x")[:-1] + b"\0\0\0\0\0\x63", grpc.StatusCode.INTERNAL),
-        (OPEN + encode(Kind.MESSAGE, bytes(LIMIT + 1))[:5], grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (OPEN + encode_frame(Kind.MESSAGE, b"x")[:-1] + b"\0\0\0\0\0\x63", grpc.StatusCode.INTERNAL),
+        (OPEN + encode_frame(Kind.MESSAGE, bytes(LIMIT + 1))[:5], grpc.StatusCode.RESOURCE_EXHAUSTED),
         (OPEN + OPEN, grpc.StatusCode.INTERNAL),
-        (OPEN + encode(Kind.STATUS), grpc.StatusCode.INTERNAL),
-        (encode(Kind.MESSAGE), grpc.StatusCode.INTERNAL),
-        (encode(Kind.OPEN, b"\xff\xfe"), grpc.StatusCode.UNIMPLEMENTED),
+        (OPEN + encode_frame(Kind.STATUS), grpc.StatusCode.INTERNAL),
+        (encode_frame(Kind.MESSAGE), grpc.StatusCode.INTERNAL),
+        (encode_frame(Kind.OPEN, b"\xff\xfe"), grpc.StatusCode.UNIMPLEMENTED),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", grpc.StatusCode.INTERNAL),
     ],
     ids=["no-kind", "too-long", "twice", "status", "not-opened", "no-text", "http2"],
@@ -195,6 +193,6 @@ async def test_broken_frames_end_their_connection_only(
 async def test_broken_frames_cancel_the_handler(socket_dir: Path) -> None:
     watched = Watched()
     async with asyncio.timeout(SOON), serving(watched.wait, socket_dir / "s"):
-        code, details = await Caller(socket_dir / "s").say(OPEN + encode(Kind.STATUS))
+        code, details = await Caller(socket_dir / "s").say(OPEN + encode_frame(Kind.STATUS))
         assert (code, details) == (grpc.StatusCode.INTERNAL, "a STATUS frame came out of turn")
         assert not watched.how or isinstance(watched.how, asyncio.CancelledError)

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, echo, serving
+from tests.services.runtime.local_streams.conftest import METHOD, OPEN, SOON, calling, echo, serving
 from tests.services.runtime.local_streams.test_handlers import Watched
 from tokenloom.services.runtime.local_streams.server import LocalServer
 
@@ -52,7 +52,7 @@ async def test_closing_waits_for_handlers_within_the_grace(socket_dir: Path) -> 
         closing = asyncio.create_task(server.close(SOON))
         while (socket_dir / "s").exists():  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert channel.open_call(METHOD, None, None) is None, "no new ones"
+        assert channel.open_call(OPEN, None, None) is None, "no new ones"
         await call.write(b"b")
         await call.done_writing()
         assert [await call.read(), await call.read()] == [b"b", grpc.aio.EOF]

@@ -14,11 +14,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, encode, stream, write_for
-from tests.services.runtime.local_streams.test_handlers import OPEN, Watched
+from tests.services.runtime.local_streams.conftest import METHOD, OPEN, SOON, calling, stream, write_for
+from tests.services.runtime.local_streams.test_handlers import Watched
 from tokenloom.services.runtime.local_streams import socket_end
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
-from tokenloom.services.runtime.local_streams.frames import FrameDecoder, Kind
+from tokenloom.services.runtime.local_streams.frames import Kind, encode_frame, split_frames
 
 ROOT = Path(__file__).parents[4]
 
@@ -64,7 +64,7 @@ async def test_a_new_call_to_a_stopped_process_does_not_wait_for_its_silence(soc
 
 async def opened(channel: LocalChannel) -> bool:
     """Return whether the peer took a call, which is cancelled when it has its connection."""
-    call = channel.open_call(METHOD, None, None)
+    call = channel.open_call(OPEN, None, None)
     if call is None:
         return False
     while call.transport is None and not call.done():  # noqa: ASYNC110
@@ -110,7 +110,7 @@ async def test_a_caller_that_says_nothing_is_cut_off(socket_dir: Path, short_tic
     watched = Watched()
     async with stream(watched.wait, socket_dir):
         reader, writer = await asyncio.open_unix_connection(socket_dir / "s")
-        assert await reader.read() == encode(Kind.BEAT) * (socket_end.HUNG_TICKS - 1)
+        assert await reader.read() == encode_frame(Kind.BEAT) * (socket_end.HUNG_TICKS - 1)
         writer.close()
         reader, writer = await asyncio.open_unix_connection(socket_dir / "s")
         writer.write(OPEN)
@@ -122,15 +122,14 @@ async def test_an_idle_call_lives_by_beats(socket_dir: Path, short_ticks: float)
     watched = Watched()
     beats = 0
 
-    class Counting(FrameDecoder):
-        def feed(self, data: bytes) -> Any:
-            nonlocal beats
-            frames = super().feed(data)
-            beats += sum(kind is Kind.BEAT for kind, _ in frames)
-            return frames
+    def count(rest: bytearray, data: bytes, limit: int) -> Any:
+        nonlocal beats
+        frames, error = split_frames(rest, data, limit)
+        beats += sum(kind is Kind.BEAT for kind, _ in frames)
+        return frames, error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket_end, "FrameDecoder", Counting)
+        patch.setattr(socket_end, "split_frames", count)
         async with stream(watched.wait, socket_dir) as call:
             while beats < 4 * socket_end.HUNG_TICKS:  # noqa: ASYNC110 - of both ends
                 await asyncio.sleep(short_ticks)
@@ -139,7 +138,7 @@ async def test_an_idle_call_lives_by_beats(socket_dir: Path, short_ticks: float)
 
 async def test_a_pause_of_this_process_is_one_tick(socket_dir: Path, short_ticks: float) -> None:
     async with stream(Watched().wait, socket_dir) as call:
-        await call.writable()
+        await call.write(b"a")
         time.sleep(10 * short_ticks)  # noqa: ASYNC251 - that is the pause
         await asyncio.sleep(0)
         assert not call.done()

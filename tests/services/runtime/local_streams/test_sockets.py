@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.services.runtime.local_streams import sockets
+from tokenloom.process import unix_socket
+from tokenloom.services.runtime.local_streams import socket_end as sockets
+from tokenloom.services.runtime.local_streams.channel import connect
 
 
 def test_the_path_next_to_the_unix_socket_of_grpc() -> None:
@@ -27,9 +29,9 @@ def test_a_path_that_leaves_no_room() -> None:
 
 
 def test_no_listener(socket_dir: Path) -> None:
-    assert sockets.connect(str(socket_dir / "s")) is None
+    assert connect(str(socket_dir / "s")) is None
     (socket_dir / "file").touch()
-    assert sockets.connect(str(socket_dir / "file")) is None
+    assert connect(str(socket_dir / "file")) is None
 
 
 def test_a_killed_process_makes_room(socket_dir: Path) -> None:
@@ -37,8 +39,8 @@ def test_a_killed_process_makes_room(socket_dir: Path) -> None:
     code = f"import os, socket; s = socket.socket(1); s.bind({path!r}); s.listen(); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert os.path.exists(path)
-    assert sockets.connect(path) is None
-    with sockets.listen(path), sockets.connect(path) or pytest.fail("nobody listens"):
+    assert connect(path) is None
+    with unix_socket.listen(path, 1), connect(path) or pytest.fail("nobody listens"):
         pass
 
 
@@ -46,7 +48,7 @@ def test_a_file_that_is_no_socket_stays(socket_dir: Path) -> None:
     path = socket_dir / "s"
     path.write_text("somebody's")
     with pytest.raises(OSError, match="in use"):
-        sockets.listen(str(path))
+        unix_socket.listen(str(path), 1)
     assert path.read_text() == "somebody's"
 
 
@@ -55,8 +57,8 @@ def test_a_full_queue_counts_as_no_listener(socket_dir: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(0)
-        with sockets.connect(path) or pytest.fail("nobody listens"):
-            assert sockets.connect(path) is None
+        with connect(path) or pytest.fail("nobody listens"):
+            assert connect(path) is None
 
 
 _SERVE = """

@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.runtime.local_streams.call import SILENT
+from tokenloom.services.runtime.local_streams.channel import SILENT
 from tokenloom.services.runtime.local_streams.frames import status
 from tokenloom.services.runtime.streams.client_stream import PeerSilent, was_silent
 

@@ -39,6 +39,11 @@ def error_of(failed: CallError) -> errors.TokenloomError:
     return wire_errors.from_rpc(failed)
 
 
+def details_of(failed: CallError) -> str:
+    """Return gRPC's text of a failed call."""
+    return failed.details() or ""
+
+
 def was_cut(failed: CallError) -> bool:
     """Return whether a call ended with its connection."""
     return wire_errors.was_cut(failed)

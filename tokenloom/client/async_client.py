@@ -19,6 +19,7 @@ from .async_calls import (
     Call,
     CallError,
     collected,
+    details_of,
     error_of,
     open_channel,
     sleep,
@@ -32,8 +33,8 @@ from .results import AnswerCollector, Chunk, ChunkReader, Generation, Model, rea
 from .retries import Retries
 
 T = TypeVar("T")
-Open: TypeAlias = Callable[[NextCall, float], tuple[Call, Callable[[], object]]]
-"""Makes a call with a limit in seconds; returns it, and what reports that its gateway failed."""
+Open: TypeAlias = Callable[[NextCall, float, Any], Call]
+"""Makes a call with a limit in seconds, by the stub of a gateway."""
 Cancel: TypeAlias = Callable[[inference_pb2.InferenceCancelRequest], object]
 """Ends a request at the mesh; does not wait, and may be called from ``__del__``."""
 
@@ -41,11 +42,14 @@ Cancel: TypeAlias = Callable[[inference_pb2.InferenceCancelRequest], object]
 class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
     """Yields each response of an answer once. Raises any of :mod:`errors`."""
 
-    def __init__(self, course: AnswerCourse, open_call: Open, cancel: Cancel) -> None:
+    def __init__(
+        self, course: AnswerCourse, gateways: connection.Gateways[Any], open_call: Open, cancel: Cancel
+    ) -> None:
         self._course = course
+        self._gateways = gateways
         self._open = open_call
         self._cancel = cancel
-        self._leave_gateway: Callable[[], object] = str
+        self._stub: Any = None
         self._call: Call | None = None
         self._reading: AsyncIterator[inference_pb2.GenerateResponse] | None = None
         self._is_closed = False
@@ -57,7 +61,8 @@ class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
                 raise errors.Cancelled("The request was cancelled.")
             if self._reading is None:
                 self._has_called = True
-                self._call, self._leave_gateway = self._open(self._course.next_call(), self._course.seconds_left)
+                self._stub = self._gateways.current
+                self._call = self._open(self._course.next_call(), self._course.seconds_left, self._stub)
                 self._reading = aiter(self._call)
             try:
                 response = await anext(self._reading)
@@ -67,6 +72,7 @@ class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
             except CallError as failed:
                 await self._recover(failed)
             else:
+                self._gateways.have_answered = True
                 self._course.take(response)
                 return response
 
@@ -87,12 +93,14 @@ class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
         error = error_of(failed)
         if self._is_closed:
             raise error from failed
+        self._call = self._reading = None
         try:
+            if _try_another(self._gateways, self._stub, failed, error):
+                return
             wait = self._course.failed(error, was_cut=was_cut(failed))
         except errors.TokenloomError as final:
             raise final from failed
-        self._call = self._reading = None
-        self._leave_gateway()
+        self._gateways.leave(self._stub)
         await sleep(wait)
 
 
@@ -148,8 +156,10 @@ class AsyncClient:
         retries: Retries | None = None,
     ) -> None:
         secret = connection.credentials(tls)
-        self._channels = [open_channel(each, secret) for each in connection.addresses(address)]
-        self._gateways = connection.Gateways(list(map(inference_pb2_grpc.InferenceStub, self._channels)))
+        addresses = connection.addresses(address)
+        self._channels = [open_channel(each, secret) for each in addresses]
+        stubs = map(inference_pb2_grpc.InferenceStub, self._channels)
+        self._gateways = connection.Gateways(dict(zip(addresses, stubs, strict=True)))
         self._metadata = connection.metadata(api_key)
         self._timeout = timeout
         self._retries = retries or Retries()
@@ -253,7 +263,7 @@ class AsyncClient:
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         course = AnswerCourse(request, self._retries, deadline, time.monotonic, may_restart=may_restart)
         self._cancellations.prepare()
-        return course, AsyncResponses(course, self._open, self._cancel)
+        return course, AsyncResponses(course, self._gateways, self._open, self._cancel)
 
     async def _pooled(self, method: str, request: object, timeout: float | None) -> Pooled:
         async def call(stub: Any, left: float) -> Pooled:
@@ -262,11 +272,11 @@ class AsyncClient:
 
         return await self._retrying(call, timeout)
 
-    def _open(self, call: NextCall, seconds: float) -> tuple[Call, Callable[[], object]]:
-        stub, metadata = self._gateways.current, (*self._metadata, *call.metadata)
+    def _open(self, call: NextCall, seconds: float, stub: Any) -> Call:
         is_new = isinstance(call.request, inference_pb2.GenerateRequest)
-        method: Any = stub.Generate if is_new else stub.Resume
-        return method(call.request, timeout=seconds, metadata=metadata), partial(self._gateways.leave, stub)
+        method = stub.Generate if is_new else stub.Resume
+        opened: Call = method(call.request, timeout=seconds, metadata=(*self._metadata, *call.metadata))
+        return opened
 
     def _cancel(self, request: inference_pb2.InferenceCancelRequest) -> None:
         """End a request at the mesh, without waiting for it."""
@@ -281,13 +291,39 @@ class AsyncClient:
             try:
                 result = await attempt(stub, deadline - time.monotonic())
             except CallError as failed:
-                error = error_of(failed)
-                wait = self._retries.wait(error, failures, deadline - time.monotonic())
-                if wait is None:
-                    raise error from failed
-                self._gateways.leave(stub)
-                await sleep(wait)
+                await sleep(self._wait_after(failed, stub, failures, deadline - time.monotonic()))
             else:
+                self._gateways.have_answered = True
                 self._retries.succeeded()
                 return result
         raise AssertionError("count ended")
+
+    def _wait_after(self, failed: CallError, stub: Any, failures: int, seconds_left: float) -> float:
+        """Return after how many seconds the call is made again. Raises the final error."""
+        error = error_of(failed)
+        try:
+            if _try_another(self._gateways, stub, failed, error):
+                return 0.0
+            wait = self._retries.wait(error, failures, seconds_left)
+            if wait is None:
+                raise error
+        except errors.TokenloomError as final:
+            raise final from failed
+        self._gateways.leave(stub)
+        return wait
+
+
+def _try_another(
+    gateways: connection.Gateways[Any], stub: Any, failed: CallError, error: errors.TokenloomError
+) -> bool:
+    """Return whether the next gateway is to be called at once. Raises ``Unavailable`` if none can be connected to.
+
+    The ``error`` of a connection gets gRPC's text, which services hide: here the addresses are the caller's own.
+    """
+    if not was_cut(failed):
+        gateways.have_answered = True
+        return False
+    details = details_of(failed)
+    if error.retry_after is not None:
+        error.message = gateways.describe(stub, details)
+    return gateways.try_another(stub, details)

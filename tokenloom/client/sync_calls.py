@@ -38,6 +38,11 @@ def error_of(failed: CallError) -> errors.TokenloomError:
     return wire_errors.from_rpc(cast(grpc.Call, failed))  # as every error of a call is
 
 
+def details_of(failed: CallError) -> str:
+    """Return gRPC's text of a failed call."""
+    return cast(grpc.Call, failed).details() or ""
+
+
 def was_cut(failed: CallError) -> bool:
     """Return whether a call ended with its connection."""
     return wire_errors.was_cut(cast(grpc.Call, failed))

@@ -55,6 +55,17 @@ async def test_a_turn_that_is_refused_ends_the_session_and_says_why(mesh: FakeMe
             await anext(session.stream("d", prompt_logprobs=1))
 
 
+async def test_a_turn_names_its_model(mesh: FakeMesh, client: AsyncClient) -> None:
+    mesh.outputs.auto = ["x"]
+    async with client.session() as session:
+        assert (await session.generate("abc", model=MODEL)).text == "x"
+        with pytest.raises(errors.ModelNotFound, match="'nope' is not served"):
+            await session.generate("abc", model="nope")
+    async with client.session() as session:
+        with pytest.raises(errors.ModelNotFound, match="'nope' is not served"):
+            await anext(session.stream("abc", model="nope"))
+
+
 async def test_the_deadline_is_the_sessions(mesh: FakeMesh, client: AsyncClient) -> None:
     async with client.session(timeout=0.2) as session:
         with pytest.raises(errors.DeadlineExceeded):

@@ -1,8 +1,12 @@
 """The client that blocks, in a thread beside a real gateway."""
 
 import asyncio
+import contextlib
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import grpc
 import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
-from tokenloom.client import Chunk, Client, Retries, errors
+from tokenloom.client import Chunk, Client, errors
 
 
 @pytest.fixture
@@ -68,9 +72,61 @@ async def test_errors_and_retries(mesh: FakeMesh, blocking: Client) -> None:
         await streaming
 
 
-def test_nobody_there(socket_dir: Path) -> None:
-    with Client(f"unix:{socket_dir}/none", timeout=30, retries=Retries(1)) as client, pytest.raises(errors.Unavailable):
+def test_a_wrong_address_is_named_at_once(socket_dir: Path) -> None:
+    address = f"unix:{socket_dir}/none"
+    started = time.monotonic()
+    with (
+        Client(address, timeout=30) as client,
+        pytest.raises(errors.Unavailable, match=f"cannot connect to {address}: .*No such file or directory"),
+    ):
         client.models()
+    assert time.monotonic() - started < 5  # 15 s were spent on further attempts
+
+
+def test_the_port_for_http_names_the_one_for_grpc() -> None:
+    with (
+        answering_http() as port,
+        Client(f"127.0.0.1:{port}", timeout=30) as client,
+        pytest.raises(errors.Unavailable, match=rf"does not speak gRPC; .*: try 127\.0\.0\.1:{port + 1000}\)"),
+    ):
+        client.generate("abc")
+
+
+def test_a_proxy_is_not_used_on_this_machine_and_named_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering_http() as port:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+        with (
+            Client("127.0.0.1:1", timeout=30) as client,
+            pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1: .*refused"),
+        ):
+            client.models()
+        with (
+            Client("192.0.2.1:9000", timeout=30) as client,
+            pytest.raises(
+                errors.Unavailable, match=rf"192\.0\.2\.1:9000: .*:{port}: HTTP proxy .* name the gateway in no_proxy"
+            ),
+        ):
+            client.models()
+
+
+@contextlib.contextmanager
+def answering_http() -> Iterator[int]:
+    """Answer each connection to a port of this machine with a refusal in HTTP/1.1."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(1 << 16)
+                        connection.sendall(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 def test_it_needs_no_torch() -> None:

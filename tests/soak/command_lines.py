@@ -21,9 +21,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -246,12 +247,24 @@ def _until_work() -> Iterator[None]:
             stack.enter_context(patch.object(owner, name, _reach))
         stack.enter_context(patch.object(socket, "getaddrinfo", _resolve))
         stack.enter_context(patch.object(constants, "HF_HUB_OFFLINE", True))
-        for module, name in _WORK:
-            real = getattr(importlib.import_module(module), name)
-            for each in list(sys.modules.values()):
-                if getattr(each, "__dict__", {}).get(name) is real:
-                    stack.enter_context(patch.object(each, name, _reach))
+        work = {getattr(importlib.import_module(module), name): name for module, name in _WORK}
+        for module, name in _modules_with(work, len(sys.modules)):
+            stack.enter_context(patch.object(module, name, _reach))
         yield
+
+
+def _modules_with(work: Mapping[Any, str], num_modules: int) -> list[tuple[Any, str]]:
+    """Return the modules that hold one of these functions, with its name; the last list while no module is added."""
+    # A command line imports modules or it does not: to walk through thousands of them each time took a third of a run.
+    if _found[:1] != [num_modules]:
+        modules = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
+        places = [(each, name) for each in modules for real, name in work.items() if vars(each).get(name) is real]
+        _found[:] = [num_modules, places]
+    found: list[tuple[Any, str]] = _found[1]
+    return found
+
+
+_found: list[Any] = []
 
 
 def _reach(*arguments: object, **_: object) -> NoReturn:

@@ -36,15 +36,15 @@ def compiled(monkeypatch):
 
 @needs_compiler
 def test_an_equal_library_is_built_once(tmp_path, compiled):
-    first = build("fused", cache_dir=tmp_path / "cache")
-    assert build("fused", cache_dir=tmp_path / "cache") == first
-    assert compiled == ["fused"]
+    first = build("batch", cache_dir=tmp_path / "cache")
+    assert build("batch", cache_dir=tmp_path / "cache") == first
+    assert compiled == ["batch"]
     assert list((tmp_path / "cache").iterdir()) == [first], "nothing but the library stays"
 
 
 @needs_compiler
 def test_what_killed_builds_have_left_is_removed(tmp_path, compiled):
-    library = build("fused", cache_dir=tmp_path)
+    library = build("batch", cache_dir=tmp_path)
     library.unlink()
     old, young, other = (tmp_path / name for name in (f"{library.stem}-old", f"{library.stem}-new", "other-old"))
     for path in (old, young, other):
@@ -52,7 +52,7 @@ def test_what_killed_builds_have_left_is_removed(tmp_path, compiled):
         (path / "kernels.o").touch()
     for path in (old, other):
         os.utime(path, (time.time() - 3600,) * 2)
-    assert build("fused", cache_dir=tmp_path) == library
+    assert build("batch", cache_dir=tmp_path) == library
     assert {*tmp_path.iterdir()} == {library, young, other}
 
 
@@ -60,7 +60,7 @@ def test_what_killed_builds_have_left_is_removed(tmp_path, compiled):
 def test_a_library_that_is_being_compiled_is_not_compiled_again(tmp_path, compiled):
     """Threads stand for processes: each opens the lock's file anew."""
     with ThreadPoolExecutor(4) as pool:
-        paths = list(pool.map(lambda _: build("fused", cache_dir=tmp_path), range(4)))
+        paths = list(pool.map(lambda _: build("batch", cache_dir=tmp_path), range(4)))
     assert len(set(paths)) == len(compiled) == 1
     assert list(tmp_path.iterdir()) == paths[:1]
 
@@ -99,25 +99,25 @@ def test_a_kernel_that_cannot_be_compiled_is_the_layers_to_report(monkeypatch):
 
 @needs_compiler
 def test_another_processor_or_target_is_another_library(tmp_path, compiled, monkeypatch):
-    paths = {build("fused", cache_dir=tmp_path), build("fused", march="x86-64-v2", cache_dir=tmp_path)}
+    paths = {build("batch", cache_dir=tmp_path), build("batch", march="x86-64-v2", cache_dir=tmp_path)}
     monkeypatch.setattr(compiler, "_cpu", lambda: "flags : sse2")
-    paths.add(build("fused", cache_dir=tmp_path))
+    paths.add(build("batch", cache_dir=tmp_path))
     assert len(paths) == len(compiled) == 3
 
 
 @needs_compiler
 def test_without_a_writable_cache_the_process_has_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
-    path = build("fused", cache_dir=tmp_path)
+    path = build("batch", cache_dir=tmp_path)
     assert path.exists()
     assert tmp_path not in path.parents
-    assert path == build("fused", cache_dir=tmp_path)
+    assert path == build("batch", cache_dir=tmp_path)
 
 
 @needs_compiler
 def test_a_failed_build_says_why(tmp_path):
     with pytest.raises(KernelsUnavailable, match=r"g\+\+ failed: .*march"):
-        build("fused", march="psychic", cache_dir=tmp_path)
+        build("batch", march="psychic", cache_dir=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -128,7 +128,7 @@ def test_no_compiler(monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     compiler._compiler_version.cache_clear()
     with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
-        build("fused")
+        build("batch")
     compiler._compiler_version.cache_clear()
 
 
@@ -153,5 +153,5 @@ def test_a_full_disk_leaves_no_kernels_and_says_so(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(compiler, "_compile", fail)
-    with pytest.raises(KernelsUnavailable, match=r"the kernels of fused cannot be built: .*No space left on device"):
-        build("fused", cache_dir=tmp_path)
+    with pytest.raises(KernelsUnavailable, match=r"the kernels of batch cannot be built: .*No space left on device"):
+        build("batch", cache_dir=tmp_path)

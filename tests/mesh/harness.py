@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
@@ -71,6 +72,11 @@ class Part:
         self._task.cancel()
         await asyncio.wait([self._task])
         self._task = None
+
+    def core_pid(self) -> int:
+        """Return the process of an engine's core, which is a child of this process."""
+        (core,) = (child for child in psutil.Process().children() if self.settings.instance_id in child.cmdline())
+        return core.pid
 
     async def _run(self, started: "asyncio.Future[None]") -> None:
         self.service = self._make(self.settings)

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 
 from tests.engine_core.data_parallel.cores import free_port
 from tests.engine_core.processes import has_ended, wait_until
 from tests.mesh.asking import ask
-from tests.mesh.harness import MODEL, SOON, Mesh, Part
+from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.ready_channel import ready_channel
 from tokenloom.cli.failures import CommandFailed
 from tokenloom.cli.mesh.scale_run import run as scale
@@ -156,8 +155,8 @@ async def test_a_lost_rank_ends_its_group_and_requests_go_on_elsewhere(socket_di
         async with asyncio.timeout(SOON):
             asked = [asyncio.create_task(ask(http, [number, 5], 200)) for number in range(12)]
             await mesh.until_running(6)
-            other, killed_at = _core_pid(mesh.engines[0]), loop.time()
-            os.kill(_core_pid(mesh.engines[1]), signal.SIGKILL)
+            other, killed_at = mesh.engines[0].core_pid(), loop.time()
+            os.kill(mesh.engines[1].core_pid(), signal.SIGKILL)
             assert await asyncio.to_thread(wait_until, lambda: has_ended(other), SOON)
             assert loop.time() - killed_at < 3.0
             for number, answer in enumerate(await asyncio.gather(*asked)):
@@ -173,9 +172,3 @@ async def test_what_has_no_group_is_refused(socket_dir: Path) -> None:
             await EngineAdminStub(channel).Reconfigure(ReconfigureRequest(data_parallel_size=2))
         with pytest.raises(CommandFailed, match="answered: No rank of data-parallel group 'data-parallel' has joined"):
             await scale(mesh.address("coordinator-0"), None, GROUP, 2, wait=SOON)
-
-
-def _core_pid(part: Part) -> int:
-    """Return the process of an engine's core, which is a child of this process."""
-    (core,) = (child for child in psutil.Process().children() if part.settings.instance_id in child.cmdline())
-    return core.pid

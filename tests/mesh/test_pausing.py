@@ -27,7 +27,7 @@ MAX_TOKENS = 60
 @pytest.fixture
 async def pair(socket_dir: Path) -> AsyncIterator[Mesh]:
     """Two engines, each with room for half of its requests."""
-    async with Mesh(socket_dir, engines=2, engine={"hash_step_seconds": 0.02, "max_num_seqs": 3}).running() as mesh:
+    async with Mesh(socket_dir, engines=2, engine={"hash_step_seconds": 0.01, "max_num_seqs": 3}).running() as mesh:
         yield mesh
 
 

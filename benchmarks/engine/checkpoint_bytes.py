@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from tokenloom.gpu_worker.checkpoint.files.weight_files import weight_files
+from tokenloom.gpu_worker.checkpoint.files.config_reader import weight_files
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")

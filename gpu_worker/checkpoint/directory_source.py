@@ -1,15 +1,113 @@
-"""Reads the weights of a checkpoint directory, whichever format its files have."""
+"""Reads the weights of a checkpoint directory, whichever format its files have: one file or several, of safetensors or
+of PyTorch."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .files.packed_weight import PackedWeight
-from .files.tensor_files import PytorchFiles, SafetensorsFiles
-from .files.weight_files import is_pickled, weight_files
+from .files.config_reader import is_pickled, weight_files
+from .files.quantized_weight import PackedWeight
 from .quantization.scheme import Found, Scheme, TensorFiles
+
+_STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+class SafetensorsFiles:
+    """Fulfils :class:`.quantization.scheme.TensorFiles` for the files of a checkpoint, which stay mapped."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Open the files. Raises ``ValueError`` naming one that is no safetensors file."""
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._views: dict[Any, Tensor] = {}  # the last tensor that was read from each file
+        for path in paths:
+            file = self._stack.enter_context(_open_safetensors(path))
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
+    @property
+    def views(self) -> Sequence[Tensor]:
+        return list(self._views.values())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        dtype = str(self._files[name].get_slice(name).get_dtype())
+        return _STORED_DTYPES.get(dtype, dtype)
+
+    def read(self, name: str) -> Tensor:
+        file = self._files[name]
+        tensor: Tensor = file.get_tensor(name)
+        self._views[file] = tensor
+        return tensor
+
+    def close(self) -> None:
+        self._views.clear()
+        self._stack.close()
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a valid safetensors file: {error}") from None
+
+
+class PytorchFiles:
+    """Fulfils :class:`.quantization.scheme.TensorFiles` for the files of a checkpoint, which stay mapped."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Read where the tensors are. Raises ``ValueError`` for a file that holds other objects than tensors."""
+        self._tensors: dict[str, Tensor] = {}
+        self.views: list[Tensor] = []
+        for path in paths:
+            tensors = _read_tensors(path)
+            self._tensors.update(tensors)
+            self.views += list(tensors.values())[:1]
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> str:
+        return str(self._tensors[name].dtype).removeprefix("torch.")
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name].detach()
+
+    def close(self) -> None:
+        self._tensors = {}
+        self.views = []
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Map the file. Only tensors and plain values pass ``weights_only``, so that no code of the file runs."""
+    try:
+        # facebook/opt-125m and other early models have no other file on the hub. mmap needs the format of PyTorch 1.6
+        # and later; older files cannot be mapped and are refused.
+        values: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a broken file raises errors of many kinds
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{path} cannot be read as tensors alone ({reason}): convert it to safetensors with save_pretrained of "
+            "transformers"
+        ) from None
+    if not isinstance(values, dict) or not all(isinstance(tensor, Tensor) for tensor in values.values()):
+        raise ValueError(f"{path} must hold a dictionary of tensors: convert the checkpoint to safetensors")
+    return values
+
 
 _FLOATING = ("float32", "bfloat16", "float16", "float64")
 

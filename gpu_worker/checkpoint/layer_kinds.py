@@ -1,10 +1,11 @@
-"""Reads what differs between the layers of one decoder: windows and rotations."""
+"""Reads what differs between the layers of one decoder: windows, rotations, and experts of which a token uses some."""
 
 from typing import Any
 
-from .families import DECODERS
 from .files.config_reader import ConfigReader
+from .model_config import ExpertSwitches
 from .rope_config import LongRopeScaling, RopeConfig, no_rotation, read_rope, read_rope_by_kind, with_context
+from .supported import DECODERS
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -132,3 +133,40 @@ def _check_full_attention(reader: ConfigReader, num_layers: int) -> None:
     """Check that every layer attends to all positions, in a model whose class has no other kind of layer."""
     if any(kind != _FULL for kind in _layer_types(reader, num_layers) or ()):
         raise reader.error("layer_types", "may only hold full_attention")
+
+
+def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediate_size: int) -> ExpertSwitches | None:
+    """Return the experts of ``family``; None: it has none. Raises ``ValueError`` naming an entry that is wrong."""
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        return None
+    for training_only in ("router_aux_loss_coef", "router_jitter_noise"):
+        reader.take(training_only)
+    if family == "mixtral":
+        experts = ExpertSwitches(
+            count=reader.take_int("num_local_experts", 8),
+            per_token=reader.take_int("num_experts_per_tok", 2),
+            intermediate_size=intermediate_size,
+            normalizes_weights=True,
+            layers=(True,) * num_layers,
+        )
+    else:
+        experts = _read_qwen(reader, family, num_layers)
+    if experts.per_token > experts.count:
+        raise reader.error("num_experts_per_tok", f"must be at most the number of experts, {experts.count}")
+    return experts
+
+
+def _read_qwen(reader: ConfigReader, family: str, num_layers: int) -> ExpertSwitches:
+    is_2, older_count = family == "qwen2_moe", reader.take("num_local_experts")
+    count = reader.take_int("num_experts") if older_count is None else reader.take_int("num_local_experts")
+    step, dense = reader.take_int("decoder_sparse_step", 1), reader.take("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise reader.error("mlp_only_layers", "must be a list of layer numbers")
+    return ExpertSwitches(
+        count=count,
+        per_token=reader.take_int("num_experts_per_tok", 4 if is_2 else 8),
+        intermediate_size=reader.take_int("moe_intermediate_size", 1408 if is_2 else 768),
+        shared_size=reader.take_int("shared_expert_intermediate_size", 5632) if is_2 else 0,
+        normalizes_weights=reader.take_bool("norm_topk_prob", False),
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+    )

@@ -11,16 +11,14 @@ from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from .directory_source import stored_dtype
-from .expert_switches import read_experts
-from .families import DECODERS
 from .files.config_reader import ConfigReader
 from .gguf.config import gguf_config
-from .layer_kinds import read_ropes, read_windows
+from .layer_kinds import read_experts, read_ropes, read_windows
 from .model_config import QUANTIZATIONS, ModelConfig, OPTSwitches
 from .quantization import awq, compressed_tensors, fp8, gptq
 from .quantization.scheme import Scheme
 from .rope_config import LongRopeScaling, RopeConfig, YarnScaling
-from .supported import ACTIVATION_NAMES, ARCHITECTURES, CLASSIFIERS, Family
+from .supported import ACTIVATION_NAMES, ARCHITECTURES, CLASSIFIERS, DECODERS, Family
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig
 
 from ..parallel.sharding import RankPlace, Shard
-from .expert_switches import ExpertSwitches
-from .model_config import ModelConfig
+from .model_config import ExpertSwitches, ModelConfig
 
 
 def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:

@@ -7,11 +7,9 @@ import torch
 from tokenloom.engine_core.data.config import KVCacheDtype
 
 from ..parallel.sharding import WHOLE, Shard
-from .expert_switches import ExpertSwitches
-from .families import DECODERS, DecoderTraits
 from .quantization.scheme import Scheme
 from .rope_config import LongRopeScaling, RopeConfig
-from .supported import Family
+from .supported import DECODERS, DecoderTraits, Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +22,32 @@ class OPTSwitches:
     """Whether a layer normalizes the input of attention and MLP; otherwise their sums (opt-350m)."""
     final_norm: bool
     norms_have_weights: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSwitches:
+    """Holds what only layers with experts know."""
+
+    count: int
+    per_token: int
+    """How many experts compute each token."""
+    intermediate_size: int
+    shared_size: int = 0
+    """The intermediate size of the expert that computes every token; 0: none."""
+    normalizes_weights: bool
+    """Whether the weights of a token's experts add up to one."""
+    layers: tuple[bool, ...]
+    """[num_layers]: whether the layer has experts, and not one MLP."""
+    own: range | None = None
+    """The places of the experts that this rank holds whole; None: its part of all of them. Place i has expert i, unless
+    experts are moved by their load."""
+    num_redundant: int = 0
+    """Places on all ranks beside one for each expert."""
+
+    @property
+    def num_places(self) -> int:
+        """Return for how many experts the ranks have places."""
+        return self.count + self.num_redundant
 
 
 _HEAD_STEP = 16

@@ -1,5 +1,7 @@
-"""Names the architectures and methods that are built in, without importing torch: checks before the start read them."""
+"""Names the architectures and methods that are built in, and says what the classes of each family of decoders fix, and
+the defaults that their configurations leave out. It does not import torch: checks before the start read it."""
 
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Family = Literal[
@@ -71,3 +73,71 @@ ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "r
 
 QUANTIZATION_METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 """The values of ``quant_method`` that are read."""
+
+
+NormOrder = Literal["before", "after", "around"]
+"""Where a layer normalizes: the input of attention and of the MLP, their result, or both."""
+QKNorm = Literal["head", "all"]
+"""What RMSNorm is applied to before rotation: each query and key head, or all of a token's queries and all its keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderTraits:
+    """Holds the differences between families that their configurations do not state."""
+
+    norm_order: NormOrder = "before"
+    norm_shift: float = 0.0
+    """What is added to each stored norm weight."""
+    norm_eps: float = 1e-6
+    qk_norm: QKNorm | None = None
+    head_size: int | None = None
+    """The default of ``head_dim``; None: hidden_size / num_attention_heads."""
+    num_kv_heads: int | None = None
+    """The default of ``num_key_value_heads``; None: num_attention_heads."""
+    rope_theta: float = 10_000.0
+    activation_entry: str = "hidden_act"
+    activation: str = "silu"
+    is_tied: bool = False
+    has_qkv_bias: bool = False
+    """Whether queries, keys and values always have a bias."""
+    may_have_attention_bias: bool = False
+    """Whether the configuration may ask for biases of all four matrices of attention."""
+    may_have_mlp_bias: bool = False
+    is_fused: bool = False
+    """Whether the checkpoint stores queries, keys and values as one matrix, and gate and up as another."""
+    is_gemma: bool = False
+    """Whether embeddings are scaled, and the configuration states the scale of attention and limits of scores."""
+
+
+_GEMMA2 = DecoderTraits(
+    norm_order="around",
+    norm_shift=1.0,
+    head_size=256,
+    num_kv_heads=4,
+    activation_entry="hidden_activation",
+    activation="gelu_pytorch_tanh",
+    is_tied=True,
+    may_have_attention_bias=True,
+    is_gemma=True,
+)
+_GEMMA3 = replace(_GEMMA2, qk_norm="head", rope_theta=1_000_000.0)
+
+# A family is built in where that takes at most 1 / 1.15 of the CPU that transformers' modules take for a decode step:
+# llama 1.36 times with one row and 1.17 with eight, gemma2 1.55 and 1.21 (8 layers of 768, bfloat16).
+DECODERS: dict[str, DecoderTraits] = {
+    "llama": DecoderTraits(may_have_attention_bias=True, may_have_mlp_bias=True),
+    "mistral": DecoderTraits(),
+    "qwen2": DecoderTraits(has_qkv_bias=True),
+    "qwen3": DecoderTraits(qk_norm="head", head_size=128, may_have_attention_bias=True),
+    "gemma2": _GEMMA2,
+    "gemma3": _GEMMA3,
+    "phi3": DecoderTraits(norm_eps=1e-5, is_fused=True),
+    "olmo2": DecoderTraits(norm_order="after", norm_eps=1e-5, qk_norm="all", may_have_attention_bias=True),
+    "smollm3": DecoderTraits(
+        num_kv_heads=4, rope_theta=2_000_000.0, is_tied=True, may_have_attention_bias=True, may_have_mlp_bias=True
+    ),
+    "mixtral": DecoderTraits(norm_eps=1e-5, num_kv_heads=8, rope_theta=1_000_000.0),
+    "qwen2_moe": DecoderTraits(has_qkv_bias=True),
+    "qwen3_moe": DecoderTraits(qk_norm="head", head_size=128, may_have_attention_bias=True),
+}
+"""The families that ``models.decoder`` computes."""

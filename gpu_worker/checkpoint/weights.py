@@ -15,8 +15,8 @@ from ..device.memory import forget_mapped, return_freed
 from ..parallel.ranks import ONLY_RANK, Ranks
 from ..parallel.sharding import Dimension, length, take_part, total
 from .directory_source import DirectorySource
-from .files.packed_weight import PackedWeight, fill_rows
-from .files.weight_files import weight_files
+from .files.config_reader import weight_files
+from .files.quantized_weight import PackedWeight, fill_rows
 from .gguf.source import GgufSource
 from .quantization.scheme import Scheme
 

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.files.packed_weight import PackedWeight
-from ..checkpoint.files.quantized_weight import QuantizedWeight, round_to_4_bits, round_to_8_bits
+from ..checkpoint.files.quantized_weight import PackedWeight, QuantizedWeight, round_to_4_bits, round_to_8_bits
 from ..checkpoint.model_config import FP8, INT4, INT8_DYNAMIC
 from ..checkpoint.weights import Checkpoint
 from ..checkpoint.weights import Linear as Linear

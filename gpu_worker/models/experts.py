@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..checkpoint.expert_switches import ExpertSwitches
-from ..checkpoint.model_config import FP8, ModelConfig
+from ..checkpoint.model_config import FP8, ExpertSwitches, ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..kernels.library import uses_triton
 from ..layers.expert_routes import LayerRoutes

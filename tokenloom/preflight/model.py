@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenloom.gguf.gguf_file import is_gguf, read_gguf
-from tokenloom.gpu_worker.checkpoint.files.weight_files import is_pickled, weight_files
-from tokenloom.gpu_worker.checkpoint.gguf.names import GGUF_ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.files.config_reader import is_pickled, weight_files
+from tokenloom.gpu_worker.checkpoint.gguf.source import GGUF_ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
 from tokenloom.model_files.tokenizer_json import has_byte_level_files
 

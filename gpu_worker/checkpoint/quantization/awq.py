@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..files.config_reader import ConfigReader
-from ..files.packed_weight import unpack_words
-from .packed_codes import Codes, PackedCodes, groups_of, input_groups
-from .scheme import Found, TensorFiles, check_part, part_shape
+from ..files.quantized_weight import unpack_words
+from .scheme import Codes, Found, PackedCodes, TensorFiles, check_part, groups_of, input_groups, part_shape
 
 _BITS, _PER_WORD = 4, 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)

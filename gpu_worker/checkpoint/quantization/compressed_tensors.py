@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from ..files.config_reader import ConfigReader
-from ..files.packed_weight import unpack_words
-from ..files.quantized_weight import QuantizedWeight
+from ..files.quantized_weight import QuantizedWeight, unpack_words
 from .fp8 import find_floats, read_block
-from .packed_codes import Codes, PackedCodes, groups_of, input_groups
-from .scheme import Found, TensorFiles, check_part, part_shape
+from .scheme import Codes, Found, PackedCodes, TensorFiles, check_part, groups_of, input_groups, part_shape
 
 Format = Literal["pack-quantized", "int-quantized", "float-quantized"]
 

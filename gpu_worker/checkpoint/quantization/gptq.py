@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..files.config_reader import ConfigReader
-from ..files.packed_weight import unpack_words
-from .packed_codes import Codes, PackedCodes, groups_of, input_groups
-from .scheme import Found, TensorFiles, check_part, part_shape
+from ..files.quantized_weight import unpack_words
+from .scheme import Codes, Found, PackedCodes, TensorFiles, check_part, groups_of, input_groups, part_shape
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
 """What is added to a stored zero point. The first version stores every zero point less one."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from ...checkpoint.files.weight_files import is_pickled, weight_files
+from ...checkpoint.files.config_reader import is_pickled, weight_files
 from ...ops.ops import Ops
 from .causal_class import CausalClass
 from .modules import replace_modules

@@ -10,7 +10,7 @@ import transformers
 
 from tests.parity.reference import MORE_MODELS
 from tests.soak.models.transformers_models import KINDS, Outcome, quiet, sweep
-from tokenloom.gpu_worker.checkpoint.gguf.names import GGUF_ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.gguf.source import GGUF_ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.model_config import QUANTIZATIONS
 from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
 

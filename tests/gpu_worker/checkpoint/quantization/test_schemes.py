@@ -230,7 +230,7 @@ def test_rows_are_unpacked_some_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
         return unpack(self, first, last)
 
     monkeypatch.setattr(PackedFloats, "rows", rows)
-    monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.files.packed_weight.AT_ONCE", 1 << 15)
+    monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.files.quantized_weight.AT_ONCE", 1 << 15)
     config = load_model_config(path)
     with Checkpoint(path, torch.bfloat16, torch.device("cpu"), config.scheme) as checkpoint:
         weight = checkpoint.take(f"{UP}.weight", 640, 256)

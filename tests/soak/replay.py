@@ -1,0 +1,327 @@
+"""``python -m tests.soak.replay``: random conversations over every API; each answer goes back as history to all.
+
+The law: whatever one of the APIs returned, streamed or not, cut or not, is accepted by each API, and the prompt that
+the template writes is the one of the same history in a chat completion.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from tests.services.gateway.fakes import FakeMesh, FakeTokenizer
+from tests.soak.dialects import Asked, Chats, Dialect, Grpc, Messages, Ollama, Refused, Responses, Turn, calls
+from tokenloom.model_files.checkpoint import CheckpointInfo
+from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.request import errors, wire_errors
+from tokenloom.services.tokenizer.chat_template import ChatTemplate, TemplateRefused
+from tokenloom.v1 import tokenizer_pb2, types_pb2
+
+TURNS = 5
+"""Answers of one conversation."""
+PIECES = (1, 2, 3, 7, 20, 80, 1000)
+"""Characters of a delta."""
+LIMITS = types_pb2.ModelLimits(
+    max_model_len=1 << 20, vocab_size=256, reasoning=types_pb2.REASONING_MODE_FREE, max_logprobs=20
+)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("get_weather", "list_files")
+]
+_WORD = re.compile(r"w\d+")
+_LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}|{{ m.content }}"
+_CALLS = "{% for t in m.tool_calls or [] %}[{{ t.function.name }}"
+_ENDS = "]{% endfor %}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+TEMPLATES = (
+    CheckpointInfo.load(DEMO_MODEL).chat_template,
+    _LOOP + _CALLS + " {{ t.function.arguments | tojson }}" + _ENDS,
+    _LOOP + _CALLS + "{% for k, v in t.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}" + _ENDS,
+)
+"""They write arguments as a text or as JSON, as JSON, and member by member."""
+
+
+class ReplayTokenizer(FakeTokenizer):
+    """Renders conversations as a tokenizer does. The token ids say nothing.
+
+    Attributes:
+        template: Renders.
+        prompt: The last one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.template = ChatTemplate("")
+        self.prompt = ""
+
+    async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> Any:
+        kwargs = json.loads(request.template_kwargs_json or b"{}")
+        try:
+            self.prompt = self.template.render(
+                json.loads(request.messages_json),
+                json.loads(request.tools_json or b"null"),
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                template_kwargs=kwargs,
+            )
+        except TemplateRefused as error:
+            await wire_errors.abort(context, errors.InvalidArgument(str(error), "messages"))
+        return tokenizer_pb2.EncodeChatResponse(prompt=self._prompt(b"prompt", request))
+
+
+class Writer:
+    """Draws what a model writes. Every word is another one, so that a lost one is noticed."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._num_words = 0
+
+    def words(self, most: int = 4) -> str:
+        count = self._rng.randint(1, most)
+        self._num_words += count
+        marks = ("", "", ".", "\n", " é", " 🙂", " <b>", ' "', " {", " \\")
+        numbers = range(self._num_words - count, self._num_words)
+        return " ".join(f"w{number}{self._rng.choice(marks)}" for number in numbers)
+
+    def output(self, choice: str) -> str:
+        rng = self._rng
+        thoughts = f"<think>{self.words()}</think>" if rng.random() < 0.4 else ""
+        if choice == "required":
+            made = [json.dumps({"name": self._name(), "parameters": self._object()}) for _ in range(rng.randint(1, 3))]
+            return f"{thoughts}[{', '.join(made)}]"
+        if choice != "auto":
+            return thoughts + self._arguments()
+        parts = []
+        for _ in range(rng.randint(0, 4)):
+            is_call = rng.random() < 0.5
+            parts.append(self._call() if is_call else rng.choice(("", "\n", " ")) + self.words())
+        return thoughts + "".join(parts)
+
+    def _call(self) -> str:
+        name, arguments = json.dumps(self._name()), self._arguments()
+        space = self._rng.choice(("\n", "", " "))
+        return f'<tool_call>{space}{{"name": {name}, "arguments": {arguments}}}{space}</tool_call>'
+
+    def _name(self) -> str:
+        return self._rng.choice(("get_weather", "list_files"))
+
+    def _arguments(self) -> str:
+        """JSON, mostly of an object that can be read."""
+        rng = self._rng
+        whole = json.dumps(self._object(), ensure_ascii=rng.random() < 0.5)
+        if rng.random() < 0.75:
+            return whole
+        wrong = (
+            "[]",
+            f'["{self._plain()}"]',
+            f'{{"a": NaN, "b": "{self._plain()}"}}',
+            f'{{"a": "{self._plain()}\n{self._plain()}"}}',
+            f'{{"a": "{self._plain()}",}}',
+            f'{{"a": 1e999, "b": "{self._plain()}"}}',
+            f'{{"a": "\\ud83d {self._plain()}"}}',
+            f'{{"a": 123456789012345678901234567890, "b": "{self._plain()}"}}',
+            f'"{self._plain()}"',
+            "7",
+        )
+        return rng.choice(wrong)
+
+    def _plain(self) -> str:
+        self._num_words += 1
+        return f"w{self._num_words - 1}"
+
+    def _object(self, depth: int = 0) -> dict[str, Any]:
+        return {
+            name: self._value(depth) for name in self._rng.sample(("city", "a", "b c", "é"), self._rng.randint(0, 3))
+        }
+
+    def _value(self, depth: int) -> Any:
+        kind = self._rng.randrange(7 if depth < 3 else 5)
+        if kind == 5:
+            return [self._value(depth + 1) for _ in range(self._rng.randint(0, 2))]
+        if kind == 6:
+            return self._object(depth + 1)
+        return (self.words(2), self._rng.randint(-(2**70), 2**70), self._rng.choice((0.5, 1e30, -0.0)), None, True)[
+            kind
+        ]
+
+
+class Model:
+    """Answers the requests of a mesh with a text, in pieces."""
+
+    def __init__(self, mesh: FakeMesh) -> None:
+        self._mesh = mesh
+        self._next: tuple[str, int, int] = "", 1, types_pb2.FINISH_REASON_STOP
+
+    def write(self, text: str, piece: int = 1000, reason: int = types_pb2.FINISH_REASON_STOP) -> None:
+        """Make a text the answer to what comes."""
+        self._next = text, piece, reason
+
+    async def serve(self) -> None:
+        while True:
+            request = await self._mesh.outputs.requests.get()
+            text, piece, reason = self._next
+            for at in range(0, len(text), piece):
+                request.send(text[at : at + piece], [0])
+            request.finish(reason)
+
+
+class Replay:
+    """One gateway and the clients of its APIs."""
+
+    def __init__(self, tokenizer: ReplayTokenizer, model: Model, dialects: Sequence[Dialect]) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._dialects = dialects
+        self._chats = dialects[0]
+
+    async def converse(self, seed: int) -> Counter[str]:
+        """Have one conversation. Raises ``AssertionError`` with the seed. Returns how many turns of a kind it had."""
+        rng = random.Random(seed)
+        self._tokenizer.template = ChatTemplate(TEMPLATES[seed % len(TEMPLATES)] or "")
+        writer, seen = Writer(rng), Counter[str]()
+        turns: list[Turn] = []
+        if rng.random() < 0.5:
+            turns.append(Turn("system", (writer.words(),)))
+        turns.append(self._user(rng, writer))
+        for _ in range(TURNS):
+            dialect = rng.choice(self._dialects)
+            choice = "auto" if dialect.name == "ollama" else rng.choice(("auto", "auto", "required", "get_weather"))
+            asked = Asked(TOOLS if choice != "auto" or rng.random() < 0.8 else (), choice, rng.random() < 0.5)
+            text = writer.output(choice)
+            reason = types_pb2.FINISH_REASON_STOP
+            if rng.random() < 0.4:
+                text = text[: rng.randint(0, len(text))]
+                reason = rng.choice((types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_ABORT))
+            self._model.write(text, rng.choice(PIECES), reason)
+            where = f"seed {seed}, {dialect.name}, {asked.choice}, stream {asked.stream}, output {text!r}"
+            try:
+                native = await dialect.ask(turns, asked)
+                answer = self._answer(dialect, native)
+                _check_words(dialect, text, answer, asked)
+                turns.append(answer)
+                turns += self._results(rng, writer, answer)
+                if turns[-1].role == "assistant" or rng.random() < 0.3:
+                    turns.append(self._user(rng, writer))
+                await self._send_back(dialect, turns, asked)
+            except (AssertionError, Refused, grpc.aio.AioRpcError) as error:
+                raise AssertionError(f"{where}: {error}") from error
+            seen[dialect.name] += 1
+            seen["cut"] += reason != types_pb2.FINISH_REASON_STOP
+            seen["with calls"] += bool(calls(answer.parts))
+            seen["with reasoning"] += any(part.kind == "thought" for part in answer.parts)
+        return seen
+
+    def _answer(self, dialect: Dialect, native: Any) -> Turn:
+        """Return an answer in the form of every API."""
+        parts = dialect.read(native)
+        if dialect.name == "ollama":  # whose calls have no ids; the other APIs need some
+            parts = [replace(part, call_id=f"call_{at}") for at, part in enumerate(parts)]
+        written = {each.name: native if each is dialect else each.write(parts) for each in self._dialects}
+        return Turn("assistant", parts=tuple(parts), native=written)
+
+    def _user(self, rng: random.Random, writer: Writer) -> Turn:
+        return Turn("user", tuple(writer.words() for _ in range(rng.choice((1, 1, 2)))))
+
+    def _results(self, rng: random.Random, writer: Writer, answer: Turn) -> list[Turn]:
+        return [Turn("tool", (writer.words(),) * rng.choice((1, 1, 2)), call) for call in calls(answer.parts)]
+
+    async def _send_back(self, source: Dialect, turns: Sequence[Turn], asked: Asked) -> None:
+        """Send a conversation to every API, and compare the prompts with that of the same one as a chat."""
+        self._model.write("ok")
+        plain = Asked(asked.tools)
+        prompts: dict[str, str] = {}
+        for dialect in self._dialects:
+            same = [self._as_chat(dialect, turn) for turn in turns]
+            if dialect.name == "responses":
+                # A response without output is no item.
+                same = [turn for turn in same if turn.role != "assistant" or turn.parts]
+            key = repr([turn.native.get("chat", turn.texts) for turn in same])
+            if key not in prompts:
+                await self._chats.ask(same, plain)
+                prompts[key] = self._tokenizer.prompt
+            expected = prompts[key]
+            last_id = dialect.last_id if isinstance(dialect, Responses) else ""
+            await dialect.ask(turns, plain)
+            _equal(dialect.name, self._tokenizer.prompt, expected)
+            if isinstance(dialect, Responses) and source is dialect:
+                await dialect.ask(turns, plain, refers=last_id)
+                if all(turn.parts for turn in turns if turn.role == "assistant"):
+                    _equal("previous_response_id", self._tokenizer.prompt, expected)
+
+    def _as_chat(self, dialect: Dialect, turn: Turn) -> Turn:
+        """Return a turn as a chat that holds the same as the API's own form of it."""
+        if turn.role != "assistant":
+            return turn
+        parts = dialect.read(turn.native[dialect.name])
+        return replace(turn, parts=tuple(parts), native={"chat": self._chats.write(parts)})
+
+
+def _equal(name: str, prompt: str, expected: str) -> None:
+    assert prompt == expected, f"{name}: {prompt!r} is not {expected!r}"
+
+
+def _check_words(dialect: Dialect, output: str, answer: Turn, asked: Asked) -> None:
+    """Check that the answer has each word of the output. Arguments that are no object have no place in two APIs."""
+    found = set(_WORD.findall(" ".join(part.text for part in answer.parts)))
+    wanted = _WORD.findall(output)
+    if dialect.name in ("messages", "ollama"):
+        wanted = _WORD.findall(re.sub(r"<tool_call>.*?(</tool_call>|$)", "", output, flags=re.DOTALL))
+        wanted = [] if asked.choice != "auto" else wanted
+    lost = [word for word in wanted[:-1] if word not in found]  # the last one may have been cut
+    assert not lost, f"lost {lost} of {output!r}: {answer.parts}"
+
+
+@asynccontextmanager
+async def replaying(directory: Path) -> AsyncIterator[Replay]:
+    """A gateway whose model writes what a test says."""
+    mesh = FakeMesh(directory)
+    tokenizer = mesh.tokenizer = mesh.second_tokenizer = ReplayTokenizer()
+    mesh.coordinator.limits = LIMITS
+    mesh.seconds = None
+    gateway = mesh.gateway(tool_call_parser="hermes", reasoning_parser="qwen3")
+    async with gateway, mesh.http() as http, mesh.inference() as inference:
+        model = Model(mesh)
+        serving = asyncio.create_task(model.serve())
+        try:
+            dialects = [Chats(http), Messages(http), Responses(http), Ollama(http), Grpc(inference)]
+            yield Replay(tokenizer, model, dialects)
+        finally:
+            serving.cancel()
+
+
+async def replay(directory: Path, seeds: range) -> Counter[str]:
+    """Have the conversation of each seed. Returns how many turns of each kind there were."""
+    seen = Counter[str]()
+    async with replaying(directory) as gateway:
+        for seed in seeds:
+            seen += await gateway.converse(seed)
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=4000, help=f"conversations of {TURNS} turns")
+    parser.add_argument("--first", type=int, default=0, help="the first seed; so the seeds can be run in shards")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as directory:
+        seen = asyncio.run(replay(Path(directory), range(arguments.first, arguments.first + arguments.seeds)))
+    seconds = time.monotonic() - started
+    print(f"{arguments.seeds * TURNS} turns, {seconds:.0f} s: each is accepted as history by every API, word for word")
+    print(", ".join(f"{count} {name}" for name, count in sorted(seen.items())))
+
+
+if __name__ == "__main__":
+    main()

@@ -140,7 +140,37 @@ class ModelRunner:
         An exception makes the runner forget every request; the scheduler must then start them anew.
         """
         try:
-            self._execute(step)
+            if self._drawn is not None:
+                self._drawn.settle(step)
+            # Before the batch changes: a row that ends or moves in this step may still be owed a token of an earlier
+            # one.
+            if self._expected.steps:
+                self._expected.settle()
+            self._batch.update(step)
+            if self._loras is not None and step.lora_slots is not None:
+                self._loras.occupy(step.lora_slots)
+            self._executed = None
+            if self._speculation is not None:
+                self._speculation.update(step)
+            if step.total_num_scheduled_tokens:
+                inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids)
+                if self._routes is not None:
+                    self._routes.begin(keep_choices=bool(self._batch.routed))
+                if self._loras is not None and self._batch.adapters:
+                    hidden, logits = self._compute_adapted(self._loras, inputs)
+                else:
+                    hidden, logits = self._compute(inputs)
+                routed = self._routed_experts(inputs) if self._routes is not None else {}
+                # On every rank after the same forward passes: expert moves are planned by this count, and no message
+                # says when.
+                self._ranks.forward_passed()
+                prompt_logprobs = self._prompt_logprobs(inputs, hidden)
+                # Only for drafts: held until sampling, the states of a prompt of 2,048 tokens would add to the peak of
+                # every step.
+                kept = hidden if self._speculation is not None else None
+                pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
+                sampling_rows = self._recorded.sampling_rows if self._recorded is not None else None
+                self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled, sampling_rows)
         except BaseException:
             self._forget_requests()
             raise
@@ -163,53 +193,14 @@ class ModelRunner:
         self._batch.clear()
         self._expected.clear()
 
-    def _execute(self, step: SchedulerOutput) -> None:
-        if self._drawn is not None:
-            self._drawn.settle(step)
-        # Before the batch changes: a row that ends or moves in this step may still be owed a token of an earlier one.
-        if self._expected:
-            self._expected.settle()
-        self._batch.update(step)
-        if self._loras is not None and step.lora_slots is not None:
-            self._loras.occupy(step.lora_slots)
-        self._executed = None
-        if self._speculation is not None:
-            self._speculation.update(step)
-        if step.total_num_scheduled_tokens:
-            inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids)
-            if self._routes is not None:
-                self._routes.begin(keep_choices=bool(self._batch.routed))
-            hidden, logits = self._compute(inputs)
-            routed = self._routed_experts(inputs) if self._routes is not None else {}
-            # On every rank after the same forward passes: expert moves are planned by this count, and no message says
-            # when.
-            self._ranks.forward_passed()
-            prompt_logprobs = self._prompt_logprobs(inputs, hidden)
-            # Only for drafts: held until sampling, the states of a prompt of 2,048 tokens would add to the peak of
-            # every step.
-            kept = hidden if self._speculation is not None else None
-            pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
-            sampling_rows = self._recorded.sampling_rows if self._recorded is not None else None
-            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled, sampling_rows)
-
-    def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the last hidden states of the step, and the logits of the rows that draw a token."""
-        if self._loras is not None and self._batch.adapters:
-            return self._compute_adapted(self._loras, inputs)
-        return self._compute_recorded(inputs) or self._compute_eagerly(inputs)
-
-    def _compute_eagerly(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, inputs: StepInputs, *, adapted: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the last hidden states of the step, and the logits of the rows that draw a token. ``adapted``: rows
+        have LoRA adapters."""
+        if (computed := self._compute_recorded(inputs, adapted=adapted)) is not None:
+            return computed
         with torch.inference_mode():
             hidden = self._forward(inputs)
             return hidden, self._logits(inputs, hidden)
-
-    def _compute_adapted(self, loras: LoraSlots, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        loras.begin(self._batch.adapters, inputs)
-        try:
-            recorded = self._compute_recorded(inputs, adapted=loras.are_used)
-            return recorded or self._compute_eagerly(inputs)
-        finally:
-            loras.end()
 
     def _compute_recorded(
         self, inputs: StepInputs, *, adapted: bool = False
@@ -222,6 +213,13 @@ class ModelRunner:
                 return None
             adapted = True
         return self._recorded.compute(self._model, inputs, self._kv_caches, adapted=adapted)
+
+    def _compute_adapted(self, loras: LoraSlots, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        loras.begin(self._batch.adapters, inputs)
+        try:
+            return self._compute(inputs, adapted=loras.are_used)
+        finally:
+            loras.end()
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None

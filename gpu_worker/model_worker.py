@@ -242,7 +242,8 @@ class ModelWorker:
         return self._pool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        self._platform.before_step()
+        if (watch := self._platform.cpu_watch) is not None:
+            watch.before_step()
         if self._pages is not None:
             self._pages.follow(scheduler_output)
         assert self._runner is not None, _NO_RUNNER
@@ -312,7 +313,8 @@ class ModelWorker:
         (self._profiler.start if start else self._profiler.stop)()
 
     def execute_dummy_batch(self) -> None:
-        self._platform.before_step()
+        if (watch := self._platform.cpu_watch) is not None:
+            watch.before_step()
         self._require_runner().dummy_run([1], self._config.cache.block_size)
         self._ranks.forward_passed()
 

@@ -49,11 +49,6 @@ class CoreSamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=Fal
     """Token sequences that must not appear in the output."""
     structured_output: StructuredOutput | None = None
 
-    @property
-    def is_constrained(self) -> bool:
-        """Whether the output is followed token by token: it has a grammar, or its reasoning has a budget."""
-        return self.structured_output is not None or self.thinking_token_budget is not None
-
 
 DRAWS_NOTHING = CoreSamplingParams(max_tokens=1, seed=0)
 """The parameters of requests that are pooled. The token that they allow stands for the result."""

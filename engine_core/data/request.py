@@ -35,6 +35,7 @@ class Request:
         "all_token_ids",
         "draft_history",
         "first_output_sent",
+        "is_constrained",
         "kv",
         "limit_status",
         "max_num_tokens",
@@ -62,6 +63,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.sampling_params = params
         self.pooling_params = message.pooling_params
+        self.is_constrained = params.structured_output is not None or params.thinking_token_budget is not None
+        """Whether its output is followed token by token: it has a grammar, or its reasoning has a budget."""
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.priority = message.priority
         self.tenant = message.tenant

@@ -113,7 +113,7 @@ class RequestKV:
     def num_cacheable_tokens(self) -> int:
         """Tokens that may come from a prefix cache: not the last one, whose logits are the next token, and none whose
         experts are still to be returned."""
-        most = self.num_tokens - 1
+        most = len(self.all_token_ids) - 1
         return most if self.routed_rows is None else min(most, self.routed_rows.end)
 
     @property

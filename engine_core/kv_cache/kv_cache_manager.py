@@ -68,20 +68,22 @@ class KVCacheManager:
     ) -> bool:
         """Return whether ``num_tokens`` tokens of a waiting request fit and leave ``num_spare`` blocks free. The
         ``num_external_tokens`` tokens that it loads are among them."""
-        num_new = self._blocks_for(num_tokens) - max(len(hits), len(request.block_ids))
-        return num_new + self.pool.count_free(hits) + num_spare <= self.pool.num_free
+        num_new = -(-num_tokens // self.block_size) - max(len(hits), len(request.block_ids))
+        num_shared = self.pool.count_free(hits) if hits else 0
+        return num_new + num_shared + num_spare <= self.pool.num_free
 
     def admit(self, request: RequestKV, hits: list[int]) -> None:
         """Start the block table of a request with the cached blocks that it shares."""
         assert not request.block_ids
-        self.pool.share(hits)
+        if hits:
+            self.pool.share(hits)
         request.block_ids = hits.copy()
         request.num_registered_blocks = len(hits)
         request.num_computed_tokens = len(hits) * self.block_size
 
     def reserve(self, request: RequestKV) -> list[int]:
         """Allocate blocks for all tokens of an admitted request that another engine will read. Returns its table."""
-        num_missing = self._blocks_for(request.num_tokens) - len(request.block_ids)
+        num_missing = -(-len(request.all_token_ids) // self.block_size) - len(request.block_ids)
         # A reader pulls while the prefill runs, so it has to know all ids with the first chunk, not one chunk at a
         # time.
         request.block_ids += self.pool.allocate(num_missing)
@@ -112,7 +114,7 @@ class KVCacheManager:
             request.block_ids += new_block_ids
         if self.enable_prefix_caching and end // self.block_size > request.num_registered_blocks:
             # A token in flight is not known yet, so its block has no hash.
-            self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
+            self._register_blocks(request, min(end, len(request.all_token_ids)) // self.block_size)
         return new_block_ids
 
     def cache_accepted(self, request: RequestKV) -> None:
@@ -131,9 +133,6 @@ class KVCacheManager:
         request.block_ids = []
         request.num_registered_blocks = 0
         request.num_computed_tokens = 0
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     def _register_blocks(self, request: RequestKV, num_full_blocks: int) -> None:
         # What attends to a wrong block is wrong as well, and so is every later block of the request: none gets a name.

@@ -40,15 +40,10 @@ class RequestHasher:
         # Of 32 prompts that arrive together and share 512 tokens, hashing took two thirds of the first step's planning.
         last, self._last = self._last, request
         if last is not None and last is not request and last.cache_salt == request.cache_salt:
-            request.block_hashes += last.block_hashes[: self._num_shared(request, last)]
+            ours, theirs, size = request.all_token_ids, last.all_token_ids, self._block_size
+            for start, block_hash in zip(range(0, len(ours) - size + 1, size), last.block_hashes, strict=False):
+                if ours[start : start + size] != theirs[start : start + size]:
+                    break
+                request.block_hashes.append(block_hash)
         if not request.block_hashes:
             hash_next_block(request, self._block_size, self._seed)
-
-    def _num_shared(self, request: RequestKV, last: RequestKV) -> int:
-        """Count the blocks with which both requests begin and of which the last one has hashes."""
-        ours, theirs, size = request.all_token_ids, last.all_token_ids, self._block_size
-        most = min(len(last.block_hashes) * size, len(ours) // size * size)
-        for start in range(0, most, size):
-            if ours[start : start + size] != theirs[start : start + size]:
-                return start // size
-        return most // size

@@ -12,7 +12,7 @@ from ..data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, 
 from ..data_parallel.messages import ToRank
 from ..wire.array_arena import ArenaReader
 from ..wire.frames import FrameReceiver, FrameSender
-from ..wire.serialization import Decoder, Frame
+from ..wire.serialization import Decoder
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
 """The only frame of the core's last message when it fails."""
@@ -62,34 +62,31 @@ class InputThread:
     def _run(self) -> None:
         while True:
             try:
-                kind, *body = self._receiver.receive()
+                first, *body = self._receiver.receive()
             except EOFError:
                 return
-            self._receive(RequestType(bytes(kind)), body)
-
-    def _receive(self, kind: RequestType, body: list[Frame]) -> None:
-        match kind:
-            case RequestType.ADD:
-                request = self._requests.decode(body)
-                request.arrival_ns = (
-                    time.monotonic_ns()
-                )  # taken here because the request may wait in the queue for the rest of a step
-                self.input_queue.put((kind, request))
-            case RequestType.ABORT:
-                request_ids = self._aborts.decode(body)
-                # An abort that arrives during a step saves the request's next step; the queue alone would bring it one
-                # step later.
-                with contextlib.suppress(queue.Full):
-                    self._aborts_queue.put_nowait(request_ids)
-                self.input_queue.put((kind, request_ids))
-            case RequestType.ACCEPT:
-                self.input_queue.put((kind, self._accepts.decode(body)))
-            case RequestType.UTILITY:
-                self.input_queue.put((kind, self._calls.decode(body)))
-            case RequestType.START_DP_WAVE:
-                self.input_queue.put((kind, self._waves.decode(body)))
-            case _:
-                raise AssertionError(f"clients must not send {kind}")
+            match kind := RequestType(bytes(first)):
+                case RequestType.ADD:
+                    request = self._requests.decode(body)
+                    request.arrival_ns = (
+                        time.monotonic_ns()
+                    )  # taken here because the request may wait in the queue for the rest of a step
+                    self.input_queue.put((kind, request))
+                case RequestType.ABORT:
+                    request_ids = self._aborts.decode(body)
+                    # An abort that arrives during a step saves the request's next step; the queue alone would bring it
+                    # one step later.
+                    with contextlib.suppress(queue.Full):
+                        self._aborts_queue.put_nowait(request_ids)
+                    self.input_queue.put((kind, request_ids))
+                case RequestType.ACCEPT:
+                    self.input_queue.put((kind, self._accepts.decode(body)))
+                case RequestType.UTILITY:
+                    self.input_queue.put((kind, self._calls.decode(body)))
+                case RequestType.START_DP_WAVE:
+                    self.input_queue.put((kind, self._waves.decode(body)))
+                case _:
+                    raise AssertionError(f"clients must not send {kind}")
 
 
 class OutputSocket:

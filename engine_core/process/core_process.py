@@ -118,11 +118,12 @@ class EngineCoreProc:
         """Step until a requested shutdown. If the core fails, notify the client and raise the failure."""
         try:
             while self._process_inputs():
-                if self._group is None:
-                    self._send(self._step())
-                else:
-                    self._send(self._group.turn(self._step, self._compute_dummy))
-                    self._settle_group(self._group)
+                group = self._group
+                outputs = self._step() if group is None else group.turn(self._step, self._compute_dummy)
+                if outputs is not None:
+                    self._output.send(outputs)
+                if group is not None:
+                    self._settle_group(group)
         except BaseException:
             # The client has to learn of an interrupt as well, or it waits for outputs of a core that is gone.
             self._output.send_dead()
@@ -172,15 +173,16 @@ class EngineCoreProc:
 
     def _process(self, item: InputItem) -> None:
         kind, message = item
+        outputs: EngineCoreOutputs | None = None
         if kind is RequestType.ADD:
             assert isinstance(message, EngineCoreRequest)
-            self._send(self._calls.add(message))
+            outputs = self._calls.add(message)
         elif kind is RequestType.ABORT:
             assert isinstance(message, list)
-            self._send(self._calls.abort(message))
+            outputs = self._calls.abort(message)
         elif kind is RequestType.ACCEPT:
             assert isinstance(message, AcceptTokens)
-            self._send(self._calls.accept(message))
+            outputs = self._calls.accept(message)
         elif kind is RequestType.UTILITY:
             assert isinstance(message, UtilityCall)
             self._calls.call(message, self._output.send)
@@ -193,6 +195,8 @@ class EngineCoreProc:
             assert kind is RequestType.WAKEUP, kind
             if self.state is not ProcState.RUNNING:
                 self._calls.refuse_new()
+        if outputs is not None:
+            self._output.send(outputs)
         if self._group is not None:
             self._settle_group(self._group)
 
@@ -220,10 +224,6 @@ class EngineCoreProc:
         group.settle()
         if (news := group.take_news()) is not None:
             self._output.send(self._calls.stamp(news))
-
-    def _send(self, outputs: EngineCoreOutputs | None) -> None:
-        if outputs is not None:
-            self._output.send(outputs)
 
 
 def run_engine_core(

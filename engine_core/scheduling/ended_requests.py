@@ -29,8 +29,7 @@ class EndedRequests:
     ) -> None:
         """``live`` and ``adapters``: those of the scheduler, from which ended requests are removed."""
         self._adapters = adapters
-        self._requests = live.by_id
-        self._tenants = live.tenants
+        self._live = live
         self._kv = kv
         self._remote = remote
         self._grammars = grammars
@@ -53,11 +52,11 @@ class EndedRequests:
         # A reader may still copy these blocks, or a load fill them; then the transfer frees them when it ends.
         if self._remote is None or not self._remote.request_finished(request):
             self._kv.free(request.kv)
-        if self._requests.pop(request.request_id, None) is not None:  # otherwise it is refused
-            self._tenants.remove(request)
+        if request.request_id in self._live.by_id:  # otherwise it is refused
+            self._live.remove(request)
             if request.adapter and self._adapters is not None:
                 self._adapters.ended(request)
-        if self._grammars is not None and request.sampling_params.is_constrained:
+        if self._grammars is not None and request.is_constrained:
             self._grammars.forget(request.request_id)
 
     def end_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:
@@ -88,8 +87,3 @@ class EndedRequests:
         outputs, self.outputs = self.outputs, []
         self._recorder.attach_events(outputs)
         return outputs
-
-    def take_req_ids(self) -> list[str]:
-        """Return the requests that ended since the last call and that the worker knows."""
-        req_ids, self.req_ids = self.req_ids, []
-        return req_ids

@@ -2,13 +2,12 @@
 the policy."""
 
 import bisect
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 
 from ..data.request import Request
 from ..data.request_status import RequestStatus
-from .seats import LiveTenants
 
 
 def priority_key(request: Request) -> tuple[int, int, str]:
@@ -16,63 +15,49 @@ def priority_key(request: Request) -> tuple[int, int, str]:
     return request.priority, request.times.arrival_ns, request.request_id
 
 
-class FCFSQueue:
-    """Keeps requests in the order in which they may begin; a request that comes back goes to the head."""
-
-    def __init__(self) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+class FCFSQueue(OrderedDict[str, Request]):
+    """Keeps requests by id, in the order in which they may begin; a request that comes back goes to the head."""
 
     def append(self, request: Request) -> None:
         """Add a new request."""
-        self._requests[request.request_id] = request
+        self[request.request_id] = request
 
     def prepend(self, request: Request) -> None:
         """Add a request that has waited before, here or for something else."""
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
+        self[request.request_id] = request
+        self.move_to_end(request.request_id, last=False)
 
     def peek(self) -> Request:
         """Return the head. The queue is not empty."""
-        return next(iter(self._requests.values()))
+        return next(iter(self.values()))
 
     def remove(self, request: Request) -> None:
         """Remove a request that is here."""
-        del self._requests[request.request_id]
+        del self[request.request_id]
 
 
-class PriorityQueue:
+class PriorityQueue(list[Request]):
     """Offers the same as :class:`FCFSQueue`, sorted by :func:`priority_key`.
 
     It is a list, because a heap would have to be searched for a request that is aborted.
     """
 
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
     def append(self, request: Request) -> None:
-        bisect.insort(self._requests, request, key=priority_key)
+        bisect.insort(self, request, key=priority_key)
 
     prepend = append
 
     def peek(self) -> Request:
-        return self._requests[0]
+        return self[0]
 
     def remove(self, request: Request) -> None:
-        index = bisect.bisect_left(self._requests, priority_key(request), key=priority_key)
-        assert self._requests[index] is request
-        del self._requests[index]
+        index = bisect.bisect_left(self, priority_key(request), key=priority_key)
+        assert self[index] is request
+        del self[index]
+
+    def values(self) -> Iterator[Request]:
+        """Yield the requests in order."""
+        return iter(self)
 
 
 class WaitingRequests:
@@ -82,8 +67,8 @@ class WaitingRequests:
     """
 
     def __init__(self, queue_type: type[FCFSQueue] | type[PriorityQueue] = FCFSQueue) -> None:
-        self._queue_type = queue_type
-        self._queues: dict[tuple[str, bytes], FCFSQueue | PriorityQueue] = {}  # by tenant and adapter; none is empty
+        # By tenant and adapter; none is empty.
+        self._queues: defaultdict[tuple[str, bytes], FCFSQueue | PriorityQueue] = defaultdict(queue_type)
         self._num_requests = 0
         self.num_tokens = 0
         """The tokens of all requests here, which have no computed tokens, except those that loaded blocks."""
@@ -92,7 +77,7 @@ class WaitingRequests:
         return self._num_requests
 
     def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(self._queues.values())
+        return chain.from_iterable(queue.values() for queue in self._queues.values())
 
     @property
     def tenants(self) -> Collection[str]:
@@ -101,14 +86,14 @@ class WaitingRequests:
 
     def append(self, request: Request) -> None:
         """Add a new request."""
-        self._queue_of(request).append(request)
+        self._queues[request.tenant, request.adapter].append(request)
         self._num_requests += 1
         self.num_tokens += request.num_tokens
 
     def prepend(self, request: Request) -> None:
         """Add a request that has waited before, here or for something else: before the others of its tenant, unless the
         policy sorts it."""
-        self._queue_of(request).prepend(request)
+        self._queues[request.tenant, request.adapter].prepend(request)
         self._num_requests += 1
         self.num_tokens += request.num_tokens
 
@@ -131,20 +116,13 @@ class WaitingRequests:
 
     def remove(self, request: Request) -> None:
         """Remove a request that is here."""
-        line = request.tenant, request.adapter
-        queue = self._queues[line]
+        owner = request.tenant, request.adapter
+        queue = self._queues[owner]
         queue.remove(request)
         if not queue:
-            del self._queues[line]
+            del self._queues[owner]
         self._num_requests -= 1
         self.num_tokens -= request.num_tokens
-
-    def _queue_of(self, request: Request) -> FCFSQueue | PriorityQueue:
-        line = request.tenant, request.adapter
-        queue = self._queues.get(line)
-        if queue is None:
-            queue = self._queues[line] = self._queue_type()
-        return queue
 
 
 def _in_turn(seats: Mapping[str, int]) -> Callable[[Request], tuple[int, int, int, str]]:
@@ -157,7 +135,8 @@ class LiveRequests:
 
     Attributes:
         by_id: All of them.
-        tenants: Counts them by tenant.
+        are_several: Whether at least two tenants have a live request. An engine with a single tenant spends nothing on
+            shares.
         waiting: Those in the queue.
         running: Those that have a row in the worker, in the order of the policy. It is always the same list.
     """
@@ -165,10 +144,26 @@ class LiveRequests:
     def __init__(self, *, by_priority: bool) -> None:
         """``by_priority``: whether priorities order the requests, instead of their arrival."""
         self.by_id: dict[str, Request] = {}
-        self.tenants = LiveTenants()
+        self.are_several = False
+        self._num_of_tenant: dict[str, int] = {}
         self.waiting = WaitingRequests(PriorityQueue if by_priority else FCFSQueue)
         self.running: list[Request] = []
         self._by_priority = by_priority
+
+    def add(self, request: Request) -> None:
+        """Add a request, which is in no queue yet."""
+        self.by_id[request.request_id] = request
+        self._num_of_tenant[request.tenant] = self._num_of_tenant.get(request.tenant, 0) + 1
+        self.are_several = len(self._num_of_tenant) > 1
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that has ended; the caller takes it out of its queue."""
+        del self.by_id[request.request_id]
+        if self._num_of_tenant[request.tenant] == 1:
+            del self._num_of_tenant[request.tenant]
+        else:
+            self._num_of_tenant[request.tenant] -= 1
+        self.are_several = len(self._num_of_tenant) > 1
 
     def run(self, request: Request) -> None:
         """Add a request that is in no queue to those that run."""

@@ -78,6 +78,7 @@ class Scheduler:
         self.pause_state = PauseState.UNPAUSED
         self._is_held = False
         self._is_stalled = False
+        """Whether no request can run until something changes; each change that may let one run clears it."""
         self._in_flight = StepsInFlight() if scheduler.async_scheduling or num_stages > 1 else None
         self._clock = clock
         self._recorder = recorder = StatsRecorder(clock, cache, scheduler)
@@ -96,25 +97,23 @@ class Scheduler:
         assert message.request_id not in self.requests, f"request {message.request_id} is live already"
         request = Request(message, self.max_model_len, message.arrival_ns or self._clock())
         moves_kv = self._remote is not None
-        if error := self._pooled.refusal(request) or refusal(
-            request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv
-        ):
-            field = "" if request.pooling_params is None else "pooling_params"
-            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, field)
-        elif status := finish_status(request):
+        is_pooled = request.pooling_params is not None
+        error = self._pooled.refusal(request) if is_pooled or not self._pooled.generates else ""
+        if error := error or refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv):
+            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, "pooling_params" if is_pooled else "")
+        elif message.accepted_token_ids and (status := finish_status(request)):
             self.ended.end_early(request, status)
         elif request.adapter and (self._adapters is None or not self._adapters.serves(request.adapter)):
             self.ended.end_at_limit(request, _NO_ADAPTER, ErrorKind.NO_ADAPTER)
         else:
-            self.requests[request.request_id] = request
-            self._live.tenants.add(request)
+            self._live.add(request)
             if request.adapter and self._adapters is not None:
                 self._adapters.added(request)
             if self._recorder.log_events:
                 self._recorder.queued(request)
-            if not request.sampling_params.is_constrained or self._constrain(request):
+            if not request.is_constrained or self._constrain(request):
                 self.waiting.append(request)
-                self._wake()
+                self._is_stalled = False
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Give a request the tokens that it was added ahead of; for a request that has ended they are ignored."""
@@ -122,7 +121,7 @@ class Scheduler:
         if request is None or request.kv.remote is None or not request.kv.remote.awaits_tokens:
             return
         assert self._remote is not None
-        self._wake()
+        self._is_stalled = False
         request.kv.remote.awaits_tokens = False
         is_queued = request.status is RequestStatus.WAITING
         for token_id in message.token_ids:
@@ -153,7 +152,7 @@ class Scheduler:
 
     def _abort(self, request_id: str) -> None:
         if request := self.requests.get(request_id):
-            self._wake()
+            self._is_stalled = False
             try:
                 if request.status in _IN_QUEUE:
                     self.waiting.remove(request)
@@ -164,7 +163,7 @@ class Scheduler:
 
     def abort_all(self) -> None:
         """End every request, with ``FinishReason.ABORT`` as its output."""
-        self._wake()
+        self._is_stalled = False
         for request in list(self.requests.values()):
             if request.status in _IN_QUEUE:
                 self.waiting.remove(request)
@@ -174,13 +173,13 @@ class Scheduler:
     def set_pause_state(self, state: PauseState) -> None:
         """Choose which requests are planned from now on. During a pause requests are still added and ended."""
         self.pause_state = state
-        self._wake()
+        self._is_stalled = False
 
     def hold(self, held: bool) -> None:
         """Plan no tokens while ``held``, whatever the pause state: the data-parallel group rests."""
         if held != self._is_held:
             self._is_held = held
-            self._wake()
+            self._is_stalled = False
 
     @property
     def is_advancing(self) -> bool:
@@ -205,17 +204,20 @@ class Scheduler:
             self._admit_compiled(self._grammars)
         plan = self._planner.plan(PauseState.PAUSED_ALL if self._is_held else self.pause_state)
         self.ended.outputs += plan.early_outputs
-        for request in self._planner.take_expired():
+        admission = self._planner.admission
+        expired, admission.expired = admission.expired, []
+        for request in expired:
             self.ended.end_at_limit(request, _EXPIRED, ErrorKind.DEADLINE_EXCEEDED)
         if self._adapters is not None:
-            for request in self._planner.take_lost():
+            lost, admission.lost = admission.lost, []
+            for request in lost:
                 self.ended.end_at_limit(request, _NO_ADAPTER, ErrorKind.NO_ADAPTER)
         self._is_stalled = not (plan.num_scheduled_tokens or plan.preempted_req_ids or self._in_flight)
         # An empty plan never reaches the worker, so what the worker has to forget waits for the next step that does.
         if not plan.num_scheduled_tokens:
             self._preempted_req_ids += plan.preempted_req_ids  # the worker learns of them with the next step
             return plan.output()
-        plan.finished_req_ids = self.ended.take_req_ids()
+        plan.finished_req_ids, self.ended.req_ids = self.ended.req_ids, []
         plan.preempted_req_ids[:0], self._preempted_req_ids = self._preempted_req_ids, []
         scheduled = plan.output()
         if self._adapters is not None:
@@ -246,7 +248,7 @@ class Scheduler:
     def update_from_connector(self, output: KVConnectorOutput) -> None:
         """Process the transfers that ended: requests that waited for them continue, lent blocks become free again."""
         assert self._remote is not None
-        self._wake()
+        self._is_stalled = False
         # Each one goes to the head of its queue; from the last to the first they end up in the order of their arrival.
         for request in reversed(self._remote.update(output)):
             if error := self._remote.failure_of(request):
@@ -287,7 +289,7 @@ class Scheduler:
         """
         if (self.running or self._remote) and not preempt_running:
             return False
-        self._wake()
+        self._is_stalled = False
         for request in self._live.take_running():
             self._planner.requeue(request, RequestStatus.PREEMPTED)
             self._preempted_req_ids.append(request.request_id)
@@ -315,10 +317,6 @@ class Scheduler:
         return stats
 
     # Parts
-
-    def _wake(self) -> None:
-        """Note a change after which a request may run that could not run before."""
-        self._is_stalled = False
 
     def _constrain(self, request: Request) -> bool:
         """Return whether a constrained request may be queued now; otherwise it waits for its grammar or has ended."""

@@ -11,31 +11,6 @@ COSTLY_ROWS = 16
 """A tenant's rows with log probabilities make a step, and all that follows it, notably longer from this number on."""
 
 
-class LiveTenants:
-    """Counts the live requests of each tenant, so that an engine with a single tenant spends nothing on shares.
-
-    Attributes:
-        are_several: Whether at least two tenants have a live request.
-    """
-
-    def __init__(self) -> None:
-        self.are_several = False
-        self._num_requests: dict[str, int] = {}
-
-    def add(self, request: Request) -> None:
-        """Count a request that is live from now on."""
-        self._num_requests[request.tenant] = self._num_requests.get(request.tenant, 0) + 1
-        self.are_several = len(self._num_requests) > 1
-
-    def remove(self, request: Request) -> None:
-        """Stop counting a request, which has ended."""
-        if self._num_requests[request.tenant] == 1:
-            del self._num_requests[request.tenant]
-        else:
-            self._num_requests[request.tenant] -= 1
-        self.are_several = len(self._num_requests) > 1
-
-
 def count_seats(requests: Iterable[Request]) -> Counter[str]:
     """Return the number of requests by tenant."""
     return Counter(request.tenant for request in requests)

@@ -154,7 +154,6 @@ class StepPlanner:
         self._live = live
         self._running = live.running
         self._waiting = live.waiting
-        self._tenants = live.tenants
         self._kv = kv
         self._remote = remote
         self._recorder = recorder
@@ -164,7 +163,7 @@ class StepPlanner:
         least = config.prefill_tokens_beside_decode if config.enable_chunked_prefill else None
         self.prompt_share = PromptShare(least) if least is not None else None
         """Limits the prompt tokens of a step in which other requests decode; None: nothing does."""
-        self._admission = Admission(live.waiting, kv, remote, config, clock, adapters)
+        self.admission = Admission(live.waiting, kv, remote, config, clock, adapters)
         self._has_deferred = False
 
     def plan(self, pause_state: PauseState) -> StepPlan:
@@ -172,21 +171,24 @@ class StepPlanner:
         if self._adapters is not None:
             self._adapters.begin_step(self._running)
         taken_back, deferred = None, frozenset[str]()
-        if self._tenants.are_several and pause_state is PauseState.UNPAUSED:
+        if self._live.are_several and pause_state is PauseState.UNPAUSED:
             # Before the running requests are planned, or the victim would have a row in this step and be preempted in
             # it.
             taken_back = self._take_back_seat()
             deferred = self._rows_to_defer()
         others = frozenset[str]() if self._num_stages == 1 else self._rows_of_other_steps()
-        plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget())
-        self._plan_running(plan, deferred | others)
+        budget = self._token_budget() if self._running else self._max_tokens
+        plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else budget)
+        if self._running:
+            self._plan_running(plan, deferred | others)
         # A step that had to preempt admits no one: a newcomer would take the blocks that the victim has just given up.
         has_room = not plan.preempted_req_ids
         # After has_room is read: a seat that was taken back is meant for a waiting request of this very step.
         if taken_back is not None:
             plan.preempted_req_ids.append(taken_back)
         num_running = len(self._running)
-        if has_room:
+        # The number of waiting tokens is 0 exactly when the queue is empty.
+        if has_room and self._waiting.num_tokens:
             # Unlike in vLLM, preempted requests resume in a pause that waits: its answer comes when no request that had
             # begun is left, and these had begun.
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
@@ -194,16 +196,6 @@ class StepPlanner:
             left_out = others.union(plan.num_scheduled_tokens)
             self._plan_running(plan, left_out, may_preempt=not plan.num_scheduled_tokens)
         return plan
-
-    def take_expired(self) -> list[Request]:
-        """Return the requests whose time ran out before they could begin; they are in no queue any more."""
-        expired, self._admission.expired = self._admission.expired, []
-        return expired
-
-    def take_lost(self) -> list[Request]:
-        """Return the requests whose adapter is not loaded any more; they are in no queue."""
-        lost, self._admission.lost = self._admission.lost, []
-        return lost
 
     def requeue(self, request: Request, status: RequestStatus) -> None:
         """Take the blocks of a request back and let it wait again. The caller removes it from ``running``."""
@@ -224,7 +216,7 @@ class StepPlanner:
         if len(self._running) < self._max_num_seqs or not self._waiting or not self._kv.enable_prefix_caching:
             return None
         seats = self._count_seats()
-        head = self._admission.head(seats)
+        head = self.admission.head(seats)
         if head is None or head.num_output_placeholders:  # it may not begin yet
             return None
         request = seat_to_take_back(self._running, seats, head)
@@ -243,7 +235,7 @@ class StepPlanner:
         if had_deferred or not self._waiting:
             return frozenset()
         seats = self._count_seats()
-        head = self._admission.head(seats)
+        head = self.admission.head(seats)
         rows = frozenset[str]() if head is None else rows_to_defer(self._running, seats, head)
         self._has_deferred = bool(rows)
         return rows
@@ -311,9 +303,12 @@ class StepPlanner:
         A chunk ends before the prompt's first embedding. Other prompts share the blocks before it, and an embedding may
         make NaN, which masked attention spreads to earlier tokens of its chunk: 0 * NaN is NaN.
         """
-        num_tokens = min(request.num_missing_tokens, budget, self._max_chunk)
-        if request.kv.prompt_embeds and request.kv.num_computed_tokens < request.kv.prompt_embeds[0].position:
-            return min(num_tokens, request.kv.prompt_embeds[0].position - request.kv.num_computed_tokens)
+        kv = request.kv
+        # As `num_missing_tokens` says.
+        num_missing = request.num_tokens + request.num_output_placeholders - kv.num_computed_tokens
+        num_tokens = min(num_missing, budget, self._max_chunk)
+        if kv.prompt_embeds and kv.num_computed_tokens < kv.prompt_embeds[0].position:
+            return min(num_tokens, kv.prompt_embeds[0].position - kv.num_computed_tokens)
         return num_tokens
 
     def _make_room(self, index: int, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
@@ -327,7 +322,7 @@ class StepPlanner:
             # tokens are computed again while its client waits. A request that only waits for room leaves a lease alone
             # for 5 s of its 30.
             if self._remote is None or not self._remote.revoke_oldest():
-                position = index_to_preempt(self._running, index) if self._tenants.are_several else -1
+                position = index_to_preempt(self._running, index) if self._live.are_several else -1
                 victim = self._running[position]
                 self._live.take_out(victim)
                 self.requeue(victim, RequestStatus.PREEMPTED)
@@ -338,24 +333,21 @@ class StepPlanner:
                 return new_block_ids
 
     def _plan_waiting(self, plan: StepPlan, *, only_begun: bool) -> None:
-        self._admission.seats = self._count_seats() if self._tenants.are_several and self._waiting else None
-        # The number of waiting tokens is 0 exactly when the queue is empty.
+        """Begin waiting requests, as far as tokens, rows and blocks reach."""
+        self.admission.seats = self._count_seats() if self._live.are_several else None
         while plan.budget > 0 and self._waiting.num_tokens and len(self._running) < self._max_num_seqs:
-            request = self._admission.next(plan.budget, others_run=bool(self._running), only_begun=only_begun)
+            request = self.admission.next(plan.budget, others_run=bool(self._running), only_begun=only_begun)
             if request is None:
                 break
-            self._start(request, plan)
-
-    def _start(self, request: Request, plan: StepPlan) -> None:
-        num_new_tokens = self._chunk(request, plan.budget)
-        if self._remote is not None:
-            plan.early_outputs += self._remote.starts(request, num_new_tokens)
-        new_block_ids = self._kv.allocate(request.kv, num_new_tokens)
-        assert new_block_ids is not None, "an admitted request has room"
-        self._live.run(request)
-        self._recorder.started(request)
-        if request.status is RequestStatus.PREEMPTED:
-            plan.add_resumed(request, num_new_tokens)
-        else:
-            plan.add_new(request, num_new_tokens)
-        request.set_status(RequestStatus.RUNNING)
+            num_new_tokens = self._chunk(request, plan.budget)
+            if self._remote is not None:
+                plan.early_outputs += self._remote.starts(request, num_new_tokens)
+            new_block_ids = self._kv.allocate(request.kv, num_new_tokens)
+            assert new_block_ids is not None, "an admitted request has room"
+            self._live.run(request)
+            self._recorder.started(request)
+            if request.status is RequestStatus.PREEMPTED:
+                plan.add_resumed(request, num_new_tokens)
+            else:
+                plan.add_new(request, num_new_tokens)
+            request.set_status(RequestStatus.RUNNING)

@@ -129,7 +129,8 @@ class Admission:
         with ``max_tokens`` left in the step. A request whose time has run out is not computed. ``only_begun`` admits
         only requests that were preempted.
         """
-        while (request := self._head_begun() if only_begun else self.head(self.seats)) is not None:
+        find_head = self._head_begun if only_begun else self.head if self._adapters is not None else self._queue.peek
+        while (request := find_head(self.seats)) is not None:
             if self._adapters is not None and self._adapters.is_lost(request):
                 self._queue.remove(request)
                 self.lost.append(request)
@@ -145,7 +146,7 @@ class Admission:
                 self.expired.append(request)
                 continue
             hits = [] if request.kv.block_ids else self._kv.find_cached_blocks(request.kv)
-            num_here = request.kv.num_computed_tokens or self._kv.num_hit_tokens(hits)
+            num_here = self._kv.num_hit_tokens(hits) if hits else request.kv.num_computed_tokens
             num_external = 0 if self._remote is None else self._num_external_tokens(request, num_here)
             if num_external is None:
                 return None
@@ -177,7 +178,8 @@ class Admission:
             return self._queue.peek(seats)
         return self._adapters.choose(self._queue.heads(seats))
 
-    def _head_begun(self) -> Request | None:
+    def _head_begun(self, seats: Counter[str] | None) -> Request | None:
+        """Return the request that may begin next among those that were preempted, whatever the ``seats``."""
         begun = (request for request in self._queue if request.status is RequestStatus.PREEMPTED)
         return next(begun, None) if self._adapters is None else self._adapters.choose(list(begun))
 

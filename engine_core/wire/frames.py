@@ -166,11 +166,14 @@ class FrameReader:
         messages: list[list[Frame]] = []
         start = 0
         with memoryview(source) as view:
-            while True:
+            while start < len(view):
                 extents, end = _extents(view, start)
                 if not extents or end > len(view):
                     break
-                messages.append([bytes(view[begin:stop]) for begin, stop in extents])
+                message: list[Frame] = []
+                for begin, stop in extents:
+                    message.append(bytes(view[begin:stop]))
+                messages.append(message)
                 start = end
         if self._rest:
             del self._rest[:start]

@@ -84,11 +84,14 @@ class Gatherer:
             self._members, self._ones, self._decodes = members, [1] * count, None
             args.rows, args.num_requests = members.rows_at, count
         if values != self._ones:
-            num_tokens = self._write_lengths(values)
+            num_tokens = sum(values)
+            self._choose_room(num_tokens)
+            self._num_ones, self._lengths[:count] = 0, values
         else:  # found sooner than the sum, which another step may have too
             num_tokens = count
             if count > self._num_ones or self._in_use is not self._few:
-                self._write_ones(count)
+                self._choose_room(count)
+                self._num_ones, self._lengths[:count] = count, 1
         if (gathered := self._gather(self._where)) != count:
             raise AssertionError(self._wrong(members, gathered))
         if args.num_sampled != num_tokens:
@@ -98,20 +101,6 @@ class Gatherer:
         if last is None or last[0] != args.width:
             last = self._decodes = args.width, self._view(count, num_tokens)
         return last[1]
-
-    def _write_lengths(self, values: list[int]) -> int:
-        """Let the step compute so many tokens of each request. Returns how many they are."""
-        num_tokens = sum(values)
-        self._choose_room(num_tokens)
-        self._num_ones = 0
-        self._lengths[: len(values)] = values
-        return num_tokens
-
-    def _write_ones(self, count: int) -> None:
-        """Let the step compute one token of each of so many requests."""
-        self._choose_room(count)
-        self._lengths[:count] = 1
-        self._num_ones = count
 
     def _wrong(self, members: StepRows, index: int) -> str:
         """Say what is wrong with a request of a step, or (index -1) with the step."""

@@ -47,32 +47,29 @@ class ExpectedTokens:
 
     def __init__(self, batch: TokenPlaces) -> None:
         self._batch = batch
-        self._steps: deque[tuple[Places, Arriving]] = deque()
-
-    def __len__(self) -> int:
-        """Return how many steps there are whose tokens the batch does not have."""
-        return len(self._steps)
+        self.steps: deque[tuple[Places, Arriving]] = deque()
+        """Those whose tokens the batch does not have, the oldest first."""
 
     def add(self, places: Places, tokens: Arriving) -> None:
         """Add the latest step."""
-        self._steps.append((places, tokens))
+        self.steps.append((places, tokens))
 
     def settle(self) -> None:
         """Take the tokens that have arrived, and wait for those of all steps but the latest."""
         # The latest step's tokens may stay on the device, where the next step takes them: waiting for them here is what
         # left the device idle between steps.
-        while self._steps and (len(self._steps) > 1 or self._steps[0][1].has_arrived()):
+        while self.steps and (len(self.steps) > 1 or self.steps[0][1].has_arrived()):
             self._take_oldest()
 
     def _take_oldest(self) -> None:
-        places, tokens = self._steps.popleft()
+        places, tokens = self.steps.popleft()
         self._batch.place_tokens(places, np.maximum(np.array(tokens.wait(), dtype=np.int64), 0))
 
     def settle_all(self) -> None:
         """Wait for the tokens of all steps."""
-        while self._steps:
+        while self.steps:
             self._take_oldest()
 
     def clear(self) -> None:
         """Forget all steps."""
-        self._steps.clear()
+        self.steps.clear()

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams
 from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 
 from ..pooling.pooler import PooledRows
 from ..sampler.host.logits_processors import make_logits_processors
@@ -153,21 +153,17 @@ class InputBatch:
         for req_id in step.preempted_req_ids:
             self._remove_row(req_id)
         for new in step.scheduled_new_reqs:
-            self._add(new)
-        self._update_cached(step.scheduled_cached_reqs)
-
-    def _add(self, new: NewRequestData) -> None:
-        self._requests[new.req_id] = _Request(
-            new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds, new.adapter, new.pooling_params
-        )
-        token_ids = new.prompt_token_ids + new.output_token_ids
-        self._add_row(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
+            self._requests[new.req_id] = _Request(
+                new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds, new.adapter, new.pooling_params
+            )
+            token_ids = new.prompt_token_ids + new.output_token_ids
+            self._add_row(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
+        if step.scheduled_cached_reqs.req_ids:
+            self._update_cached(step.scheduled_cached_reqs)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
         if cached.resumed_token_ids:
             self._resume(cached)
-            return
-        if not cached.req_ids:
             return
         row_of, table = self._row_of, self.block_table
         members = self._members
@@ -261,14 +257,16 @@ class InputBatch:
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, list[int]] = _NONE) -> StepInputs:
         """Gather the arrays of a step that computes so many tokens of each of these requests, ``drafts`` included."""
-        members = self._members_of(list(num_scheduled_tokens))
+        members, req_ids = self._members, list(num_scheduled_tokens)
+        if members is None or members.req_ids != req_ids:
+            members = self._members = StepRows.find(req_ids, self._row_of, self._params)
         for req_id, token_ids in drafts.items():
             # They lie behind the request's tokens, where drawn tokens replace them.
             row = self._row_of[req_id]
             end = self._num_tokens.item(row)
             self._token_ids[row, end : end + len(token_ids)] = token_ids
         counts, rows = num_scheduled_tokens.values(), members.rows
-        if self._gatherer is not None and not self.prompt_embeds:
+        if self._gatherer is not None and not self.prompt_embeds.spans:
             gathered = self._gatherer.gather(members, counts)
             if gathered is not self._gathered or drafts:
                 self._gathered = None if drafts else gathered
@@ -276,12 +274,6 @@ class InputBatch:
             return self._inputs
         lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
         return self.gather(members.req_ids, rows, self._num_computed[rows], lengths, drafts)
-
-    def _members_of(self, req_ids: list[str]) -> StepRows:
-        members = self._members
-        if members is None or members.req_ids != req_ids:
-            members = self._members = StepRows.find(req_ids, self._row_of, self._params)
-        return members
 
     def gather(
         self, req_ids: list[str], rows: Ints, starts: Ints, lengths: Ints, drafts: Mapping[str, list[int]] = _NONE
@@ -312,7 +304,7 @@ class InputBatch:
             block_tables=self.block_table.gather(rows),
             slot_mapping=self.block_table.slots(token_rows, positions),
             sampled=np.flatnonzero(seq_lens >= self._num_tokens[rows]),
-            embeds=self.prompt_embeds.gather(rows, starts, lengths, cu_query_lens) if self.prompt_embeds else (),
+            embeds=self.prompt_embeds.gather(rows, starts, lengths, cu_query_lens) if self.prompt_embeds.spans else (),
             drafts=drafts,
         )
 

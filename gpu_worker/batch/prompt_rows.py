@@ -40,25 +40,23 @@ class TokenRows(NamedTuple):
 
 
 class PromptEmbeds:
-    """Maps rows of the input batch to their embeddings. It is false while no row has any."""
+    """Maps rows of the input batch to their embeddings."""
 
     def __init__(self) -> None:
-        self._spans: dict[int, list[EmbedsSpan]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._spans)
+        self.spans: dict[int, list[EmbedsSpan]] = {}
+        """Those of the rows that have any; only the methods change it."""
 
     def add(self, row: int, spans: list[EmbedsSpan]) -> None:
-        self._spans[row] = spans
+        self.spans[row] = spans
 
     def remove(self, row: int) -> None:
         """Drop the embeddings of a row, if it has any."""
-        self._spans.pop(row, None)
+        self.spans.pop(row, None)
 
     def mark(self, row: int, token_ids: Int32s) -> Int32s:
         """Return the first tokens [n] of a row, with a negative number of its own for each that has an embedding in
         place of an id: such a token equals no other one."""
-        if not (spans := self._spans.get(row)):
+        if not (spans := self.spans.get(row)):
             return token_ids
         marked = token_ids.copy()
         for span in spans:
@@ -74,7 +72,7 @@ class PromptEmbeds:
         found = []
         columns = zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_query_lens.tolist(), strict=False)
         for row, start, length, offset in columns:
-            for span in self._spans.get(row, ()):
+            for span in self.spans.get(row, ()):
                 first, last = max(span.position, start), min(span.position + len(span.rows), start + length)
                 if first < last:
                     part = span.rows[first - span.position : last - span.position]

@@ -3,7 +3,7 @@
 The memory stays where it is, because recorded kernels read every step from there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Self
@@ -70,11 +70,7 @@ class StepRows:
         """Look up the rows of these requests, and the parameters of the rows."""
         numbers = list(map(row_of.__getitem__, req_ids))
         rows, wanted = np.array(numbers, dtype=np.int64), list(map(params.__getitem__, numbers))
-        draws = _draws_of(wanted)
+        draws = None
+        if any(map(_TEMPERATURE, wanted)):
+            draws = np.array([(p.temperature, p.top_p, p.min_p, p.top_k, p.seed) for p in wanted], dtype=_DRAW)
         return cls(req_ids, rows, rows.ctypes.data, wanted, draws, None if draws is None else draws.ctypes.data)
-
-
-def _draws_of(params: Sequence[CoreSamplingParams]) -> npt.NDArray[Any] | None:
-    if not any(map(_TEMPERATURE, params)):
-        return None
-    return np.array([(p.temperature, p.top_p, p.min_p, p.top_k, p.seed) for p in params], dtype=_DRAW)

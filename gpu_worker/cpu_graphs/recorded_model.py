@@ -96,8 +96,10 @@ class RecordedModel:
         the logits [T, vocab], which hold until the next step; None: the step must be computed as ever. ``adapted``:
         rows have LoRA adapters, so that other kernels are called. ``every_row``: compute all logits although not every
         token draws."""
-        num_tokens = len(inputs.token_ids)
-        if num_tokens > self._plan.most_tokens or inputs.embeds or not (every_row or _all_draw(inputs)):
+        num_tokens, num_drawn = len(inputs.token_ids), len(inputs.sampled)
+        if inputs.drafts:
+            num_drawn += sum(map(len, inputs.drafts.values()))
+        if num_tokens > self._plan.most_tokens or inputs.embeds or not (every_row or num_drawn == num_tokens):
             return None
         # The number of threads is a part: attention cuts its work by it, and a recorded plan holds the cut.
         size = (num_tokens, kernel_threads(), adapted)
@@ -180,14 +182,6 @@ class RecordedModel:
         same = (_are_same(found, each) for found, each in zip(made.results, results, strict=True))
         if not (rehearsal.was_right() and all(same)):
             raise UnrecordableError("the recording computes something else")
-
-
-def _all_draw(inputs: StepInputs) -> bool:
-    """Return whether the step needs the logits of all its tokens."""
-    num_sampled = len(inputs.sampled)
-    if not inputs.drafts:
-        return num_sampled == len(inputs.token_ids)
-    return num_sampled + sum(map(len, inputs.drafts.values())) == len(inputs.token_ids)
 
 
 def _are_same(first: Tensor, second: Tensor) -> bool:

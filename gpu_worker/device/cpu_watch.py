@@ -13,7 +13,7 @@ import torch
 
 from tokenloom.process.control_groups import CpuGroups
 
-from ..kernels.threads import keep_apart, set_kernel_threads, share_cores
+from ..kernels.threads import load_sharing, set_kernel_threads, share_cores
 
 _LOOK = 0.2
 """Seconds between looks at the counters: a look reads a file for each thread."""
@@ -24,6 +24,8 @@ _SHARED = 0.25
 _QUIET = 0.1
 """Below so many, in :data:`_QUIET_LOOKS` looks one after the other, they are not shared any more."""
 _QUIET_LOOKS = 5
+_LATE = 0.1
+"""By how many seconds a look must be due for it to be put off by a step."""
 _FORGOTTEN = 0.8
 """What is left of an earlier look's waiting threads at the next one, if fewer wait there."""
 
@@ -89,6 +91,7 @@ class CpuWatch:
         self._read = CounterReader() if read is None else read
         self._clock = clock
         self._next = -math.inf
+        self._is_put_off = True  # the first step looks
         self._looked = math.nan
         self._before: Counters | None = None
         self._waiting = 0.0
@@ -98,8 +101,12 @@ class CpuWatch:
 
     def before_step(self) -> None:
         """Look at the counters if it is time to, and place the threads for the step."""
-        if self._clock() >= self._next:
-            self._look()
+        if (late := self._clock() - self._next) >= 0:
+            # After a pause a step computes a first token, for which a look of 0.8 ms would be a part of its time; the
+            # counters of idle threads say nothing either. So the step after it looks.
+            self._is_put_off = late > _LATE and not self._is_put_off
+            if not self._is_put_off:
+                self._look()
         # On a machine that others share, keeping off the caller's core would crowd the threads onto what is left.
         if not self._is_shared:
             self._threads.spread()
@@ -135,16 +142,21 @@ class ProcessThreads:
         """``threads``: as many as were chosen first. Kernels always get this number, because how they cut their work
         may depend on it; how many of them compute is another setting."""
         self._threads = threads
+        # Loaded now, so that no step waits until it has been built; None: it cannot be built.
+        self._pool = load_sharing()
 
     def use(self, cores: int, free: int, shared: bool) -> None:
         set_kernel_threads(self._threads)
         share_cores(shared, cores)
-        if shared:
-            keep_apart(False)
+        if shared and self._pool is not None:
+            self._pool.keep_apart(False)
         torch.set_num_threads(free)  # they wait for each other after every operation
 
     def spread(self) -> None:
-        keep_apart(True)
+        # For a thread that slept, Linux may choose the core on which its caller spins: OpenMP's threads are kept off
+        # the core of the calling thread.
+        if self._pool is not None:
+            self._pool.keep_apart(True)
 
 
 def bind_to(cpus: Collection[int]) -> None:

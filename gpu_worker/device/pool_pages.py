@@ -79,9 +79,9 @@ class PoolPages:
         """Look at the blocks that requests got in this step, and begin to make more ready if few are left."""
         if self._ready < self._pool.num_blocks and self._is_possible:
             cached = step.scheduled_cached_reqs.new_block_ids
-            new_blocks = list(filter(None, cached)) if any(cached) else []
-            new_blocks += [new.block_ids for new in step.scheduled_new_reqs if new.block_ids]
-            used = 1 + max(map(max, new_blocks)) if new_blocks else 0
+            used = 1 + max(map(max, filter(None, cached))) if any(cached) else 0
+            for new in step.scheduled_new_reqs:
+                used = max(used, 1 + max(new.block_ids, default=-1))
             # Half of the room before it runs out, so that the thread has time: a step must not catch up with it.
             if used > self._ready - self._ahead // 2 and (self._thread is None or not self._thread.is_alive()):
                 self._extend(used)

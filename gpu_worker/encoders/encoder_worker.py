@@ -108,7 +108,8 @@ class EncoderWorker:
         raise AssertionError("an encoder keeps no KV")
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        self._platform.before_step()
+        if (watch := self._platform.cpu_watch) is not None:
+            watch.before_step()
         self._update(scheduler_output)
         req_ids = list(scheduler_output.num_scheduled_tokens)
         pooled = self._pool(req_ids) if req_ids else {}

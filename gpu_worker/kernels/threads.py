@@ -25,8 +25,8 @@ def set_kernel_threads(threads: int) -> None:
     _threads = threads
 
 
-def prepare_sharing() -> CDLL | None:
-    """Load what :func:`share_cores` needs, so that no step waits until it has been built; None: it cannot be built."""
+def load_sharing() -> CDLL | None:
+    """Load what places threads and shares the cores; None: it cannot be built."""
     try:
         return load_pool()
     except KernelsUnavailable:
@@ -40,16 +40,7 @@ def share_cores(shared: bool, most_threads: int) -> None:
     the pool, which sleep when they have nothing to do and for which
     a kernel waits only if they have begun a piece of its work.
     """
-    if (pool := prepare_sharing()) is None:
+    if (pool := load_sharing()) is None:
         return  # then there are no kernels either
     pool.set_waiting(not shared, SHARED_SPIN if shared else QUIET_SPIN)
     pool.set_most_threads(most_threads)
-
-
-def keep_apart(apart: bool) -> None:
-    """Keep OpenMP's threads off the core of the calling thread, which computes steps, or let them use it again.
-
-    For a thread that slept, Linux may choose the core on which its caller spins.
-    """
-    if (pool := prepare_sharing()) is not None:
-        pool.keep_apart(apart)

@@ -23,6 +23,7 @@ class CUDAPlatform:
     """Fulfils :class:`~.platform.Platform` for one GPU."""
 
     pool_is_on_host = False
+    cpu_watch: None = None
 
     def __init__(self, memory_share: float, device: torch.device | None = None) -> None:
         """``memory_share``: of the device's memory, for weights, activations and KV of all engines together.
@@ -39,9 +40,6 @@ class CUDAPlatform:
         torch.backends.cuda.matmul.allow_tf32 = False  # float32 stays float32
         if num_threads:
             torch.set_num_threads(num_threads)
-
-    def before_step(self) -> None:
-        pass  # the host computes little
 
     def peak_of(self, call: Callable[[], None]) -> int:
         before = torch.cuda.memory_allocated(self.device)

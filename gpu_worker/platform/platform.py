@@ -12,7 +12,6 @@ from ..attention.attention_backend import KVCache
 from ..cuda.step_tools import Capture, StepTools
 from ..device import memory
 from ..device.cpu_watch import CpuWatch, ProcessThreads, cores_within
-from ..kernels.threads import prepare_sharing
 from ..sampler.device.device_sampler import DeviceSampler
 
 # Pools fill lazily: four engines that each planned half of what was free promised 39.9 GiB on a host with 20 free,
@@ -51,8 +50,9 @@ class Platform(Protocol):
         """Prepare the device before anything is loaded. ``num_threads`` of the host; 0: the library decides.
         ``num_engines`` share the host."""
 
-    def before_step(self) -> None:
-        """Prepare the host for a step. The thread that computes steps calls it."""
+    @property
+    def cpu_watch(self) -> CpuWatch | None:
+        """What the thread that computes steps calls before each; None: the host computes little."""
 
     def peak_of(self, call: Callable[[], None]) -> int:
         """Run the call and return how much memory it needs at its peak beyond what was in use."""
@@ -84,19 +84,14 @@ class CPUPlatform:
     computes_fp8 = False
 
     def __init__(self) -> None:
-        self._watch: CpuWatch | None = None
+        self.cpu_watch: CpuWatch | None = None
 
     def start(self, num_threads: int, num_engines: int) -> None:
         """Prepare torch's threads: ``num_threads``, or as many as this engine's part of a CPU limit can keep busy if
         that is less."""
         most = num_threads or torch.get_num_threads()
         torch.set_num_threads(cores_within(CpuGroups().limit(), most, num_engines))
-        prepare_sharing()
-        self._watch = CpuWatch(ProcessThreads(most), most, num_engines)
-
-    def before_step(self) -> None:
-        if self._watch is not None:
-            self._watch.before_step()
+        self.cpu_watch = CpuWatch(ProcessThreads(most), most, num_engines)
 
     def peak_of(self, call: Callable[[], None]) -> int:
         return memory.peak_of(call)

@@ -26,7 +26,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert scheduler.waiting.num_tokens == sum(request.num_tokens for request in waiting)
     assert len(scheduler.waiting) == len(waiting)
     assert set(scheduler.waiting.tenants) == {request.tenant for request in waiting}
-    assert scheduler._live.tenants._num_requests == Counter(request.tenant for request in scheduler.requests.values())
+    assert scheduler._live._num_of_tenant == Counter(request.tenant for request in scheduler.requests.values())
     assert all(request.status is RequestStatus.RUNNING for request in scheduler.running)
     assert all(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in away)
     assert all(request.is_finished or request in away for request in loading)

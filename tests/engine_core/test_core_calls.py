@@ -134,8 +134,9 @@ def test_requests_end_although_ending_one_of_them_meets_a_bug(
         assert calls.add(make_request(request_id, [1], 3)) is None
     if runs:
         core.step()
-    tenants = core.scheduler.ended._tenants
-    monkeypatch.setattr(tenants, "remove", fail_for("b", tenants.remove))
+    live = core.scheduler._live
+    fail, remove = fail_for("b"), live.remove
+    monkeypatch.setattr(live, "remove", lambda request: (remove(request), fail(request)))
     calls.abort(["a", "b", "c"])
     assert "request b did not end as it should" in caplog.text
     assert list(finish(core)) == ["d"]

@@ -126,7 +126,8 @@ class LogitsProcessors:
 
     def __init__(self, in_order: Sequence[LogitsProcessor]) -> None:
         self._in_order = tuple(in_order)
-        self._wanted_by = [(each, attrgetter(*each.parameters)) for each in self._in_order]
+        readers = [attrgetter(*each.parameters) for each in self._in_order]
+        self._wanted_by = [(each, read, read(_DEFAULTS)) for each, read in zip(self._in_order, readers, strict=True)]
         self._of_row: dict[int, list[LogitsProcessor]] = {}
 
     def __bool__(self) -> bool:
@@ -139,7 +140,10 @@ class LogitsProcessors:
 
     def add(self, row: int, params: CoreSamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         """Add a request with these tokens; the first are its prompt. Returns whether it asks for a processor."""
-        wanted = [each for each, read in self._wanted_by if read(params) != read(_DEFAULTS)]
+        wanted: list[LogitsProcessor] = []
+        for each, read, default in self._wanted_by:
+            if read(params) != default:
+                wanted.append(each)
         if wanted:
             self._of_row[row] = wanted
             for processor in wanted:

@@ -12,7 +12,7 @@ def request(request_id: str, num_tokens: int = 1, *, priority: int = 0, arrival_
 
 
 def ids(queue: Queue) -> list[str]:
-    return [request.request_id for request in queue]
+    return [request.request_id for request in (queue if isinstance(queue, WaitingRequests) else queue.values())]
 
 
 def test_first_come_first_served() -> None:

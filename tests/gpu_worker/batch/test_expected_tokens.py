@@ -46,7 +46,7 @@ def test_a_step_computes_tokens_that_only_the_device_knows(batch):
     tokens = Tokens([50, -1])
     expected.add(batch.expect_tokens(rows(batch, "a", "b")), tokens)
     expected.settle()
-    assert len(expected) == 1
+    assert len(expected.steps) == 1
     assert not tokens.was_awaited, "the latest step's tokens are not waited for"
     batch.update(step(cached=[("a", 2), ("b", 1)]))
     inputs = batch.prepare({"a": 1, "b": 1})
@@ -56,7 +56,7 @@ def test_a_step_computes_tokens_that_only_the_device_knows(batch):
     assert batch.output_indices(inputs.rows).tolist() == [1, 1]
     expected.add(batch.expect_tokens(inputs.rows), Tokens([60, 61]))
     expected.settle()
-    assert len(expected) == 1
+    assert len(expected.steps) == 1
     assert batch.known_tokens("a").tolist() == [1, 2, 50, UNKNOWN_TOKEN]
     assert batch.known_tokens("b").tolist() == [3, 0, UNKNOWN_TOKEN], "a row without a token computes token 0"
 
@@ -65,7 +65,7 @@ def test_tokens_that_have_arrived_are_taken_at_once(batch):
     expected = ExpectedTokens(batch)
     expected.add(batch.expect_tokens(rows(batch, "b")), Tokens([8], arrived=True))
     expected.settle()
-    assert not len(expected)
+    assert not len(expected.steps)
     assert batch.known_tokens("b").tolist() == [3, 8]
 
 

@@ -66,7 +66,7 @@ def test_rows_of_the_embedding_table_give_the_tokens_of_their_ids(
 
 def test_a_step_takes_the_rows_of_the_tokens_it_computes() -> None:
     embeds = PromptEmbeds()
-    assert not embeds
+    assert not embeds.spans
     rows = np.arange(20, dtype=np.float32).reshape(10, 2)
     embeds.add(3, [EmbedsSpan(4, rows)])
     found = embeds.gather(np.array([1, 3]), np.array([0, 6]), np.array([5, 3]), np.array([0, 5, 8], dtype=np.int32))
@@ -76,7 +76,7 @@ def test_a_step_takes_the_rows_of_the_tokens_it_computes() -> None:
     assert not embeds.gather(np.array([3]), np.array([14]), np.array([1]), np.array([0, 1], dtype=np.int32))
     embeds.remove(3)
     embeds.remove(3)
-    assert not embeds
+    assert not embeds.spans
 
 
 def test_tokens_with_embeddings_have_no_id_that_counts() -> None:

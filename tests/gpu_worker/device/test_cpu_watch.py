@@ -109,6 +109,16 @@ def test_time_without_steps_counts_as_quiet() -> None:
     assert system.compute(2) == [(2, 2, False)]
 
 
+def test_the_first_step_after_a_pause_does_not_look_and_the_next_one_does() -> None:
+    system = System(2)
+    system.compute(0.1)
+    looks = system.looks
+    for expected in (0, 1, 1, 2):  # each step takes longer than a look may be late
+        system.now += 10
+        system.watch.before_step()
+        assert system.looks == looks + expected
+
+
 @pytest.mark.parametrize(
     ("limit", "threads", "expected"),
     [(None, 4, 4), (1.0, 4, 1), (0.1, 4, 1), (1.2, 4, 1), (1.5, 4, 2), (2.0, 4, 2), (8.0, 4, 4), (3.9, 16, 4)],

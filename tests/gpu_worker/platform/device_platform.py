@@ -15,6 +15,7 @@ class ApartPlatform:
 
     device = torch.device("cpu")
     pool_is_on_host = False
+    cpu_watch = None
     hardware = "apart"
     computes_fp8 = True
 
@@ -36,9 +37,6 @@ class ApartPlatform:
 
     def start(self, num_threads: int, num_engines: int) -> None:
         torch.set_num_threads(num_threads or 1)
-
-    def before_step(self) -> None:
-        pass
 
     def peak_of(self, call) -> int:
         call()

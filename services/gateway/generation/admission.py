@@ -60,18 +60,20 @@ class RequestAdmission:
         self.check_open()
         share = self._shares.of(job.tenant)
         num_outputs = _num_at_once(job, share, most_at_once) if most_at_once else _num_outputs(job)
-        with share.take_outputs(num_outputs, self._shares.outputs) as seats:  # given back unless the place moves them
+        seats = share.take_outputs(num_outputs, self._shares.outputs)
+        try:
             # Admitted here and nowhere else: while four parts each limited requests by a count, 2,600 at once were
             # admitted up to 2,048, and none was answered in time.
             self._check_wait(job, share, timeout)
-            pending = OutputProgress(self._backlog, share, num_outputs, estimate_prompt_tokens(job))
-            place = AdmittedRequest(share, seats.move(), self._enter(num_outputs), pending)
-        try:
-            place.take_grammar(job)
+            grammar = _take_grammar(job, share) if job.sampling.HasField("structured_outputs") else None
         except errors.TokenloomError:
-            place.close()
+            seats.release()
             raise
-        return place
+        self._idle.clear()
+        self._num_places += 1
+        leave = partial(self._leave, num_outputs, is_new=self._num_old is not None)
+        num_tokens = estimate_prompt_tokens(job)
+        return AdmittedRequest(share, self._backlog, seats, leave, num_tokens=num_tokens, grammar=grammar)
 
     def check_open(self) -> None:
         """Raise ``Unavailable`` while the gateway drains."""
@@ -89,13 +91,7 @@ class RequestAdmission:
         if self._num_old:
             await self._old_ended.wait()
 
-    def _enter(self, num_outputs: int) -> Reservation:
-        """Count a request that was admitted; it leaves when what is returned is released."""
-        self._idle.clear()
-        self._num_places += 1
-        return Reservation(partial(self._leave, num_outputs, self._num_old is not None), 1)
-
-    def _leave(self, num_outputs: int, is_new: bool, _: int) -> None:
+    def _leave(self, num_outputs: int, *, is_new: bool) -> None:
         """Subtract a request that has ended. ``is_new``: it came after :meth:`end_of_present`."""
         self._num_places -= 1
         if self._num_old and not is_new:
@@ -107,23 +103,21 @@ class RequestAdmission:
             self._idle.set()
 
     def _check_wait(self, job: GenerateRequest, share: TenantShare, timeout: float) -> None:
+        """Raise ``ResourceExhausted`` for a request that would wait for too long."""
+        backlog, queue_share = self._backlog, 1.0
+        if self._shares.is_shared and backlog.pending:
+            # As much of the queue runs before the request for each tenant that waits as this tenant has there itself.
+            num_others = sum(other.pending_outputs > 0 for other in self._shares if other is not share)
+            queue_share = min((num_others + 1) * share.pending_outputs / backlog.pending, 1.0)
         priority = max(job.priority, self._most_urgent_priority)
         try:
-            self._backlog.check(WaitLimit(priority, timeout, self._queue_share(share), job.is_sheddable))
+            backlog.check(WaitLimit(priority, timeout, queue_share, job.is_sheddable))
         except errors.ResourceExhausted as error:
             if job.is_sheddable:  # it is tried again until there is capacity: no client was refused
                 raise
             share.refused[MAX_QUEUE_SECONDS] += 1
             self._refusals.add(error.message)
             raise
-
-    def _queue_share(self, share: TenantShare) -> float:
-        """Return which part of the queue runs before a new request of a tenant: as much for each tenant that waits as
-        this tenant has there itself."""
-        if not (self._shares.is_shared and self._backlog.pending):
-            return 1.0
-        num_others = sum(other.pending_outputs > 0 for other in self._shares if other is not share)
-        return min((num_others + 1) * share.pending_outputs / self._backlog.pending, 1.0)
 
 
 class RefusalLog:
@@ -144,60 +138,44 @@ class RefusalLog:
             self._logged_at, self._num_refused = now, 0
 
 
-class OutputProgress:
-    """Counts one request in the backlog, from its admission until each of its outputs has its first token."""
-
-    def __init__(self, backlog: WaitEstimator, share: TenantShare, num_outputs: int, num_tokens: int) -> None:
-        self._backlog = backlog
-        self._share = share
-        self._num_outputs = num_outputs
-        self._num_tokens = num_tokens
-        backlog.add(num_outputs, num_tokens)
-        share.pending_outputs += num_outputs
-
-    def refine(self, num_tokens: int) -> None:
-        """Replace the estimate of the prompt tokens by their number."""
-        self._backlog.begin(0, self._num_tokens - num_tokens)
-        self._num_tokens = num_tokens
-
-    def begin(self, num_outputs: int) -> None:
-        """Subtract outputs that have their first token, with their part of the prompt tokens."""
-        num_outputs = min(num_outputs, self._num_outputs)
-        if not num_outputs:
-            return
-        num_tokens = self._num_tokens * num_outputs // self._num_outputs
-        self._num_outputs -= num_outputs
-        self._num_tokens -= num_tokens
-        self._share.pending_outputs -= num_outputs
-        self._backlog.begin(num_outputs, num_tokens)
-
-    def close(self) -> None:
-        """Subtract the outputs that never had a token."""
-        self.begin(self._num_outputs)
-
-
 class AdmittedRequest:
-    """Holds what one request has of its tenant's share, until it is closed.
+    """Holds what one request has of its tenant's share, until it is closed. It counts in the backlog until each of its
+    outputs has its first token.
 
     Attributes:
         num_outputs: Outputs that may be in work at the same time.
         num_used: Tokens to charge for it; set before the place is closed.
     """
 
-    def __init__(self, share: TenantShare, seats: Reservation, entered: Reservation, pending: OutputProgress) -> None:
+    def __init__(
+        self,
+        share: TenantShare,
+        backlog: WaitEstimator,
+        seats: Reservation,
+        leave: Callable[[], None],
+        *,
+        num_tokens: int,
+        grammar: Reservation | None = None,
+    ) -> None:
         """Args:
         seats: Of its outputs, at the tenant and at the gateway.
-        entered: Its presence at the mesh.
+        leave: Ends its presence at the mesh.
+        num_tokens: An estimate of its prompt tokens.
+        grammar: Held until the first token; None: the output follows none.
         """
-        self.num_outputs = seats.amount
+        self.num_outputs = self._num_pending = seats.amount
         self.num_used = 0
         self._share = share
+        self._backlog = backlog
         self._seats = seats
-        self._entered = entered
-        self._pending = pending
+        self._leave = leave
+        self._num_pending_tokens = num_tokens
+        self._grammar = grammar
         self._begun: set[int] = set()
         self._tokens: Reservation | None = None
-        self._grammar: Reservation | None = None
+        self._has_tokens = self._is_closed = False
+        backlog.add(self.num_outputs, num_tokens)
+        share.pending_outputs += self.num_outputs
 
     def __enter__(self) -> Self:
         return self
@@ -205,43 +183,47 @@ class AdmittedRequest:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
-    def take_grammar(self, job: GenerateRequest) -> None:
-        """Count the request's grammar, if it has one, until :meth:`begin_output`. Raises ``RateLimitExceeded``."""
-        if job.sampling.HasField("structured_outputs"):
-            text = job.sampling.structured_outputs.SerializeToString(deterministic=True)
-            self._grammar = self._share.take_grammar(hashlib.blake2b(text, digest_size=16).digest())
-
     def take_tokens(self, num_prompt: int, num_output: int = 0, *, is_bounded: bool = True) -> None:
         """Take the tokens that the prompts and all their outputs may use, before any of them is sent. A place that was
         taken over from a call of the same request has them already.
 
         ``is_bounded``: the client has set the limit of the outputs. Raises as :meth:`TenantShare.take_tokens`.
         """
-        if self._tokens is None:
-            self._tokens = self._share.take_tokens(num_prompt, num_output, is_bounded=is_bounded)
-            self._pending.refine(num_prompt)
+        if self._has_tokens:
+            return
+        self._tokens = self._share.take_tokens(num_prompt, num_output, is_bounded=is_bounded)
+        self._has_tokens = True
+        self._backlog.pending_tokens += num_prompt - self._num_pending_tokens
+        self._num_pending_tokens = num_prompt  # known now, and no estimate any more
 
     def begin_output(self, index: int) -> None:
         """Take note of the first token of an output: its prompt was computed, and the grammar has been compiled."""
         if index not in self._begun:  # a call that resumes the request gets the first token again
             self._begun.add(index)
-            self._pending.begin(1)
-            self._end_grammar()
+            self._end_wait(1)
 
     def close(self) -> None:
         """Return what the request holds, and charge the tokens that it used. A second call has no effect."""
-        if not self._entered.amount:
+        if self._is_closed:
             return
-        self._end_grammar()
-        self._pending.close()
-        if self._tokens is not None:
+        self._is_closed = True
+        self._end_wait(self._num_pending)
+        if self._has_tokens:
             self._share.charge(self._tokens, self.num_used)
         self._seats.release()
-        self._entered.release()
+        self._leave()
 
-    def _end_grammar(self) -> None:
+    def _end_wait(self, num_outputs: int) -> None:
+        """Subtract outputs that have their first token, or never will, with their part of the prompt tokens."""
         if self._grammar is not None:
             self._grammar.release()
+        num_outputs = min(num_outputs, self._num_pending)
+        if num_outputs:
+            num_tokens = self._num_pending_tokens * num_outputs // self._num_pending
+            self._num_pending -= num_outputs
+            self._num_pending_tokens -= num_tokens
+            self._share.pending_outputs -= num_outputs
+            self._backlog.begin(num_outputs, num_tokens)
 
 
 class AdmittedCall:
@@ -293,6 +275,11 @@ class AdmittedCall:
 def _close(place: AdmittedRequest, _: int) -> None:
     """Close a place that no call holds any more. No method of a turn, which would make a cycle of the two."""
     place.close()
+
+
+def _take_grammar(job: GenerateRequest, share: TenantShare) -> Reservation:
+    text = job.sampling.structured_outputs.SerializeToString(deterministic=True)
+    return share.take_grammar(hashlib.blake2b(text, digest_size=16).digest())
 
 
 def _num_at_once(job: GenerateRequest, share: TenantShare, most: int) -> int:

@@ -67,7 +67,7 @@ class RequestBody:
         self._budget = budget
         self._expects_continue = expects_continue
         self._share: TenantShare | None = None
-        self._reserved = budget.empty()
+        self._reserved: Reservation | None = None  # of the budget
         self._num_reserved = 0  # what it holds
         self._of_tenant: Reservation | None = None  # the same bytes, once the tenant is known
         self._limit: int | None = None  # set once the handler reads
@@ -189,7 +189,8 @@ class RequestBody:
 
     def _release(self) -> None:
         self._num_reserved = 0
-        self._reserved.release()
+        if self._reserved is not None:
+            self._reserved.release()
         if self._of_tenant is not None:
             self._of_tenant.release()
 
@@ -233,7 +234,12 @@ class RequestBody:
         except errors.TokenloomError as refusal:
             self._refuse(refusal)
             return False
-        if not self._budget.grow(self._reserved, added):
+        if self._reserved is None:
+            self._reserved = self._budget.take(added)
+            has_room = self._reserved is not None
+        else:
+            has_room = self._budget.grow(self._reserved, added)
+        if not has_room:
             if of_tenant is not None:
                 of_tenant.release()
             message = "the gateway holds as many bytes of request bodies as it may; retry"

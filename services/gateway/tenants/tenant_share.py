@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from tokenloom.request.errors import InvalidArgument, PayloadTooLarge, RateLimitExceeded, ResourceExhausted
-from tokenloom.request.limits import AdmissionLimit, DividedLimit, Reservation, TokenBucket, joined
+from tokenloom.request.limits import AdmissionLimit, DividedLimit, Reservation, TokenBucket, take_of_all
 
 from .tenant import TenantLimits
 
@@ -80,10 +80,10 @@ class TenantShare:
             raise self._limited("live_outputs", f"{self.live_outputs} outputs of this tenant are in work", limit)
         # Divided by what is free, and not by the number of tenants: first come, first served let 1,200 idle sessions of
         # one key refuse all others, and fixed parts for many keys would leave most of the gateway unused.
-        if (places := room.take(wanted, self._outputs.taken)) is None:
+        if not room.can_take(wanted, self._outputs.taken):
             self.refused[MAX_LIVE_REQUESTS] += 1
             raise ResourceExhausted("too many requests are running; retry later")
-        return joined(self._outputs.take_anyway(wanted), places)
+        return take_of_all(wanted, self._outputs, room)
 
     def take_grammar(self, grammar: bytes) -> Reservation:
         """Count a request whose output follows a grammar, until it has its first token or has ended before; requests
@@ -107,68 +107,68 @@ class TenantShare:
         limit = self.limits.sessions
         if limit is not None and not self._sessions.can_take(1):
             raise self._limited("sessions", f"{self.sessions} sessions of this tenant are open", limit)
-        if (place := room.take(1, self.sessions)) is None:
+        if not room.can_take(1, self._sessions.taken):
             self.refused[MAX_SESSIONS] += 1
             raise ResourceExhausted(f"the gateway has {room.taken} of {room.size} sessions open; retry later")
-        return joined(self._sessions.take_anyway(1), place)
+        return take_of_all(1, self._sessions, room)
 
     def take_bytes(self, wanted: int, size: int) -> Reservation:
         """Take room for bytes of a request's body, which has ``size`` bytes with them. Raises ``PayloadTooLarge`` for a
         body that is above the limit alone."""
-        limit = self.limits.body_bytes
-        if limit is not None and size > limit:
-            self.refused["body_bytes"] += 1
-            raise PayloadTooLarge(f"the body has {size} bytes or more; this tenant's limit body_bytes is {limit}")
-        if limit is not None and not self._bytes.can_take(wanted):
-            state = f"the gateway holds {self.body_bytes} bytes of this tenant's requests, and {wanted} would be added"
-            raise self._limited("body_bytes", state, limit)
+        if self.limits.body_bytes is not None:
+            self._check_bytes(wanted, size, self.limits.body_bytes)
         return self._bytes.take_anyway(wanted)
 
     def take_message(self, size: int, room: DividedLimit) -> Reservation:
         """Take room for a message of the gRPC API of ``size`` bytes. ``room``: the gateway's. Errors as in
         :meth:`take_bytes`."""
-        with self.take_bytes(size, size) as of_tenant:
-            # By what it holds of this room only: bodies over HTTP have a budget of their own.
-            if (of_gateway := room.take(size, self._messages.taken)) is None:
-                self.refused[MAX_BODY_BYTES_IN_FLIGHT] += 1
-                state = f"the gateway holds {room.taken} of {room.size} bytes of messages that are not answered"
-                raise ResourceExhausted(f"{state}; retry", retry_after=1.0)
-            return joined(of_tenant, self._messages.take_anyway(size), of_gateway)
+        if self.limits.body_bytes is not None:
+            self._check_bytes(size, size, self.limits.body_bytes)
+        # By what it holds of this room only: bodies over HTTP have a budget of their own.
+        if not room.can_take(size, self._messages.taken):
+            self.refused[MAX_BODY_BYTES_IN_FLIGHT] += 1
+            state = f"the gateway holds {room.taken} of {room.size} bytes of messages that are not answered"
+            raise ResourceExhausted(f"{state}; retry", retry_after=1.0)
+        return take_of_all(size, self._bytes, self._messages, room)
 
-    def take_tokens(self, num_prompt: int, num_output: int, *, is_bounded: bool) -> Reservation:
-        """Take the tokens that a request may use; nothing, where they are not limited.
+    def _check_bytes(self, wanted: int, size: int, limit: int) -> None:
+        if size > limit:
+            self.refused["body_bytes"] += 1
+            raise PayloadTooLarge(f"the body has {size} bytes or more; this tenant's limit body_bytes is {limit}")
+        if not self._bytes.can_take(wanted):
+            state = f"the gateway holds {self.body_bytes} bytes of this tenant's requests, and {wanted} would be added"
+            raise self._limited("body_bytes", state, limit)
+
+    def take_tokens(self, num_prompt: int, num_output: int, *, is_bounded: bool) -> Reservation | None:
+        """Take the tokens that a request may use; return None where they are not limited.
 
         ``num_output``: limit of all its outputs together. ``is_bounded``: the client has set ``max_tokens``. A request
         without it may run to the end of the context; it reserves at most the whole bucket, and :meth:`charge` makes it
         a debt if it needs more. Raises ``InvalidArgument`` for a request that is larger than the bucket.
         """
-        if self.bucket is None:
-            return Reservation(_ignore, 0)
-        wanted, burst = num_prompt + num_output, self.bucket.burst
+        if (bucket := self.bucket) is None:
+            return None
+        wanted, burst = num_prompt + num_output, bucket.burst
         if wanted > burst:
             if is_bounded:
                 self.refused["token_burst"] += 1
                 message = f"the request may use {num_prompt} prompt tokens and {num_output} output tokens"
                 raise InvalidArgument(f"{message}; this tenant's limit token_burst is {burst}", "max_tokens")
             wanted = burst
-        if (reserved := self.bucket.take(wanted)) is None:
-            state = f"the request may use {wanted} tokens, and this tenant has {max(int(self.bucket.level), 0)} left"
-            raise self._limited("tokens_per_second", state, self.bucket.rate, self.bucket.wait_seconds(wanted))
+        if (reserved := bucket.take(wanted)) is None:
+            state = f"the request may use {wanted} tokens, and this tenant has {max(int(bucket.level), 0)} left"
+            raise self._limited("tokens_per_second", state, bucket.rate, bucket.wait_seconds(wanted))
         return reserved
 
-    def charge(self, reserved: Reservation, used: int) -> None:
-        """Replace a reservation by the tokens that the request used."""
+    def charge(self, reserved: Reservation | None, used: int) -> None:
+        """Replace a reservation by the tokens that the request used. None: the tenant's tokens are not limited."""
         self.tokens += used
-        if self.bucket is not None:
+        if reserved is not None and self.bucket is not None:
             self.bucket.spend(used)
-        reserved.release()
+            reserved.release()
 
     def _limited(self, name: str, state: str, limit: float, retry_after: float = 1.0) -> RateLimitExceeded:
         """Count a refusal and return its error. ``state``: how much the tenant has of what is limited."""
         self.refused[name] += 1
         message = f"{state}; the tenant's limit {name} is {limit:g}; retry later"
         return RateLimitExceeded(message, limit=name, retry_after=retry_after)
-
-
-def _ignore(_: int) -> None:
-    """Do nothing: tokens without a limit."""

@@ -71,12 +71,10 @@ class GenerationEndpoint:
     """Limits the answers that begin and end in one turn of the event loop."""
     stream_headers: HeaderPairs = sse.HEADERS
 
-    async def __call__(self, exchange: HttpExchange) -> None:
-        await self.run(exchange, [await self.read(exchange)])
-
-    async def run(self, exchange: HttpExchange, asked: list[Asked]) -> None:
-        """Answer what was read. ``asked`` holds it alone and is emptied: its prompts must not live as long as the
-        answer."""
+    async def __call__(self, exchange: HttpExchange, asked: list[Asked] | None = None) -> None:
+        """Answer a request. ``asked``: what was read of it; None: it is read here."""
+        # The list alone holds what was read and is emptied: the prompts must not live as long as the answer.
+        asked = [await self.read(exchange)] if asked is None else asked
         options, claim = asked[0][1:]
         headers = trace_headers(exchange)
         with exchange.until_disconnected():
@@ -93,19 +91,23 @@ class GenerationEndpoint:
 
     async def read(self, exchange: HttpExchange) -> Asked:
         """Return what the body asks for, and which request of the mesh it is."""
-        with await exchange.read_body(self.max_body_bytes) as received:
-            job, options = await self.parser.read(received.data, partial(self._job, exchange.tenant))
-            if not self.api.is_resumable and b"last-event-id" in exchange.headers:
-                raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
-            # A line of a batch. It may begin only while a quarter of the seats stay free, because under the policy fcfs
-            # a request that runs keeps its seat.
-            if exchange.internal_tenant is not None:
-                job = replace(job, is_sheddable=True)
-            if (rank := exchange.headers.get(RANK_HEADER)) is not None:
-                job = replace(job, data_parallel_rank=read_rank(rank))
-            # Within the block: the fingerprint is made of the bytes of the body, which are dropped at its end.
-            options, claim = read_resume_token(exchange, received.data, job, options)
-            return job, options, claim
+        body = await exchange.read_body(self.max_body_bytes)
+        headers, claim = exchange.headers, NEW
+        job, options = await self.parser.read(body.data, partial(self._job, exchange.tenant))
+        if not self.api.is_resumable and b"last-event-id" in headers:
+            raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
+        # A line of a batch. It may begin only while a quarter of the seats stay free, because under the policy fcfs a
+        # request that runs keeps its seat.
+        if exchange.internal_tenant is not None:
+            job = replace(job, is_sheddable=True)
+        if (rank := headers.get(RANK_HEADER)) is not None:
+            job = replace(job, data_parallel_rank=read_rank(rank))
+        if b"last-event-id" in headers or b"idempotency-key" in headers:
+            options, claim = _read_resume_token(exchange, body.data, job, options)
+        # After the fingerprint, which is made of the bytes of the body. They must not live as long as the answer; after
+        # an error, the application drops them.
+        body.close()
+        return job, options, claim
 
     def _job(self, tenant: Tenant, body: Body) -> tuple[GenerateRequest, AnswerOptions]:
         adapter = self.names.find(body.get("model"))
@@ -156,7 +158,7 @@ async def _whole(
     await respond_in_pieces(exchange, answer.body(), headers)
 
 
-def read_resume_token(
+def _read_resume_token(
     exchange: HttpExchange, body: bytes | bytearray, job: GenerateRequest, options: AnswerOptions
 ) -> tuple[AnswerOptions, ResumeToken]:
     """Return the options of a call, and by which token it resumes a stream or repeats a request, as its headers ask.
@@ -164,8 +166,6 @@ def read_resume_token(
     Raises ``InvalidArgument`` for a header that is malformed, or that the request cannot have.
     """
     last_id, key = exchange.headers.get(b"last-event-id"), exchange.headers.get(b"idempotency-key")
-    if last_id is None and key is None:
-        return options, NEW
     # The path belongs to the body: the same JSON at another endpoint is another request.
     digest = fingerprint(exchange.path, body)
     claim = NEW if key is None else token_of_key(job.tenant.name, key.decode("latin-1"), digest, KEY_FIELD)

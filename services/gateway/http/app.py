@@ -13,6 +13,7 @@ from tokenloom.services.runtime.telemetry.logs import RequestLog
 from ..request_log.access_log import FinishedRequests
 from ..request_log.request_record import CURRENT_RECORD
 from ..tenants.api_keys import ApiKeys
+from ..tenants.tenant import NO_TENANT, Tenant
 from ..tenants.tenant_shares import TenantShares
 from .browser_guard import BrowserGuard
 from .client_flow import ClientDisconnected
@@ -157,7 +158,10 @@ class App:
             return self._cors.answer
         exchange.route = path.pattern if exchange.internal_tenant is None else INTERNAL
         if not path.is_open:
-            self._authorize(exchange, is_admin=path.is_admin)
+            exchange.tenant = tenant = self._tenant(exchange, path)
+            exchange.key = tenant.key
+            if not path.is_admin:  # an operator belongs to no tenant
+                exchange.body.count_for(self._access.shares.of(tenant))
         if path is _NOT_SERVED:
             raise errors.NotFound("Not found; see /docs for the available endpoints.")
         # The body of a response to HEAD is dropped where it would be written.
@@ -166,22 +170,20 @@ class App:
             raise MethodNotAllowed(exchange.method, path.handlers)
         return handler
 
-    def _authorize(self, exchange: HttpExchange, *, is_admin: bool) -> None:
-        """Check the client's key; where none is needed, check that the request may come from its page."""
-        access, headers = self._access, exchange.headers
-        keys = access.admin_keys if is_admin else access.keys
-        tenant = exchange.internal_tenant
-        if tenant is None:
-            key = headers.get(b"authorization")
-            if key is None and b"x-api-key" in headers:  # as Anthropic's clients send it
-                key = b"Bearer " + headers[b"x-api-key"]
-            tenant = keys.authorize(key)
-            if not keys.required:
-                access.guard.check(headers)
-        exchange.tenant = tenant
-        exchange.key = tenant.key
-        if not is_admin:  # an operator belongs to no tenant
-            exchange.body.count_for(access.shares.of(tenant))
+    def _tenant(self, exchange: HttpExchange, path: _Path) -> Tenant:
+        """Return the tenant of the client's key; where none is needed, check that the request may come from its page.
+        Raises ``Unauthenticated`` and ``PermissionDenied``."""
+        if exchange.internal_tenant is not None:
+            return exchange.internal_tenant
+        headers = exchange.headers
+        keys = self._access.admin_keys if path.is_admin else self._access.keys
+        if not keys.required:
+            self._access.guard.check(headers)
+            return NO_TENANT
+        key = headers.get(b"authorization")
+        if key is None and b"x-api-key" in headers:  # as Anthropic's clients send it
+            key = b"Bearer " + headers[b"x-api-key"]
+        return keys.authorize(key)
 
 
 def _pattern(path: str) -> str:

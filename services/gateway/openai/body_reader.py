@@ -63,12 +63,14 @@ def ignored_in_stream_options(body: Mapping[str, Any]) -> Iterator[str]:
 def ignored_in_chat(body: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the members of a chat's fields that have no effect, each once. The body was checked."""
     messages = body["messages"]
-    found = [*ignored_in_stream_options(body), *ignored_members("messages[]", messages, _MESSAGE)]
+    found = [*ignored_in_stream_options(body)] if body.get("stream_options") else []
+    found += ignored_members("messages[]", messages, _MESSAGE)
     for message in messages:
         if isinstance(parts := message.get("content"), list):
             found += ignored_members("messages[].content[]", parts, _PART)
-    found += ignored_members("reasoning", (body.get("reasoning"),), _REASONING)
-    found += ignored_members("thinking", (body.get("thinking"),), _THINKING)
+    for field, known in (("reasoning", _REASONING), ("thinking", _THINKING)):
+        if body.get(field):
+            found += ignored_members(field, (body[field],), known)
     return tuple(dict.fromkeys(found)) if found else ()
 
 
@@ -196,7 +198,7 @@ class AnswerOptions:
             continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
             return_token_ids=bool(fields.return_token_ids),
             return_timeline=bool(fields.return_timeline),
-            stop=tuple(stop_strings(fields)),
+            stop=() if fields.stop is None else tuple(_stop_strings(fields.stop)),
             stop_token_ids=frozenset(sampling.stop_token_ids),
             num_logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
             num_prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
@@ -246,7 +248,11 @@ class BodyReader:
 
 def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
     """Return a body's sampling parameters and ``response_format``; ``own`` holds those with other spellings."""
-    sampling = narrow_sampling({name: body[name] for name in body if name in SAMPLING_FIELDS} | own)
+    values: dict[str, object] = {}
+    for name in body:
+        if name in SAMPLING_FIELDS:
+            values[name] = body[name]
+    sampling = narrow_sampling(values | own)
     form = body.get("response_format")
     if form is not None and (constraint := read_response_format(form)) is not None:
         if sampling.HasField("structured_outputs"):
@@ -266,7 +272,7 @@ def make_job(
     """Return what the body asks for; ``own`` holds what only the endpoint has."""
     interval, keep = fields.stream_interval, fields.truncate_prompt_tokens
     text = output_processor_pb2.TextOptions(
-        stop=stop_strings(fields),
+        stop=None if fields.stop is None else _stop_strings(fields.stop),
         include_stop_str_in_output=bool(fields.include_stop_str_in_output),
         skip_special_tokens=fields.skip_special_tokens,
         spaces_between_special_tokens=fields.spaces_between_special_tokens,
@@ -282,7 +288,7 @@ def make_job(
         ignore_eos=bool(fields.ignore_eos),
         priority=fields.priority or 0,
         num_samples=1 if fields.n is None else narrow("n", fields.n),
-        beam_search=_beam_search(fields),
+        beam_search=_beam_search(fields) if fields.use_beam_search or fields.length_penalty is not None else None,
         bad_words=fields.bad_words or (),
         own_salt=fields.cache_salt or "",
         truncate_prompt_tokens=None if keep is None else narrow_int("truncate_prompt_tokens", keep, -1, 2**32 - 1),
@@ -302,10 +308,8 @@ def _beam_search(fields: CommonFields) -> BeamOptions | None:
     return BeamOptions() if fields.length_penalty is None else BeamOptions(fields.length_penalty)
 
 
-def stop_strings(fields: CommonFields) -> list[str]:
-    if fields.stop is None:
-        return []
-    strings = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+def _stop_strings(stop: str | list[str]) -> list[str]:
+    strings = [stop] if isinstance(stop, str) else stop
     check_stop_count(len(strings))
     return strings
 

@@ -54,7 +54,9 @@ class ChatApi:
         shows = fields.include_reasoning is not False and not (fields.reasoning or {}).get("exclude")
         plan = self.plans.apply(request, job, include_reasoning=shows)
         ignored = (*self.reader.ignored(body, ChatCompletionRequest), *ignored_in_chat(body))
-        return job, AnswerOptions.of(fields, sampling, plan=plan, ignored=ignored + self.plans.ignored(request))
+        if request.tools:
+            ignored += self.plans.ignored(request)
+        return job, AnswerOptions.of(fields, sampling, plan=plan, ignored=ignored)
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> "ChatAnswer":
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", generation.model, "chat.completion.chunk"))

@@ -18,13 +18,14 @@ def template_kwargs(fields: ChatCompletionRequest) -> dict[str, Any]:
     kwargs: dict[str, Any] = {}
     if fields.documents:
         kwargs["documents"] = fields.documents
-    if (effort := fields.reasoning_effort or _member(fields, "reasoning", "effort", str)) is not None:
+    effort = fields.reasoning_effort or (_member(fields, "reasoning", "effort", str) if fields.reasoning else None)
+    if effort is not None:
         kwargs["reasoning_effort"] = effort
         if effort == "none":
             kwargs["enable_thinking"] = False
-    if (enabled := _member(fields, "reasoning", "enabled", bool)) is not None:
+    if fields.reasoning and (enabled := _member(fields, "reasoning", "enabled", bool)) is not None:
         kwargs["enable_thinking"] = enabled
-    if (kind := _member(fields, "thinking", "type", str)) is not None:
+    if fields.thinking and (kind := _member(fields, "thinking", "type", str)) is not None:
         if kind not in ("enabled", "disabled", "adaptive"):
             raise InvalidArgument("thinking.type must be enabled, adaptive or disabled", "thinking.type")
         kwargs["enable_thinking"] = kind != "disabled"

@@ -32,7 +32,7 @@ class ResponsesEndpoint:
         request = asked[0][1].request
         assert isinstance(request, ResponseRequest)
         if not request.is_background:
-            await self.endpoint.run(exchange, asked)
+            await self.endpoint(exchange, asked)
             return
         # A second run would take the request over from the first one, whose response would end as failed although its
         # client has that one's id.

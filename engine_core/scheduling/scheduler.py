@@ -100,7 +100,8 @@ class Scheduler:
         is_pooled = request.pooling_params is not None
         error = self._pooled.refusal(request) if is_pooled or not self._pooled.generates else ""
         if error := error or refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv):
-            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, "pooling_params" if is_pooled else "")
+            field = error.partition(" ")[0] if is_pooled else ""  # such an error begins with the name of its field
+            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, field)
         elif message.accepted_token_ids and (status := finish_status(request)):
             self.ended.end_early(request, status)
         elif request.adapter and (self._adapters is None or not self._adapters.serves(request.adapter)):

@@ -3,6 +3,7 @@
     TokenloomError
     ├── InvalidArgument        400  the caller's fault; ``field`` names what is wrong
     │   ├── PayloadTooLarge    413
+    │   ├── ContextLengthExceeded  400  prompt and answer do not fit the model's context
     │   └── BodyChanged        422  the request was begun with another body
     ├── Unauthenticated        401
     ├── PermissionDenied       403
@@ -29,8 +30,9 @@ module imports neither gRPC nor protobuf: the command line reads settings, which
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
+from typing import Self
 
 
 class Code(IntEnum):
@@ -102,9 +104,43 @@ _WRONG = "invalid_request_error"
 class InvalidArgument(TokenloomError, code=Code.INVALID_ARGUMENT, http=400, openai=_WRONG, is_final=True):
     """The request is wrong; a retry will not help."""
 
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Name fields as the client does, in the message too, and return the error.
+
+        ``names``: what the client calls a field, by our name.
+        """
+        for ours, theirs in names.items():
+            whole = re.compile(rf"(?<!\w){re.escape(ours)}(?!\w)")
+            self.field = self.field and whole.sub(theirs, self.field)
+            self.message = whole.sub(theirs, self.message)
+        return self
+
 
 class PayloadTooLarge(InvalidArgument, http=413):
     """The body is over the size limit."""
+
+
+class ContextLengthExceeded(InvalidArgument):
+    """The prompt, or the prompt and the answer that was asked for, are longer than the model's context.
+
+    Its reason is also the ``code`` of OpenAI's own answer, and its messages have the words "maximum context length is N
+    tokens": clients find out by these that they have to shorten the conversation.
+
+    Args:
+        num_tokens: At least so many tokens were asked for; 0: not known, for the error came from another part.
+        max_tokens: How many the context has.
+    """
+
+    def __init__(self, message: str, field: str | None = None, *, num_tokens: int = 0, max_tokens: int = 0) -> None:
+        super().__init__(message, field)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+    @classmethod
+    def of(cls, num_tokens: int, max_tokens: int, reason: str, field: str) -> Self:
+        """Return the error. ``reason``: says which tokens were too many, and what would be right."""
+        message = f"This model's maximum context length is {max_tokens} tokens, but {reason}"
+        return cls(message, field, num_tokens=num_tokens, max_tokens=max_tokens)
 
 
 class BodyChanged(InvalidArgument, http=422):

@@ -15,7 +15,7 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 from tokenloom.v1.types_pb2 import ModelLimits as Limits
 from tokenloom.v1.types_pb2 import SamplingParams as Params
 
-from .errors import InvalidArgument
+from .errors import ContextLengthExceeded, InvalidArgument
 from .narrowing import ALL_LOGPROBS, MIN_TEMPERATURE, check_bias_count, rows
 from .output_constraints import check_structured_outputs
 from .sampling_params import DEFAULT_MAX_LOGPROBS, MAX_REPETITION, MAX_SAMPLES, SamplingFields
@@ -69,8 +69,8 @@ def check_accepted(accepted_token_ids: Sequence[int], num_before: int, limits: L
     _check_token_ids(accepted_token_ids, limits, field)
     num_tokens = num_before + len(accepted_token_ids)
     if num_tokens > limits.max_model_len:
-        raise InvalidArgument(
-            f"prompt and accepted tokens have {num_tokens} tokens, the model's context {limits.max_model_len}", field
+        raise ContextLengthExceeded.of(
+            num_tokens, limits.max_model_len, f"prompt and accepted tokens have {num_tokens}", field
         )
 
 
@@ -78,22 +78,16 @@ def check_prompt(token_ids: Sequence[int], params: Params, limits: Limits, *, fi
     """Check that the prompt has tokens, that all are in the vocabulary, and that prompt and output fit the context."""
     if not token_ids:
         raise InvalidArgument(f"{field} is empty; at least one token is needed", field)
-    length = len(token_ids)
-    if length >= limits.max_model_len:
-        raise InvalidArgument(
-            f"{field} has {length} tokens; at most {limits.max_model_len - 1} leave room for an answer "
-            f"in the model's context of {limits.max_model_len}",
-            field,
-        )
+    length, most = len(token_ids), limits.max_model_len
+    if length >= most:
+        reason = f"{field} has {length}; at most {most - 1} leave room for an answer"
+        raise ContextLengthExceeded.of(length + (length == most), most, reason, field)
     _check_token_ids(token_ids, limits, field)
     if params.min_tokens:  # again, because max_tokens may have been filled in since
         _check_min_tokens(params, limits, "min_tokens")
-    if params.HasField("max_tokens") and length + params.max_tokens > limits.max_model_len:
-        raise InvalidArgument(
-            f"max_tokens is {params.max_tokens}, but {field} has {length} tokens and the model's context is "
-            f"{limits.max_model_len}: at most {limits.max_model_len - length}",
-            "max_tokens",
-        )
+    if params.HasField("max_tokens") and length + params.max_tokens > most:
+        reason = f"{field} has {length} and max_tokens is {params.max_tokens}: at most {most - length}"
+        raise ContextLengthExceeded.of(length + params.max_tokens, most, reason, "max_tokens")
 
 
 def check_pooling_prompt(token_ids: Sequence[int], limits: Limits, *, field: str) -> None:
@@ -101,11 +95,8 @@ def check_pooling_prompt(token_ids: Sequence[int], limits: Limits, *, field: str
     if not token_ids:
         raise InvalidArgument(f"{field} is empty; at least one token is needed", field)
     if len(token_ids) > limits.max_model_len:
-        raise InvalidArgument(
-            f"{field} has {len(token_ids)} tokens, more than the model's context of {limits.max_model_len}; "
-            "send a shorter one, or set truncate_prompt_tokens",
-            field,
-        )
+        reason = f"{field} has {len(token_ids)}; send a shorter one, or set truncate_prompt_tokens"
+        raise ContextLengthExceeded.of(len(token_ids), limits.max_model_len, reason, field)
     _check_token_ids(token_ids, limits, field)
 
 
@@ -177,10 +168,11 @@ def _check_temperature(params: Params, limits: Limits, field: str) -> None:
 
 
 def _check_max_tokens(params: Params, limits: Limits, field: str) -> None:
-    if not 1 <= params.max_tokens <= limits.max_model_len:
-        raise InvalidArgument(
-            f"{field} must be from 1 to the model's context of {limits.max_model_len}, not {params.max_tokens}", field
-        )
+    if not params.max_tokens:
+        raise InvalidArgument(f"{field} must be at least 1, not 0", field)
+    if params.max_tokens > limits.max_model_len:
+        reason = f"{field} is {params.max_tokens}"
+        raise ContextLengthExceeded.of(params.max_tokens, limits.max_model_len, reason, field)
 
 
 def _check_min_tokens(params: Params, limits: Limits, field: str) -> None:

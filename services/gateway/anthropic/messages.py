@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from tokenloom.request.errors import InvalidArgument
 
 from ..generation.running_generation import RunningGeneration
-from ..openai.body_reader import AnswerOptions, Body, BodyReader, unbound_strict
+from ..openai.body_reader import AnswerOptions, Body, BodyReader, renamed_twice, unbound_strict
 from ..openai.chat import ChatApi
 from ..openapi.request_schemas import MessagesRequest
 from ..records.generate_request import GenerateRequest
@@ -14,7 +14,14 @@ from .ignored_members import ignored_in_message
 from .message_answer import MessageAnswer
 from .messages_body import chat_body, most_tokens
 
-_FIELDS = {"stop": "stop_sequences"}
+_FIELDS = {
+    "stop": "stop_sequences",
+    "function.name": "name",
+    "function.description": "description",
+    "function.parameters": "input_schema",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "response_format": "output_config.format",
+}
 """Fields of a chat that have another name here."""
 
 
@@ -37,11 +44,12 @@ class MessagesApi:
             chat = chat_body(body, fields, reasons=reasons)
             job, options = self.chats.read(chat, tenant)
         except InvalidArgument as error:
-            error.field = _FIELDS.get(error.field or "", error.field)
-            raise
+            raise error.renamed(_FIELDS) from None
         members = ignored_in_message(fields, keeps_budget=reasons)
         ignored = (*self.reader.ignored(body, MessagesRequest), *members, *unbound_strict(options.ignored))
-        return replace(job, most_tokens=longest), replace(options, ignored=ignored)
+        return replace(job, most_tokens=longest), replace(
+            options, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
+        )
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> MessageAnswer:
         return MessageAnswer(generation, options)

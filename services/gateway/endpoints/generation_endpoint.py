@@ -77,17 +77,20 @@ class GenerationEndpoint:
         asked = [await self.read(exchange)] if asked is None else asked
         options, claim = asked[0][1:]
         headers = trace_headers(exchange)
-        with exchange.until_disconnected():
-            async with self.generator.open(asked.pop()[0], headers, claim) as generation:
-                if log.isEnabledFor(logging.DEBUG):
-                    RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
-                answer = self.api.answer(generation, options)
-                if options.stream:
-                    make_headers = partial(self._stream_headers, exchange, options)
-                    stream = AnswerStream(exchange, generation, answer, self.answers, make_headers)
-                    await stream.run(options.resumed)
-                else:
-                    await _whole(exchange, generation, answer, self._headers(exchange, options))
+        try:
+            with exchange.until_disconnected():
+                async with self.generator.open(asked.pop()[0], headers, claim) as generation:
+                    if log.isEnabledFor(logging.DEBUG):
+                        RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
+                    answer = self.api.answer(generation, options)
+                    if options.stream:
+                        make_headers = partial(self._stream_headers, exchange, options)
+                        stream = AnswerStream(exchange, generation, answer, self.answers, make_headers)
+                        await stream.run(options.resumed)
+                    else:
+                        await _whole(exchange, generation, answer, self._headers(exchange, options))
+        except errors.InvalidArgument as error:
+            raise error.renamed(options.field_names) from error
 
     async def read(self, exchange: HttpExchange) -> Asked:
         """Return what the body asks for, and which request of the mesh it is."""

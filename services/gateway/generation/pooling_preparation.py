@@ -40,7 +40,7 @@ async def encode(pooling: PoolingInput, tokenizers: TokenizerClient, limits: typ
     keep = _num_kept(pooling, limits)
     info = tokenizers.info
     if info is not None and not keep:
-        check_sizes(job, info.max_token_bytes * limits.max_model_len)
+        check_sizes(job, info.max_token_bytes, limits)
     prompts = await _encode(pooling, tokenizers, keep)
     for start in range(0, len(prompts), _CHECKED_AT_ONCE):
         for prompt in prompts[start : start + _CHECKED_AT_ONCE]:

@@ -131,7 +131,7 @@ class Preparer:
         """Return every prompt's token ids. ``max_token_bytes``: length of the longest token; 0: unknown."""
         keep = None if job.truncate_prompt_tokens is None else _num_kept(job.truncate_prompt_tokens, sampling, limits)
         contexts = 1 if keep is None else _TRUNCATED_CONTEXTS
-        check_sizes(job, contexts * max_token_bytes * limits.max_model_len)
+        check_sizes(job, max_token_bytes, limits, contexts)
         salt = job.cache_salt
         prompts: list[EncodedPrompt] | Sequence[EncodedPrompt]
         if isinstance(job.prompts, Chat):
@@ -248,14 +248,17 @@ def _num_kept(keep: int, sampling: types_pb2.SamplingParams, limits: types_pb2.M
     return keep if keep > 0 else max(limits.max_model_len - max(sampling.max_tokens, 1), 1)
 
 
-def check_sizes(job: GenerateRequest, max_bytes: int) -> None:
-    """Refuse texts that cannot become a prompt. ``max_bytes``: size of the longest text; 0: unknown."""
-    field = job.prompt_field
+def check_sizes(job: GenerateRequest, max_token_bytes: int, limits: types_pb2.ModelLimits, contexts: int = 1) -> None:
+    """Refuse texts that cannot become a prompt of so many contexts. ``max_token_bytes``: length of the longest token;
+    0: unknown."""
+    field, max_bytes = job.prompt_field, contexts * max_token_bytes * limits.max_model_len
     for text in (job.prompts.messages_json,) if isinstance(job.prompts, Chat) else job.prompts:
         if text == "":
             raise errors.InvalidArgument(f"{field} is empty; at least one token is needed", field)
         if max_bytes and isinstance(text, str | bytes) and len(text) > max_bytes:
-            raise errors.InvalidArgument(f"{field} is longer than the model's context", field)
+            num_tokens = -(-len(text) // max_token_bytes)
+            reason = f"{field} has at least {num_tokens}"
+            raise errors.ContextLengthExceeded.of(num_tokens, limits.max_model_len, reason, field)
 
 
 def _read(

@@ -11,6 +11,7 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 from tokenloom.v1 import engine_pb2 as pb
 
+from ..records.model_names import LISTING
 from .engine_calls import Ask, EngineCalls, alive, checked
 from .mesh_view import MeshView
 
@@ -72,7 +73,7 @@ class MeshAdapters:
             answers = await self._ask(lambda stub: stub.UnloadLora(pb.UnloadLoraRequest(name=name)))
             had = {engine: each for engine, each in answers.items() if not isinstance(each, errors.NotFound)}
             if not (had or was_known):
-                raise errors.NotFound(f"no LoRA adapter {name[:128]!r} is loaded; GET /v1/models lists those that are")
+                raise errors.NotFound(f"no LoRA adapter {name[:128]!r} is loaded; {LISTING} those that are")
             checked(had)
             return list(answers)
 
@@ -80,7 +81,7 @@ class MeshAdapters:
         """Keep an adapter on the device of all engines, or end that; return the engines. Raises as :meth:`load`."""
         async with self._turn:
             if (adapter := self._mesh.adapters.get(name)) is None:
-                raise errors.NotFound(f"no LoRA adapter {name[:128]!r} is loaded; GET /v1/models lists those that are")
+                raise errors.NotFound(f"no LoRA adapter {name[:128]!r} is loaded; {LISTING} those that are")
             try:
                 answers = await self._pin(name, pinned)
                 checked(answers)

@@ -10,7 +10,7 @@ from tokenloom.request.errors import InvalidArgument
 
 from ..generation.running_generation import RunningGeneration
 from ..http.error_form import ErrorForm
-from ..openai.body_reader import AnswerOptions, Body
+from ..openai.body_reader import AnswerOptions, Body, renamed_twice
 from ..openai.chat import ChatApi
 from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
@@ -19,6 +19,8 @@ from .ollama_answer import OllamaAnswer
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 OPTIONS = {name: name for name in _SAME} | {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 """Options that have an effect, and their names in chats."""
+_FIELDS = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {"response_format": "format"}
+"""What the client calls the fields of a chat."""
 
 
 class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,9 +83,14 @@ class OllamaApi:
         fields = reader.read(body, OllamaRequest)
         # Read as a chat, so that limits, tools and reasoning are those of every other API. Ollama's endpoints that
         # manage models have no counterpart in a mesh.
-        job, options = self.chats.read(chat_body(fields, is_chat=self.is_chat), tenant)
+        names = _FIELDS if self.is_chat else _FIELDS | {"messages": "prompt"}
+        try:
+            job, options = self.chats.read(chat_body(fields, is_chat=self.is_chat), tenant)
+        except InvalidArgument as error:
+            raise error.renamed(names) from None
         unread = (f"options.{name}" for name in fields.options or () if name not in OPTIONS)
-        return job, replace(options, ignored=(*reader.ignored(body, OllamaRequest), *unread))
+        ignored = (*reader.ignored(body, OllamaRequest), *unread)
+        return job, replace(options, ignored=ignored, field_names=renamed_twice(options.field_names, names))
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> OllamaAnswer:
         return OllamaAnswer(generation, options, is_chat=self.is_chat)

@@ -1,5 +1,6 @@
 """Reads the parts of OpenAI's request bodies that chat and completions share."""
 
+import dataclasses
 import functools
 import logging
 import re
@@ -176,6 +177,8 @@ class AnswerOptions:
     """How to parse a chat's turns; None: as text."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that have no effect."""
+    field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What the client calls a field, by our name, where both differ."""
     request: object = None
     """What an API keeps of the body for its answer."""
     event_ids: bool = False
@@ -205,6 +208,12 @@ class AnswerOptions:
             tokens_as_ids=bool(fields.return_tokens_as_token_ids),
             **own,
         )
+
+
+def renamed_twice(inner: Mapping[str, str], outer: Mapping[str, str]) -> dict[str, str]:
+    """Return what the client calls a field, by our name. ``inner``: what a chat calls it; ``outer``: what the client
+    calls the field of a chat."""
+    return dict(outer) | {name: outer.get(chats, chats) for name, chats in inner.items()}
 
 
 class BodyReader:
@@ -334,5 +343,8 @@ def _invalid(error: msgspec.ValidationError) -> errors.InvalidArgument:
     """Split msgspec's message: ``Expected `str`, got `int` - at `$.stop[0]```; the field is ``stop``."""
     message, _, path = str(error).partition(" - at `$.")
     where = path.rstrip("`").replace("[...]", "")
+    if missing := re.fullmatch(r"Object missing required field `(\w+)`", message):
+        where = f"{where}.{missing[1]}" if where else missing[1]
+        message = "is required"
     field = re.sub(r"\[\d+\]$", "", where) or None
     return errors.InvalidArgument(f"{where}: {message}" if where else message, field)

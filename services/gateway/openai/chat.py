@@ -42,7 +42,7 @@ class ChatApi:
         request = NO_TOOLS
         if fields.tools is not None or fields.tool_choice is not None:
             request = read_tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
-        sampling = _sampling(body, fields)
+        sampling, names = _sampling(body, fields)
         chat = read_chat(
             fields.messages,
             request.tools,
@@ -56,7 +56,9 @@ class ChatApi:
         ignored = (*self.reader.ignored(body, ChatCompletionRequest), *ignored_in_chat(body))
         if request.tools:
             ignored += self.plans.ignored(request)
-        return job, AnswerOptions.of(fields, sampling, plan=plan, ignored=ignored)
+            if "structured_outputs" not in names and body.get("structured_outputs") is None:
+                names["structured_outputs"] = "tools"  # constrained, if at all, to calls that are forced or strict
+        return job, AnswerOptions.of(fields, sampling, plan=plan, ignored=ignored, field_names=names)
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> "ChatAnswer":
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", generation.model, "chat.completion.chunk"))
@@ -272,23 +274,27 @@ class _Turn:
         return {"index": call.index, **whole, "function": dict(function)}
 
 
-def _sampling(body: Body, fields: ChatCompletionRequest) -> types_pb2.SamplingParams:
-    """Return the sampling parameters. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins;
-    ``logprobs`` asks for the token's own, ``top_logprobs`` for alternatives."""
+def _sampling(body: Body, fields: ChatCompletionRequest) -> tuple[types_pb2.SamplingParams, dict[str, str]]:
+    """Return the sampling parameters, and which fields of the client they come from where the names differ.
+    ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins; ``logprobs`` asks for the token's own,
+    ``top_logprobs`` for alternatives."""
     own: dict[str, object] = {}
-    names = {"logprobs": "top_logprobs"}
+    names: dict[str, str] = {}
+    if body.get("response_format") is not None and body.get("structured_outputs") is None:
+        names["structured_outputs"] = "response_format"
     if fields.max_completion_tokens is not None:
         own["max_tokens"] = fields.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"
     if fields.logprobs:
-        own["logprobs"] = 0 if fields.top_logprobs is None else fields.top_logprobs
+        own["logprobs"] = 0
+        if fields.top_logprobs is not None:
+            own["logprobs"], names["logprobs"] = fields.top_logprobs, "top_logprobs"
     elif fields.top_logprobs is not None and (fields.top_logprobs != 0 or fields.top_logprobs is False):
         raise errors.InvalidArgument("top_logprobs needs logprobs to be true", "top_logprobs")
     try:
-        return sampling_params(body, **own)
+        return sampling_params(body, **own), names
     except errors.InvalidArgument as error:
-        error.field = names.get(error.field or "", error.field)
-        raise
+        raise error.renamed(names) from error
 
 
 def _reasoning(text: str) -> dict[str, object]:

@@ -8,6 +8,8 @@ from tokenloom.request import errors
 from tokenloom.v1 import types_pb2
 
 MAX_QUOTED = 128
+LISTING = "GET /v1/models (gRPC: ListModels) lists"
+"""Where a client finds the names of models and adapters."""
 """Limits the characters of a client's name that an error repeats."""
 
 
@@ -65,7 +67,7 @@ class ModelNames:
         model, _, adapter = name.rpartition(":")
         if model in self.own:
             reason = f"model {model!r} has no LoRA adapter {adapter[:MAX_QUOTED]!r}"
-        return errors.ModelNotFound(f"{reason}; GET /v1/models lists the served models", field="model")
+        return errors.ModelNotFound(f"{reason}; {LISTING} the served models", field="model")
 
     def has(self, name: str) -> bool:
         """Return whether a name is that of the model or of one of its adapters."""

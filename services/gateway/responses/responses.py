@@ -8,7 +8,7 @@ from uuid import uuid4
 from tokenloom.request.errors import InvalidArgument
 
 from ..generation.running_generation import RunningGeneration
-from ..openai.body_reader import AnswerOptions, Body, BodyReader, unbound_strict
+from ..openai.body_reader import AnswerOptions, Body, BodyReader, renamed_twice, unbound_strict
 from ..openai.chat import ChatApi
 from ..openapi.request_schemas import ResponsesRequest
 from ..records.generate_request import GenerateRequest
@@ -21,7 +21,14 @@ from .response_answer import ResponseAnswer, ResponseRequest
 from .response_body import chat_body
 from .response_store import ResponseStore
 
-_FIELDS = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
+_FIELDS = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "function.name": "name",
+    "function.description": "description",
+    "function.parameters": "parameters",
+}
 """Fields of a chat that have another name here."""
 _DEFAULTS: dict[str, Any] = {
     "tools": [],
@@ -54,10 +61,14 @@ class ResponsesApi:
         try:
             job, options = self.chats.read(chat_body(body, fields, request.turns), tenant)
         except InvalidArgument as error:
-            error.field = _FIELDS.get(error.field or "", error.field)
-            raise
+            raise error.renamed(_FIELDS) from None
         ignored = (*ignored_in_response(fields), *self.reader.ignored(body, ResponsesRequest))
-        return job, replace(options, request=request, ignored=ignored + unbound_strict(options.ignored))
+        return job, replace(
+            options,
+            request=request,
+            ignored=ignored + unbound_strict(options.ignored),
+            field_names=renamed_twice(options.field_names, _FIELDS),
+        )
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> ResponseAnswer:
         assert isinstance(options.request, ResponseRequest)

@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.health import Health
 
-from ..records.model_names import MAX_QUOTED, NamedAdapter
+from ..records.model_names import LISTING, MAX_QUOTED, NamedAdapter
 from ..settings.mesh_spec import MeshSpec
 from .mesh_health import PARTS, PUBLISH_SECONDS, PartState
 from .served_mesh import ServedMesh
@@ -95,7 +95,7 @@ class ServedMeshes:
             raise mesh.models.not_served(name)
         if name in self.names or model in self.names:
             raise errors.Unavailable(f"The mesh of model {name[:MAX_QUOTED]!r} does not answer; retry.")
-        message = f"model {name[:MAX_QUOTED]!r} is not served; GET /v1/models lists the served models: {self._listed()}"
+        message = f"model {name[:MAX_QUOTED]!r} is not served; {LISTING} the served models: {self._listed()}"
         raise errors.ModelNotFound(message, field="model")
 
     def name_of(self, name: str) -> str:

@@ -90,7 +90,8 @@ async def test_bodies_without_a_known_model(socket_dir: Path, other_dir: Path) -
         assert missing.json()["error"]["message"] == "model is required: this gateway serves a, a2, b"
         unknown = await http.post("/v1/completions", json={"prompt": "hi", "model": "c"})
         assert unknown.status_code == 404
-        assert "model 'c' is not served; GET /v1/models lists the served models: a, a2, b" in unknown.text
+        assert "model 'c' is not served; GET /v1/models (" in unknown.text
+        assert "lists the served models: a, a2, b" in unknown.text
         wrong = await http.post("/v1/completions", json={"prompt": "hi", "model": ["a"]})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "model")
         for content in (b"{", b"[1]", b'{"model":' + b"[" * 100_000):

@@ -50,6 +50,7 @@ FINAL = {
     "InvalidArgument": True,
     "PayloadTooLarge": True,
     "BodyChanged": True,
+    "ContextLengthExceeded": True,
     "Unauthenticated": True,
     "PermissionDenied": True,
     "NotFound": True,

@@ -136,7 +136,7 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         BadBody(CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
         *(BadBody(CHAT, {"logprobs": value}, "logprobs") for value in (1, "true", [])),
         *(BadBody(CHAT, {"logprobs": True, "top_logprobs": value}, "top_logprobs") for value in (-2, "1", True, 1.5)),
-        BadBody(CHAT, {"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        BadBody(CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         *(BadBody(CHAT, {"top_logprobs": value}, "top_logprobs") for value in (1, False, "0")),
         BadBody(CHAT, {"echo": True}, "echo"),
         BadBody(CHAT, {"add_special_tokens": True}, "add_special_tokens"),

@@ -59,7 +59,7 @@ async def test_every_api_takes_an_adapter_as_the_model(socket_dir: Path) -> None
             assert hashes[0] != hashes[1] == hashes[2], path
             unknown = await http.post(path, json={**body, "model": f"{MODEL}:jason"})
             assert unknown.status_code == 404
-            assert f"model '{MODEL}' has no LoRA adapter 'jason'; GET /v1/models lists" in unknown.text
+            assert f"model '{MODEL}' has no LoRA adapter 'jason'; GET /v1/models (gRPC: " in unknown.text
         metrics = (await http.get("/metrics")).text
         assert f'tokenloom_adapter_requests_total{{adapter="{NAME}"}} {2.0 * len(BODIES)}' in metrics
         assert f'adapter="{MODEL}"' not in metrics

@@ -11,8 +11,7 @@ from tokenloom.request import errors, validation
 from tokenloom.request.limits import Reservation
 
 from ..records.generate_request import Chat, GenerateRequest
-from ..tenants.tenant_share import MAX_QUEUE_SECONDS, TenantShare
-from ..tenants.tenant_shares import TenantShares
+from ..tenants.tenant_shares import MAX_QUEUE_SECONDS, TenantShare, TenantShares
 from .wait_estimator import WaitEstimator, WaitLimit, estimate_prompt_tokens
 
 log = logging.getLogger(__name__)

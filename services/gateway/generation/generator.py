@@ -12,7 +12,6 @@ from tokenloom.request.reasoning import ReasoningMarks
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers
 from tokenloom.v1 import types_pb2
 
-from ..mesh.mesh_links import MeshLinks
 from ..mesh.mesh_view import MeshLoad
 from ..metrics.gateway_metrics import GatewayMetrics
 from ..records.generate_request import GenerateRequest
@@ -24,8 +23,8 @@ from .admission import AdmittedCall, AdmittedRequest, RequestAdmission
 from .beam_run import BeamTexts
 from .charge import Charges
 from .pooling_preparation import check_task, encode
-from .preparation import Preparer, RequestContext, add_hashes
-from .request_trace import GatewayTrace, TracedOutcome, traced
+from .preparation import MeshLinks, Preparer, RequestContext, add_hashes
+from .request_trace import GatewayTrace, traced
 from .resumable import ResumableRequests
 from .running_generation import RunningGeneration
 from .running_pooling import MOST_AT_ONCE, RunningPooling
@@ -50,11 +49,6 @@ class _Call:
     limit: asyncio.Timeout
     timeout: float
     model: str
-
-    def show(self, outcome: TracedOutcome) -> None:
-        """Let the call's trace show what it has made."""
-        if self.trace is not None:
-            self.trace.outcome = outcome
 
     def seconds_left(self) -> float:
         """Return the seconds until the limit."""
@@ -125,10 +119,22 @@ class Generator:
             # too.
             call.held.callback(tenure.end)
             is_search, tenant = job.beam_search is not None, job.tenant
-            generation = await self._begin(job, tenure.place, claim, call.model)
-            del job  # the client's texts, which may be large, must not live as long as its answer
-            call.held.callback(self._settle, tenure.place, generation, tenant)
-            call.show(generation)
+            place, is_bounded = tenure.place, job.sampling.HasField("max_tokens")
+            prepared = await self._preparer.prepare(job)
+            place.take_tokens(prepared.num_prompt_tokens, prepared.num_output_tokens, is_bounded=is_bounded)
+            generation = RunningGeneration(
+                prepared,
+                self._context.draw_id(),
+                self._metrics,
+                self._reasoning_marks,
+                place.begin_output,
+                claim,
+                model=call.model,
+            )
+            del job, prepared  # the client's texts, which may be large, must not live as long as its answer
+            call.held.callback(self._settle, place, generation, tenant)
+            if call.trace is not None:
+                call.trace.outcome = generation
             is_kept = False
             try:
                 if is_search:
@@ -169,7 +175,8 @@ class Generator:
             running = RunningPooling(pooling, prompts, self._context, self._context.priority_of(request, limits))
             admitted.num_used = running.usage.prompt_tokens
             admitted.take_tokens(admitted.num_used)
-            call.show(running)
+            if call.trace is not None:
+                call.trace.outcome = running
             try:
                 await running.run(self._outputs, admitted, call.seconds_left)
                 seconds = (self._context.clock() - started_ns) / 1e9
@@ -228,19 +235,6 @@ class Generator:
             return AdmittedCall(self._admission.admit(job, timeout))
         self._admission.check_open()
         return before.succeed()
-
-    async def _begin(
-        self, job: GenerateRequest, place: AdmittedRequest, claim: ResumeToken, model: str
-    ) -> RunningGeneration:
-        """Prepare a request and take its tokens. ``model``: what generates, for answers."""
-        prepared = await self._preparer.prepare(job)
-        num_prompt = num_output = 0
-        for submit in prepared.submits:
-            num_prompt += len(submit.prompt.token_ids)
-            num_output += job.num_samples * submit.sampling_params.max_tokens
-        place.take_tokens(num_prompt, num_output, is_bounded=job.sampling.HasField("max_tokens"))
-        marks, begin = self._reasoning_marks, place.begin_output
-        return RunningGeneration(prepared, self._context.draw_id(), self._metrics, marks, begin, claim, model=model)
 
     def _settle(self, place: AdmittedRequest, generation: RunningGeneration, tenant: Tenant) -> None:
         """Count what a call has used of its request, at its end."""

@@ -14,12 +14,13 @@ from tokenloom.request.prompt_embeds import check_embeds, join_parts
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, Tracer
 from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 
-from ..mesh.mesh_links import MeshLinks
+from ..mesh.mesh_view import MeshView
+from ..mesh.output_pool import OutputPool
+from ..mesh.tokenizer_client import TokenizerClient
 from ..records.generate_request import SHEDDABLE_PRIORITY, Chat, EmbeddedPrompt, GenerateRequest
 from ..records.pooling_input import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from .beam_run import BeamPlan, plan_beams
-from .request_cost import RequestCost, check_copies
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
 """The latter for prompts with embeddings."""
@@ -31,11 +32,34 @@ _TRUNCATED_CONTEXTS = 8
 """Limit on a text that is to be truncated, in contexts: all of it is encoded first."""
 
 
+MAX_PARAMETER_BYTES = 32 << 20
+"""Limits the sampling parameters of all prompts of a request together: each prompt is sent with its own copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshLinks:
+    """Holds the links of one mesh: to its tokenizers, its coordinator and its output processors."""
+
+    tokenizers: TokenizerClient
+    view: MeshView
+    outputs: OutputPool
+
+    def limits(self) -> types_pb2.ModelLimits:
+        """Return the limits of the model. Raises ``Unavailable`` before the first engine serves."""
+        if self.view.limits is None:
+            raise errors.Unavailable("no engine is serving yet; retry")
+        return self.view.limits
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Holds the output processors' requests, one for each prompt: checked, but without ids and timeout."""
 
     submits: Sequence[output_processor_pb2.Submit]
+    num_prompt_tokens: int
+    """Of all prompts together."""
+    num_output_tokens: int
+    """The most tokens of all outputs together."""
     prompt_texts: Sequence[str]
     """The text of each prompt, when it is to be echoed."""
     opens_reasoning: bool
@@ -102,56 +126,73 @@ class Preparer:
         if limits.HasField("generates") and not limits.generates:
             raise errors.InvalidArgument(NO_GENERATION.format(task_names(limits)), "model")
         sampling = _resolve(job, info, limits, context.random)
-        priority = context.priority_of(job, limits)
+        priority = context.priority_of(job, limits) if job.priority or job.is_sheddable else 0
         beams = None if job.beam_search is None else plan_beams(job, job.beam_search, limits)
-        prompts = await self._encode(job, sampling, limits, info.max_token_bytes)
-        if job.bad_words:
-            await self._forbid(job.bad_words, sampling, limits)
-        tokenize_ns = context.clock() - started_ns
-        check_copies(sampling, prompts)
-        cost = RequestCost.of(sampling, limits, (len(prompts), job.num_samples), context.max_request_values)
-        default = info.default_sampling_params.max_tokens
-        submits = [_submit(job, prompt, sampling, limits, default, priority, cost) for prompt in prompts[:1]]
-        for prompt in prompts[1:]:
-            await asyncio.sleep(0)
-            submits.append(_submit(job, prompt, sampling, limits, default, priority, cost))
-        cost.check(submits, limits)
-        texts = await self._texts(job, prompts) if job.echo else ()
-        is_constrained = sampling.HasField("structured_outputs") and limits.reasoning != types_pb2.REASONING_MODE_FREE
-        opens = _opens_reasoning(prompts[0])
-        return Prepared(submits, texts, opens, is_constrained, started_ns, tokenize_ns, context.clock, beams)
-
-    async def _encode(
-        self,
-        job: GenerateRequest,
-        sampling: types_pb2.SamplingParams,
-        limits: types_pb2.ModelLimits,
-        max_token_bytes: int,
-    ) -> Sequence[EncodedPrompt]:
-        """Return every prompt's token ids. ``max_token_bytes``: length of the longest token; 0: unknown."""
         keep = None if job.truncate_prompt_tokens is None else _num_kept(job.truncate_prompt_tokens, sampling, limits)
-        contexts = 1 if keep is None else _TRUNCATED_CONTEXTS
-        check_sizes(job, max_token_bytes, limits, contexts)
+        check_sizes(job, info.max_token_bytes, limits, 1 if keep is None else _TRUNCATED_CONTEXTS)
         salt = job.cache_salt
-        prompts: list[EncodedPrompt] | Sequence[EncodedPrompt]
+        # A chat's call is awaited here, and not in a coroutine of its own: each coroutine between the request's task
+        # and the call runs whenever the task wakes.
+        prompts: list[EncodedPrompt]
         if isinstance(job.prompts, Chat):
             prompts = [(await self._tokenizers.encode_chat(job.prompts, hash_salt=salt)).prompt]
-        elif texts := [prompt for prompt in job.prompts if isinstance(prompt, str)]:
-            encoding = self._tokenizers.encode(texts, add_special_tokens=job.add_special_tokens, hash_salt=salt)
-            prompts = (await encoding).prompts
         else:
-            prompts = []
-            for prompt in job.prompts:
-                if prompts:
-                    await asyncio.sleep(0)
-                prompts.append(_read(prompt, keep, job.prompt_field, limits))
-            keep = None
+            prompts = await self._encode(job, job.prompts, keep, salt, limits)
         if keep is not None:
             prompts = [_truncated(prompt, keep) for prompt in prompts]
         if job.before:
             prompts = [_continued(job.before, prompt) for prompt in prompts]
         await add_hashes(prompts, self._links.view.block_size, salt)
-        return prompts
+        if job.bad_words:
+            await self._forbid(job.bad_words, sampling, limits)
+        tokenize_ns = context.clock() - started_ns
+        if len(prompts) > 1:
+            check_copies(sampling, len(prompts))
+        cost = RequestCost.of(sampling, limits, (len(prompts), job.num_samples), context.max_request_values)
+        default = info.default_sampling_params.max_tokens
+        submits: list[output_processor_pb2.Submit] = []
+        num_prompt = num_output = 0
+        for prompt in prompts:
+            if submits:
+                await asyncio.sleep(0)
+            submit = _submit(job, prompt, sampling, limits, default, priority, cost, salt)
+            submits.append(submit)
+            num_prompt += len(prompt.token_ids)
+            num_output += job.num_samples * submit.sampling_params.max_tokens
+        cost.check(submits, limits)
+        return Prepared(
+            submits=submits,
+            num_prompt_tokens=num_prompt,
+            num_output_tokens=num_output,
+            prompt_texts=await self._texts(job, prompts) if job.echo else (),
+            opens_reasoning=isinstance(prompts[0], tokenizer_pb2.TokenizedPrompt) and prompts[0].opens_reasoning,
+            is_constrained_throughout=sampling.HasField("structured_outputs")
+            and limits.reasoning != types_pb2.REASONING_MODE_FREE,
+            started_ns=started_ns,
+            tokenize_ns=tokenize_ns,
+            clock=context.clock,
+            beams=beams,
+        )
+
+    async def _encode(
+        self,
+        job: GenerateRequest,
+        prompts: Sequence[str | Sequence[object] | EmbeddedPrompt],
+        keep: int | None,
+        salt: bytes,
+        limits: types_pb2.ModelLimits,
+    ) -> list[EncodedPrompt]:
+        """Return the token ids of prompts that are no chat. ``keep``: how many of each are kept; None: all."""
+        if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
+            encoding = self._tokenizers.encode(texts, add_special_tokens=job.add_special_tokens, hash_salt=salt)
+            return list((await encoding).prompts)
+        read: list[EncodedPrompt] = []
+        for prompt in prompts:
+            if read:
+                await asyncio.sleep(0)
+            assert not isinstance(prompt, str), "there are texts or others"
+            read.append(_read(prompt, keep, job.prompt_field, limits))
+        return read
 
     async def _forbid(
         self, words: Sequence[str], sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits
@@ -203,9 +244,10 @@ def _submit(
     limits: types_pb2.ModelLimits,
     default_max_tokens: int,
     priority: int,
-    cost: RequestCost,
+    cost: "RequestCost",
+    salt: bytes,
 ) -> output_processor_pb2.Submit:
-    """Return one prompt's request, checked; its ids and its timeout are filled in later."""
+    """Return one prompt's request, checked; its ids and its timeout are filled in later. ``salt``: of the job."""
     submit = output_processor_pb2.Submit(
         prompt=prompt if isinstance(prompt, types_pb2.Prompt) else types_pb2.Prompt(token_ids=prompt.token_ids),
         block_hash_prefixes=() if isinstance(prompt, types_pb2.Prompt) else prompt.block_hash_prefixes,
@@ -217,19 +259,19 @@ def _submit(
         data_parallel_rank=job.data_parallel_rank,
         trace_headers=CURRENT.get(),
     )
-    submit.prompt.cache_salt = job.cache_salt
+    submit.prompt.cache_salt = salt
     if job.adapter is not None:
         submit.prompt.adapter = job.adapter.digest
     params = submit.sampling_params
-    is_chat = isinstance(job.prompts, Chat)
-    validation.fill_max_tokens(
-        params,
-        len(prompt.token_ids),
-        limits,
-        chat=is_chat,
-        default=job.most_tokens or default_max_tokens,
-        most=cost.default_tokens,
-    )
+    if not params.HasField("max_tokens"):
+        validation.fill_max_tokens(
+            params,
+            len(prompt.token_ids),
+            limits,
+            chat=isinstance(job.prompts, Chat),
+            default=job.most_tokens or default_max_tokens,
+            most=cost.default_tokens,
+        )
     validation.check_prompt(prompt.token_ids, params, limits, field=job.prompt_field)
     if isinstance(prompt, types_pb2.Prompt):
         check_embeds(submit.prompt, params, limits)
@@ -287,11 +329,8 @@ def _truncated(prompt: EncodedPrompt, keep: int) -> EncodedPrompt:
     """Return the end of a prompt, without its block hashes, which are those of another beginning."""
     if len(prompt.token_ids) <= keep:
         return prompt
-    return tokenizer_pb2.TokenizedPrompt(token_ids=prompt.token_ids[-keep:], opens_reasoning=_opens_reasoning(prompt))
-
-
-def _opens_reasoning(prompt: EncodedPrompt) -> bool:
-    return isinstance(prompt, tokenizer_pb2.TokenizedPrompt) and prompt.opens_reasoning
+    opens_reasoning = isinstance(prompt, tokenizer_pb2.TokenizedPrompt) and prompt.opens_reasoning
+    return tokenizer_pb2.TokenizedPrompt(token_ids=prompt.token_ids[-keep:], opens_reasoning=opens_reasoning)
 
 
 async def add_hashes(prompts: Iterable[EncodedPrompt], block_size: int, salt: bytes) -> None:
@@ -317,3 +356,71 @@ async def add_hashes(prompts: Iterable[EncodedPrompt], block_size: int, salt: by
             hashes += block_hashes(ids, block_size, hashes[-1] if hashes else b"", salt)
             num_hashed += len(ids)
         prompt.block_hash_prefixes.extend(shortened(hashes))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCost:
+    """Knows the factors of a request's cost, ``n * max_tokens * (1 + logprobs)``, and its limit.
+
+    A value is a token or one of the alternatives that are returned with it. A client may send several prompts: then
+    each counts.
+    """
+
+    num_prompts: int
+    num_samples: int
+    num_alternatives: int
+    """Log probabilities to return with each token, in addition to its own."""
+    most: int
+    """The values that a request may have."""
+
+    @classmethod
+    def of(
+        cls, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, outputs: tuple[int, int], most: int
+    ) -> "RequestCost":
+        """``outputs``: the number of prompts, and of samples of each."""
+        named = min(sampling.logprobs, limits.vocab_size) if sampling.HasField("logprobs") else 0
+        return cls(*outputs, named + len(sampling.logprob_token_ids), most)
+
+    @property
+    def default_tokens(self) -> int:
+        """The most tokens of an output whose length the client leaves open."""
+        return max(self.most // (self.num_prompts * self.num_samples * (1 + self.num_alternatives)), 1)
+
+    def check(self, submits: Iterable[output_processor_pb2.Submit], limits: types_pb2.ModelLimits) -> None:
+        """Raise ``InvalidArgument`` for outputs and prompts that have more values."""
+        max_tokens = 0
+        num_prompt_values = 0
+        for submit in submits:
+            params = submit.sampling_params
+            max_tokens = max(max_tokens, params.max_tokens)
+            if params.HasField("prompt_logprobs"):
+                num_prompt_values += len(submit.prompt.token_ids) * min(params.prompt_logprobs, limits.vocab_size)
+        if num_prompt_values > self.most:
+            raise errors.InvalidArgument(
+                f"prompt_logprobs asks for {num_prompt_values} log probabilities of the prompts; this gateway allows "
+                f"{self.most} in a request (--max-request-values): lower prompt_logprobs, or send fewer or shorter "
+                "prompts",
+                "prompt_logprobs",
+            )
+        factors = {"n": self.num_samples, "max_tokens": max_tokens, "(1 + logprobs)": 1 + self.num_alternatives}
+        if self.num_prompts > 1:
+            factors = {"prompts": self.num_prompts} | factors
+        product = self.num_prompts * self.num_samples * max_tokens * (1 + self.num_alternatives)
+        if product > self.most:
+            names = [name.removeprefix("(1 + ").rstrip(")") for name, factor in factors.items() if factor > 1]
+            raise errors.InvalidArgument(
+                f"{' * '.join(factors)} is {' * '.join(map(str, factors.values()))} = {product}; this gateway allows "
+                f"{self.most} in a request (--max-request-values): lower {' or '.join(names)}",
+                "n" if self.num_samples > 1 else "max_tokens",
+            )
+
+
+def check_copies(sampling: types_pb2.SamplingParams, num_prompts: int) -> None:
+    """Raise ``InvalidArgument`` for sampling parameters that are too large to be sent with each of several prompts."""
+    num_bytes = sampling.ByteSize() * num_prompts
+    if num_bytes > MAX_PARAMETER_BYTES:
+        raise errors.InvalidArgument(
+            f"the sampling parameters take {num_bytes} bytes for {num_prompts} prompts; at most {MAX_PARAMETER_BYTES} "
+            "are allowed: send fewer prompts, or fewer ids in allowed_token_ids and logit_bias",
+            "prompt",
+        )

@@ -54,7 +54,13 @@ class RunningGeneration:
         self._claim = claim
         submits = prepared.submits
         self.request_id = request_id
-        self.prompts: list[Sequence[int]] = list(map(_prompt_ids, submits))
+        self.prompts: list[Sequence[int]] = []
+        self._max_tokens: list[int] = []
+        for submit in submits:
+            token_ids = submit.prompt.token_ids
+            # A copy beside embeddings: a reference would keep them, and they may be large.
+            self.prompts.append(list(token_ids) if submit.prompt.embeds else token_ids)
+            self._max_tokens.append(submit.sampling_params.max_tokens)
         self.prompt_texts = prepared.prompt_texts
         self.prompt_logprobs: defaultdict[int, list[output_processor_pb2.SlotTextLogprobs]] = defaultdict(list)
         self.num_samples = submits[0].num_samples or 1
@@ -70,13 +76,13 @@ class RunningGeneration:
         self.completion_tokens = [0] * self.num_outputs
         self.charge = Charge()
         self._submits, self._beams = submits, prepared.beams
-        self._max_tokens = [submit.sampling_params.max_tokens for submit in submits]
         self._clock = prepared.clock
         self._started_ns, self._tokenize_ns = prepared.started_ns, prepared.tokenize_ns
         self._collector: Collector | BeamRun = Collector(self.num_outputs)
         self._cancels: list[Cancel] = []
-        num_prompt_tokens = sum(map(len, self.prompts))
-        self._watch = RequestWatch(metrics, num_prompt_tokens, self.num_outputs, prepared.started_ns, on_first_token)
+        self._watch = RequestWatch(
+            metrics, prepared.num_prompt_tokens, self.num_outputs, prepared.started_ns, on_first_token
+        )
 
     @property
     def done(self) -> bool:
@@ -240,9 +246,3 @@ class OutputsReasoning:
     def total(self) -> int:
         """The reasoning tokens of all outputs so far."""
         return sum(each.num_tokens for each in self._of_outputs)
-
-
-def _prompt_ids(submit: output_processor_pb2.Submit) -> Sequence[int]:
-    """Return the prompt's token ids, without a reference to its embeddings, which may be large."""
-    token_ids = submit.prompt.token_ids
-    return list(token_ids) if submit.prompt.embeds else token_ids

@@ -23,8 +23,7 @@ from ..request_log.request_record import CURRENT_RECORD
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..tenants.api_keys import call_tenant
-from ..tenants.tenant_share import TenantShare
-from ..tenants.tenant_shares import TenantShares
+from ..tenants.tenant_shares import TenantShare, TenantShares
 from .client_stream import next_request
 from .inference_request import InputSession, read_request
 from .pooling_calls import InputsRequest, PoolingCall, classify_params, embed_params, pool_params

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from tokenloom.request import errors
 from tokenloom.request.limits import AdmissionLimit, Reservation
 
-from ..tenants.tenant_share import TenantShare
+from ..tenants.tenant_shares import TenantShare
 from .client_flow import ClientDisconnected, ClientFlow
 
 BODY_SECONDS = 60.0

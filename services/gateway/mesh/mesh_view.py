@@ -39,6 +39,7 @@ class MeshView:
         block_size: Tokens of a KV block of the serving engines; 0: they differ, or none has served yet.
         connected: Whether the coordinator answers.
         adapters: The LoRA adapters that requests may name, by name.
+        limits: What every serving engine accepts, or accepted when the last one served; None before the first.
     """
 
     def __init__(self, address: str, channels: Channels, fall_backs: FallBacks | None = None) -> None:
@@ -51,13 +52,13 @@ class MeshView:
         self._version = 0  # of the view, when the engines were taken from it
         self._engines: Sequence[coordinator_pb2.EngineEntry] = ()
         self._serving: tuple[types_pb2.Fingerprint, Sequence[coordinator_pb2.EngineEntry]] | None = None
-        self._limits: types_pb2.ModelLimits | None = None
-        self._limits_of: types_pb2.Fingerprint | None = None
+        self._fingerprint: types_pb2.Fingerprint | None = None
         self._lost: dict[str, float] = {}  # loop time at which each engine left; entries are dropped after LOST_SECONDS
         self._capacity = Capacity()
         self._on_capacity: Callable[[Capacity], None] | None = None
         self.connected = False
         self.block_size = 0
+        self.limits: types_pb2.ModelLimits | None = None
         self.adapters: Mapping[str, types_pb2.Adapter] = {}
         self._taken = asyncio.Event()  # a new one for each snapshot
 
@@ -71,7 +72,8 @@ class MeshView:
         """Call ``on_capacity`` now and with each snapshot. Without a serving engine, or without a coordinator, it gets
         the last capacity, with no load."""
         self._on_capacity = on_capacity
-        self.limits(fingerprint)
+        self._fingerprint = fingerprint
+        self._update_limits()
         self._update_capacity()
 
     @property
@@ -123,13 +125,6 @@ class MeshView:
         with the seconds since then."""
         now = asyncio.get_running_loop().time()
         return {name: now - lost_at for name, lost_at in self._lost.items() if now - lost_at < LOST_SECONDS}
-
-    def limits(self, fingerprint: types_pb2.Fingerprint) -> types_pb2.ModelLimits | None:
-        """Return what every serving engine accepts, or accepted when the last one served; None before the first."""
-        if self._limits_of != fingerprint:
-            self._limits_of = fingerprint
-            self._update_limits()
-        return self._limits
 
     async def wait_adapter(self, wanted: types_pb2.Adapter) -> None:
         """Return once the snapshot shows this adapter, with its digest and its pinning, and requests that name it get
@@ -187,9 +182,9 @@ class MeshView:
         }
 
     def _update_capacity(self) -> None:
-        if self._limits_of is None:
+        if self._fingerprint is None:
             return
-        serving = self.serving(self._limits_of)
+        serving = self.serving(self._fingerprint)
         self._publish_capacity(Capacity.of(serving) if serving else self._capacity.without_load())
 
     def _publish_capacity(self, capacity: Capacity) -> None:
@@ -198,13 +193,13 @@ class MeshView:
             self._on_capacity(capacity)
 
     def _update_limits(self) -> None:
-        if self._limits_of is None:
+        if self._fingerprint is None:
             return
-        serving = self.serving(self._limits_of)
+        serving = self.serving(self._fingerprint)
         if limits := [entry.identity.limits for entry in serving]:
             sizes = {entry.identity.fingerprint.block_size for entry in serving}
             self.block_size = sizes.pop() if len(sizes) == 1 else 0
-            self._limits = types_pb2.ModelLimits(
+            self.limits = types_pb2.ModelLimits(
                 # The limits are those of the engines, after fitting to their memory, and not of a file: two sources of
                 # one limit would disagree as soon as an operator sets --max-model-len. Placement may choose any engine,
                 # so the smallest counts.

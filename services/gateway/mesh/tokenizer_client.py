@@ -138,43 +138,40 @@ class TokenizerClient:
         return self._call("Decode", request)
 
     async def _call(self, method: str, request: Message) -> Any:
-        """Ask a replica when few enough calls are in flight. The request's own deadline cancels the call from outside,
-        also while it waits."""
+        """Ask the next living replica in turn, when few enough calls are in flight; if it is unavailable, ask another
+        one, as the budget permits. The request's own deadline cancels the call from outside, also while it waits."""
         # 2,600 texts at once made gRPC's pings late, and gRPC took the living tokenizer's connection for dead: up to
         # 441 requests failed.
         async with self._places:
-            return await self._ask(method, request)
-
-    async def _ask(self, method: str, request: Message) -> Any:
-        """Ask the next living replica in turn; if it is unavailable, ask another one, as the budget permits."""
-        self._turn += 1
-        # A retry goes on from this call's own turn. Counted from the shared one, which calls in between had moved, it
-        # could reach the lost tokenizer again: one of 250 requests failed that way.
-        turn = self._turn  # other calls take theirs while this one waits
-        self._budget.add_request()
-        debt = RetryDebt(self._budget)
-        candidates = sorted(self._alive) or list(self._stubs)
-        is_only = len(candidates) == 1 and candidates[0] in self._alive
-        error: errors.TokenloomError | None = None
-        for step in range(len(candidates)):
-            address = candidates[(turn + step) % len(candidates)]
-            if (stub := self._stubs.get(address)) is None:
-                continue  # it left while another was asked
-            try:
-                return await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
-            except grpc.aio.AioRpcError as failure:
-                error = wire_errors.from_rpc(failure)
-                if failure.code() not in _LOST:
-                    raise error from failure
-                self._alive.discard(address)
-                debt.failed(Cause.SILENT)
-                if not debt.pay():
-                    break
-        if is_only and error is not None:
-            return await self._ask_again(candidates[0], method, request)
-        if isinstance(error, errors.Unavailable):
-            raise error
-        raise errors.Unavailable("No tokenizer is available; retry.")
+            self._turn += 1
+            # A retry goes on from this call's own turn. Counted from the shared one, which calls in between had moved,
+            # it could reach the lost tokenizer again: one of 250 requests failed that way.
+            turn = self._turn  # other calls take theirs while this one waits
+            self._budget.add_request()
+            candidates = sorted(self._alive) or list(self._stubs)
+            is_only = len(candidates) == 1 and candidates[0] in self._alive
+            debt: RetryDebt | None = None
+            error: errors.TokenloomError | None = None
+            for step in range(len(candidates)):
+                address = candidates[(turn + step) % len(candidates)]
+                if (stub := self._stubs.get(address)) is None:
+                    continue  # it left while another was asked
+                try:
+                    return await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
+                except grpc.aio.AioRpcError as failure:
+                    error = wire_errors.from_rpc(failure)
+                    if failure.code() not in _LOST:
+                        raise error from failure
+                    self._alive.discard(address)
+                    debt = debt or RetryDebt(self._budget)
+                    debt.failed(Cause.SILENT)
+                    if not debt.pay():
+                        break
+            if is_only and error is not None:
+                return await self._ask_again(candidates[0], method, request)
+            if isinstance(error, errors.Unavailable):
+                raise error
+            raise errors.Unavailable("No tokenizer is available; retry.")
 
     async def _ask_again(self, address: str, method: str, request: Message) -> Any:
         """Ask the only replica once more: on a busy machine gRPC loses connections to living processes."""

@@ -185,7 +185,8 @@ class RequestWatch:
         self._on_first_token = on_first_token
         self._gateway = gateway
         self._started = started_ns
-        self._trace_id = trace_id_of(CURRENT.get())
+        headers = CURRENT.get()
+        self._trace_id = trace_id_of(headers) if headers else ""
         self.ttft_seconds: float | None = None
         self._last = [0] * num_outputs  # when each output had its last tokens; 0: none yet
 

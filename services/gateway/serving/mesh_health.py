@@ -58,8 +58,7 @@ class MeshHealth:
 
     def limits(self) -> types_pb2.ModelLimits | None:
         """Return the limits of a request; None before the first engine is known."""
-        info = self._tokenizers.info
-        return self._mesh.limits(info.fingerprint) if info is not None else None
+        return self._mesh.limits
 
     def parts(self) -> Mapping[str, PartState]:
         """Return the state of every part, by its name in :data:`PARTS`."""

@@ -14,10 +14,9 @@ from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from ..assistant.message_plans import MessagePlans
 from ..generation.admission import RequestAdmission
 from ..generation.generator import Generator
-from ..generation.preparation import RequestContext
+from ..generation.preparation import MeshLinks, RequestContext
 from ..generation.resumable import ResumableRequests, UnattendedMetrics
 from ..generation.wait_estimator import WaitEstimator
-from ..mesh.mesh_links import MeshLinks
 from ..mesh.mesh_view import MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient

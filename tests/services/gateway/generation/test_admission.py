@@ -8,8 +8,7 @@ from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator
 from tokenloom.services.gateway.mesh.capacity import Capacity
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, TenantLimits
-from tokenloom.services.gateway.tenants.tenant_share import TenantShare
-from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
+from tokenloom.services.gateway.tenants.tenant_shares import TenantShare, TenantShares
 from tokenloom.v1.types_pb2 import SamplingParams, StructuredOutputs
 
 LIMITS = TenantLimits(live_outputs=4, pending_grammars=1, tokens_per_second=10, token_burst=100)

@@ -13,7 +13,7 @@ from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.client_flow import ClientDisconnected
 from tokenloom.services.gateway.http.request_body import UNREAD_BYTES, BodyTimeout, RequestBody
 from tokenloom.services.gateway.tenants.tenant import TenantLimits
-from tokenloom.services.gateway.tenants.tenant_share import TenantShare
+from tokenloom.services.gateway.tenants.tenant_shares import TenantShare
 
 
 class Sender:

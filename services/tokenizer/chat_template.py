@@ -7,6 +7,7 @@ process that can be killed.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,6 +16,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .spelled_tokens import Masks, Rendered, TokenFinder, unused_code_points
 
 if TYPE_CHECKING:  # the render worker does not import gRPC
     from tokenloom.model_files.checkpoint import CheckpointInfo
@@ -31,14 +34,35 @@ class TemplateTooLong(ValueError):
     """Raised when the rendered text grew past its limit."""
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateForms:
+    """What a template needs to write the words of each role, as probes of it have shown."""
+
+    in_parts: frozenset[str] = frozenset()
+    """Roles whose words it writes only if ``content`` is a list of parts."""
+    lost: frozenset[str] = frozenset()
+    """Roles whose words it writes in no form."""
+    loses_later_system: bool = False
+    """Whether it writes the system's words only at the beginning."""
+
+
+AS_TEXT = TemplateForms()
+"""Of a template that writes every role's text."""
+
+
 class ChatTemplate:
-    """Holds the compiled template of one checkpoint."""
+    """Holds the compiled template of one checkpoint.
+
+    Attributes:
+        forms: The forms in which it gets the words of each role.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """``special_tokens``: ``bos_token`` and the like. Raises ``ValueError`` when ``source`` is not Jinja."""
         self.source = source
+        self.forms = AS_TEXT
         self.special_tokens = dict(special_tokens or {})
-        self._knows_developers = "developer" in source
+        self.knows_developers = "developer" in source
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -48,6 +72,11 @@ class ChatTemplate:
     def from_checkpoint(cls, info: "CheckpointInfo") -> "ChatTemplate | None":
         """Return the template of a checkpoint; None when it has none."""
         return cls(info.chat_template, info.special_tokens) if info.chat_template else None
+
+    def literals(self) -> list[str]:
+        """Return the texts that the template writes or compares with, each once."""
+        found = self._template.environment.parse(self.source).find_all(nodes.Const)
+        return list(dict.fromkeys(node.value for node in found if isinstance(node.value, str)))
 
     def render(
         self,
@@ -64,16 +93,23 @@ class ChatTemplate:
         Args:
             messages, tools: In OpenAI's form. A template that does not mention developers gets their turns as the
                 system's, which OpenAI's API defines as the same: most templates would leave them out.
+                Words that it writes in no form are refused.
             continue_final_message: End with the words of the last message, so that the model continues them.
             template_kwargs: Arguments that the template documents; they cannot replace the names given here.
 
         Raises ``TemplateRefused`` or ``TemplateTooLong``.
         """
         context: dict[str, Any] = {"documents": None, **(template_kwargs or {}), **self.special_tokens}
-        if not self._knows_developers:
+        if not self.knows_developers:
             # Codex CLI and newer OpenAI clients send their instructions with this role. Templates leave out the turns
             # of roles that they do not know, so the model would never see them.
             messages = list(map(_without_developer, messages))
+        end = ""
+        if continue_final_message:
+            end = next(unused_code_points([messages, tools, template_kwargs]))
+            messages = [*messages[:-1], _ended(messages[-1], end)]
+        if self.forms != AS_TEXT:
+            messages = _shaped(messages, self.forms)
         context.update(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt)
         try:
             text = self._render(context, max_chars)
@@ -84,7 +120,7 @@ class ChatTemplate:
                 raise
             context["messages"] = list(map(_without_text_arguments, messages))
             text = self._render(context, max_chars)
-        return _ended_within(text, messages[-1]) if continue_final_message else text
+        return _before_mark(text, end) if end else text
 
     def _render(self, context: Mapping[str, Any], max_chars: int) -> str:
         parts: list[str] = []
@@ -105,6 +141,36 @@ class ChatTemplate:
             # The template met values of a type or shape that it does not expect.
             raise TemplateRefused(f"the chat template cannot take this conversation: {error}") from None
         return "".join(parts)
+
+
+class MaskingTemplate:
+    """Renders conversations in which the tokens that clients spell out are masked."""
+
+    def __init__(self, template: ChatTemplate, finder: TokenFinder, parsed_marks: Sequence[str]) -> None:
+        """``finder``: of the tokens to mask. ``parsed_marks``: those that remain in the assistant's turns."""
+        self._template = template
+        self._finder = finder
+        self._parsed_marks = parsed_marks
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+        json_texts: Sequence[str] | None = None,
+        **options: bool,
+    ) -> Rendered:
+        """Return what :meth:`ChatTemplate.render` returns, with masks.
+
+        ``json_texts``: where all of it stands in JSON, which is searched sooner than what it holds; None: nowhere.
+        """
+        tokens: dict[str, str] = {}
+        if json_texts is None or any(map(self._finder.may_be_in, json_texts)):
+            masks = Masks(self._finder, [messages, tools, template_kwargs], self._parsed_marks)
+            messages, tools = masks.messages(messages), masks.value(tools)
+            template_kwargs, tokens = masks.value(template_kwargs), masks.tokens
+        text = self._template.render(messages, tools, template_kwargs=template_kwargs, **options)
+        return Rendered(text, tokens)
 
 
 class _GenerationTag(Extension):
@@ -142,16 +208,41 @@ def _without_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def _ended_within(text: str, message: Mapping[str, Any]) -> str:
-    """Return the rendered text up to the end of the last message's words. Templates may trim them."""
-    words = str(message.get("content") or "")
-    at = text.rfind(words.strip()) if words.strip() else -1
+def _shaped(messages: Sequence[Mapping[str, Any]], forms: TemplateForms) -> list[Mapping[str, Any]]:
+    """Return the messages in the forms that keep their words. Raises ``TemplateRefused`` for those without any."""
+    shaped = []
+    for index, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if isinstance(content, str) and content.strip():
+            is_late = role == "system" and index > 0 and forms.loses_later_system
+            if role in forms.lost or is_late:
+                where = " after the first" if is_late and role not in forms.lost else ""
+                raise TemplateRefused(f"the chat template of this model leaves out the turns of role {role!r}{where}")
+            if role in forms.in_parts:
+                message = {**message, "content": [{"type": "text", "text": content}]}
+        shaped.append(message)
+    return shaped
+
+
+def _ended(message: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
+    # Searched for by its words alone, the end was found in the template's own marks, which may hold the same letters.
+    words = message.get("content")
+    if not isinstance(words, str) or not words.strip():
+        raise TemplateRefused(_NO_END)
+    return {**message, "content": f"{words}{mark} "}
+
+
+def _before_mark(text: str, mark: str) -> str:
+    """Return the rendered text up to the end of the last message's words."""
+    at = text.rfind(mark)
     if at < 0:
-        raise TemplateRefused(
-            "continue_final_message needs a last message whose text the chat template writes as it is"
-        )
-    kept = words.lstrip() if text.startswith(words.lstrip(), at) else words.strip()
-    return text[: at + len(kept)]
+        raise TemplateRefused(_NO_END)
+    words = text[:at].replace(f"{mark} ", "").replace(mark, "")  # some templates write a turn twice
+    # A template that trims the space after the mark would have trimmed the space after the words.
+    return words if text.startswith(" ", at + 1) else words.rstrip()
+
+
+_NO_END = "continue_final_message needs a last message whose text the chat template writes as it is"
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

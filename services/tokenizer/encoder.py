@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -12,6 +13,8 @@ from tokenizers import Tokenizer
 from tokenloom.request import errors
 from tokenloom.request.prefix_schedule import prefix_hashes
 from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
+
+from .spelled_tokens import PlainTextEncoder, Rendered, unmasked
 
 MAX_WAITING = 1024
 """Calls that run in a thread or wait for one; more are refused with an error that invites a retry."""
@@ -70,13 +73,30 @@ class TextEncoder:
         if second_texts and len(second_texts) != len(texts):
             raise errors.InvalidArgument("second_texts must be empty or as many as texts.", "second_texts")
         for text in (*texts, *second_texts):
-            # A character has at most four bytes: most texts need not be measured.
-            if 4 * len(text) > self._max_text_bytes and len(text.encode()) > self._max_text_bytes:
-                raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes.", "prompt")
+            self._check_size(text)
         pairs = list(zip_longest(texts, second_texts))
         return await self._in_thread(
             self._encode, pairs, add_special_tokens, want_hashes, salt, want_token_strings, cut
         )
+
+    async def encode_chat(
+        self, rendered: Rendered, *, want_hashes: bool, salt: bytes, want_token_strings: bool = False
+    ) -> TokenizedPrompt:
+        """Return the ids of a rendered conversation, whose template has written the special tokens.
+
+        Raises as :meth:`encode` does.
+        """
+        if not rendered.masks:
+            (prompt,) = await self.encode(
+                [rendered.text],
+                add_special_tokens=False,
+                want_hashes=want_hashes,
+                salt=salt,
+                want_token_strings=want_token_strings,
+            )
+            return prompt
+        self._check_size(unmasked(rendered.text, rendered.masks))
+        return await self._in_thread(self._encode_masked, rendered, want_hashes, salt, want_token_strings)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of a complete sequence; ids that the tokenizer does not know have none."""
@@ -111,6 +131,26 @@ class TextEncoder:
                 prompt.block_hash_prefixes.extend(prefix_hashes(ids, self._block_size, salt))
             prompts.append(prompt)
         return prompts
+
+    @cached_property
+    def _plain_texts(self) -> PlainTextEncoder:
+        return PlainTextEncoder(self._tokenizer)
+
+    def _encode_masked(
+        self, rendered: Rendered, want_hashes: bool, salt: bytes, want_token_strings: bool
+    ) -> TokenizedPrompt:
+        ids, strings = self._plain_texts.encode(rendered)
+        return TokenizedPrompt(
+            token_ids=ids,
+            token_strings=strings if want_token_strings else (),
+            block_hash_prefixes=prefix_hashes(ids, self._block_size, salt) if want_hashes else (),
+            plain_text_tokens=sorted(rendered.masks.values()),
+        )
+
+    def _check_size(self, text: str) -> None:
+        # A character has at most four bytes: most texts need not be measured.
+        if 4 * len(text) > self._max_text_bytes and len(text.encode()) > self._max_text_bytes:
+            raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes.", "prompt")
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         if self._waiting >= MAX_WAITING:

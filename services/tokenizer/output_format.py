@@ -1,9 +1,18 @@
-"""Reads from a chat template how the model's output calls tools, and whether it reasons first.
+"""Reads from a chat template how the model's output calls tools, whether it reasons first, and which tokens it writes.
 
 The signs are what the template writes for past turns. The names are those of the gateway's parsers, as in vLLM.
 """
 
-from tokenloom.request.reasoning import THINK_START
+import re
+from typing import TYPE_CHECKING
+
+from tokenloom.request.reasoning import THINK_END, THINK_START
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PARSED_MARKS = (THINK_START, THINK_END, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+"""What the gateway's parsers read in outputs. It comes back in the assistant's turns."""
 
 # What a template that supports tools writes around its calls or, for Llama 3, around every turn.
 _TOOL_CALL_MARKS = (
@@ -13,6 +22,7 @@ _TOOL_CALL_MARKS = (
 )
 # Marks of families whose tool calls are not JSON.
 _OTHER_TOOL_FORMATS = ("<function=", "<arg_key>", "<invoke ")
+_HTML = re.compile(r"</?[a-z][a-z0-9]*>")
 
 
 def tool_call_parser(template: str) -> str:
@@ -28,3 +38,18 @@ def tool_call_parser(template: str) -> str:
 def opens_reasoning(rendered: str) -> bool:
     """Return whether a rendered conversation ends with the opening of the model's reasoning."""
     return rendered[-len(THINK_START) - 8 :].rstrip().endswith(THINK_START)
+
+
+def control_tokens(tokenizer: "Tokenizer", template: str) -> list[str]:
+    """Return the tokens that clients must not be able to write: all added ones that are not ordinary text.
+
+    Some vocabularies add line breaks, elements of HTML or words of their domain, which texts use every day.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    return [token.content for token in added if token.special or _is_mark(token.content, template)]
+
+
+def _is_mark(text: str, template: str) -> bool:
+    if not text.strip("\u2581 \t\r\n") or text[0].isalnum():
+        return False
+    return text in template or text in PARSED_MARKS or not _HTML.fullmatch(text)

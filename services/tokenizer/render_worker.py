@@ -10,9 +10,12 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Mapping
 from typing import Any, BinaryIO, TypedDict
 
-from .chat_template import ChatTemplate, TemplateRefused, TemplateTooLong
+from .chat_template import ChatTemplate, MaskingTemplate, TemplateRefused, TemplateTooLong
+from .spelled_tokens import Rendered, TokenFinder
+from .template_probe import probe_forms
 
 LENGTH = struct.Struct(">I")
 
@@ -22,6 +25,8 @@ class RenderSetup(TypedDict):
 
     source: str
     special_tokens: dict[str, str]
+    control_tokens: list[str]
+    parsed_marks: list[str]
     memory_bytes: int
     seconds: float
 
@@ -37,9 +42,10 @@ class RenderJob(TypedDict):
 
 
 class RenderReply(TypedDict, total=False):
-    """Carries one of these fields, or none in answer to ``RenderSetup``."""
+    """Carries a text with its masks, or one of the other fields; none of them in answer to ``RenderSetup``."""
 
     text: str
+    masks: Mapping[str, str]
     refused: str
     too_long: str
 
@@ -58,6 +64,8 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, setup["seconds"])  # SIGALRM's default action ends the process
     try:
         template = ChatTemplate(setup["source"], setup["special_tokens"])
+        template.forms = probe_forms(template)
+        masking = MaskingTemplate(template, TokenFinder(setup["control_tokens"]), setup["parsed_marks"])
     except (ValueError, MemoryError, RecursionError) as error:
         _write(
             pack(RenderReply(refused=_printable(str(error) or "Compiling the chat template takes too much memory.")))
@@ -69,12 +77,13 @@ def main() -> None:
         if (job := _read(sys.stdin.buffer)) is None:
             return
         signal.setitimer(signal.ITIMER_REAL, setup["seconds"])
-        _write(_answer(template, job))
+        _write(_answer(masking, job))
 
 
-def _answer(template: ChatTemplate, job: RenderJob) -> bytes:
+def _answer(template: MaskingTemplate, job: RenderJob) -> bytes:
     try:
-        return pack(RenderReply(text=_render(template, job)))
+        rendered = _render(template, job)
+        return pack(RenderReply(text=rendered.text, masks=rendered.masks))
     except TemplateRefused as error:
         return pack(RenderReply(refused=_printable(str(error))))
     except TemplateTooLong as error:
@@ -87,16 +96,17 @@ def _answer(template: ChatTemplate, job: RenderJob) -> bytes:
         return pack(RenderReply(refused=f"The messages are not the expected JSON: {_printable(str(error))}"))
 
 
-def _render(template: ChatTemplate, job: RenderJob) -> str:
+def _render(template: MaskingTemplate, job: RenderJob) -> Rendered:
     messages = _objects(job["messages_json"])
     if job["continue_final_message"] and not messages:
         raise ValueError("there is no final message to continue")
     return template.render(
         messages,
         _objects(job["tools_json"] or "[]"),
+        _objects(f"[{job['template_kwargs_json'] or '{}'}]")[0],
+        (job["messages_json"], job["tools_json"], job["template_kwargs_json"]),
         add_generation_prompt=job["add_generation_prompt"],
         continue_final_message=job["continue_final_message"],
-        template_kwargs=_objects(f"[{job['template_kwargs_json'] or '{}'}]")[0],
     )
 
 

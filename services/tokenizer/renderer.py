@@ -5,11 +5,14 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Self
 
 from tokenloom.request import errors
 
+from .output_format import PARSED_MARKS
 from .render_worker import LENGTH, RenderJob, RenderReply, RenderSetup, pack
+from .spelled_tokens import Rendered
 
 MAX_WAITING = 256
 """Conversations that wait for a worker; more are refused with an error that invites a retry."""
@@ -73,11 +76,22 @@ class RenderProcess:
 class Renderer:
     """Shares a few workers; one that runs out of time or memory is killed, and replaced when it is next needed."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str], *, num_workers: int, seconds: float) -> None:
-        """``special_tokens``: by the name that the template uses. ``seconds``: limit of each rendering."""
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        *,
+        control_tokens: Sequence[str] = (),
+        num_workers: int,
+        seconds: float,
+    ) -> None:
+        """``special_tokens``: by the name that the template uses. ``control_tokens``: those that texts of clients do
+        not write. ``seconds``: limit of each rendering."""
         self._setup = RenderSetup(
             source=source,
             special_tokens=special_tokens,
+            control_tokens=list(control_tokens),
+            parsed_marks=list(PARSED_MARKS),
             memory_bytes=_MEMORY_BYTES,
             seconds=2 * seconds,  # applies only if this process ended and cannot kill it
         )
@@ -88,12 +102,15 @@ class Renderer:
             self._idle.put_nowait(None)
 
     async def start(self) -> None:
-        """Start the workers. Raises ``InvalidArgument`` when the template is not valid."""
+        """Start the workers.
+
+        Raises ``InvalidArgument`` when the template is not valid, or leaves out what users say.
+        """
         for _ in range(self._idle.qsize()):
             worker = self._idle.get_nowait()
             self._idle.put_nowait(worker or await RenderProcess.start(self._setup))
 
-    async def render(self, job: RenderJob) -> str:
+    async def render(self, job: RenderJob) -> Rendered:
         """Return the rendered conversation.
 
         Raises ``InvalidArgument`` when the template refuses it, ``ResourceExhausted`` when it grows past its limit or
@@ -128,7 +145,7 @@ class Renderer:
             raise errors.InvalidArgument(reply["refused"], "messages")
         if "too_long" in reply:
             raise errors.ResourceExhausted(reply["too_long"], retry_after=None)
-        return reply["text"]
+        return Rendered(reply["text"], reply["masks"])
 
     async def close(self) -> None:
         """End the workers. Call this when nothing renders any more."""

@@ -42,6 +42,7 @@ class TokenizerService:
             self._renderer = Renderer(
                 info.chat_template,
                 info.special_tokens,
+                control_tokens=_control_tokens(settings, info, tokenizer),
                 num_workers=settings.render_workers,
                 seconds=settings.render_timeout,
             )
@@ -57,6 +58,13 @@ class TokenizerService:
             await self._renderer.close()
         if self._encoder is not None:
             self._encoder.close()
+
+
+def _control_tokens(settings: TokenizerSettings, info: CheckpointInfo, tokenizer: Tokenizer) -> list[str]:
+    """Return the tokens that clients may not write in their texts."""
+    if settings.spelled_tokens == "control":
+        return []
+    return output_format.control_tokens(tokenizer, info.chat_template)
 
 
 def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTokenizerInfoResponse]:

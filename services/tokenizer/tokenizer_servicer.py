@@ -74,17 +74,16 @@ class TokenizerServicer(TokenizerServicerBase):
         if self._renderer is None:
             raise errors.InvalidArgument("This model has no chat template; send a plain prompt instead.", "messages")
         started = time.monotonic()
-        text = await self._renderer.render(_job(request))
-        (prompt,) = await self._encoder.encode(
-            [text],
-            add_special_tokens=False,  # the template has written them
+        rendered = await self._renderer.render(_job(request))
+        prompt = await self._encoder.encode_chat(
+            rendered,
             want_hashes=request.want_hashes,
             salt=request.cache_salt,
             want_token_strings=request.want_token_strings,
         )
         self._metrics.encode_chat.observe(time.monotonic() - started)
         is_open = request.add_generation_prompt or request.continue_final_message
-        prompt.opens_reasoning = is_open and opens_reasoning(text)
+        prompt.opens_reasoning = is_open and opens_reasoning(rendered.text)
         self._metrics.tokens.inc(len(prompt.token_ids))
         return EncodeChatResponse(prompt=prompt)
 

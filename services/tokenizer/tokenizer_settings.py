@@ -1,6 +1,6 @@
 """Options of a tokenizer."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -23,6 +23,11 @@ class TokenizerSettings(ServiceSettings, frozen=True, kw_only=True):
         "Chat template to use instead of the checkpoint's: a file, or Jinja in one line. All tokenizers and engines "
         "of a mesh need the same.",
     ] = ""
+    spelled_tokens: Annotated[
+        Literal["text", "control"],
+        "What becomes of special tokens that a chat's texts spell out: plain text, or the control tokens, with which a "
+        "user's turn can begin another one. All tokenizers of a mesh need the same.",
+    ] = "text"
     block_size: Annotated[Annotated[int, Meta(ge=1, le=1024)], "Tokens in a KV block; the same as in the engines."] = 16
     threads: Annotated[_Workers, "Texts that are encoded at the same time."] = 2
     max_text_bytes: Annotated[Annotated[int, Meta(ge=1, le=1 << 26)], "Longest text to encode, in bytes of UTF-8."] = (

@@ -11,7 +11,10 @@ from tokenizers import Tokenizer
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request.chat_template import read_chat_template
 from tokenloom.request.narrowing import narrow_token_ids
-from tokenloom.services.tokenizer.chat_template import ChatTemplate
+from tokenloom.services.tokenizer.chat_template import ChatTemplate, MaskingTemplate
+from tokenloom.services.tokenizer.output_format import PARSED_MARKS, control_tokens
+from tokenloom.services.tokenizer.spelled_tokens import PlainTextEncoder, Rendered, TokenFinder, unmasked
+from tokenloom.services.tokenizer.template_probe import probe_forms
 from tokenloom.v1 import types_pb2
 
 
@@ -168,26 +171,50 @@ class ChatPrompts:
         conversations: Sequence[Sequence[Message]],
         source: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **options: bool,
     ) -> list[TokenizedPrompt]:
         """Return each conversation's prompt. ``source``: another template, or its file.
+
+        Special tokens that its texts spell out are plain text.
 
         Raises ``ValueError`` without any template, ``InvalidArgument`` for a file that cannot be read.
         """
         template = self._template(source)
-        texts = [template.render([*map(plain_message, messages)], tools, **options) for messages in conversations]
-        for text in texts:
-            whole_text("the conversation", text)
+        controls = TokenFinder(control_tokens(self._tokenizer, template.source))
+        masking = MaskingTemplate(template, controls, PARSED_MARKS)
+        rendered = [
+            masking.render([*map(plain_message, messages)], tools, template_kwargs, None, **options)
+            for messages in conversations
+        ]
+        for each in rendered:
+            whole_text("the conversation", each.text)
+        return [self._encode(each) for each in rendered]
+
+    def _encode(self, rendered: Rendered) -> TokenizedPrompt:
+        if rendered.masks:
+            ids, _ = self._plain_texts.encode(rendered)
+            return TokenizedPrompt(unmasked(rendered.text, rendered.masks), ids)
         # The template writes the special tokens itself.
-        return [TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+        return TokenizedPrompt(rendered.text, self._tokenizer.encode(rendered.text, add_special_tokens=False).ids)
 
     def _template(self, source: str | None) -> ChatTemplate:
         if source is not None:
-            return ChatTemplate(read_chat_template(source), self._info.special_tokens)
+            return _probed(ChatTemplate(read_chat_template(source), self._info.special_tokens))
         if self._own_template is None:
             raise ValueError(f"model {self._model_name!r} has no chat template: give one as chat_template")
         return self._own_template
 
     @cached_property
     def _own_template(self) -> ChatTemplate | None:
-        return ChatTemplate.from_checkpoint(self._info)
+        template = ChatTemplate.from_checkpoint(self._info)
+        return None if template is None else _probed(template)
+
+    @cached_property
+    def _plain_texts(self) -> PlainTextEncoder:
+        return PlainTextEncoder(self._tokenizer)
+
+
+def _probed(template: ChatTemplate) -> ChatTemplate:
+    template.forms = probe_forms(template)
+    return template

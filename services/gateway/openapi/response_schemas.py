@@ -204,6 +204,10 @@ class TokenizeResponse(msgspec.Struct):
     max_model_len: Annotated[int | None, Meta(description="Limit of prompt and output tokens.")]
     tokens: Annotated[list[int], Meta(description="Token ids.")]
     token_strs: Annotated[list[str] | None, Meta(description="The tokens in the vocabulary's spelling, if requested.")]
+    plain_text_tokens: Annotated[
+        list[str],
+        Meta(description="Special tokens that the conversation's texts spell out, which are plain text to the model."),
+    ]
 
 
 class DetokenizeResponse(msgspec.Struct):

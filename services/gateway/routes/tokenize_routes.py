@@ -67,6 +67,7 @@ class TokenizeRoutes:
             "max_model_len": limits.max_model_len if limits else None,
             "tokens": list(prompt.token_ids),
             "token_strs": list(prompt.token_strings) if request.want_token_strings else None,
+            "plain_text_tokens": list(prompt.plain_text_tokens),
         }
         headers = [(IGNORED_HEADER, listed(request.ignored))] if request.ignored else []
         await exchange.respond(200, encode_json(answer), headers=headers)

@@ -49,6 +49,7 @@ ANSWERS = {
     "--collect-detailed-traces": "use --otlp-endpoint",
     "--profiler-config": "use --profiler-dir",
     # Requests.
+    "--chat-template-content-format": "the tokenizer finds out which form the chat template reads",
     "--default-chat-template-kwargs": "send chat_template_kwargs in the request",
     "--return-tokens-as-token-ids": "send return_tokens_as_token_ids in the request",
     "--enable-force-include-usage": "send stream_options.include_usage in the request",

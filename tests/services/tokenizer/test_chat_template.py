@@ -158,3 +158,16 @@ def test_a_message_that_the_template_does_not_write_cannot_be_continued(words: s
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": words}]
     with pytest.raises(TemplateRefused, match="continue_final_message"):
         template.render(turns, add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize("words", ["|", "end", "i", "<", "_", "<|im_end|>", "assistant", "\n\n.", "4 + "])
+def test_words_that_the_templates_marks_hold_too_are_continued(demo: ChatTemplate, words: str) -> None:
+    turns = [USER, {"role": "assistant", "content": words}]
+    begun = demo.render([USER], add_generation_prompt=True)
+    assert demo.render(turns, add_generation_prompt=False, continue_final_message=True) == begun + words
+
+
+def test_a_template_that_writes_a_turn_twice_is_continued_after_the_last() -> None:
+    template = ChatTemplate("{{ messages[-1].content }}|{% for m in messages %}{{ m.content }}/{% endfor %}")
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]
+    assert template.render(turns, add_generation_prompt=False, continue_final_message=True) == "a|hi/a"

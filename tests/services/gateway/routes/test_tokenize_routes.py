@@ -19,6 +19,7 @@ async def test_a_text(http: httpx.AsyncClient) -> None:
         "max_model_len": LIMITS.max_model_len,
         "tokens": [104, 105],
         "token_strs": None,
+        "plain_text_tokens": [],
     }
     told = await http.post("/tokenize", json={"prompt": "hi", "return_token_strs": True})
     assert told.json()["token_strs"] == ["h", "i"]

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom.engine_core.data.messages import SchedulerStats
-from tokenloom.planner.demand import Goals
-from tokenloom.planner.engine_load import EngineLoad, PlannedRole
+from tokenloom.planner.demand import EngineLoad, Goals, PlannedRole
 from tokenloom.planner.planner import Limits, Plan, Planner
 from tokenloom.services.engine.records.load import QueueRates, StepRates
 

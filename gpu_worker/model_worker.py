@@ -17,8 +17,8 @@ from tokenloom.engine_core.data.model_info import FreedMemory, ModelInfo
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+from tokenloom.process.control_groups import resident_bytes
 from tokenloom.process.fall_backs import OF_PROCESS
-from tokenloom.process.process_memory import resident_bytes
 
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend

@@ -25,7 +25,7 @@ FOLDERS = {
 # What the engine core shares with every entrance: the table of sampling parameters, the rule of block hashes, how
 # reasoning is found by its tokens, and how a part of what is limited is held.
 SAMPLING_PARAMS = "tokenloom.request.sampling_params"
-BLOCK_HASH = "tokenloom.request.prompt_block_hash"
+BLOCK_HASH = "tokenloom.request.prefix_schedule"
 REASONING = "tokenloom.request.reasoning"
 PREFIX_SCHEDULE = "tokenloom.request.prefix_schedule"
 ROUTED_ROWS = "tokenloom.request.routed_rows"

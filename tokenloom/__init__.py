@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from .offline.beam_search import BeamSearchSequence as BeamSearchSequence
     from .offline.llm import LLM as LLM
     from .offline.lora_request import LoRARequest as LoRARequest
+    from .offline.outputs import ClassificationOutput as ClassificationOutput
     from .offline.outputs import CompletionOutput as CompletionOutput
+    from .offline.outputs import EmbeddingOutput as EmbeddingOutput
     from .offline.outputs import Logprob as Logprob
+    from .offline.outputs import PoolingOutput as PoolingOutput
+    from .offline.outputs import PoolingParams as PoolingParams
+    from .offline.outputs import PoolingRequestOutput as PoolingRequestOutput
     from .offline.outputs import RequestOutput as RequestOutput
     from .offline.outputs import RequestOutputKind as RequestOutputKind
-    from .offline.pooling_outputs import ClassificationOutput as ClassificationOutput
-    from .offline.pooling_outputs import EmbeddingOutput as EmbeddingOutput
-    from .offline.pooling_outputs import PoolingOutput as PoolingOutput
-    from .offline.pooling_outputs import PoolingParams as PoolingParams
-    from .offline.pooling_outputs import PoolingRequestOutput as PoolingRequestOutput
-    from .offline.pooling_outputs import ScoringOutput as ScoringOutput
+    from .offline.outputs import ScoringOutput as ScoringOutput
     from .offline.sampling_params import SamplingParams as SamplingParams
     from .request.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from .request.sampling_params import StructuredOutputsParams as StructuredOutputsParams
@@ -32,20 +32,20 @@ _HOMES = {
     "BeamSearchOutput": ".offline.beam_search",
     "BeamSearchParams": ".offline.beam_search",
     "BeamSearchSequence": ".offline.beam_search",
-    "ClassificationOutput": ".offline.pooling_outputs",
+    "ClassificationOutput": ".offline.outputs",
     "CompletionOutput": ".offline.outputs",
     "LoRARequest": ".offline.lora_request",
-    "EmbeddingOutput": ".offline.pooling_outputs",
+    "EmbeddingOutput": ".offline.outputs",
     "LLM": ".offline.llm",
     "Logprob": ".offline.outputs",
-    "PoolingOutput": ".offline.pooling_outputs",
-    "PoolingParams": ".offline.pooling_outputs",
-    "PoolingRequestOutput": ".offline.pooling_outputs",
+    "PoolingOutput": ".offline.outputs",
+    "PoolingParams": ".offline.outputs",
+    "PoolingRequestOutput": ".offline.outputs",
     "RepetitionDetectionParams": ".request.sampling_params",
     "RequestOutput": ".offline.outputs",
     "RequestOutputKind": ".offline.outputs",
     "SamplingParams": ".offline.sampling_params",
-    "ScoringOutput": ".offline.pooling_outputs",
+    "ScoringOutput": ".offline.outputs",
     "StructuredOutputsParams": ".request.sampling_params",
 }
 __all__ = [

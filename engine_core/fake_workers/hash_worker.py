@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.process.process_memory import resident_bytes
+from tokenloom.process.control_groups import resident_bytes
 
 from ..data.config import EngineConfig
 from ..data.core_pooling_params import CorePoolingParams

@@ -1,6 +1,6 @@
 """Computes the block hashes of a request, by which its blocks are found again."""
 
-from tokenloom.request.prompt_block_hash import hash_block
+from tokenloom.request.prefix_schedule import hash_block
 
 from ..data.embedding_rows import block_salt
 from ..data.request_kv import RequestKV

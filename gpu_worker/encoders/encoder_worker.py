@@ -18,8 +18,8 @@ from tokenloom.engine_core.data.model_info import FreedMemory, ModelInfo
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+from tokenloom.process.control_groups import resident_bytes
 from tokenloom.process.fall_backs import OF_PROCESS
-from tokenloom.process.process_memory import resident_bytes
 
 from ..checkpoint.weights import FileStamps, check_unchanged, file_stamps
 from ..device.cpu_watch import bind_to

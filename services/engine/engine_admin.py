@@ -15,7 +15,7 @@ from tokenloom.engine_core.control.sleeping import LEVELS
 from tokenloom.engine_core.data.model_info import FreedMemory
 from tokenloom.model_files import checkpoint, model_path
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
-from tokenloom.request.prompt_block_hash import specimen_hash
+from tokenloom.request.prefix_schedule import specimen_hash
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
 from .control.loras import to_adapter, to_state

@@ -8,7 +8,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
-from tokenloom.reference.pages import PAGES, grpc_pages
+from tokenloom.reference.__main__ import PAGES, grpc_pages
 
 ROOT = Path(__file__).parents[2]
 MARKDOWN = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

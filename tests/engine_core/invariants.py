@@ -12,7 +12,7 @@ from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
 from tokenloom.engine_core.scheduling.request_queues import priority_key
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
-from tokenloom.request.prompt_block_hash import block_hashes
+from tokenloom.request.prefix_schedule import block_hashes
 
 
 def check_scheduler(scheduler: Scheduler) -> None:

@@ -19,8 +19,7 @@ from tests.mesh.test_mutual_tls import channels_of
 from tests.plain_text import PLAIN_TEXT
 from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.planner.controller import Controller
-from tokenloom.planner.demand import Goals
-from tokenloom.planner.engine_load import ROLES, PlannedRole
+from tokenloom.planner.demand import ROLES, Goals, PlannedRole
 from tokenloom.planner.planner import FLIP_SECONDS, Flip, Limits, Plan
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.supervisor.certificates import make_certificates

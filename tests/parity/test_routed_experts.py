@@ -12,8 +12,7 @@ from tests.parity.engine import Engine
 from tests.parity.reference import save_random
 from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
-from tokenloom.request.routed_experts import to_array
-from tokenloom.request.routed_rows import RoutedRows
+from tokenloom.request.routed_rows import RoutedRows, to_array
 
 LENGTHS = (90, 33, 150, 17, 120, 64)
 NUM_TOKENS = 12

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom.offline.outputs import CompletionOutput, Logprob
-from tokenloom.request.routed_experts import to_array
+from tokenloom.request.routed_rows import to_array
 from tokenloom.v1 import inference_pb2, types_pb2
 
 from .options import Message

@@ -1,29 +1,27 @@
-"""Reads the files of a model that do not hold weights: tokenizer, end tokens, defaults, fingerprints."""
+"""Reads the files of a model except for the weights: tokenizer, end tokens, defaults, fingerprints; GGUF files too."""
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..gguf.gguf_file import is_gguf
+from ..gguf import tokenizer
+from ..gguf.gguf_file import GgufFile, is_gguf, read_gguf
 from ..request import validation
 from ..request.errors import InvalidArgument, NotFound, TokenloomError
 from ..request.narrowing import narrow_sampling
 from ..request.sampling_params import CHECKPOINT_NAMES
 from ..v1 import types_pb2
-from .file_digest import Stamp, cached_digest, digest_of, stamps_of
-from .gguf_description import (
-    gguf_tokenizer_fingerprint,
-    load_gguf_description,
-    load_gguf_tokenizer,
-    save_gguf_tokenizer,
-)
 from .model_path import weight_paths
 from .tokenizer_json import VOCABULARY_FILES, has_byte_level_files, make_byte_level_tokenizer, save_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
+
+Stamp = tuple[str, int, int, int, int]
+T = TypeVar("T")
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -270,3 +268,98 @@ def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str:
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     return template if isinstance(template, str) else ""
+
+
+def cached_digest(files: Sequence[Path], cache: Path) -> bytes:
+    """Return the digest of files, which is kept in the directory ``cache`` by their stamps."""
+    stamps = stamps_of(files)
+    key = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
+    entry = cache / key
+    try:
+        cached = bytes.fromhex(entry.read_text())
+        if len(cached) == hashlib.sha256().digest_size:
+            return cached
+    except (OSError, ValueError):
+        pass  # missing or invalid: computed again
+    digest = digest_of(files)
+    if stamps_of(files) != stamps:
+        return digest  # of files that changed while they were read: it is that of neither state
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        draft = entry.with_suffix(f".{digest.hex()[:8]}")
+        draft.write_text(digest.hex())
+        draft.replace(entry)
+    except OSError:
+        pass  # in a read-only home the digest is computed at each start
+    return digest
+
+
+def stamps_of(files: Iterable[Path]) -> list[Stamp]:
+    """Return what changes with each change of a file: its path, size, times and inode. Tools that copy files keep the
+    time of writing, and in some images it is the same for all files. Raises ``OSError``."""
+    return [
+        # With path, size and time of writing only, two sets of weights had one fingerprint: that which was computed
+        # first and kept.
+        (str(file), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        for file in files
+        if (stat := file.stat())
+    ]
+
+
+def digest_of(files: Iterable[Path]) -> bytes:
+    """Return the SHA-256 of the names and contents of files."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
+    return digest.digest()
+
+
+def load_gguf_tokenizer(path: Path) -> "Tokenizer":
+    """Return the tokenizer. Raises ``NotFound`` if the file is absent, ``InvalidArgument`` for one that is broken, or
+    has no tokenizer or an unsupported one."""
+    return _read(path, tokenizer.make_tokenizer)
+
+
+def load_gguf_description(path: Path) -> tuple[tuple[int, ...], str, dict[str, str]]:
+    """Return the ids that end an answer, the chat template (empty: none) and the special tokens by name.
+
+    Raises the errors of :func:`load_gguf_tokenizer`.
+    """
+    return _read(
+        path,
+        lambda file: (tokenizer.eos_token_ids(file), tokenizer.chat_template(file), tokenizer.special_tokens(file)),
+    )
+
+
+def save_gguf_tokenizer(path: Path, cache_dir: Path | None = None) -> Path | None:
+    """Return a ``tokenizer.json`` with the file's tokenizer, for parts that read only that format.
+
+    See :func:`.tokenizer_json.save_tokenizer`. Raises the errors of :func:`load_gguf_tokenizer`.
+    """
+    return save_tokenizer(load_gguf_tokenizer(path), path, cache_dir)
+
+
+def gguf_tokenizer_fingerprint(path: Path) -> bytes:
+    """Return the SHA-256 of the file's entries about the tokenizer, the chat template included."""
+
+    def digest(file: GgufFile) -> bytes:
+        result = hashlib.sha256()
+        with file.path.open("rb") as stream:
+            for begin, end in tokenizer.tokenizer_entries(file):
+                stream.seek(begin)
+                result.update(stream.read(end - begin))
+        return result.digest()
+
+    return _read(path, digest)
+
+
+def _read(path: Path, read: Callable[[GgufFile], T]) -> T:
+    try:
+        return read(read_gguf(path))
+    except OSError as error:
+        raise NotFound(f"model {path.name!r} cannot be read: {error.strerror}", field="model") from None
+    except ValueError as error:
+        raise InvalidArgument(f"model {path.name!r}: {error}", "model") from None

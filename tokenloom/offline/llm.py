@@ -24,9 +24,7 @@ from .engine_args import engine_config
 from .lora_request import LoRARequests, OfflineLoras
 from .offline_loop import OfflineLoop
 from .offline_request import OfflineRequest
-from .outputs import RequestOutput
-from .pooling import OfflinePooling, PoolingPrompts, with_outputs
-from .pooling_outputs import (
+from .outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -35,8 +33,10 @@ from .pooling_outputs import (
     PoolingParams,
     PoolingRequestOutput,
     PoolingTaskName,
+    RequestOutput,
     ScoringRequestOutput,
 )
+from .pooling import OfflinePooling, PoolingPrompts, with_outputs
 from .prompts import ChatPrompts, Message, Prompt, as_conversations, as_prompts, read_prompt
 from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams

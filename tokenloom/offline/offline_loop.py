@@ -12,8 +12,7 @@ from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.errors import EnginePausedError
 from tokenloom.engine_core.data.messages import EngineCoreOutput
 
-from .core_refusal import CoreRefusal
-from .offline_request import OfflineRequest
+from .offline_request import CoreRefusal, OfflineRequest
 
 
 class InFlight(Protocol):

@@ -5,13 +5,29 @@ from dataclasses import dataclass, replace
 
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
 from tokenloom.request.reasoning import Reasoning
-from tokenloom.request.routed_experts import to_array
-from tokenloom.request.routed_rows import RoutedRows
+from tokenloom.request.routed_rows import RoutedRows, to_array
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
-from . import core_refusal
 from .outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
+
+
+class CoreRefusal(Exception):
+    """The core has ended a request with an error, which is the request's own."""
+
+    def __init__(self, error: ValueError | RuntimeError) -> None:
+        """``error``: ``ValueError`` if the request was at fault, ``RuntimeError`` if the core failed it."""
+        super().__init__(str(error))
+        self.error = error
+
+
+def check_step(step: EngineCoreOutput) -> None:
+    """Raise `CoreRefusal` if a step's result ends its request with an error."""
+    if step.error_field:
+        raise CoreRefusal(ValueError(step.error))
+    if step.error or step.finish_reason is FinishReason.ERROR:
+        raise CoreRefusal(RuntimeError(f"request {step.request_id} failed: {step.error}"))
+
 
 _FINISH_REASONS = {
     FinishReason.STOP: "stop",
@@ -72,7 +88,7 @@ class OfflineSample:
         if self._is_plain and step.finish_reason is None:
             self.completion.token_ids += step.new_token_ids
             return False
-        core_refusal.check(step)
+        check_step(step)
         completion = self.completion
         ends = step.finish_reason is FinishReason.STOP
         num_before = len(completion.token_ids)

@@ -1,10 +1,14 @@
-"""Defines the results of the offline API, with vLLM's names."""
+"""Defines the results of the offline API, and the parameters of pooling, with vLLM's names."""
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RequestOutputKind(enum.Enum):
@@ -80,3 +84,75 @@ class RequestOutput:
         """The reasoning tokens of all outputs; None if the marks around the model's reasoning are not known."""
         counts = [output.num_reasoning_tokens for output in self.outputs]
         return sum(count for count in counts if count is not None) if None not in counts else None
+
+
+PoolingTaskName = Literal["embed", "classify", "score", "token_embed", "token_classify"]
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """Controls what is pooled from a prompt."""
+
+    dimensions: int | None = None
+    """How many numbers of each vector to keep (Matryoshka); None: all."""
+    use_activation: bool | None = None
+    """Whether vectors are normalized, and logits become probabilities; None: as the model says."""
+    task: PoolingTaskName | None = None
+    """What to return; only for :meth:`tokenloom.LLM.encode`."""
+
+
+@dataclass(frozen=True)
+class PoolingOutput:
+    """What was pooled from a prompt."""
+
+    data: "torch.Tensor"
+    """float32 [], [n] or [tokens, n]"""
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The vector of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class ClassificationOutput:
+    """The probabilities of a prompt's classes."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """The relevance of one text to another."""
+
+    score: float
+
+
+Output = TypeVar("Output", covariant=True)
+
+
+@dataclass(frozen=True)
+class PoolingRequestOutput(Generic[Output]):
+    """One prompt and its result."""
+
+    request_id: str
+    outputs: Output
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    finished: bool = True
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

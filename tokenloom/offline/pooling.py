@@ -14,9 +14,9 @@ from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequ
 from tokenloom.services.engine.records.core_request import to_core_pooling
 from tokenloom.v1 import engine_pb2, types_pb2
 
-from . import core_refusal
 from .offline_loop import OfflineLoop
-from .pooling_outputs import PoolingOutput, PoolingParams, PoolingRequestOutput, PoolingTaskName, ScoringOutput
+from .offline_request import check_step
+from .outputs import PoolingOutput, PoolingParams, PoolingRequestOutput, PoolingTaskName, ScoringOutput
 from .prompts import Prompt, TokenizedPrompt, read_prompt, whole_text
 
 
@@ -53,7 +53,7 @@ class OfflinePooledRequest:
     def accept(self, sample: PooledSample, step: EngineCoreOutput) -> bool:
         """Take the result. Returns False: the core has ended the request. Raises `CoreRefusal`."""
         sample.is_finished = True
-        core_refusal.check(step)
+        check_step(step)
         self._result = step
         return False
 

@@ -14,8 +14,7 @@ from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.engine_pb2 import SetRoleRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
-from .demand import Goals
-from .engine_load import ROLES, EngineLoad
+from .demand import ROLES, EngineLoad, Goals
 from .planner import Flip, Limits, Plan, Planner
 
 LOOK_TIMEOUT_SECONDS = 5.0

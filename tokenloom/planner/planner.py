@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from .demand import Demand, Goals, StepTimeModel, by_role, decode_engines, prefill_engines
-from .engine_load import EngineLoad, PlannedRole
+from .demand import Demand, EngineLoad, Goals, PlannedRole, StepTimeModel, by_role, decode_engines, prefill_engines
 
 FLIP_SECONDS: Final = 60.0
 """An engine may change its role when it was not needed for so long."""

@@ -1,5 +1,6 @@
-"""Reads what the control groups of this process allow, as a pod's limits set them. Linux only."""
+"""Reads what the control groups of this process allow, as a pod's limits set them, and its memory use. Linux only."""
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,3 +78,8 @@ def _throttled(group: Path) -> float:
     except OSError:
         return 0.0
     return int(values.get("throttled_usec", 0)) / 1e6 + int(values.get("throttled_time", 0)) / 1e9
+
+
+def resident_bytes() -> int:
+    """Return the bytes of all pages that are in memory now, shared ones included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -1,9 +1,28 @@
 """Writes all pages that derive from the code: ``python -m tokenloom.reference docs``."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from .pages import PAGES, grpc_pages
+from . import grpc_reference
+from .from_vllm import from_vllm
+from .grpc_reference import read_protos
+from .http_reference import http_api
+from .service_pages import callers, configuration
+
+PAGES = {
+    "reference/configuration.md": configuration,
+    "reference/callers.md": callers,
+    "reference/http.md": http_api,
+    "start/from-vllm.md": from_vllm,
+}
+"""What returns the text of a page."""
+
+
+def grpc_pages() -> Mapping[str, str]:
+    """Return the pages about the gRPC contracts by path: an overview, and a page for each proto file."""
+    pages = grpc_reference.pages(read_protos())
+    return {f"reference/grpc/{name}": text for name, text in pages.items()}
 
 
 def main(folder: Path) -> None:

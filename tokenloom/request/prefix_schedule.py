@@ -1,16 +1,52 @@
-"""Which blocks of a prompt are named by hashes when it is placed. Tokenizers, gateways and coordinators know the same
-schedule, so that hashes need no positions.
+"""Computes the content hashes of full KV blocks, and says which blocks of a prompt are named by them when it is placed.
+
+Engines index their KV blocks by the hashes, and the coordinator places prompts by them; both use this one rule.
+Tokenizers, gateways and coordinators know the same schedule, so that hashes need no positions.
 
 Hashes are chained: one stands for everything before it. So all of the first blocks are named, where prompts differ, and
 further back fewer and fewer: 256 hashes reach 2,528 blocks, which are 40,448 tokens of 16 to a block.
 """
 
+import hashlib
+import struct
 from bisect import bisect
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, chain, repeat
 from typing import Final, TypeVar
 
-from .prompt_block_hash import block_hashes
+_TOKEN_BYTES = 4
+
+
+@cache
+def _token_packer(block_size: int) -> struct.Struct:
+    return struct.Struct(f"<{block_size}I")
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
+    """Return SHA-256 over the parent's hash (first: the seed), the ids as little-endian u32, and the salt."""
+    return hashlib.sha256(parent + _token_packer(len(token_ids)).pack(*token_ids) + salt).digest()
+
+
+def block_hashes(token_ids: Sequence[int], block_size: int, seed: bytes = b"", salt: bytes = b"") -> list[bytes]:
+    """Return the hash of each full block of ``token_ids``. Equal hashes mean equal prefixes under an equal salt."""
+    num_tokens = len(token_ids) // block_size * block_size
+    data = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
+    block_bytes, sha256 = _TOKEN_BYTES * block_size, hashlib.sha256
+    hashes: list[bytes] = []
+    parent = seed
+    for start in range(0, len(data), block_bytes):
+        # A salt of 16 bytes costs nothing: 32 bytes of the parent and 64 of a block of 16 tokens take two blocks of
+        # SHA-256 with it and without it.
+        parent = sha256(parent + data[start : start + block_bytes] + salt).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def specimen_hash(block_size: int, seed: bytes = b"") -> bytes:
+    """Return the hash of the block of the ids 0, 1, 2 and so on: processes that agree on it agree on all hashes."""
+    return block_hashes(range(block_size), block_size, seed)[0]
+
 
 _STRIDES: Final = ((128, 1), (16, 2), (16, 4), (32, 8), (64, 32))
 """So many hashes, each of which stands for so many blocks more than the one before it."""

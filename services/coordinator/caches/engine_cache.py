@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tokenloom.request.prompt_block_hash import specimen_hash
+from tokenloom.request.prefix_schedule import specimen_hash
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import WatchKVEventsResponse
 

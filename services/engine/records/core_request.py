@@ -21,9 +21,9 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.request import validation
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
 from tokenloom.request.narrowing import rows
+from tokenloom.request.output_constraints import current_form
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.sampling_params import RepetitionDetectionParams, SamplingFields
-from tokenloom.request.structural_tags import current_form
 from tokenloom.v1 import engine_pb2, types_pb2
 
 LEASE_ID_BYTES = 16

@@ -8,7 +8,7 @@ from tokenloom.engine_core.data.config import WorkerConfig
 from tokenloom.engine_core.data.core_pooling_params import ModelPooling
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.model_files import checkpoint
-from tokenloom.model_files.file_digest import Stamp
+from tokenloom.model_files.checkpoint import Stamp
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1 import coordinator_pb2, types_pb2
 

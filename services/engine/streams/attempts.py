@@ -15,8 +15,7 @@ from tokenloom.engine_core.data.messages import (
     PrefillStats,
 )
 from tokenloom.request import errors, validation, wire_errors
-from tokenloom.request.routed_experts import routed_message
-from tokenloom.request.routed_rows import RoutedRows
+from tokenloom.request.routed_rows import RoutedRows, routed_message
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
 

@@ -8,8 +8,7 @@ from typing import TypeAlias, cast
 
 from tokenloom.request import bad_words, errors, validation
 from tokenloom.request.narrowing import narrow_token_ids
-from tokenloom.request.prefix_schedule import MAX_BLOCKS, shortened
-from tokenloom.request.prompt_block_hash import block_hashes
+from tokenloom.request.prefix_schedule import MAX_BLOCKS, block_hashes, shortened
 from tokenloom.request.prompt_embeds import check_embeds, join_parts
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, Tracer
 from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2

@@ -4,7 +4,7 @@ import base64
 import time
 from collections.abc import Iterable, Iterator
 
-from tokenloom.request.routed_experts import to_npy
+from tokenloom.request.routed_rows import to_npy
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..encoding import sse

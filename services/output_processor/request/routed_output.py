@@ -1,7 +1,6 @@
 """Collects which experts computed the tokens of one sample, from all its attempts. No I/O."""
 
-from tokenloom.request.routed_experts import routed_message
-from tokenloom.request.routed_rows import RoutedRows
+from tokenloom.request.routed_rows import RoutedRows, routed_message
 from tokenloom.v1.types_pb2 import RoutedExperts, SamplingParams
 
 

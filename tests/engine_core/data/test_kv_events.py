@@ -1,7 +1,7 @@
 from tests.engine_core.helpers import finish, make_core, make_request
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventLog
-from tokenloom.request.prompt_block_hash import block_hashes
+from tokenloom.request.prefix_schedule import block_hashes
 
 
 def telling_core(num_blocks: int = 8) -> EngineCore:

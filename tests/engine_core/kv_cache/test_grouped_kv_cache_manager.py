@@ -12,7 +12,7 @@ from tokenloom.engine_core.data.kv_groups import NULL_BLOCK, partition_layers
 from tokenloom.engine_core.data.request_kv import RemoteKVState, RequestKV
 from tokenloom.engine_core.kv_cache.grouped_kv_cache_manager import GroupedKVCacheManager
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
-from tokenloom.request.prompt_block_hash import block_hashes
+from tokenloom.request.prefix_schedule import block_hashes
 
 BLOCK = 4
 

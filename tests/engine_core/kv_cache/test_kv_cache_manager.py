@@ -6,7 +6,7 @@ from tokenloom.engine_core.data.kv_events import BlockRemoved, BlockStored, KVEv
 from tokenloom.engine_core.data.request_kv import RequestKV
 from tokenloom.engine_core.kv_cache import request_hashes
 from tokenloom.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from tokenloom.request.prompt_block_hash import hash_block
+from tokenloom.request.prefix_schedule import hash_block
 
 
 def make_request_of(prompt: list[int], salt: bytes = b"", request_id: str = "r") -> RequestKV:

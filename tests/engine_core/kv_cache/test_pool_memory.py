@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-from tokenloom.process.process_memory import resident_bytes
+from tokenloom.process.control_groups import resident_bytes
 
 
 @pytest.mark.parametrize("shared", [False, True])

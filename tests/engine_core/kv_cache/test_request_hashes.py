@@ -6,8 +6,8 @@ import pytest
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.request_kv import RequestKV
 from tokenloom.engine_core.kv_cache.request_hashes import RequestHasher
-from tokenloom.request import prompt_block_hash
-from tokenloom.request.prompt_block_hash import block_hashes
+from tokenloom.request import prefix_schedule
+from tokenloom.request.prefix_schedule import block_hashes
 
 SIZE = 4
 PREFIX = list(range(100, 112))
@@ -59,7 +59,7 @@ def test_shared_blocks_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def count(parent: bytes, token_ids: list[int], salt: bytes) -> bytes:
         hashed.append(token_ids)
-        return prompt_block_hash.hash_block(parent, token_ids, salt)
+        return prefix_schedule.hash_block(parent, token_ids, salt)
 
     monkeypatch.setattr("tokenloom.engine_core.kv_cache.request_hashes.hash_block", count)
     hasher = RequestHasher(SIZE, b"")

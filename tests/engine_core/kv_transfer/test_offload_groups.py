@@ -22,7 +22,7 @@ from tests.engine_core.kv_transfer.offloading_core import (
     rot,
 )
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
-from tokenloom.request.prompt_block_hash import block_hashes
+from tokenloom.request.prefix_schedule import block_hashes
 
 MakeCore = Callable[..., OffloadingCore]
 

@@ -4,7 +4,7 @@ import json
 from typing import Any, NamedTuple
 
 from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
-from tokenloom.request.structural_tags import current_form
+from tokenloom.request.output_constraints import current_form
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ARGUMENTS = {"type": "json_schema", "json_schema": SCHEMA}

@@ -15,7 +15,7 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.device.memory import return_freed
 from tokenloom.gpu_worker.devices import CPUWorker
-from tokenloom.process.process_memory import resident_bytes
+from tokenloom.process.control_groups import resident_bytes
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 160

@@ -8,7 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 from tests.ready_channel import ready_channel
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_service, make_settings, running_engine
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.request.prompt_block_hash import block_hashes, specimen_hash
+from tokenloom.request.prefix_schedule import block_hashes, specimen_hash
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.v1.engine_pb2 import (

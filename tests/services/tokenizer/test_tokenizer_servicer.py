@@ -14,8 +14,7 @@ from tests.ready_channel import ready_channel
 from tokenloom.model_files.checkpoint import load_tokenizer, tokenizer_fingerprint
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.request.prefix_schedule import scheduled
-from tokenloom.request.prompt_block_hash import block_hashes
+from tokenloom.request.prefix_schedule import block_hashes, scheduled
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.tokenizer.service import TokenizerService
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from tokenloom.model_files import checkpoint, file_digest, model_path
+from tokenloom.model_files import checkpoint, model_path
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request.errors import InvalidArgument, NotFound
 from tokenloom.v1.types_pb2 import SamplingParams
@@ -218,7 +218,7 @@ def test_weights_fingerprint(model: Path, tmp_path: Path) -> None:
 def test_weights_fingerprint_is_cached(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = checkpoint.weights_fingerprint(model, tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr(file_digest, "digest_of", lambda files: b"read from the files")
+        patch.setattr(checkpoint, "digest_of", lambda files: b"read from the files")
         assert checkpoint.weights_fingerprint(model, tmp_path / "cache") == before
         (entry,) = (tmp_path / "cache" / "weights").iterdir()
         entry.write_text("torn")

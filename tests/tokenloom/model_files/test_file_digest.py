@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.model_files import file_digest
-from tokenloom.model_files.file_digest import cached_digest, digest_of
+from tokenloom.model_files import checkpoint
+from tokenloom.model_files.checkpoint import cached_digest, digest_of
 
 
 @pytest.fixture
@@ -31,6 +31,6 @@ def test_a_digest_of_a_file_that_changes_while_it_is_read_is_not_kept(
         return digest_of(files)
 
     with monkeypatch.context() as patch:
-        patch.setattr(file_digest, "digest_of", overtaken)
+        patch.setattr(checkpoint, "digest_of", overtaken)
         cached_digest([file], tmp_path / "cache")
     assert not (tmp_path / "cache").exists()

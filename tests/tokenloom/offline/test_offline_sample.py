@@ -12,8 +12,7 @@ from tokenloom.engine_core.data.messages import (
 )
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.offline.core_refusal import CoreRefusal
-from tokenloom.offline.offline_request import OfflineSample, TextSettings
+from tokenloom.offline.offline_request import CoreRefusal, OfflineSample, TextSettings
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, Vocabulary
 
 EOS = 2

@@ -8,8 +8,7 @@ import grpc.aio
 import pytest
 
 from tokenloom.planner.controller import Controller
-from tokenloom.planner.demand import Goals
-from tokenloom.planner.engine_load import PlannedRole
+from tokenloom.planner.demand import Goals, PlannedRole
 from tokenloom.planner.planner import Flip, Limits
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1 import coordinator_pb2_grpc, engine_pb2_grpc

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tokenloom.planner.demand import Goals
-from tokenloom.planner.engine_load import EngineLoad, PlannedRole
+from tokenloom.planner.demand import EngineLoad, Goals, PlannedRole
 from tokenloom.planner.planner import FLIP_SECONDS, KEEP_SECONDS, REMOVE_SECONDS, Limits, Peak, Plan, Planner
 
 LOOK = 10.0

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
-from tokenloom.preflight.model_config import check_context
+from tokenloom.preflight.model import check_context
 from tokenloom.preflight.small_files import CannotServe
 
 

@@ -74,7 +74,7 @@ def test_without_transformers_the_answer_names_the_package(tmp_path: Path, monke
     path = good(tmp_path / "model")
     config = (path / "config.json").read_text().replace("LlamaForCausalLM", "FalconForCausalLM")
     (path / "config.json").write_text(config)
-    monkeypatch.setattr("tokenloom.preflight.model_config.find_spec", lambda name: None)
+    monkeypatch.setattr("tokenloom.preflight.model.find_spec", lambda name: None)
     with pytest.raises(CannotServe, match=r"transformers: pip install 'tokenloom\[transformers\]'"):
         check_checkpoint(path)
 

@@ -1,5 +1,5 @@
 from tokenloom.request.adapter_names import adapter_salt
-from tokenloom.request.prompt_block_hash import block_hashes
+from tokenloom.request.prefix_schedule import block_hashes
 
 ONE, OTHER = b"\x01" * 32, b"\x02" * 32
 

@@ -1,7 +1,13 @@
 """Which blocks are named by hashes."""
 
-from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_BLOCKS, MAX_HASHES, prefix_hashes, scheduled
-from tokenloom.request.prompt_block_hash import block_hashes
+from tokenloom.request.prefix_schedule import (
+    LEADING_BLOCKS,
+    MAX_BLOCKS,
+    MAX_HASHES,
+    block_hashes,
+    prefix_hashes,
+    scheduled,
+)
 
 
 def test_a_short_prompt_is_named_block_by_block() -> None:

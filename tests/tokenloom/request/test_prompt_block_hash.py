@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from tokenloom.request.prompt_block_hash import block_hashes, hash_block
+from tokenloom.request.prefix_schedule import block_hashes, hash_block
 
 
 def test_the_rule_is_sha256_over_parent_tokens_and_salt() -> None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tokenloom.request.routed_experts import routed_message, to_array, to_npy
-from tokenloom.request.routed_rows import RoutedRows
+from tokenloom.request.routed_rows import RoutedRows, routed_message, to_array, to_npy
 
 
 @dataclass

@@ -6,11 +6,13 @@ import pytest
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.output_constraints import (
+    MAX_DEPTH,
+    MAX_FORMATS,
     MAX_SOURCE_BYTES,
     check_structured_outputs,
+    current_form,
     structural_tag_constraint,
 )
-from tokenloom.request.structural_tags import MAX_DEPTH, MAX_FORMATS, current_form
 
 SCHEMA = {"type": "object"}
 TAG = {"begin": "<f=x>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}

@@ -14,7 +14,7 @@ from ..failures import reported
 from ..tables import print_tables
 
 if TYPE_CHECKING:
-    from .part_rows import Row
+    from .mesh_sample import Row
 
 
 def ps(
@@ -31,7 +31,7 @@ def ps(
             where = "" if port is None else f" on port {port}"
             typer.echo(f"No mesh is running{where}; `tokenloom serve` starts one.", err=True)
         raise typer.Exit(0 if port is None else 1)
-    from .part_rows import find_rows  # here, because it takes gRPC, which the help does not need
+    from .mesh_sample import find_rows  # here, because it takes gRPC, which the help does not need
 
     rows = find_rows(meshes[0])
     if as_json:

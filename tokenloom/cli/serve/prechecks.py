@@ -17,8 +17,7 @@ from tokenloom.preflight.host import (
     check_run_directory,
     platform_note,
 )
-from tokenloom.preflight.model import check_checkpoint
-from tokenloom.preflight.model_config import check_context
+from tokenloom.preflight.model import check_checkpoint, check_context
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings

@@ -13,7 +13,7 @@ import pytest
 
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, KVEventLog
-from tokenloom.request.prompt_block_hash import specimen_hash
+from tokenloom.request.prefix_schedule import specimen_hash
 from tokenloom.services.coordinator.caches import cache_followers
 from tokenloom.services.coordinator.caches.cache_followers import CacheFollowers
 from tokenloom.services.coordinator.caches.engine_cache import EngineCache

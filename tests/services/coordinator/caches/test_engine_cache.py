@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable
 
-from tokenloom.request.prompt_block_hash import specimen_hash
+from tokenloom.request.prefix_schedule import specimen_hash
 from tokenloom.services.coordinator.caches.engine_cache import SLICE_BLOCKS, EngineCache
 from tokenloom.services.coordinator.prefixes.prefix_index import PrefixIndex
 from tokenloom.v1.coordinator_pb2 import EngineIdentity

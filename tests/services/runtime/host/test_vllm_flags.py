@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from tests.docs.markdown_page import ROOT
 from tests.services.gateway.fakes import FakeMesh
 from tokenloom.model_files.model_path import DEMO_MODEL, resolve
-from tokenloom.preflight.model_config import check_config
+from tokenloom.preflight.model import check_config
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.services.gateway.openapi.document import document
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
-from tokenloom.cli.mesh import part_rows
+from tokenloom.cli.mesh import mesh_sample
 from tokenloom.cli.mesh.mesh_sample import (
     MeshPlacement,
     MeshSample,
@@ -19,9 +19,9 @@ from tokenloom.cli.mesh.mesh_sample import (
     ScrapedMetrics,
     merged,
     parse,
+    rows_of,
     take_sample,
 )
-from tokenloom.cli.mesh.part_rows import rows_of
 from tokenloom.cli.mesh.ps import _table
 from tokenloom.cli.mesh.top_screen import shown, view
 from tokenloom.services.runtime.host.host import Host
@@ -168,7 +168,7 @@ async def test_ps_takes_them_from_a_gateway(
     async def is_serving(address: str) -> bool:
         return True
 
-    monkeypatch.setattr(part_rows, "is_serving", is_serving)
+    monkeypatch.setattr(mesh_sample, "is_serving", is_serving)
     parts = []
     for service in ("gateway", "coordinator", "engine"):
         file = socket_dir / f"{service}.json"

@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
 from tokenloom.cli.mesh.plan_run import PlanOutput
-from tokenloom.planner.demand import Demand
-from tokenloom.planner.engine_load import PlannedRole
+from tokenloom.planner.demand import Demand, PlannedRole
 from tokenloom.planner.planner import Flip, Plan
 
 PLAN = Plan(

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh import part_rows
-from tokenloom.cli.mesh.part_rows import rows_of
+from tokenloom.cli.mesh import mesh_sample
+from tokenloom.cli.mesh.mesh_sample import rows_of
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
@@ -59,7 +59,7 @@ async def test_a_row_says_what_a_part_does_without_and_what_the_coordinator_know
     async def is_serving(address: str) -> bool:
         return True
 
-    monkeypatch.setattr(part_rows, "is_serving", is_serving)
+    monkeypatch.setattr(mesh_sample, "is_serving", is_serving)
     aside = {"kind": "other_weights", "subject": "engine-0", "detail": "x"}
     unreached = {"kind": "unreached", "subject": "engine-1", "detail": "y"}
     _write_state(socket_dir / "c.json", aside, unreached)

@@ -14,10 +14,10 @@ from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.output_processor.placement.engine_link import EngineLink
 
 
-def _no_retry(pool: OutputPool, stream: ProcessStream, submissions: list[PendingRequest]) -> None:
+def _no_retry(pool: OutputPool, stream: ProcessStream, requests: list[PendingRequest]) -> None:
     """End the requests of an output processor that was lost, instead of sending them to another one."""
-    for submission in submissions:
-        submission.fail(Unavailable("the output processor became unavailable"))
+    for request in requests:
+        request.fail(Unavailable("the output processor became unavailable"))
 
 
 def _stale_frames(look: Callable[[EngineLink], None]) -> Callable[[EngineLink], None]:

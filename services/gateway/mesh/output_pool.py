@@ -76,14 +76,14 @@ class OutputPool:
     @property
     def num_connected(self) -> int:
         """Return how many output processors would be sent a new request at once."""
-        return sum(map(self._may_run, self._links))
+        return len(self._able())
 
     @property
     def num_known(self) -> int:
         """Return how many output processors should take requests: those that leave are not among them."""
         # The thread of a scrape asks too: each stream is read once, because the event loop may drop it meanwhile.
         leaving = sum((stream := link.stream) is not None and stream.leaving for link in self._links)
-        return sum(link.address in self._members for link in self._links) - leaving
+        return sum(link.address in self._members.chosen for link in self._links) - leaving
 
     def replicas(self) -> list[str]:
         """Return whether each output processor is ``serving``, ``draining`` or ``lost``, in the order of their
@@ -92,7 +92,7 @@ class OutputPool:
         return [
             "lost" if link.stream is None else "draining" if link.stream.leaving else "serving"
             for link in links
-            if link.address in self._members or link.stream is not None
+            if link.address in self._members.chosen or link.stream is not None
         ]
 
     def start(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
@@ -101,7 +101,7 @@ class OutputPool:
 
         def joined(address: str) -> None:
             if all(link.address != address for link in self._links):
-                link = OutputLink(address, ours, self, lambda: address in self._members)
+                link = OutputLink(address, ours, self, lambda: address in self._members.chosen)
                 self._links.append(link)
                 host.spawn(self._keep(link), name=f"link to output processor {address}")
 
@@ -125,18 +125,19 @@ class OutputPool:
         # A call with an idempotency key goes where every gateway would place it. Where that output processor was away
         # when the request began, the next gateway began it a second time, and the answer came 7 s late.
         until = now + SEARCH_SECONDS if is_sought else 0.0
-        submission = PendingRequest(submit, collector, index, self._kept, self._budget, now=now, sought_until=until)
+        request = PendingRequest(submit, collector, index, self._kept, self._budget, now=now, sought_until=until)
         if is_sought:
-            if not submission.is_kept:
-                loop.call_at(until + SEARCH_SECONDS, submission.settle)  # by then it was found, or has begun
-            self._seek(submission)
+            if not request.is_kept:
+                loop.call_at(until + SEARCH_SECONDS, request.settle)  # by then it was found, or has begun
+            self._seek(request)
         else:
-            self._begin(submission)
-        return partial(self._cancel, submission)
+            self._begin(request)
+        return partial(self._cancel, request)
 
     def name(self, random_digits: str) -> str:
         """Return the id of a new request: the digits, and the mark of the output processor that is next in turn."""
-        return marked(random_digits, next((link.mark for link in self._in_turn() if self._may_run(link)), UNKNOWN_MARK))
+        able = self._able()
+        return marked(random_digits, able[0].mark if able else UNKNOWN_MARK)
 
     def resume(self, submit: pb.Submit, collector: Sink, index: int) -> Cancel:
         """Find the output processor that has a request of another gateway, or of another call, and collect its output
@@ -146,11 +147,11 @@ class OutputPool:
         """
         now = asyncio.get_running_loop().time()
         self._connect_all()
-        submission = PendingRequest(
+        request = PendingRequest(
             submit, collector, index, self._kept, self._budget, now=now, sought_until=now + SEARCH_SECONDS
         )
-        self._seek(submission)
-        return partial(self._cancel, submission)
+        self._seek(request)
+        return partial(self._cancel, request)
 
     def withdraw(self, request_id: str, tenant: str) -> None:
         """End a request of another gateway, or of none, that its client does not want any more."""
@@ -166,32 +167,32 @@ class OutputPool:
         self._forget_withdrawn(MAX_WITHDRAWN)
         for request_id, tenant in self._withdrawn:
             self._withdraw_at_all(request_id, tenant)
-        for submission in list(self._sought):
-            self._seek(submission)
+        for request in list(self._sought):
+            self._seek(request)
 
-    def on_unknown(self, stream: ProcessStream, submission: PendingRequest) -> None:
+    def on_unknown(self, stream: ProcessStream, request: PendingRequest) -> None:
         """Ask the next output processor for a request that is to be resumed."""
-        submission.unknown_to.append(stream)
-        self._seek(submission)
+        request.unknown_to.append(stream)
+        self._seek(request)
 
-    def on_moved(self, stream: ProcessStream, submission: PendingRequest, error: errors.TokenloomError) -> None:
+    def on_moved(self, stream: ProcessStream, request: PendingRequest, error: errors.TokenloomError) -> None:
         """Place a request that an output processor has refused, or has ended before its end."""
-        submission.moved(stream, Cause.GONE if stream.leaving else Cause.FULL, error)
-        self._wait(submission)
+        request.moved(stream, Cause.GONE if stream.leaving else Cause.FULL, error)
+        self._wait(request)
 
-    def on_lost(self, stream: ProcessStream, submissions: list[PendingRequest]) -> None:
+    def on_lost(self, stream: ProcessStream, requests: list[PendingRequest]) -> None:
         """Place the requests of a stream that has ended."""
         # A silent one may still work, and a broken connection is found out when the output processor is back.
-        seems_ended = len(submissions) == 1 and not stream.leaving and not stream.was_silent
+        seems_ended = len(requests) == 1 and not stream.leaving and not stream.was_silent
         ended_alone = stream.incarnation if seems_ended else None
         connected = [each.stream.incarnation for each in self._links if each.stream is not None]
         cause = Cause.SILENT if stream.was_silent else Cause.GONE
-        for submission in submissions:
-            if submission.is_sought:
-                self._seek(submission)
+        for request in requests:
+            if request.is_sought:
+                self._seek(request)
                 continue
-            submission.lost(cause, ended_alone=ended_alone, connected=connected)
-            self._wait(submission)
+            request.lost(cause, ended_alone=ended_alone, connected=connected)
+            self._wait(request)
 
     def _connect_all(self) -> bool:
         """Connect to all output processors for a while, because any of them may have a request that was begun
@@ -213,97 +214,99 @@ class OutputPool:
             if link.stream is not None:
                 link.stream.withdraw(request_id, tenant)
 
-    def _choose(self, submission: PendingRequest) -> ProcessStream | None:
+    def _choose(self, request: PendingRequest) -> ProcessStream | None:
         """Return a stream among those that have not refused the request: the one that its id names, otherwise the next
         in turn. A request that may be running already goes where every gateway would send it."""
-        able = [link for link in self._in_turn() if self._may_run(link) and link.stream not in submission.refused_by]
+        able = self._able()
+        if request.refused_by:
+            able = [link for link in able if link.stream not in request.refused_by]
         if not able:
             return None
-        if submission.takes_over:
+        if request.takes_over:
             # The same for every gateway, so that a repeated call meets its request without a table that gateways would
             # share.
-            link = min(able, key=lambda link: rank(submission.request_id, link.mark))
+            link = min(able, key=lambda link: rank(request.request_id, link.mark))
         else:
-            mark = mark_in(submission.request_id)
-            link = next((link for link in able if link.mark == mark), able[0])
+            mark, link = mark_in(request.request_id), able[0]
+            for each in able:
+                if each.mark == mark:
+                    link = each
+                    break
             self._turn = self._links.index(link)
         return link.stream
 
-    def _in_turn(self) -> list[OutputLink]:
-        """Return all links, the next in turn first."""
-        after = self._turn + 1
-        return self._links[after:] + self._links[:after]
+    def _able(self) -> list[OutputLink]:
+        """Return the links of the output processors that may get a new request, the next in turn first."""
+        able, after, chosen = [], self._turn + 1, self._members.chosen
+        for link in self._links[after:] + self._links[:after]:
+            stream = link.stream  # read once: the thread of a scrape asks too, and the event loop may drop it meanwhile
+            if stream is not None and not stream.leaving and link.address in chosen:
+                able.append(link)
+        return able
 
-    def _begin(self, submission: PendingRequest) -> None:
+    def _begin(self, request: PendingRequest) -> None:
         """Send a request that no output processor runs, or let it wait for one."""
-        if (stream := self._choose(submission)) is not None:
-            self._send(submission, stream)
+        if (stream := self._choose(request)) is not None:
+            stream.submit(request)
         else:
-            self._wait(submission)
+            self._wait(request)
 
-    def _begin_unknown(self, submission: PendingRequest) -> None:
+    def _begin_unknown(self, request: PendingRequest) -> None:
         """Begin a request that was sought, but could not be found."""
-        if not submission.can_begin:
-            submission.fail(errors.Unavailable("No output processor has the request; send it again."))
+        if not request.can_begin:
+            request.fail(errors.Unavailable("No output processor has the request; send it again."))
             return
-        submission.sought_until = 0.0
-        submission.unknown_to.clear()
-        submission.withdraw = None  # it has not moved
-        self._begin(submission)
+        request.sought_until = 0.0
+        request.unknown_to.clear()
+        request.withdraw = None  # it has not moved
+        self._begin(request)
 
-    def _seek(self, submission: PendingRequest) -> None:
+    def _seek(self, request: PendingRequest) -> None:
         """Ask the likeliest output processor that was not asked yet. Wait for those that are not connected; with a
         request that may begin anew, only for those that this gateway does not work with otherwise."""
-        if (timer := self._sought.pop(submission, None)) is not None:
+        if (timer := self._sought.pop(request, None)) is not None:
             timer.cancel()
-        if submission.collector.failed:
+        if request.collector.failed:
             return
-        links = sorted(self._links, key=lambda link: rank(submission.request_id, link.mark))
+        links = sorted(self._links, key=lambda link: rank(request.request_id, link.mark))
         streams = [link.stream for link in links]
-        stream = next((each for each in streams if each is not None and each not in submission.unknown_to), None)
+        stream = next((each for each in streams if each is not None and each not in request.unknown_to), None)
         loop = asyncio.get_running_loop()
         if stream is not None:
-            self._send(submission, stream)
+            stream.seek(request)
             return
-        is_over = loop.time() >= submission.sought_until or (bool(streams) and all(streams))
-        if submission.takes_over and (is_over or not self._members.is_wide):
-            self._begin_unknown(submission)
+        is_over = loop.time() >= request.sought_until or (bool(streams) and all(streams))
+        if request.takes_over and (is_over or not self._members.is_wide):
+            self._begin_unknown(request)
         elif is_over:
-            submission.fail(errors.RequestLost("The request is not known any more; send it again as a new request."))
+            request.fail(errors.RequestLost("The request is not known any more; send it again as a new request."))
         else:
-            self._sought[submission] = loop.call_at(submission.sought_until, self._seek, submission)
+            self._sought[request] = loop.call_at(request.sought_until, self._seek, request)
 
-    def _may_run(self, link: OutputLink) -> bool:
-        return (stream := link.stream) is not None and not stream.leaving and link.address in self._members
-
-    def _send(self, submission: PendingRequest, stream: ProcessStream, *, again: bool = False) -> None:
-        slot = stream.submit(submission, again=again)
-        submission.withdraw = partial(stream.cancel, slot)
-
-    def _wait(self, submission: PendingRequest) -> None:
+    def _wait(self, request: PendingRequest) -> None:
         """Let a request wait until :meth:`_place_waiting` finds a stream for it, unless it has ended."""
-        if not submission.collector.failed:
-            self._waiting[submission] = None
+        if not request.collector.failed:
+            self._waiting[request] = None
             self._wake.set()
 
-    def _hold(self, submission: PendingRequest) -> None:
+    def _hold(self, request: PendingRequest) -> None:
         """End a request that no output processor has accepted with its refusal; let another one ask again later."""
-        if not submission.is_accepted:
-            submission.fail_as_refused()
+        if not request.is_accepted:
+            request.fail_as_refused()
             return
-        submission.refused_by.clear()
-        self._held[submission] = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._ask_again, submission)
+        request.refused_by.clear()
+        self._held[request] = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._ask_again, request)
 
-    def _ask_again(self, submission: PendingRequest) -> None:
-        del self._held[submission]
-        self._wait(submission)
+    def _ask_again(self, request: PendingRequest) -> None:
+        del self._held[request]
+        self._wait(request)
 
-    def _cancel(self, submission: PendingRequest) -> None:
-        self._waiting.pop(submission, None)
+    def _cancel(self, request: PendingRequest) -> None:
+        self._waiting.pop(request, None)
         for timers in (self._sought, self._held):
-            if (timer := timers.pop(submission, None)) is not None:
+            if (timer := timers.pop(request, None)) is not None:
                 timer.cancel()
-        submission.cancel()
+        request.cancel()
 
     async def _place_waiting(self) -> None:
         """Send requests that wait, until cancelled. One that every output processor has refused ends or waits."""
@@ -312,27 +315,27 @@ class OutputPool:
             self._wake.clear()
             num_placed = 0
             while self._waiting:
-                submission = next(iter(self._waiting))
-                stream = self._choose(submission)
-                if stream is None and not any(map(self._may_run, self._links)):
+                request = next(iter(self._waiting))
+                stream = self._choose(request)
+                if stream is None and not self._able():
                     break
-                del self._waiting[submission]
-                if stream is None or not submission.debt.pay():
-                    self._hold(submission)
+                del self._waiting[request]
+                if stream is None or not request.debt.pay():
+                    self._hold(request)
                 else:
-                    if submission.withdraw is not None:  # otherwise it has only waited
+                    if request.withdraw is not None:  # otherwise it has only waited
                         self._count_moved()
-                    self._send(submission, stream, again=True)
+                    stream.submit(request, again=True)
                 num_placed += 1
                 if num_placed % _PLACED_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
     async def _keep(self, link: OutputLink) -> None:
         try:
-            while link.address in self._members:  # also if it has come back while its channel was closing
+            while link.address in self._members.chosen:  # also if it has come back while its channel was closing
                 async with self._channels.open(link.address, "output_processor") as channel:
                     stub = output_processor_pb2_grpc.OutputProcessorStub(channel)
-                    while link.address in self._members:  # requests that have begun continue to their end
+                    while link.address in self._members.chosen:  # requests that have begun continue to their end
                         await link.connect(stub)
         finally:
             self._links.remove(link)

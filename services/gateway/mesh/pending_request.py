@@ -66,7 +66,7 @@ class PendingRequest:
     Attributes:
         collector: Receives the output: sample ``i`` at ``first_index + i``.
         num_live: Samples that have not ended.
-        num_bytes: Size of the prompt.
+        num_bytes: Size of the prompt in memory.
         engine_deaths: Engines that died while they ran it.
         num_prompt_logprobs: Positions of the prompt whose log probabilities arrived.
         refused_by: The streams that refused it, or the rest of it, since its output processor was last lost.
@@ -122,7 +122,9 @@ class PendingRequest:
         self.collector = collector
         self.first_index = first_index
         self.num_live = self._num_samples = submit.num_samples or 1
-        self.num_bytes = _prompt_bytes(submit)
+        self.num_bytes = 4 * len(submit.prompt.token_ids)
+        for span in submit.prompt.embeds:
+            self.num_bytes += len(span.rows)
         self.engine_deaths = submit.engine_deaths
         self.num_prompt_logprobs = submit.num_prompt_logprobs
         self.refused_by: list[object] = []
@@ -145,7 +147,8 @@ class PendingRequest:
         assert self._submit is not None
         submit = self._submit
         submit.slot = slot
-        self._forget_unless_kept()
+        if self._kept is None:
+            self._submit = None
         return submit
 
     @property
@@ -278,14 +281,6 @@ def _resume(submit: pb.Submit) -> pb.Resume:
         num_samples=submit.num_samples,
         fingerprint=submit.fingerprint,
     )
-
-
-def _prompt_bytes(submit: pb.Submit) -> int:
-    """Return the size of a prompt in memory, in bytes."""
-    size = 4 * len(submit.prompt.token_ids)
-    if submit.prompt.embeds:
-        size += sum(len(span.rows) for span in submit.prompt.embeds)
-    return size
 
 
 def _duration(nanoseconds: int) -> Duration:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Protocol
 
 from tokenloom.request import errors, wire_errors
@@ -55,13 +56,13 @@ class StreamOwner(Protocol):
     def on_open(self) -> None:
         """Called when requests may be sent on a stream."""
 
-    def on_unknown(self, stream: "ProcessStream", submission: PendingRequest) -> None:
+    def on_unknown(self, stream: "ProcessStream", request: PendingRequest) -> None:
         """Called when an output processor does not have a request that is to be resumed; another one may."""
 
-    def on_moved(self, stream: "ProcessStream", submission: PendingRequest, error: errors.TokenloomError) -> None:
+    def on_moved(self, stream: "ProcessStream", request: PendingRequest, error: errors.TokenloomError) -> None:
         """Called when the output processor does not run a request, or the rest of it; another one may."""
 
-    def on_lost(self, stream: "ProcessStream", submissions: list[PendingRequest]) -> None:
+    def on_lost(self, stream: "ProcessStream", requests: list[PendingRequest]) -> None:
         """Called when a stream has ended, with the requests that were live on it. No output of it follows."""
 
 
@@ -84,16 +85,24 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         self.leaving = self.was_silent = False
         self.incarnation: Incarnation = ("", 0)
 
-    def submit(self, submission: PendingRequest, *, again: bool = False) -> int:
+    def submit(self, request: PendingRequest, *, again: bool = False) -> int:
         """Send a request and return its slot. ``again``: it continues what arrived from another stream, or waited."""
         assert not self._ended
-        slot = self._take_slot(submission)
-        if submission.is_sought:
-            self._message_after(ends_only=True).resume.append(submission.resume(slot))
-            return slot
-        submit = submission.again(slot, now=asyncio.get_running_loop().time()) if again else submission.first(slot)
-        num_bytes = submission.num_bytes + 4 * sum(len(journal.token_ids) for journal in submit.journals)
+        slot = self._take_slot(request)
+        submit = request.again(slot, now=asyncio.get_running_loop().time()) if again else request.first(slot)
+        num_bytes = request.num_bytes
+        for journal in submit.journals:
+            num_bytes += 4 * len(journal.token_ids)
         self._message_after(num_bytes).submit.append(submit)
+        request.withdraw = partial(self.cancel, slot)
+        return slot
+
+    def seek(self, request: PendingRequest) -> int:
+        """Ask for a request that the output processor may have, and return its slot."""
+        assert not self._ended
+        slot = self._take_slot(request)
+        self._message_after(ends_only=True).resume.append(request.resume(slot))
+        request.withdraw = partial(self.cancel, slot)
         return slot
 
     def cancel(self, slot: int) -> None:
@@ -152,8 +161,8 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
             if (target := self.slots.get(part.slot)) is not None:
                 target.collector.put_pooled(target.first_index, part)
         for slot in frame.engine_death_slots:
-            if (submission := self.slots.get(slot)) is not None:
-                submission.engine_deaths += 1
+            if (request := self.slots.get(slot)) is not None:
+                request.engine_deaths += 1
         for finished in frame.finished:
             self._finish(finished)
 
@@ -194,8 +203,6 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         request that follows one of another kind needs a message of its own, or a cancelled request's end would be that
         of its repeat.
         """
-        if self._outbox:
-            last = self._outbox[-1]
-            if last.cancel_slots or last.withdraw or (last.resume and not ends_only):
-                return self._new_message(num_bytes)
-        return self._message(num_bytes)
+        last = self._outbox[-1] if self._outbox else None
+        has_later = last is not None and bool(last.cancel_slots or last.withdraw or (last.resume and not ends_only))
+        return self._message(num_bytes, is_new=has_later)

@@ -191,7 +191,7 @@ class TokenizerClient:
         async with self._channels.open(address, "tokenizer") as channel:
             self._stubs[address] = tokenizer_pb2_grpc.TokenizerStub(channel)
             try:
-                while await self._probe(address) or address in self._members:
+                while await self._probe(address) or address in self._members.chosen:
                     if self._members.is_left_to_others(address):
                         break
                     await asyncio.sleep(PROBE_SECONDS if address in self._alive else PROBE_SECONDS / 5)

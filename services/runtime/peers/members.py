@@ -22,7 +22,11 @@ Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 
 class PeerMembers:
     """Holds the current addresses of the replicas that this process works with: all, or its subset of a large mesh. One
-    that left may finish what it has begun, but gets no new work."""
+    that left may finish what it has begun, but gets no new work.
+
+    Attributes:
+        chosen: The addresses.
+    """
 
     def __init__(self, given: Sequence[str], resolve: Resolve | None = None, *, size: int | None = None) -> None:
         """``size``: of the subset, see :mod:`.subset`; None: no subset is made."""
@@ -32,18 +36,15 @@ class PeerMembers:
         self._size = size
         self._position: ReplicaPosition | None = None
         self._found: dict[Address, frozenset[str]] = {}
-        self._chosen: frozenset[str] = frozenset()
+        self.chosen: frozenset[str] = frozenset()
         self._joined: Callable[[str], object] = lambda address: None
         self._widened: asyncio.TimerHandle | None = None
         self._choose()
 
-    def __contains__(self, address: str) -> bool:
-        return address in self._chosen
-
     @property
     def is_narrow(self) -> bool:
         """Whether there are replicas that this process does not work with."""
-        return len(self._chosen) < len(self._known())
+        return len(self.chosen) < len(self._known())
 
     @property
     def is_wide(self) -> bool:
@@ -52,7 +53,7 @@ class PeerMembers:
 
     def is_left_to_others(self, address: str) -> bool:
         """Return whether a replica is there, but is not among those that this process works with."""
-        return address not in self._chosen and address in self._known()
+        return address not in self.chosen and address in self._known()
 
     def move(self, position: ReplicaPosition) -> None:
         """Take this process's position among the processes that choose subsets of these replicas."""
@@ -72,7 +73,7 @@ class PeerMembers:
         """Call ``joined`` for each address that appears, or appears again, until cancelled."""
         self._joined = joined
         try:
-            for address in sorted(self._chosen):
+            for address in sorted(self.chosen):
                 joined(address)
             while self._names:
                 for name in self._names:
@@ -102,13 +103,13 @@ class PeerMembers:
         return self._fixed.union(*self._found.values())
 
     def _choose(self) -> None:
-        known, before = self._known(), self._chosen
-        self._chosen = known
+        known, before = self._known(), self.chosen
+        self.chosen = known
         # Sorted before the callbacks, so that connections are made in the same order in each process and each simulated
         # run.
         if self._size is not None and self._position is not None and self._widened is None:
-            self._chosen = frozenset(subset.choose(known, self._position, self._size))
-        for address in sorted(self._chosen - before):
+            self.chosen = frozenset(subset.choose(known, self._position, self._size))
+        for address in sorted(self.chosen - before):
             self._joined(address)
 
 

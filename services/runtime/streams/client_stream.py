@@ -146,19 +146,15 @@ class ClientStream(ABC, Generic[Message, Frame, Item]):
         self.slots[self._last_slot] = item
         return self._last_slot
 
-    def _message(self, num_bytes: int = 0) -> Message:
-        """Return the message under construction, with room for so much of a request."""
+    def _message(self, num_bytes: int = 0, *, is_new: bool = False) -> Message:
+        """Return the message under construction, with room for so much of a request. ``is_new``: a further message."""
         # Messages are cut by bytes and not by requests: two large prompts of embeddings in one message exceeded gRPC's
         # limit, which ended the stream of all requests.
         self._outbox_bytes += num_bytes
-        if not self._outbox or self._outbox_bytes > MESSAGE_BYTES:
-            return self._new_message(num_bytes)
-        return self._outbox[-1]
-
-    def _new_message(self, num_bytes: int) -> Message:
-        self._outbox.append(self._make_message())
-        self._outbox_bytes = num_bytes
-        self._outbox_filled.set()
+        if is_new or not self._outbox or self._outbox_bytes > MESSAGE_BYTES:
+            self._outbox.append(self._make_message())
+            self._outbox_bytes = num_bytes
+            self._outbox_filled.set()
         return self._outbox[-1]
 
     def _grant(self) -> None:

@@ -59,8 +59,8 @@ async def test_a_stream_that_is_not_needed_ends_when_it_is_idle(monkeypatch: pyt
 
     look()
     needed = False
-    submission: Any = object()
-    stream.slots[1] = submission
+    request: Any = object()
+    stream.slots[1] = request
     look()
     stream.slots.clear()
     with pytest.raises(StreamNotNeeded):

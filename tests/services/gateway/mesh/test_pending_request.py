@@ -13,7 +13,7 @@ from tokenloom.v1.types_pb2 import Prompt, SamplingParams
 PROMPT_BYTES = 400
 
 
-def submission(max_kept: int, *, takes_over: bool = False, sought_until: float = 0.0) -> PendingRequest:
+def pending_request(max_kept: int, *, takes_over: bool = False, sought_until: float = 0.0) -> PendingRequest:
     submit = Submit(
         request_id="r",
         tenant="a",
@@ -38,14 +38,14 @@ def test_a_prompt_within_the_budget_is_kept_to_the_end() -> None:
 
 
 def test_a_prompt_beyond_the_budget_is_forgotten_once_it_was_sent() -> None:
-    sent = submission(0)
+    sent = pending_request(0)
     assert len(sent.first(1).prompt.token_ids) == 100
     assert not sent.can_begin
 
 
 def test_a_resumed_request_needs_no_prompt_beyond_the_budget() -> None:
     """It was kept until the answer ended, so any number of them went past the budget."""
-    resumed = submission(0, sought_until=3.0)
+    resumed = pending_request(0, sought_until=3.0)
     for slot in (1, 2):
         resume = resumed.resume(slot)
         assert (resume.slot, resume.request_id, resume.tenant, resume.fingerprint) == (slot, "r", "a", b"body")
@@ -54,7 +54,7 @@ def test_a_resumed_request_needs_no_prompt_beyond_the_budget() -> None:
 
 
 def test_a_repeated_request_keeps_its_prompt_until_the_search_is_over() -> None:
-    repeated = submission(0, takes_over=True, sought_until=3.0)
+    repeated = pending_request(0, takes_over=True, sought_until=3.0)
     repeated.resume(1)
     assert repeated.can_begin, "it begins anew if no output processor has it"
     repeated.settle()
@@ -63,7 +63,7 @@ def test_a_repeated_request_keeps_its_prompt_until_the_search_is_over() -> None:
 
 @pytest.mark.parametrize("ends_search", [PendingRequest.lost, PendingRequest.moved])
 def test_a_request_that_waits_for_another_output_processor_has_its_prompt(ends_search: object) -> None:
-    repeated = submission(0, takes_over=True, sought_until=3.0)
+    repeated = pending_request(0, takes_over=True, sought_until=3.0)
     repeated.resume(1)
     repeated.unknown_to.append("first stream")
     if ends_search is PendingRequest.lost:
@@ -76,7 +76,7 @@ def test_a_request_that_waits_for_another_output_processor_has_its_prompt(ends_s
 
 
 def test_output_processors_whose_connections_broke_were_not_ended_by_a_request() -> None:
-    alone = submission(PROMPT_BYTES)
+    alone = pending_request(PROMPT_BYTES)
     for moment in range(2 * MAX_LOSSES_ALONE):
         lost, other = ("a", 1), ("b", 1)
         if moment % 2:
@@ -86,7 +86,7 @@ def test_output_processors_whose_connections_broke_were_not_ended_by_a_request()
 
 
 def test_output_processors_that_are_restarted_again_and_again_end_the_request_that_was_alone_there() -> None:
-    alone = submission(PROMPT_BYTES)
+    alone = pending_request(PROMPT_BYTES)
     for epoch in range(MAX_LOSSES_ALONE):
         assert not alone.collector.failed
         alone.lost(Cause.GONE, ended_alone=("a", epoch), connected=[("b", 1)])

@@ -18,7 +18,8 @@ class Sent:
         submit = Submit(request_id=request_id, take_over=True)
         kept, budget = AdmissionLimit(0), RetryBudget(lambda: 0.0)
         until = 9.0 if sought else 0.0
-        return self.stream.submit(PendingRequest(submit, Collector(1), 0, kept, budget, now=0.0, sought_until=until))
+        request = PendingRequest(submit, Collector(1), 0, kept, budget, now=0.0, sought_until=until)
+        return self.stream.seek(request) if sought else self.stream.submit(request)
 
     @property
     def messages(self) -> list[ProcessInput]:

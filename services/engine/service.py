@@ -90,7 +90,9 @@ async def _start(
     if kv is not None:
         undo.push_async_callback(kv.close)
     address = settings.advertise_address or host.address
-    identity = Identity(settings, core.ready, fingerprint, host.epoch, address, kv.address if kv is not None else "")
+    kv_address = kv.address if kv is not None else ""
+    weight_bytes = sum(size for _, size, *_ in stamps)
+    identity = Identity(settings, core.ready, fingerprint, host.epoch, address, kv_address, weight_bytes)
     streams = EngineServicer(identity, core, load, kv, host.random, frame_interval=settings.frame_interval)
     role = BY_NAME[settings.engine.kv.role]
     coordinator = None

@@ -27,63 +27,63 @@ from tokenloom.v1 import engine_pb2 as tokenloom_dot_v1_dot_engine__pb2
 from tokenloom.v1 import types_pb2 as tokenloom_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etokenloom/v1/coordinator.proto\x12\x0ctokenloom.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19tokenloom/v1/engine.proto\x1a\x18tokenloom/v1/types.proto\"\xf6\x02\n\x0e\x45ngineIdentity\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\nkv_address\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12.\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x19.tokenloom.v1.Fingerprint\x12)\n\x06limits\x18\x08 \x01(\x0b\x32\x19.tokenloom.v1.ModelLimits\x12\x15\n\rnum_kv_blocks\x18\t \x01(\r\x12\x1b\n\x13publishes_kv_events\x18\n \x01(\x08\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x0b \x01(\r\x12\x1c\n\x14parallel_config_hash\x18\x0c \x01(\x0c\x12\x19\n\x11\x63omputes_in_waves\x18\r \x01(\x08\x12\x1b\n\x13\x64\x61ta_parallel_group\x18\x0e \x01(\tJ\x04\x08\x07\x10\x08R\x08group_id\"\xed\x05\n\x0c\x45ngineReport\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12.\n\x08identity\x18\x02 \x01(\x0b\x32\x1c.tokenloom.v1.EngineIdentity\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.tokenloom.v1.EngineRole\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.tokenloom.v1.EngineState\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\r\x12\x10\n\x08kv_usage\x18\x08 \x01(\x02\x12\x16\n\x0e\x66ree_kv_blocks\x18\t \x01(\r\x12+\n\rpicks_arrived\x18\n \x03(\x0b\x32\x14.tokenloom.v1.PickId\x12\x0c\n\x04step\x18\x0b \x01(\x04\x12\r\n\x05seats\x18\x0c \x01(\r\x12!\n\x19prefill_tokens_per_second\x18\r \x01(\x02\x12\x19\n\x11starts_per_second\x18\x0e \x01(\x02\x12\'\n\x08\x61\x64\x61pters\x18\x0f \x03(\x0b\x32\x15.tokenloom.v1.Adapter\x12\"\n\x1a\x63omputed_tokens_per_second\x18\x10 \x01(\x02\x12 \n\x18prompt_tokens_per_second\x18\x11 \x01(\x02\x12\x14\n\x0cstep_seconds\x18\x12 \x01(\x02\x12\x15\n\rstep_requests\x18\x13 \x01(\x02\x12\x19\n\x11prefilling_tokens\x18\x14 \x01(\r\x12\x17\n\nstart_wave\x18\x15 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\rwave_complete\x18\x16 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\ngroup_size\x18\x17 \x01(\r\x12*\n\nfall_backs\x18\x18 \x03(\x0b\x32\x16.tokenloom.v1.FallBackB\r\n\x0b_start_waveB\x10\n\x0e_wave_complete\"\xa8\x02\n\rEngineCommand\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12$\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x13.tokenloom.v1.DrainH\x00\x12\x30\n\x08\x61\x64\x61pters\x18\x03 \x01(\x0b\x32\x1c.tokenloom.v1.AdapterChangesH\x00\x12\x14\n\nstart_wave\x18\x05 \x01(\x04H\x00\x12\x1c\n\x12\x64\x61ta_parallel_size\x18\x06 \x01(\rH\x00\x12\x32\n\x0freport_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x0bwaits_aside\x18\x07 \x01(\tH\x01\x88\x01\x01\x42\t\n\x07\x63ommandB\x0e\n\x0c_waits_aside\"1\n\x05\x44rain\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\x0e\x41\x64\x61pterChanges\x12#\n\x04load\x18\x01 \x03(\x0b\x32\x15.tokenloom.v1.Adapter\x12\x0e\n\x06unload\x18\x02 \x03(\t\"\xb9\x03\n\x0bPickRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.tokenloom.v1.Fingerprint\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.tokenloom.v1.EngineRole\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x1b\n\x13\x62lock_hash_prefixes\x18\x05 \x03(\x06\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x07\x65xclude\x18\t \x03(\x0b\x32\x17.tokenloom.v1.EngineRef\x12\x0f\n\x07\x61\x64\x61pter\x18\n \x01(\x0c\x12\x10\n\x08query_id\x18\x0b \x01(\t\x12\r\n\x05pools\x18\x0c \x01(\x08\x12$\n\x06subset\x18\x14 \x01(\x0b\x32\x14.tokenloom.v1.Subset\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\r \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_data_parallel_rank\"5\n\rEnrollRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"(\n\x08Position\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"4\n\x06Subset\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\r\"-\n\tEngineRef\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"w\n\x0cPickResponse\x12,\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1c.tokenloom.v1.EngineIdentity\x12\x15\n\rwhole_request\x18\x02 \x01(\x08\x12\"\n\x04pick\x18\x03 \x01(\x0b\x32\x14.tokenloom.v1.PickId\"4\n\tPickBatch\x12\'\n\x04pick\x18\x01 \x03(\x0b\x32\x19.tokenloom.v1.PickRequest\"7\n\x0bPickResults\x12(\n\x06result\x18\x01 \x03(\x0b\x32\x18.tokenloom.v1.PickResult\"m\n\nPickResult\x12.\n\x08response\x18\x01 \x01(\x0b\x32\x1a.tokenloom.v1.PickResponseH\x00\x12$\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.tokenloom.v1.ErrorH\x00\x42\t\n\x07outcome\"6\n\x0cWatchRequest\x12\x0f\n\x07\x63hanges\x18\x01 \x01(\x08\x12\x15\n\rwithout_loads\x18\x02 \x01(\x08\"\x96\x03\n\x08Snapshot\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x06\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\x12*\n\x07\x65ngines\x18\x04 \x03(\x0b\x32\x19.tokenloom.v1.EngineEntry\x12\x14\n\x0cpd_threshold\x18\x05 \x01(\r\x12\'\n\x08\x61\x64\x61pters\x18\x06 \x03(\x0b\x32\x15.tokenloom.v1.Adapter\x12\x15\n\rbase_revision\x18\x07 \x01(\x04\x12\x0c\n\x04left\x18\x08 \x03(\t\x12(\n\x05loads\x18\t \x01(\x0b\x32\x19.tokenloom.v1.EngineLoads\x12\x14\n\x0cnew_adapters\x18\n \x01(\x08\x12\x19\n\x11unloaded_adapters\x18\x0b \x03(\t\x12\x30\n\x08prefixes\x18\x0c \x01(\x0b\x32\x1e.tokenloom.v1.PrefixPlacements\x12.\n\tplacement\x18\r \x01(\x0e\x32\x1b.tokenloom.v1.PlacementRule\"L\n\x10PrefixPlacements\x12\x12\n\nblock_hash\x18\x01 \x03(\x06\x12\x0e\n\x06\x65ngine\x18\x02 \x03(\r\x12\x14\n\x0cother_engine\x18\x03 \x03(\r\"\xd8\x03\n\x0b\x45ngineLoads\x12\x0e\n\x06number\x18\x01 \x03(\r\x12\x18\n\x10\x61ge_milliseconds\x18\x02 \x03(\r\x12\r\n\x05score\x18\x03 \x03(\r\x12\x0f\n\x07waiting\x18\x04 \x03(\r\x12\x16\n\x0ewaiting_tokens\x18\x05 \x03(\x04\x12\x18\n\x10reported_waiting\x18\x06 \x03(\r\x12\x0f\n\x07running\x18\x07 \x03(\r\x12\x1f\n\x17reported_waiting_tokens\x18\x08 \x03(\r\x12\x10\n\x08kv_usage\x18\t \x03(\x02\x12\x16\n\x0e\x66ree_kv_blocks\x18\n \x03(\r\x12\r\n\x05seats\x18\x0b \x03(\r\x12!\n\x19prefill_tokens_per_second\x18\x0c \x03(\x02\x12\x19\n\x11starts_per_second\x18\r \x03(\x02\x12 \n\x18prompt_tokens_per_second\x18\x0e \x03(\x02\x12\x14\n\x0cstep_seconds\x18\x0f \x03(\x02\x12\x15\n\rstep_requests\x18\x10 \x03(\x02\x12\x17\n\x0funcached_tokens\x18\x11 \x03(\x04\x12\"\n\x1auncached_tokens_per_second\x18\x12 \x03(\x02\x12\x18\n\x10\x65xpected_seconds\x18\x13 \x03(\x02\"G\n\x0cScaleRequest\x12\x1b\n\x13\x64\x61ta_parallel_group\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x02 \x01(\r\"\x0f\n\rScaleResponse\"M\n\x11SetAdapterRequest\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.tokenloom.v1.Adapter\x12\x10\n\x08unloaded\x18\x02 \x01(\x08\"\x14\n\x12SetAdapterResponse\"\xb0\x02\n\x0b\x45ngineEntry\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.tokenloom.v1.EngineIdentity\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.tokenloom.v1.EngineReport\x12&\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05score\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06number\x18\x07 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x08 \x01(\x04\x12\"\n\x1auncached_tokens_per_second\x18\t \x01(\x02\x12\x18\n\x10\x65xpected_seconds\x18\n \x01(\x02*\xab\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x02\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x03\x12\x15\n\x11\x45NGINE_STATE_DEAD\x10\x04\x12\x17\n\x13\x45NGINE_STATE_PAUSED\x10\x05*b\n\rPlacementRule\x12\x1e\n\x1aPLACEMENT_RULE_UNSPECIFIED\x10\x00\x12\x18\n\x14PLACEMENT_RULE_SCORE\x10\x01\x12\x17\n\x13PLACEMENT_RULE_COST\x10\x02\x32\xea\x03\n\x0b\x43oordinator\x12\x43\n\x04Join\x12\x1a.tokenloom.v1.EngineReport\x1a\x1b.tokenloom.v1.EngineCommand(\x01\x30\x01\x12=\n\x04Pick\x12\x19.tokenloom.v1.PickRequest\x1a\x1a.tokenloom.v1.PickResponse\x12\x44\n\nPickStream\x12\x17.tokenloom.v1.PickBatch\x1a\x19.tokenloom.v1.PickResults(\x01\x30\x01\x12=\n\x05Watch\x12\x1a.tokenloom.v1.WatchRequest\x1a\x16.tokenloom.v1.Snapshot0\x01\x12O\n\nSetAdapter\x12\x1f.tokenloom.v1.SetAdapterRequest\x1a .tokenloom.v1.SetAdapterResponse\x12@\n\x05Scale\x12\x1a.tokenloom.v1.ScaleRequest\x1a\x1b.tokenloom.v1.ScaleResponse\x12?\n\x06\x45nroll\x12\x1b.tokenloom.v1.EnrollRequest\x1a\x16.tokenloom.v1.Position0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etokenloom/v1/coordinator.proto\x12\x0ctokenloom.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19tokenloom/v1/engine.proto\x1a\x18tokenloom/v1/types.proto\"\x8c\x03\n\x0e\x45ngineIdentity\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\nkv_address\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12.\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x19.tokenloom.v1.Fingerprint\x12)\n\x06limits\x18\x08 \x01(\x0b\x32\x19.tokenloom.v1.ModelLimits\x12\x15\n\rnum_kv_blocks\x18\t \x01(\r\x12\x1b\n\x13publishes_kv_events\x18\n \x01(\x08\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x0b \x01(\r\x12\x1c\n\x14parallel_config_hash\x18\x0c \x01(\x0c\x12\x19\n\x11\x63omputes_in_waves\x18\r \x01(\x08\x12\x1b\n\x13\x64\x61ta_parallel_group\x18\x0e \x01(\t\x12\x14\n\x0cweight_bytes\x18\x0f \x01(\x04J\x04\x08\x07\x10\x08R\x08group_id\"\xed\x05\n\x0c\x45ngineReport\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12.\n\x08identity\x18\x02 \x01(\x0b\x32\x1c.tokenloom.v1.EngineIdentity\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.tokenloom.v1.EngineRole\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.tokenloom.v1.EngineState\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\r\x12\x10\n\x08kv_usage\x18\x08 \x01(\x02\x12\x16\n\x0e\x66ree_kv_blocks\x18\t \x01(\r\x12+\n\rpicks_arrived\x18\n \x03(\x0b\x32\x14.tokenloom.v1.PickId\x12\x0c\n\x04step\x18\x0b \x01(\x04\x12\r\n\x05seats\x18\x0c \x01(\r\x12!\n\x19prefill_tokens_per_second\x18\r \x01(\x02\x12\x19\n\x11starts_per_second\x18\x0e \x01(\x02\x12\'\n\x08\x61\x64\x61pters\x18\x0f \x03(\x0b\x32\x15.tokenloom.v1.Adapter\x12\"\n\x1a\x63omputed_tokens_per_second\x18\x10 \x01(\x02\x12 \n\x18prompt_tokens_per_second\x18\x11 \x01(\x02\x12\x14\n\x0cstep_seconds\x18\x12 \x01(\x02\x12\x15\n\rstep_requests\x18\x13 \x01(\x02\x12\x19\n\x11prefilling_tokens\x18\x14 \x01(\r\x12\x17\n\nstart_wave\x18\x15 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\rwave_complete\x18\x16 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\ngroup_size\x18\x17 \x01(\r\x12*\n\nfall_backs\x18\x18 \x03(\x0b\x32\x16.tokenloom.v1.FallBackB\r\n\x0b_start_waveB\x10\n\x0e_wave_complete\"\xa8\x02\n\rEngineCommand\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12$\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x13.tokenloom.v1.DrainH\x00\x12\x30\n\x08\x61\x64\x61pters\x18\x03 \x01(\x0b\x32\x1c.tokenloom.v1.AdapterChangesH\x00\x12\x14\n\nstart_wave\x18\x05 \x01(\x04H\x00\x12\x1c\n\x12\x64\x61ta_parallel_size\x18\x06 \x01(\rH\x00\x12\x32\n\x0freport_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x0bwaits_aside\x18\x07 \x01(\tH\x01\x88\x01\x01\x42\t\n\x07\x63ommandB\x0e\n\x0c_waits_aside\"1\n\x05\x44rain\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\x0e\x41\x64\x61pterChanges\x12#\n\x04load\x18\x01 \x03(\x0b\x32\x15.tokenloom.v1.Adapter\x12\x0e\n\x06unload\x18\x02 \x03(\t\"\xb9\x03\n\x0bPickRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.tokenloom.v1.Fingerprint\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.tokenloom.v1.EngineRole\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x1b\n\x13\x62lock_hash_prefixes\x18\x05 \x03(\x06\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x07\x65xclude\x18\t \x03(\x0b\x32\x17.tokenloom.v1.EngineRef\x12\x0f\n\x07\x61\x64\x61pter\x18\n \x01(\x0c\x12\x10\n\x08query_id\x18\x0b \x01(\t\x12\r\n\x05pools\x18\x0c \x01(\x08\x12$\n\x06subset\x18\x14 \x01(\x0b\x32\x14.tokenloom.v1.Subset\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\r \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_data_parallel_rank\"5\n\rEnrollRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"(\n\x08Position\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"4\n\x06Subset\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\r\"-\n\tEngineRef\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"w\n\x0cPickResponse\x12,\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1c.tokenloom.v1.EngineIdentity\x12\x15\n\rwhole_request\x18\x02 \x01(\x08\x12\"\n\x04pick\x18\x03 \x01(\x0b\x32\x14.tokenloom.v1.PickId\"4\n\tPickBatch\x12\'\n\x04pick\x18\x01 \x03(\x0b\x32\x19.tokenloom.v1.PickRequest\"7\n\x0bPickResults\x12(\n\x06result\x18\x01 \x03(\x0b\x32\x18.tokenloom.v1.PickResult\"m\n\nPickResult\x12.\n\x08response\x18\x01 \x01(\x0b\x32\x1a.tokenloom.v1.PickResponseH\x00\x12$\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.tokenloom.v1.ErrorH\x00\x42\t\n\x07outcome\"6\n\x0cWatchRequest\x12\x0f\n\x07\x63hanges\x18\x01 \x01(\x08\x12\x15\n\rwithout_loads\x18\x02 \x01(\x08\"\x96\x03\n\x08Snapshot\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x06\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\x12*\n\x07\x65ngines\x18\x04 \x03(\x0b\x32\x19.tokenloom.v1.EngineEntry\x12\x14\n\x0cpd_threshold\x18\x05 \x01(\r\x12\'\n\x08\x61\x64\x61pters\x18\x06 \x03(\x0b\x32\x15.tokenloom.v1.Adapter\x12\x15\n\rbase_revision\x18\x07 \x01(\x04\x12\x0c\n\x04left\x18\x08 \x03(\t\x12(\n\x05loads\x18\t \x01(\x0b\x32\x19.tokenloom.v1.EngineLoads\x12\x14\n\x0cnew_adapters\x18\n \x01(\x08\x12\x19\n\x11unloaded_adapters\x18\x0b \x03(\t\x12\x30\n\x08prefixes\x18\x0c \x01(\x0b\x32\x1e.tokenloom.v1.PrefixPlacements\x12.\n\tplacement\x18\r \x01(\x0e\x32\x1b.tokenloom.v1.PlacementRule\"L\n\x10PrefixPlacements\x12\x12\n\nblock_hash\x18\x01 \x03(\x06\x12\x0e\n\x06\x65ngine\x18\x02 \x03(\r\x12\x14\n\x0cother_engine\x18\x03 \x03(\r\"\xd8\x03\n\x0b\x45ngineLoads\x12\x0e\n\x06number\x18\x01 \x03(\r\x12\x18\n\x10\x61ge_milliseconds\x18\x02 \x03(\r\x12\r\n\x05score\x18\x03 \x03(\r\x12\x0f\n\x07waiting\x18\x04 \x03(\r\x12\x16\n\x0ewaiting_tokens\x18\x05 \x03(\x04\x12\x18\n\x10reported_waiting\x18\x06 \x03(\r\x12\x0f\n\x07running\x18\x07 \x03(\r\x12\x1f\n\x17reported_waiting_tokens\x18\x08 \x03(\r\x12\x10\n\x08kv_usage\x18\t \x03(\x02\x12\x16\n\x0e\x66ree_kv_blocks\x18\n \x03(\r\x12\r\n\x05seats\x18\x0b \x03(\r\x12!\n\x19prefill_tokens_per_second\x18\x0c \x03(\x02\x12\x19\n\x11starts_per_second\x18\r \x03(\x02\x12 \n\x18prompt_tokens_per_second\x18\x0e \x03(\x02\x12\x14\n\x0cstep_seconds\x18\x0f \x03(\x02\x12\x15\n\rstep_requests\x18\x10 \x03(\x02\x12\x17\n\x0funcached_tokens\x18\x11 \x03(\x04\x12\"\n\x1auncached_tokens_per_second\x18\x12 \x03(\x02\x12\x18\n\x10\x65xpected_seconds\x18\x13 \x03(\x02\"G\n\x0cScaleRequest\x12\x1b\n\x13\x64\x61ta_parallel_group\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x02 \x01(\r\"\x0f\n\rScaleResponse\"M\n\x11SetAdapterRequest\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.tokenloom.v1.Adapter\x12\x10\n\x08unloaded\x18\x02 \x01(\x08\"\x14\n\x12SetAdapterResponse\"\xb0\x02\n\x0b\x45ngineEntry\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.tokenloom.v1.EngineIdentity\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.tokenloom.v1.EngineReport\x12&\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05score\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06number\x18\x07 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x08 \x01(\x04\x12\"\n\x1auncached_tokens_per_second\x18\t \x01(\x02\x12\x18\n\x10\x65xpected_seconds\x18\n \x01(\x02*\xab\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x02\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x03\x12\x15\n\x11\x45NGINE_STATE_DEAD\x10\x04\x12\x17\n\x13\x45NGINE_STATE_PAUSED\x10\x05*b\n\rPlacementRule\x12\x1e\n\x1aPLACEMENT_RULE_UNSPECIFIED\x10\x00\x12\x18\n\x14PLACEMENT_RULE_SCORE\x10\x01\x12\x17\n\x13PLACEMENT_RULE_COST\x10\x02\x32\xea\x03\n\x0b\x43oordinator\x12\x43\n\x04Join\x12\x1a.tokenloom.v1.EngineReport\x1a\x1b.tokenloom.v1.EngineCommand(\x01\x30\x01\x12=\n\x04Pick\x12\x19.tokenloom.v1.PickRequest\x1a\x1a.tokenloom.v1.PickResponse\x12\x44\n\nPickStream\x12\x17.tokenloom.v1.PickBatch\x1a\x19.tokenloom.v1.PickResults(\x01\x30\x01\x12=\n\x05Watch\x12\x1a.tokenloom.v1.WatchRequest\x1a\x16.tokenloom.v1.Snapshot0\x01\x12O\n\nSetAdapter\x12\x1f.tokenloom.v1.SetAdapterRequest\x1a .tokenloom.v1.SetAdapterResponse\x12@\n\x05Scale\x12\x1a.tokenloom.v1.ScaleRequest\x1a\x1b.tokenloom.v1.ScaleResponse\x12?\n\x06\x45nroll\x12\x1b.tokenloom.v1.EnrollRequest\x1a\x16.tokenloom.v1.Position0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokenloom.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINESTATE']._serialized_start=4185
-  _globals['_ENGINESTATE']._serialized_end=4356
-  _globals['_PLACEMENTRULE']._serialized_start=4358
-  _globals['_PLACEMENTRULE']._serialized_end=4456
+  _globals['_ENGINESTATE']._serialized_start=4207
+  _globals['_ENGINESTATE']._serialized_end=4378
+  _globals['_PLACEMENTRULE']._serialized_start=4380
+  _globals['_PLACEMENTRULE']._serialized_end=4478
   _globals['_ENGINEIDENTITY']._serialized_start=134
-  _globals['_ENGINEIDENTITY']._serialized_end=508
-  _globals['_ENGINEREPORT']._serialized_start=511
-  _globals['_ENGINEREPORT']._serialized_end=1260
-  _globals['_ENGINECOMMAND']._serialized_start=1263
-  _globals['_ENGINECOMMAND']._serialized_end=1559
-  _globals['_DRAIN']._serialized_start=1561
-  _globals['_DRAIN']._serialized_end=1610
-  _globals['_ADAPTERCHANGES']._serialized_start=1612
-  _globals['_ADAPTERCHANGES']._serialized_end=1681
-  _globals['_PICKREQUEST']._serialized_start=1684
-  _globals['_PICKREQUEST']._serialized_end=2125
-  _globals['_ENROLLREQUEST']._serialized_start=2127
-  _globals['_ENROLLREQUEST']._serialized_end=2180
-  _globals['_POSITION']._serialized_start=2182
-  _globals['_POSITION']._serialized_end=2222
-  _globals['_SUBSET']._serialized_start=2224
-  _globals['_SUBSET']._serialized_end=2276
-  _globals['_ENGINEREF']._serialized_start=2278
-  _globals['_ENGINEREF']._serialized_end=2323
-  _globals['_PICKRESPONSE']._serialized_start=2325
-  _globals['_PICKRESPONSE']._serialized_end=2444
-  _globals['_PICKBATCH']._serialized_start=2446
-  _globals['_PICKBATCH']._serialized_end=2498
-  _globals['_PICKRESULTS']._serialized_start=2500
-  _globals['_PICKRESULTS']._serialized_end=2555
-  _globals['_PICKRESULT']._serialized_start=2557
-  _globals['_PICKRESULT']._serialized_end=2666
-  _globals['_WATCHREQUEST']._serialized_start=2668
-  _globals['_WATCHREQUEST']._serialized_end=2722
-  _globals['_SNAPSHOT']._serialized_start=2725
-  _globals['_SNAPSHOT']._serialized_end=3131
-  _globals['_PREFIXPLACEMENTS']._serialized_start=3133
-  _globals['_PREFIXPLACEMENTS']._serialized_end=3209
-  _globals['_ENGINELOADS']._serialized_start=3212
-  _globals['_ENGINELOADS']._serialized_end=3684
-  _globals['_SCALEREQUEST']._serialized_start=3686
-  _globals['_SCALEREQUEST']._serialized_end=3757
-  _globals['_SCALERESPONSE']._serialized_start=3759
-  _globals['_SCALERESPONSE']._serialized_end=3774
-  _globals['_SETADAPTERREQUEST']._serialized_start=3776
-  _globals['_SETADAPTERREQUEST']._serialized_end=3853
-  _globals['_SETADAPTERRESPONSE']._serialized_start=3855
-  _globals['_SETADAPTERRESPONSE']._serialized_end=3875
-  _globals['_ENGINEENTRY']._serialized_start=3878
-  _globals['_ENGINEENTRY']._serialized_end=4182
-  _globals['_COORDINATOR']._serialized_start=4459
-  _globals['_COORDINATOR']._serialized_end=4949
+  _globals['_ENGINEIDENTITY']._serialized_end=530
+  _globals['_ENGINEREPORT']._serialized_start=533
+  _globals['_ENGINEREPORT']._serialized_end=1282
+  _globals['_ENGINECOMMAND']._serialized_start=1285
+  _globals['_ENGINECOMMAND']._serialized_end=1581
+  _globals['_DRAIN']._serialized_start=1583
+  _globals['_DRAIN']._serialized_end=1632
+  _globals['_ADAPTERCHANGES']._serialized_start=1634
+  _globals['_ADAPTERCHANGES']._serialized_end=1703
+  _globals['_PICKREQUEST']._serialized_start=1706
+  _globals['_PICKREQUEST']._serialized_end=2147
+  _globals['_ENROLLREQUEST']._serialized_start=2149
+  _globals['_ENROLLREQUEST']._serialized_end=2202
+  _globals['_POSITION']._serialized_start=2204
+  _globals['_POSITION']._serialized_end=2244
+  _globals['_SUBSET']._serialized_start=2246
+  _globals['_SUBSET']._serialized_end=2298
+  _globals['_ENGINEREF']._serialized_start=2300
+  _globals['_ENGINEREF']._serialized_end=2345
+  _globals['_PICKRESPONSE']._serialized_start=2347
+  _globals['_PICKRESPONSE']._serialized_end=2466
+  _globals['_PICKBATCH']._serialized_start=2468
+  _globals['_PICKBATCH']._serialized_end=2520
+  _globals['_PICKRESULTS']._serialized_start=2522
+  _globals['_PICKRESULTS']._serialized_end=2577
+  _globals['_PICKRESULT']._serialized_start=2579
+  _globals['_PICKRESULT']._serialized_end=2688
+  _globals['_WATCHREQUEST']._serialized_start=2690
+  _globals['_WATCHREQUEST']._serialized_end=2744
+  _globals['_SNAPSHOT']._serialized_start=2747
+  _globals['_SNAPSHOT']._serialized_end=3153
+  _globals['_PREFIXPLACEMENTS']._serialized_start=3155
+  _globals['_PREFIXPLACEMENTS']._serialized_end=3231
+  _globals['_ENGINELOADS']._serialized_start=3234
+  _globals['_ENGINELOADS']._serialized_end=3706
+  _globals['_SCALEREQUEST']._serialized_start=3708
+  _globals['_SCALEREQUEST']._serialized_end=3779
+  _globals['_SCALERESPONSE']._serialized_start=3781
+  _globals['_SCALERESPONSE']._serialized_end=3796
+  _globals['_SETADAPTERREQUEST']._serialized_start=3798
+  _globals['_SETADAPTERREQUEST']._serialized_end=3875
+  _globals['_SETADAPTERRESPONSE']._serialized_start=3877
+  _globals['_SETADAPTERRESPONSE']._serialized_end=3897
+  _globals['_ENGINEENTRY']._serialized_start=3900
+  _globals['_ENGINEENTRY']._serialized_end=4204
+  _globals['_COORDINATOR']._serialized_start=4481
+  _globals['_COORDINATOR']._serialized_end=4971
 # @@protoc_insertion_point(module_scope)

@@ -26,10 +26,13 @@ class Identity:
 
     def __init__(
         self, settings: EngineSettings, ready: CoreReady, fingerprint: types_pb2.Fingerprint, epoch: int, address: str,
-        kv_address: str,
+        kv_address: str, weight_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """``address``: where peers reach the engine. ``kv_address``: where engines read its KV; empty if it serves
-        none."""
+        """Args:
+        address: Where peers reach the engine.
+        kv_address: Where engines read its KV; empty if it serves none.
+        weight_bytes: Of the files that hold its weights.
+        """
         self.fingerprint = fingerprint
         self.limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,
@@ -46,6 +49,7 @@ class Identity:
         self._engine_id = settings.instance_id
         self._epoch = epoch
         self._addresses = address, kv_address
+        self._weight_bytes = weight_bytes
         cache = settings.engine.cache
         self._publishes_kv_events = cache.kv_events and cache.enable_prefix_caching
         self._group = settings.engine.parallel
@@ -73,6 +77,7 @@ class Identity:
             data_parallel_rank=self._group.data_parallel_rank,
             parallel_config_hash=self._ready.parallel_config_hash,
             computes_in_waves=self._ready.has_waves,
+            weight_bytes=self._weight_bytes,
         )
 
 

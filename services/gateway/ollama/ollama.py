@@ -1,4 +1,4 @@
-"""Defines the bodies of Ollama's API, and translates them into the bodies of chats."""
+"""Defines the bodies of Ollama's API, and translates them into the bodies of chats and completions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,15 +7,20 @@ from typing import Any
 import msgspec
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.narrowing import narrow_int
+from tokenloom.v1 import types_pb2
 
 from ..generation.running_generation import RunningGeneration
 from ..http.error_form import ErrorForm
 from ..openai.body_reader import AnswerOptions, Body, renamed_twice
 from ..openai.chat import ChatApi
+from ..openai.completions import CompletionsApi
+from ..openapi.request_schemas import CommonFields
 from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
 from .ollama_answer import OllamaAnswer
 
+_ANY_NUMBER = 2**32 - 1
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 OPTIONS = {name: name for name in _SAME} | {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 """Options that have an effect, and their names in chats."""
@@ -35,13 +40,39 @@ class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
     format: str | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
     think: bool | str | None = None
+    raw: bool | None = None
+    keep_alive: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class NothingAsked:
+    """Stands for a request without a prompt, by which Ollama's clients load a model, or unload it.
+
+    Attributes:
+        reason: ``load`` or ``unload``. Neither has an effect: the engines stay.
+    """
+
+    reason: str
+
+
+def sampling_body(fields: OllamaRequest) -> dict[str, Any]:
+    """Return the options in the spelling of chats and completions, without the limit of tokens."""
+    options = (fields.options or {}).items()
+    return {OPTIONS[name]: value for name, value in options if name in OPTIONS and name != "num_predict"}
+
+
+def most_tokens(fields: OllamaRequest) -> int:
+    """Return the most tokens that the client accepts, which may exceed the room in the context. Raises
+    ``InvalidArgument``."""
+    asked = (fields.options or {}).get("num_predict")
+    if asked is None or (isinstance(asked, int) and asked <= 0):  # no limit
+        return _ANY_NUMBER
+    return narrow_int("max_tokens", asked, 1, _ANY_NUMBER)
 
 
 def chat_body(fields: OllamaRequest, *, is_chat: bool) -> dict[str, Any]:
     """Return the chat that a body asks for. Raises ``InvalidArgument`` naming the field."""
-    chat = {OPTIONS[name]: value for name, value in (fields.options or {}).items() if name in OPTIONS}
-    if chat.get("max_tokens") in (-1, -2):  # these mean no limit
-        del chat["max_tokens"]
+    chat = sampling_body(fields)
     system = [{"role": "system", "content": fields.system}] if fields.system else []
     turns = fields.messages or [] if is_chat else [*system, {"role": "user", "content": fields.prompt}]
     chat |= {"messages": list(map(_turn, turns)), "tools": fields.tools or None}
@@ -74,6 +105,8 @@ class OllamaApi:
     """Reads bodies of an endpoint and makes its answers. A body becomes that of a chat, which has the same job."""
 
     chats: ChatApi
+    completions: CompletionsApi
+    """Reads prompts that are not rendered (``raw``)."""
     is_chat: bool
     is_resumable = False
 
@@ -81,16 +114,39 @@ class OllamaApi:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
         reader = self.chats.reader
         fields = reader.read(body, OllamaRequest)
-        # Read as a chat, so that limits, tools and reasoning are those of every other API. Ollama's endpoints that
-        # manage models have no counterpart in a mesh.
+        if fields.raw and self.is_chat:
+            raise InvalidArgument("raw is for /api/generate", "raw")
         names = _FIELDS if self.is_chat else _FIELDS | {"messages": "prompt"}
         try:
-            job, options = self.chats.read(chat_body(fields, is_chat=self.is_chat), tenant)
+            job, options = self._job(fields, tenant)
         except InvalidArgument as error:
             raise error.renamed(names) from None
         unread = (f"options.{name}" for name in fields.options or () if name not in OPTIONS)
-        ignored = (*reader.ignored(body, OllamaRequest), *unread)
+        kept = ("keep_alive",) if fields.keep_alive is not None and options.request is None else ()
+        ignored = (*reader.ignored(body, OllamaRequest), *kept, *unread)
         return job, replace(options, ignored=ignored, field_names=renamed_twice(options.field_names, names))
+
+    def _job(self, fields: OllamaRequest, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
+        # Read as a chat, so that limits, tools and reasoning are those of every other API.
+        if not (fields.messages if self.is_chat else fields.prompt):
+            nothing = NothingAsked("unload" if is_zero(fields.keep_alive) else "load")
+            job = GenerateRequest((), "prompt", types_pb2.SamplingParams(), tenant=tenant)
+            return job, AnswerOptions.of(CommonFields(), job.sampling, request=nothing)
+        most = most_tokens(fields)
+        if fields.raw:
+            form = {"stream": fields.stream is not False, "response_format": _format(fields.format)}
+            job, options = self.completions.read(sampling_body(fields) | form | {"prompt": fields.prompt}, tenant)
+        else:
+            job, options = self.chats.read(chat_body(fields, is_chat=self.is_chat), tenant)
+        return replace(job, most_tokens=most), options
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> OllamaAnswer:
         return OllamaAnswer(generation, options, is_chat=self.is_chat)
+
+
+def is_zero(keep_alive: object) -> bool:
+    """Return whether a duration, a number or a text with units, is no time."""
+    if isinstance(keep_alive, str):
+        digits = [char for char in keep_alive if char.isdecimal()]
+        return bool(digits) and set(digits) == {"0"}
+    return keep_alive == 0 and not isinstance(keep_alive, bool)

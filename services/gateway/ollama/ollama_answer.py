@@ -1,6 +1,5 @@
 """Shapes an answer of Ollama's API: an object, or lines that each hold a part of it."""
 
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -21,7 +20,6 @@ class OllamaAnswer:
         self._generation, self._model, self._is_chat = generation, generation.model, is_chat
         is_open, may_reason = generation.opens_reasoning, generation.may_reason
         self._reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
-        self._begun = time.monotonic_ns()
         self._content: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[CallDelta] = []
@@ -72,12 +70,30 @@ class OllamaAnswer:
         if calls:
             functions = ({"name": call.name, "arguments": read_arguments(call.arguments)} for call in calls)
             turn["tool_calls"] = [{"function": function} for function in functions]
-        line = {"message": {"role": "assistant", **turn}} if self._is_chat else turn
-        line |= {"model": self._model, "created_at": datetime.now(UTC).isoformat(), "done": ends}
+        line = line_of(self._model, turn, is_chat=self._is_chat, ends=ends)
         return encode_json(line | (self._ending() if ends else {})) + b"\n"
 
     def _ending(self) -> dict[str, object]:
-        usage, reason = self._generation.usage, finish_reason(self._generation.finished[0])
-        counts = {"prompt_eval_count": usage.prompt_tokens, "eval_count": usage.completion_tokens}
-        counts |= dict.fromkeys(("total_duration", "eval_duration"), time.monotonic_ns() - self._begun)
-        return {"done_reason": reason, **counts}
+        """Return why the answer ended, and the counts and nanoseconds of which clients make tokens per second."""
+        generation = self._generation
+        usage, times, total = generation.usage, generation.timeline, generation.total_ns
+        before = times.tokenize_ns + times.placement_ns + times.queued_ns
+        # All that follows the prompt, not the time between the arrivals of tokens: a short answer may arrive at once.
+        # At least 1, because clients divide by it.
+        rest = total - before - times.prefill_ns
+        return {
+            "done_reason": finish_reason(generation.finished[0]),
+            "total_duration": total,
+            "load_duration": before,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": max(times.prefill_ns, 1),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": max(rest, 1),
+        }
+
+
+def line_of(model: str, turn: dict[str, Any], *, is_chat: bool, ends: bool) -> dict[str, Any]:
+    """Return a part of an answer. ``turn``: members of the message, or of the line itself."""
+    line: dict[str, Any] = {"model": model, "created_at": datetime.now(UTC).isoformat()}
+    line |= {"message": {"role": "assistant", **turn}} if is_chat else turn
+    return line | {"done": ends}

@@ -259,3 +259,9 @@ OLLAMA_EMBEDDINGS = _route("POST", "/api/embeddings")
 OLLAMA_SHOW = _route("POST", "/api/show")
 OLLAMA_VERSION = _route("GET", "/api/version")
 OLLAMA_TAGS = _route("GET", "/api/tags")
+OLLAMA_PS = _route("GET", "/api/ps")
+OLLAMA_PULL = _route("POST", "/api/pull")
+OLLAMA_MANAGEMENT = (
+    *(_route("POST", f"/api/{name}") for name in ("create", "copy", "push")),
+    _route("DELETE", "/api/delete"),
+)

@@ -208,6 +208,24 @@ FOREIGN_APIS = (
         },
     ),
     ForeignApi(
+        "Ollama generate",
+        "/api/generate",
+        """
+        prompt system raw format options.num_predict options.repeat_penalty options.seed options.stop
+        options.temperature options.top_k stream think
+        """,
+        refused={
+            "images": _ONLY_TEXT,
+            "suffix": "Models continue, they do not fill in.",
+        },
+        ignored={
+            "context": "Send the conversation to /api/chat.",
+            "keep_alive": "The model stays loaded.",
+            "options.num_ctx": "Operators set --max-model-len.",
+            "template": "Operators choose the template.",
+        },
+    ),
+    ForeignApi(
         "vLLM chat completions",
         "/v1/chat/completions",
         _OF_VLLM

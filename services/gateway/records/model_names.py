@@ -11,6 +11,8 @@ MAX_QUOTED = 128
 LISTING = "GET /v1/models (gRPC: ListModels) lists"
 """Where a client finds the names of models and adapters."""
 """Limits the characters of a client's name that an error repeats."""
+LATEST = ":latest"
+"""Ends names of Ollama's clients, where it says nothing; an adapter of this name comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class ModelNames:
         model, _, adapter = name.rpartition(":")
         if (found := self._mesh.adapters.get(adapter if model in self.own else name)) is not None:
             return NamedAdapter(f"{self.own[0]}:{found.name}", found.digest)
+        if name.endswith(LATEST):
+            return self.find(name.removesuffix(LATEST))
         raise self.not_served(name)
 
     def not_served(self, name: str) -> errors.ModelNotFound:

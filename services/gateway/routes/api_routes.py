@@ -1,6 +1,8 @@
 """Lists the routes of the HTTP API, except those for operators."""
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import cache
 
 from tokenloom.services.runtime.host.host import Host
 
@@ -25,23 +27,24 @@ from ..responses.responses_endpoint import ResponsesEndpoint
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..settings.gateway_settings import GatewaySettings
-from .ollama_routes import ollama_routes
+from .ollama_routes import ollama_routes, ollama_status_routes
 from .openapi_routes import document_routes
 from .pooling_routes import pooling_routes
-from .status_routes import StatusRoutes, get, ollama_tags
+from .status_routes import StatusRoutes
 from .tokenize_routes import TokenizeRoutes
 
 ERROR_FORMS: Mapping[Route, ErrorForm] = {
     route_table.MESSAGES: ANTHROPIC,
     route_table.COUNT_TOKENS: ANTHROPIC,
-    route_table.OLLAMA_CHAT: OLLAMA,
-    route_table.OLLAMA_GENERATE: OLLAMA,
-    route_table.OLLAMA_EMBED: OLLAMA,
-    route_table.OLLAMA_EMBEDDINGS: OLLAMA,
-    route_table.OLLAMA_SHOW: OLLAMA,
-    route_table.OLLAMA_TAGS: OLLAMA,
+    **{route: OLLAMA for route in route_table.ROUTES if route.path.startswith("/api/")},
 }
 """How the routes report errors that do not do it in OpenAI's form."""
+
+
+@cache
+def started_at() -> str:
+    """Return when this process first made its routes, as RFC 3339 writes it."""
+    return datetime.now(UTC).isoformat()
 
 
 def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, counts: ResponseCounts) -> Routes:
@@ -51,7 +54,7 @@ def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, c
     return {
         **status.routes(),
         **(page_routes(meshes, host, counts, status.root) if settings.page else {}),
-        route_table.OLLAMA_TAGS: get(lambda: ollama_tags(meshes.listed())),
+        **ollama_status_routes(meshes, started_at()),
         **document_routes(mesh.health.limits, admin=settings.has_admin, batches=settings.batch_dir is not None),
     }
 
@@ -81,7 +84,7 @@ def api_routes(
         route_table.COMPLETIONS: endpoint(CompletionsApi(reader)),
         route_table.MESSAGES: endpoint(messages),
         route_table.COUNT_TOKENS: count_tokens,
-        **ollama_routes(chats, endpoint, mesh.health),
+        **ollama_routes(mesh, chats, endpoint, parser, limit, started_at()),
         route_table.RESPONSES: stored,
         route_table.RESPONSE: stored.retrieve,
         route_table.DELETE_RESPONSE: stored.delete,

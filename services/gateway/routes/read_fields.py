@@ -3,11 +3,13 @@
 import msgspec
 
 from ..ollama.ollama import OllamaRequest
+from ..ollama.ollama_embed import OllamaEmbedRequest
 from ..openai.body_reader import NOT_SUPPORTED_YET, RENAMED, SAMPLING_FIELDS
-from ..openapi.pooling_schemas import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
+from ..openapi.pooling_schemas import ClassifyRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..openapi.request_schemas import (
     ChatCompletionRequest,
     CompletionRequest,
+    CountTokensRequest,
     DetokenizeRequest,
     MessagesRequest,
     ResponsesRequest,
@@ -20,8 +22,11 @@ _BODIES: tuple[type[msgspec.Struct], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     MessagesRequest,
+    CountTokensRequest,
     ResponsesRequest,
     OllamaRequest,
+    OllamaEmbedRequest,
+    EmbeddingRequest,
     PoolingRequest,
     ClassifyRequest,
     ScoreRequest,

@@ -21,9 +21,6 @@ from ..openapi import route_table
 from ..records.model_names import ModelNames
 from ..serving.mesh_health import MeshHealth, PartState
 
-OLLAMA_DETAILS = {"family": "tokenloom", "format": "safetensors"}
-"""What Ollama's API says of every model."""
-
 
 class StatusRoutes:
     """Answers what needs no generation."""
@@ -152,12 +149,6 @@ async def respond_health(exchange: HttpExchange, body: Mapping[str, object]) -> 
         await exchange.respond(503, encode_json(body), headers=[(b"retry-after", b"1")])
     else:
         await exchange.respond(200, encode_json(body))
-
-
-def ollama_tags(names: Iterable[str]) -> dict[str, object]:
-    """Describe models as Ollama's list does."""
-    same = {"modified_at": "1970-01-01T00:00:00Z", "size": 0, "digest": "", "details": OLLAMA_DETAILS}
-    return {"models": [{"name": name, "model": name, **same} for name in names]}
 
 
 def get(describe: Callable[[], object]) -> Handler:

@@ -1,4 +1,4 @@
-"""litellm: its provider for OpenAI-compatible servers, and the one for vLLM's."""
+"""litellm: its providers for OpenAI-compatible servers, for vLLM's and for Ollama."""
 
 import asyncio
 import json
@@ -31,6 +31,25 @@ def tools(model: str) -> None:
     assert built.choices[0].finish_reason == whole.choices[0].finish_reason == "tool_calls"
 
 
+def of_ollama() -> None:
+    """Both providers: of prompts that litellm renders itself, and of chats."""
+    own = {"messages": MESSAGES, "api_base": os.environ["TOKENLOOM_URL"], "temperature": 0, "num_retries": 0}
+    for provider in ("ollama", "ollama_chat"):
+        model = f"{provider}/{MODEL}"
+        whole = litellm.completion(model, max_tokens=40, **own)
+        assert whole.choices[0].message.content
+        chunks = litellm.completion(model, max_tokens=40, stream=True, **own)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        assert litellm.get_model_info(model, api_base=own["api_base"])["max_input_tokens"] > 0
+        # More than the context holds: Ollama cuts the limit.
+        assert litellm.completion(model, max_tokens=100_000, **own).choices[0].message.content
+        try:
+            litellm.completion(f"{provider}/other", **own)
+        except litellm.NotFoundError:
+            continue
+        raise AssertionError("an unknown model was taken")
+
+
 def routed() -> None:
     entry = {"model_name": "ours", "litellm_params": {"model": f"hosted_vllm/{MODEL}", **COMMON}}
     router = litellm.Router([entry])
@@ -44,13 +63,14 @@ def main() -> None:
         assert whole.usage.completion_tokens > 0
         assert asyncio.run(streamed(provider)) == whole.choices[0].message.content
         tools(f"{provider}/{MODEL}")
+    of_ollama()
     routed()
     text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt="Once upon", **COMMON)
     assert text.choices[0].text
     try:
         litellm.completion(f"openai/{MODEL}", messages=MESSAGES, **{**COMMON, "temperature": -1})
     except litellm.BadRequestError:
-        print("openai/ and hosted_vllm/: completion, acompletion streamed, tools; a Router; text_completion; errors")
+        print("openai/, hosted_vllm/, ollama/, ollama_chat/: whole, streamed, tools; a Router; text_completion; errors")
         return
     raise AssertionError("a temperature of -1 was taken")
 

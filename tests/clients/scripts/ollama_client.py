@@ -3,6 +3,7 @@
 import os
 
 import ollama
+import ollama_curl
 import task
 
 MODEL = os.environ["TOKENLOOM_MODEL"]
@@ -26,8 +27,10 @@ def main() -> None:
         client.chat("other", QUESTION)
     except ollama.ResponseError as error:
         assert error.status_code == 404
+    assert [each.model for each in client.ps().models] == [MODEL]
+    ollama_curl.documentation()
     finish(ollama.Client(os.environ["SCRIPTED_URL"]))
-    print("list, show, chats, streams, generate, a schema, errors, a task with a tool")
+    print("list, show, ps, chats, streams, generate, a schema, errors, the documentation's curl lines, a task")
 
 
 def finish(client: ollama.Client) -> None:

@@ -35,6 +35,7 @@ MODEL = "fake"
 FINGERPRINT = types_pb2.Fingerprint(model=MODEL, tokenizer=b"t" * 32)
 LIMITS = types_pb2.ModelLimits(max_model_len=512, vocab_size=256)
 BLOCK_SIZE = 16
+WEIGHT_BYTES = 1000
 EOS = 255
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 """Of a request that a test writes by hand."""
@@ -178,6 +179,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             fingerprint=FINGERPRINT,
             limits=self.limits,
             num_kv_blocks=64,
+            weight_bytes=WEIGHT_BYTES,
         )
         identity.fingerprint.block_size = BLOCK_SIZE
         entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report, score=11)
@@ -217,6 +219,7 @@ class FakeRequest:
         stop_reason: str = "",
         sample_index: int = 0,
         routed_experts: types_pb2.RoutedExperts | None = None,
+        timeline: types_pb2.Timeline | None = None,
     ) -> None:
         finished = output_processor_pb2.RequestFinished(
             slot=self.submit.slot,
@@ -227,7 +230,7 @@ class FakeRequest:
             completion_tokens=self._num_tokens[sample_index],
             cached_tokens=1,
             attempts=1,
-            timeline=types_pb2.Timeline(queued_ns=2_000_000, prefill_engine="engine-0"),
+            timeline=timeline or types_pb2.Timeline(queued_ns=2_000_000, prefill_engine="engine-0"),
             routed_experts=routed_experts,
         )
         self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(finished=[finished]))

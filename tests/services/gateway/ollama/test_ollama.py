@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
+from tests.services.gateway.fakes import LIMITS, MODEL, WEIGHT_BYTES, FakeMesh
 from tokenloom.request import errors
 from tokenloom.v1 import types_pb2
 
@@ -115,21 +116,101 @@ async def test_options_and_formats_become_sampling_parameters(mesh: FakeMesh, ht
 
 async def test_the_model_is_described(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     (tag,) = (await http.get("/api/tags")).json()["models"]
-    assert (tag["name"], tag["model"]) == (MODEL, MODEL)
-    shown = (await http.post("/api/show", json={"model": MODEL})).json()
+    assert (tag["name"], tag["model"], tag["size"]) == (MODEL, MODEL, WEIGHT_BYTES)
+    assert len(bytes.fromhex(tag["digest"])) == 32
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(tag["modified_at"])) < timedelta(days=1)
+    (running,) = (await http.get("/api/ps")).json()["models"]
+    assert running.items() >= {name: tag[name] for name in ("name", "model", "size", "digest", "details")}.items()
+    assert running["context_length"] == LIMITS.max_model_len
+    shown = (await http.post("/api/show", json={"model": f"{MODEL}:latest"})).json()
     assert shown["capabilities"] == ["completion"]
     assert shown["model_info"]["tokenloom.context_length"] == LIMITS.max_model_len
-    assert (await http.get("/api/version")).json()["version"]
+    version = (await http.get("/api/version")).json()["version"]
+    assert tuple(map(int, version.split("."))) >= (0, 6, 4)  # what Copilot asks for
+
+
+async def test_a_body_is_read_whatever_its_type(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    mesh.outputs.auto = ["Hello"]
+    for kind in ("application/x-www-form-urlencoded", "text/plain", None):
+        headers = {} if kind is None else {"content-type": kind}
+        response = await http.post("/api/chat", content=json.dumps(BODY), headers=headers)
+        assert response.status_code == 200, kind
+        refused = await http.post("/v1/chat/completions", content=json.dumps(BODY), headers=headers)
+        assert refused.status_code == 415, kind
+        foreign = await http.post("/api/chat", content=json.dumps(BODY), headers={"origin": "http://evil", **headers})
+        assert foreign.status_code == 403, kind
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "reason"),
+    [
+        ("/api/chat", {"messages": []}, "load"),
+        ("/api/chat", {"messages": [], "keep_alive": 0}, "unload"),
+        ("/api/generate", {}, "load"),
+        ("/api/generate", {"prompt": "", "keep_alive": "5m"}, "load"),
+        ("/api/generate", {"keep_alive": "0s"}, "unload"),
+    ],
+)
+async def test_a_request_without_a_prompt_loads_or_unloads(
+    http: httpx.AsyncClient, path: str, fields: dict[str, Any], reason: str
+) -> None:
+    answer = (await http.post(path, json={"model": MODEL, **fields})).json()
+    assert (answer["done"], answer["done_reason"], answer["model"]) == (True, reason, MODEL)
+    assert (answer["message"]["content"] if path == "/api/chat" else answer["response"]) == ""
+
+
+async def test_a_limit_beyond_the_context_is_cut(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    for limit in (100_000, 0, -1, -2):
+        task = asyncio.create_task(http.post("/api/chat", json={**BODY, "options": {"num_predict": limit}}))
+        request = await mesh.outputs.next_request()
+        left = LIMITS.max_model_len - len(request.submit.prompt.token_ids)
+        assert request.submit.sampling_params.max_tokens == left
+        request.answer("x")
+        assert (await task).status_code == 200
+
+
+async def test_a_raw_prompt_is_not_rendered(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": "[INST] hi", "raw": True, "stream": False, "options": {"seed": 3}}
+    task = asyncio.create_task(http.post("/api/generate", json=body))
+    request = await mesh.outputs.next_request()
+    assert bytes(request.submit.prompt.token_ids) == b"[INST] hi"
+    assert request.submit.sampling_params.seed == 3
+    assert request.submit.sampling_params.max_tokens == LIMITS.max_model_len - len("[INST] hi")
+    request.answer("<think>a")
+    assert (await task).json()["response"] == "<think>a"
+
+
+async def test_durations_are_those_of_the_prompt_and_of_the_answer(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task = asyncio.create_task(http.post("/api/chat", json={**BODY, "stream": False}))
+    request = await mesh.outputs.next_request()
+    request.send("Hello", [1, 2, 3, 4, 5])
+    request.finish(timeline=types_pb2.Timeline(placement_ns=1, queued_ns=2, prefill_ns=30))
+    answer = (await task).json()
+    assert (answer["prompt_eval_duration"], answer["eval_count"]) == (30, 5)
+    assert answer["load_duration"] >= 3
+    parts = answer["load_duration"] + answer["prompt_eval_duration"] + answer["eval_duration"]
+    assert parts == answer["total_duration"]
+
+
+async def test_a_served_model_need_not_be_pulled(http: httpx.AsyncClient) -> None:
+    whole = await http.post("/api/pull", json={"model": MODEL, "stream": False})
+    assert whole.json() == {"status": "success"}
+    assert lines(await http.post("/api/pull", json={"name": f"{MODEL}:latest"}))[-1] == {"status": "success"}
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "status", "word"),
     [
         ("/api/chat", {"model": "other"}, 404, "other"),
-        ("/api/chat", {"messages": []}, 400, "messages"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["AA=="]}]}, 400, "images"),
         ("/api/chat", {"format": "xml"}, 400, "format"),
-        ("/api/generate", {"prompt": "a", "raw": True}, 400, "raw"),
+        ("/api/chat", {"raw": True}, 400, "raw"),
+        ("/api/chat", {"options": {"num_predict": "x"}}, 400, "options.num_predict"),
+        ("/api/chat", {"options": {"temperature": -1}}, 400, "temperature"),
+        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ("/api/show", {"model": "other"}, 404, "other"),
+        ("/api/pull", {"model": "other"}, 404, "other"),
+        ("/api/create", {"model": "other"}, 400, "operator"),
         ("/api/generate", {"prompt": "a", "images": ["AA=="]}, 400, "images"),
     ],
 )

@@ -5,6 +5,7 @@ import pytest
 
 from tests.services.gateway.fakes import FakeMesh
 from tests.services.gateway.pooling.conftest import EMBED
+from tokenloom.services.gateway.http.json_body import OFF_LOOP_BYTES
 from tokenloom.services.gateway.pooling.vector_json import numbers
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
@@ -21,9 +22,10 @@ async def test_ollama_embeds_one_text_or_several(http: httpx.AsyncClient) -> Non
 
 
 async def test_ollamas_errors_have_its_form(http: httpx.AsyncClient) -> None:
-    refused = await http.post("/api/embed", json={"model": "fake", "input": "b" * 600, "truncate": False})
-    assert refused.status_code == 400
-    assert "context" in refused.json()["error"]
+    for given in ("b" * 600, "b" * (OFF_LOOP_BYTES + 1)):
+        refused = await http.post("/api/embed", json={"model": "fake", "input": given, "truncate": False})
+        assert refused.status_code == 400
+        assert "context" in refused.json()["error"]
 
 
 @pytest.mark.parametrize("tasks", [[EMBED]])

@@ -47,7 +47,10 @@ async def test_every_api_takes_an_adapter_as_the_model(socket_dir: Path) -> None
         await until(http, "ok")
         for path, body in BODIES.items():
             hashes = []
-            for name, digest, answers in ((MODEL, b"", MODEL), (NAME, b"p" * 32, NAME), ("pirate", b"p" * 32, NAME)):
+            adapter = (b"p" * 32, NAME)
+            names = {MODEL: (b"", MODEL), NAME: adapter, "pirate": adapter}
+            names |= {f"{name}:latest": named for name, named in names.items()}
+            for name, (digest, answers) in names.items():
                 call = asyncio.create_task(http.post(path, json={**body, "model": name}))
                 request = await mesh.outputs.next_request()
                 request.answer("ahoy")
@@ -61,7 +64,7 @@ async def test_every_api_takes_an_adapter_as_the_model(socket_dir: Path) -> None
             assert unknown.status_code == 404
             assert f"model '{MODEL}' has no LoRA adapter 'jason'; GET /v1/models (gRPC: " in unknown.text
         metrics = (await http.get("/metrics")).text
-        assert f'tokenloom_adapter_requests_total{{adapter="{NAME}"}} {2.0 * len(BODIES)}' in metrics
+        assert f'tokenloom_adapter_requests_total{{adapter="{NAME}"}} {4.0 * len(BODIES)}' in metrics
         assert f'adapter="{MODEL}"' not in metrics
 
 

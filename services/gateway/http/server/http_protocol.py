@@ -25,6 +25,7 @@ from ..request_body import RequestBody
 from ..response_writer import Headers, ResponseWriter
 from ..turn_share import TurnShare
 from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections
+from .upgrade import parser_behind
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ EXACT_BYTES = MAX_HEAD_BYTES - SLICE_BYTES
 _TURN, _PIPELINE = "turn", "pipeline"
 """Why the protocol itself holds reading back: what was read waits for a turn of the event loop, or requests wait for
 the responses to earlier ones."""
+_MALFORMED = (b"400 Bad Request", b"Invalid HTTP request received.", "MALFORMED")
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\ncontent-length: 62\r\n"
     b"retry-after: 1\r\nconnection: close\r\n\r\n"
@@ -113,6 +115,7 @@ class HttpProtocol(asyncio.Protocol):
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = self._in_head = False
+        self._upgrading: list[tuple[bytes, bytes]] | None = None  # headers of a request that asks for another protocol
         self._body: RequestBody | None = None  # or that was received last
         # Bytes since the last byte of a body or message; what follows that byte in the same slice is not counted.
         self._framing_bytes = 0
@@ -265,12 +268,10 @@ class HttpProtocol(asyncio.Protocol):
             self._overhead_bytes += len(piece)
             try:
                 self.parser.feed_data(piece)
-            except httptools.HttpParserUpgrade:
-                # What follows belongs to a protocol that the gateway does not speak. It answers this request, and
-                # closes.
-                self._is_leaving = True
+            except httptools.HttpParserUpgrade as upgrade:
+                self._is_leaving = self._read_on(piece[upgrade.args[0] :])
             except httptools.HttpParserError:
-                self._refuse(b"400 Bad Request", b"Invalid HTTP request received.", "MALFORMED")
+                self._refuse(*_MALFORMED)
             else:
                 if self._framing_bytes > MAX_HEAD_BYTES or len(self._headers) > MAX_FIELDS:
                     self._refuse_fields()
@@ -281,6 +282,21 @@ class HttpProtocol(asyncio.Protocol):
                 self._start_framing_timer()
         elif self._framing_timer is not None:
             self._stop_framing_timer()
+
+    def _read_on(self, data: bytes | memoryview) -> bool:
+        """Read what follows the head of a request that asks for another protocol; return whether nothing more is
+        read."""
+        if self._upgrading is None:  # CONNECT: what follows is not HTTP, and the connection ends with the response
+            return True
+        headers, self._upgrading = self._upgrading, None
+        self.parser = parser_behind(self, headers)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:  # of the next request, which is behind the body
+            return self._read_on(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(*_MALFORMED)
+        return self._is_leaving
 
     def on_message_begin(self) -> None:
         self._url, self._headers = b"", []
@@ -308,8 +324,9 @@ class HttpProtocol(asyncio.Protocol):
         url = httptools.parse_url(self._url)
         path = (url.path or b"/").decode("ascii")
         speaks_1_1 = parser.get_http_version() == "1.1"
-        # After an upgrade, which is not made, nothing is parsed: the connection ends with the response.
-        keep_alive = speaks_1_1 and parser.should_keep_alive() and not parser.should_upgrade()
+        if parser.should_upgrade() and method != "CONNECT":
+            self._upgrading = self._headers
+        keep_alive = speaks_1_1 and parser.should_keep_alive() and method != "CONNECT"
         self._body = RequestBody(self.flow, self._context.budget, expects_continue=self._expects_continue)
         exchange = HttpExchange(
             (method, unquote(path) if "%" in path else path, url.query or b""),
@@ -317,6 +334,9 @@ class HttpProtocol(asyncio.Protocol):
             self._body,
             ResponseWriter(self.flow, self, is_head=method == "HEAD", speaks_1_1=speaks_1_1, keep_alive=keep_alive),
         )
+        if speaks_1_1 and b"host" not in exchange.headers:
+            self._refuse(b"400 Bad Request", b"the header Host is missing", "MALFORMED")
+            raise _Refused
         self._headers = []  # trailers are counted, but never become headers of the request
         if self._answered is None:
             self._start(exchange)
@@ -331,6 +351,8 @@ class HttpProtocol(asyncio.Protocol):
         self._body.arrive(body)
 
     def on_message_complete(self) -> None:
+        if self._upgrading is not None:
+            return  # of the parser that ends behind the head
         if self._framing_bytes > EXACT_BYTES or len(self._headers) > MAX_FIELDS:
             self._check_fields()
         self._framing_bytes = self._overhead_bytes = 0

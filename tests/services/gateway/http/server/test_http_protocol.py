@@ -211,16 +211,49 @@ async def test_a_bad_head_behind_a_live_request_does_not_write_into_its_response
     assert not connection.transport.sent
 
 
-async def test_an_upgrade_is_ignored_and_ends_the_connection(connection: Connection) -> None:
-    """What follows its head could otherwise be taken for the next request."""
-    upgrade = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
-    smuggled = head(b"")
+@pytest.mark.parametrize("token", [b"h2c", b"websocket", b"TLS/1.0, h2c"])
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+@pytest.mark.parametrize("framing", ["length", "chunks", "none"])
+async def test_an_upgrade_is_ignored_and_the_body_read(
+    connection: Connection, token: bytes, step: int, framing: str
+) -> None:
+    """Java's client sends ``Upgrade: h2c`` with the body of its first request."""
+    body = head(b"")  # it is not taken for a request
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAA\r\nUpgrade: %b\r\n" % token
+    fields, sent = {
+        "length": (b"Content-Length: %d\r\n" % len(body), body),
+        "chunks": (b"Transfer-Encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)),
+        "none": (b"", b""),
+    }[framing]
+    data = b"POST / HTTP/1.1\r\n%b%b%b\r\n" % (HEADERS, upgrade, fields) + sent + head(b"")
+    bodies: list[bytes] = []
+
+    async def answer(exchange: HttpExchange) -> None:
+        with await exchange.read_body(MIB) as received:
+            bodies.append(bytes(received.data))
+        await exchange.respond(200, b"ok")
+
+    connection.app = answer
+    for start in range(0, len(data), step):
+        connection.send(data[start : start + step])
+        await settle()
+    assert connection.statuses == [200, 200]
+    assert bodies == [b"" if framing == "none" else body, b""]
+    assert not connection.transport.is_closed
+
+
+async def test_a_request_without_a_host_is_refused(connection: Connection) -> None:
+    connection.send(b"GET / HTTP/1.1\r\n\r\n")
+    await settle()
+    assert connection.statuses == [400]
+    assert connection.transport.has_ended
+
+
+async def test_http_1_0_needs_no_host(connection: Connection) -> None:
     connection.reads = False
-    connection.send(b"POST / HTTP/1.1\r\n%b%bContent-Length: %d\r\n\r\n" % (HEADERS, upgrade, len(smuggled)) + smuggled)
-    connection.send(smuggled)
+    connection.send(b"GET / HTTP/1.0\r\n\r\n")
     await settle()
     assert connection.statuses == [200]
-    assert connection.transport.is_closed
 
 
 @pytest.mark.parametrize(

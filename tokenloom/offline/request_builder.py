@@ -1,6 +1,7 @@
 """Turns prompts and sampling parameters of the offline API into checked requests of the engine core."""
 
 import itertools
+import logging
 import random
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request import bad_words, validation
 from tokenloom.request.adapter_names import adapter_salt
+from tokenloom.request.output_constraints import relax
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.request.sampling_params import sample_seed
@@ -22,6 +24,8 @@ from tokenloom.v1 import types_pb2
 from .offline_request import OfflineRequest, OfflineSample, TextSettings
 from .prompts import TokenizedPrompt
 from .sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 class RequestBuilder:
@@ -78,6 +82,8 @@ class RequestBuilder:
     def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
         check_generates(self.limits)
         wire = params.to_wire()
+        if wire.HasField("structured_outputs") and (lost := relax(wire.structured_outputs)):
+            log.warning("no grammar expresses %s; the output may break it", ", ".join(lost))
         spellings = bad_words.spellings(params.bad_words or ())
         bad_words.forbid(wire, [self._encode(text) for text in spellings])
         eos = () if params.ignore_eos else self.eos_token_ids

@@ -12,6 +12,7 @@ from msgspec import structs
 from tokenloom.v1 import types_pb2
 
 from .errors import InvalidArgument
+from .json_schema import LostKeyword, fit, fitted
 from .sampling_params import StructuredOutputsParams
 
 FIELD = "structured_outputs"
@@ -95,6 +96,50 @@ def _source(value: object, what: str, field: str) -> object:
         raise _too_deep(what, field) from None
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{field}: {what} is not JSON: {error}", field) from None
+
+
+def relax(constraint: types_pb2.StructuredOutputs, field: str = FIELD, *, strict: bool = False) -> tuple[str, ...]:
+    """Fit the JSON schemas of a constraint to what a grammar can express, after checking the constraint's limits.
+
+    Args:
+        field: The client's name of the constraint.
+        strict: Refuse a schema that would not be enforced as it is.
+
+    Returns the keywords that do not bind the output, each below ``field``. Raises ``InvalidArgument`` naming it.
+    """
+    check_structured_outputs(constraint, field)
+    if constraint.HasField("json"):
+        constraint.json, lost = fitted(constraint.json)
+    elif constraint.HasField("structural_tag"):
+        tag = json.loads(current_form(constraint.structural_tag))
+        before = json.dumps(tag)
+        lost = [keyword for schema in schemas(tag) for keyword in fit(schema)]
+        if (after := json.dumps(tag)) != before:
+            constraint.structural_tag = after
+    else:
+        return ()
+    return lost_names(lost, field, strict=strict)
+
+
+MAX_NAME = 64
+"""Characters of a name in a header's list."""
+
+
+def lost_names(lost: Sequence[LostKeyword], field: str, *, strict: bool = False) -> tuple[str, ...]:
+    """Return how the keywords that were left out are named to the client, each once: by their places where these are
+    short. ``strict``: raise ``InvalidArgument`` for the first one."""
+    if lost and strict:
+        raise InvalidArgument(
+            f"{field}: the keyword {lost[0].keyword} at {lost[0].where[:256]} cannot be enforced while the output is "
+            "made; leave it out, or send the schema without strict",
+            field,
+        )
+    names = []
+    for keyword in lost:
+        name = f"{field}{keyword.where}/{keyword.keyword}"
+        is_fit = len(name) <= MAX_NAME and name.isascii() and name.isprintable() and not set(name) & set(", ")
+        names.append(name if is_fit else f"{field}#.../{keyword.keyword}")
+    return tuple(dict.fromkeys(names))
 
 
 def check_structured_outputs(constraint: types_pb2.StructuredOutputs, field: str = FIELD) -> None:

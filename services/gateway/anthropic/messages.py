@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from tokenloom.request.errors import InvalidArgument
 
 from ..generation.running_generation import RunningGeneration
-from ..openai.body_reader import AnswerOptions, Body, BodyReader, renamed_twice, unbound_strict
+from ..openai.body_reader import AnswerOptions, Body, BodyReader, inherited, renamed_twice
 from ..openai.chat import ChatApi
 from ..openapi.request_schemas import MessagesRequest
 from ..records.generate_request import GenerateRequest
@@ -18,6 +18,7 @@ _FIELDS = {
     "stop": "stop_sequences",
     "function.name": "name",
     "function.description": "description",
+    "function.strict": "strict",
     "function.parameters": "input_schema",
     "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config.format",
@@ -46,7 +47,9 @@ class MessagesApi:
         except InvalidArgument as error:
             raise error.renamed(_FIELDS) from None
         members = ignored_in_message(fields, keeps_budget=reasons)
-        ignored = (*self.reader.ignored(body, MessagesRequest), *members, *unbound_strict(options.ignored))
+        if options.ignored:
+            members += inherited(options.ignored, _FIELDS)
+        ignored = (*self.reader.ignored(body, MessagesRequest), *members)
         return replace(job, most_tokens=longest), replace(
             options, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )

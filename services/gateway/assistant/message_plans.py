@@ -1,6 +1,6 @@
 """Lists the formats of tool calls, and chooses the parsers that read the turns of the served model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -55,41 +55,50 @@ class MessagePlans:
             reasoning_format(reasoning_parser, info.reasoning_parser),
         )
 
-    def apply(self, request: ToolRequest, job: GenerateRequest, *, include_reasoning: bool) -> MessagePlan | None:
-        """Add the constraints of a chat's tools to ``job``, and return how its turns are read; None: as plain text.
+    def apply(
+        self, request: ToolRequest, job: GenerateRequest, *, include_reasoning: bool
+    ) -> tuple[MessagePlan | None, Sequence[str]]:
+        """Add the constraints of a chat's tools to ``job``, and return how its turns are read, None: as plain text,
+        and the members of the tools that have no effect.
 
-        Raises ``InvalidArgument`` for calls that cannot be forced together with the job's other constraints, or that
-        could not be read.
+        A call that is forced replaces the job's own constraint. Raises ``InvalidArgument`` for schemas that cannot be
+        enforced, and for calls that could not be read.
         """
+        unbound: Sequence[str] = ()
         if request.choice is ToolChoice.AUTO:
-            self._bind_strict(job.sampling, request)
-        elif request.choice is not ToolChoice.NONE:
-            _constrain(job.sampling, request)
+            unbound = self._bind_strict(job.sampling, request)
+        elif (bound := constraint_of(request)) is not None:
+            constraint, unbound = bound
+            job.sampling.structured_outputs.CopyFrom(constraint)
         if request.choice is ToolChoice.AUTO and self.tools is not None and self.tools.keeps_special_tokens:
             job.text.skip_special_tokens = False
         open_reasoning = None if self.reasoning is None else opener(self.reasoning)
         plan = MessagePlan(open_reasoning=open_reasoning, include_reasoning=include_reasoning)
         if request.choice is ToolChoice.NONE:
-            return None if open_reasoning is None else plan
-        return replace(
-            plan,
-            open_tools=self._opener(request),
-            new_call_id=new_call_id if self.tools is None else self.tools.new_call_id,
-            parallel_calls=request.parallel,
+            return (None if open_reasoning is None else plan), unbound
+        return (
+            replace(
+                plan,
+                open_tools=self._opener(request),
+                new_call_id=new_call_id if self.tools is None else self.tools.new_call_id,
+                parallel_calls=request.parallel,
+            ),
+            unbound,
         )
 
-    def ignored(self, request: ToolRequest) -> tuple[str, ...]:
-        """Return the member of the tools that has no effect, if any."""
-        is_bound = request.choice is not ToolChoice.AUTO or (self.tools is not None and self.tools.marks is not None)
-        return () if is_bound or not has_strict(request.tools) else (UNBOUND_STRICT,)
+    def _bind_strict(self, sampling: types_pb2.SamplingParams, request: ToolRequest) -> Sequence[str]:
+        """Decode the arguments of strict tools under their schemas; return the member of tools that has no effect.
 
-    def _bind_strict(self, sampling: types_pb2.SamplingParams, request: ToolRequest) -> None:
-        """Decode the arguments of strict tools under their schemas. Another constraint on the output comes first: it
-        leaves no room for calls, unless it is a structural tag, which describes them itself."""
-        if self.tools is None or self.tools.marks is None or sampling.HasField("structured_outputs"):
-            return
+        Another constraint on the output comes first: it leaves no room for calls, unless it is a structural tag, which
+        describes them itself.
+        """
+        if self.tools is None or self.tools.marks is None:
+            return (UNBOUND_STRICT,) if has_strict(request.tools) else ()
+        if sampling.HasField("structured_outputs"):
+            return ()
         if (constraint := strict_constraint(request, self.tools.marks)) is not None:
             sampling.structured_outputs.CopyFrom(constraint)
+        return ()
 
     def _opener(self, request: ToolRequest) -> Callable[[], ToolParser]:
         if request.choice is ToolChoice.AUTO:
@@ -101,14 +110,3 @@ class MessagePlans:
                 )
             return partial(self.tools.open, [tool.name for tool in request.tools])
         return RequiredCalls if request.named is None else partial(NamedCall, request.named.name)
-
-
-def _constrain(sampling: types_pb2.SamplingParams, request: ToolRequest) -> None:
-    """Decode a call that must be made under its schema."""
-    if (constraint := constraint_of(request)) is None:
-        return
-    if sampling.HasField("structured_outputs"):
-        raise InvalidArgument(
-            "a tool_choice that forces a call excludes response_format and structured_outputs", "tool_choice"
-        )
-    sampling.structured_outputs.CopyFrom(constraint)

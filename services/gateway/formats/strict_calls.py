@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenloom.request.json_schema import moved, of_objects
 from tokenloom.request.output_constraints import (
     check_structured_outputs,
     json_schema_constraint,
+    relax,
     structural_tag_constraint,
 )
 from tokenloom.v1 import types_pb2
@@ -16,19 +18,32 @@ from .call_object import CallList
 from .message_parts import CallArguments, CallBegin, ToolPart
 from .tool_request import Tool, ToolChoice, ToolRequest
 
+Bound = tuple[types_pb2.StructuredOutputs, Sequence[str]]
+"""A constraint on the output, and the names of the keywords of schemas that it leaves out."""
 
-def constraint_of(request: ToolRequest) -> types_pb2.StructuredOutputs | None:
+
+def constraint_of(request: ToolRequest) -> Bound | None:
     """Return the constraint on the output, if any. Raises ``InvalidArgument`` for schemas beyond the limits."""
+    lost: list[str] = []
     if request.named is not None:
         # As in vLLM, a call that is required or named is decoded as JSON whatever the model's own format is, so that it
         # works with any model.
-        constraint = json_schema_constraint(request.named.parameters, "tools")
+        constraint = json_schema_constraint(_arguments(request.named, lost), "tools")
     elif request.choice is ToolChoice.REQUIRED:
-        constraint = json_schema_constraint(_list_schema(request.tools, parallel=request.parallel), "tools")
+        schema = _list_schema(request.tools, lost, parallel=request.parallel)
+        constraint = json_schema_constraint(schema, "tools")
     else:
         return None
     check_structured_outputs(constraint, "tools")
-    return constraint
+    return constraint, lost
+
+
+def _arguments(tool: Tool, lost: list[str]) -> dict[str, Any]:
+    """Return the schema of a call's arguments, which are always an object. Adds to ``lost``; raises
+    ``InvalidArgument``."""
+    constraint = json_schema_constraint(tool.parameters, tool.where)
+    lost += relax(constraint, tool.where, strict=_is_strict(tool))
+    return of_objects(json.loads(constraint.json))
 
 
 class NamedCall:
@@ -58,7 +73,7 @@ class RequiredCalls:
         return self._calls.finish()
 
 
-def _list_schema(tools: Sequence[Tool], *, parallel: bool) -> Mapping[str, Any]:
+def _list_schema(tools: Sequence[Tool], lost: list[str], *, parallel: bool) -> Mapping[str, Any]:
     """Return the schema of an array of calls. Each tool's schema keeps its own ``$ref``s, now below ``$defs``."""
     calls = [
         {
@@ -72,21 +87,8 @@ def _list_schema(tools: Sequence[Tool], *, parallel: bool) -> Mapping[str, Any]:
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not parallel:
         schema["maxItems"] = 1
-    defs = {f"tool{index}": _moved(tool.parameters, f"#/$defs/tool{index}") for index, tool in enumerate(tools)}
+    defs = {f"tool{at}": moved(_arguments(tool, lost), f"#/$defs/tool{at}") for at, tool in enumerate(tools)}
     return {**schema, "$defs": defs}
-
-
-def _moved(schema: Mapping[str, Any], to: str) -> Any:
-    """Return the schema with references to its own parts moved below ``to``."""
-    source = json.dumps(schema)  # a schema that is nested too deeply fails here as in the check
-    if '"$ref"' not in source:
-        return schema
-    return json.loads(source, object_hook=lambda part: _redirected(part, to))
-
-
-def _redirected(part: dict[str, Any], to: str) -> dict[str, Any]:
-    ref = part.get("$ref")
-    return {**part, "$ref": to + ref[1:]} if isinstance(ref, str) and ref.startswith("#") else part
 
 
 _ANY_OBJECT = {"type": "object"}
@@ -131,7 +133,7 @@ def strict_constraint(request: ToolRequest, marks: CallMarks) -> types_pb2.Struc
 
 
 def _tag(tool: Tool, marks: CallMarks) -> dict[str, Any]:
-    schema = tool.parameters if _is_strict(tool) else _ANY_OBJECT
+    schema = _arguments(tool, []) if _is_strict(tool) else _ANY_OBJECT
     return {
         "type": "tag",
         "begin": f"{marks.before_name}{tool.name}{marks.before_arguments}",

@@ -23,6 +23,8 @@ class Tool:
     """JSON schema of its arguments."""
     definition: Mapping[str, Any]
     """As the client sent it, for templates."""
+    where: str = "tools"
+    """The path of its schema in a chat's body, for errors."""
 
 
 class ToolChoice(Enum):
@@ -44,6 +46,11 @@ class ToolRequest:
     """The only one that may be called."""
     parallel: bool = True
     """Whether more than one call may be made."""
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether a call must be made."""
+        return self.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
 
 
 NO_TOOLS = ToolRequest()
@@ -95,7 +102,8 @@ def _tool(where: str, tool: object) -> Tool:
     if not (function.get("description") is None or isinstance(function["description"], str)):
         field = f"{where}.function.description"
         raise InvalidArgument(f"{field} must be a string", field)
-    return Tool(name, _NO_ARGUMENTS if parameters is None else parameters, {"type": "function", **tool})
+    schema = _NO_ARGUMENTS if parameters is None else parameters
+    return Tool(name, schema, {"type": "function", **tool}, f"{where}.function.parameters")
 
 
 def _allowed(choice: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[str, Sequence[Tool]]:

@@ -1,12 +1,13 @@
 """Requests of the public gRPC API as jobs, and sessions: prompts that continue after they were answered."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from google.protobuf.message import Message
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.output_constraints import relax
 from tokenloom.request.validation import check_stop_count
 from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
@@ -19,17 +20,29 @@ from .chat_prompt import read_chat_prompt
 
 def read_request(
     request: inference_pb2.GenerateRequest, plans: MessagePlans, tenant: Tenant, timeout: float | None
-) -> tuple[GenerateRequest, MessagePlan | None]:
-    """Return the job, and how a chat's turns are read; None: as plain text. ``timeout``: seconds that are left.
+) -> tuple[GenerateRequest, MessagePlan | None, Sequence[str]]:
+    """Return the job; how a chat's turns are read, None: as plain text; and the names of what has no effect.
 
-    Raises ``InvalidArgument`` naming the field.
+    ``timeout``: seconds that are left. Raises ``InvalidArgument`` naming the field.
     """
     if request.WhichOneof("prompt") != "chat":
-        return _job(request, _prompts(request), tenant, timeout), None
+        return _job(request, _prompts(request), tenant, timeout), None, _relaxed(request)
     chat, tools = read_chat_prompt(request.chat)
     job = _job(request, chat, tenant, timeout)
     include_reasoning = not request.chat.HasField("include_reasoning") or request.chat.include_reasoning
-    return job, plans.apply(tools, job, include_reasoning=include_reasoning)
+    if tools.is_forced and request.sampling_params.HasField("structured_outputs"):
+        lost: Sequence[str] = ("sampling_params.structured_outputs",)
+    else:
+        lost = _relaxed(request)
+    plan, unbound = plans.apply(tools, job, include_reasoning=include_reasoning)
+    return job, plan, (*lost, *unbound)
+
+
+def _relaxed(request: inference_pb2.GenerateRequest) -> Sequence[str]:
+    """Fit a constraint to what a grammar can express; return the keywords that do not bind the output."""
+    if not request.sampling_params.HasField("structured_outputs"):
+        return ()
+    return relax(request.sampling_params.structured_outputs)
 
 
 def _prompts(request: inference_pb2.GenerateRequest) -> list[str] | list[list[int]] | list[EmbeddedPrompt]:
@@ -118,7 +131,7 @@ class InputSession:
             raise InvalidArgument("resumable is not supported in a session: its turns cannot be resumed", "resumable")
         if request.HasField("truncate_prompt_tokens"):
             raise InvalidArgument("truncate_prompt_tokens is not supported in a session", "truncate_prompt_tokens")
-        job, _ = read_request(request, plans, self._tenant, timeout)
+        job, _, _ = read_request(request, plans, self._tenant, timeout)
         if not self._tokens:
             return job
         # The tokens that begin a text were added to the first turn.

@@ -1,6 +1,6 @@
 """Serves the public gRPC API."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, repeat
@@ -13,6 +13,7 @@ from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from ..assistant.parsed_message import MessagePlan, ParsedMessage, calls_of, reasoning_of, text_of
+from ..endpoints.generation_endpoint import IGNORED_HEADER, listed
 from ..generation.delivered import Delivered
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
@@ -53,9 +54,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
         mesh, adapter = self._meshes.find(request.model or None)
         with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
-            job, plan = read_request(request, mesh.plans, call_tenant(), context.time_remaining())
+            job, plan, ignored = read_request(request, mesh.plans, call_tenant(), context.time_remaining())
             claim = read_resume_token(request, call_tenant(), context.invocation_metadata() or ())
-            await _echo_id(request, context)
+            await _send_head(request, ignored, context)
             await self._answer(mesh, request, replace(job, adapter=adapter), plan, context, claim=claim)
 
     async def Resume(  # type: ignore[override]
@@ -65,10 +66,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         original = request.request
         mesh, adapter = self._meshes.find(original.model or None)
         with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
-            job, plan = read_request(original, mesh.plans, call_tenant(), context.time_remaining())
+            job, plan, ignored = read_request(original, mesh.plans, call_tenant(), context.time_remaining())
             job = replace(job, adapter=adapter)
             claim, delivered = read_resumption(request)
-            await _echo_id(original, context)
+            await _send_head(original, ignored, context)
             await self._answer(mesh, original, job, plan, context, claim=claim, delivered=delivered)
 
     async def Cancel(
@@ -101,7 +102,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             mesh, adapter = served
             if session is None:
                 session = InputSession(call_tenant())
-                await _echo_id(request, context)
+                await _send_head(request, (), context)
             with share.take_message(request.ByteSize(), self._shares.messages):
                 # Each turn is a request of its own, and the prefix cache gives it the tokens of the turns before it:
                 # scheduler and engines know nothing of sessions.
@@ -216,13 +217,19 @@ def _turn(plan: MessagePlan, generation: RunningGeneration) -> ParsedMessage:
     return ParsedMessage(plan, reasoning_is_open=is_open, may_reason=may_reason)
 
 
-async def _echo_id(request: inference_pb2.GenerateRequest, context: Context) -> None:
-    """Return the client's id for the request, in a form that fits metadata, and record it."""
+async def _send_head(request: inference_pb2.GenerateRequest, ignored: Sequence[str], context: Context) -> None:
+    """Return the client's id for the request, in a form that fits metadata, and record it; and the names of what has no
+    effect."""
+    head: list[tuple[str, str]] = []
     if request.user_request_id:
         printable = "".join(char for char in request.user_request_id[:128] if " " <= char <= "~")
         if (record := CURRENT_RECORD.get()) is not None:
             record.request_id = printable
-        await context.send_initial_metadata((("x-request-id", printable),))
+        head.append(("x-request-id", printable))
+    if ignored:
+        head.append((IGNORED_HEADER.decode(), listed(ignored).decode()))
+    if head:
+        await context.send_initial_metadata(tuple(head))
 
 
 def _response(generation: RunningGeneration, delta: Delta) -> inference_pb2.GenerateResponse:

@@ -12,7 +12,7 @@ from tokenloom.v1 import types_pb2
 
 from ..generation.running_generation import RunningGeneration
 from ..http.error_form import ErrorForm
-from ..openai.body_reader import AnswerOptions, Body, renamed_twice
+from ..openai.body_reader import AnswerOptions, Body, inherited, renamed_twice
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
 from ..openapi.request_schemas import CommonFields
@@ -123,7 +123,7 @@ class OllamaApi:
             raise error.renamed(names) from None
         unread = (f"options.{name}" for name in fields.options or () if name not in OPTIONS)
         kept = ("keep_alive",) if fields.keep_alive is not None and options.request is None else ()
-        ignored = (*reader.ignored(body, OllamaRequest), *kept, *unread)
+        ignored = (*reader.ignored(body, OllamaRequest), *kept, *unread, *inherited(options.ignored, _FIELDS))
         return job, replace(options, ignored=ignored, field_names=renamed_twice(options.field_names, names))
 
     def _job(self, fields: OllamaRequest, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,15 +13,10 @@ import msgspec
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_int, narrow_sampling
-from tokenloom.request.output_constraints import (
-    check_structured_outputs,
-    json_schema_constraint,
-    structural_tag_constraint,
-)
+from tokenloom.request.output_constraints import json_schema_constraint, relax, structural_tag_constraint
 from tokenloom.request.validation import check_stop_count
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
-from ..assistant.message_plans import UNBOUND_STRICT
 from ..assistant.parsed_message import MessagePlan
 from ..openapi.request_schemas import CommonFields, StreamOptions
 from ..records.compat import IGNORED_FIELDS
@@ -29,7 +24,6 @@ from ..records.generate_request import BeamOptions, Chat, EmbeddedPrompt, Genera
 from ..tenants.tenant import Tenant
 from .event_ids import EventId
 
-_UNBOUND_HERE = "tools[].strict"
 _STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
 _REASONING = frozenset({"effort", "enabled", "exclude"})
 _THINKING = frozenset({"type"})
@@ -49,12 +43,21 @@ def ignored_members(where: str, values: Iterable[Any], known: frozenset[str]) ->
             yield from (f"{where}.{name}" for name in value if name not in known and value[name])
 
 
-def unbound_strict(ignored: Collection[str]) -> tuple[str, ...]:
-    """Return what has no effect of the tools that an API has translated into those of a chat.
+def inherited(ignored: Iterable[str], names: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what has no effect of the fields that an API has translated into those of a chat.
 
-    ``ignored``: what has no effect in that chat.
+    Args:
+        ignored: What has no effect in that chat.
+        names: What the client calls a field of the chat, or a part of its path.
     """
-    return (_UNBOUND_HERE,) if UNBOUND_STRICT in ignored else ()
+    found = []
+    for name in ignored:
+        field, mark, keyword = name.partition("#")
+        if field in (FIELD, "structured_outputs") or field.startswith("tools["):
+            for ours, theirs in names.items():
+                field = field.replace(ours, theirs)
+            found.append(f"{field}{mark}{keyword}")
+    return tuple(found)
 
 
 def ignored_in_stream_options(body: Mapping[str, Any]) -> Iterator[str]:
@@ -80,7 +83,7 @@ _TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def read_response_format(value: object) -> types_pb2.StructuredOutputs | None:
-    """The constraint; None: any text. ``strict`` changes nothing, schemas are always obeyed.
+    """The constraint, whose limits are not checked; None: any text.
 
     Raises :class:`errors.InvalidArgument` naming the field.
     """
@@ -92,20 +95,25 @@ def read_response_format(value: object) -> types_pb2.StructuredOutputs | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return types_pb2.StructuredOutputs(json_object=True)
+        if (schema := value.get("schema")) is None:
+            return types_pb2.StructuredOutputs(json_object=True)
+        if not isinstance(schema, Mapping):
+            raise InvalidArgument(f"{FIELD}: schema must be a JSON schema, an object", FIELD)
+        return json_schema_constraint(schema, FIELD)
     if kind == "structural_tag":
-        constraint = structural_tag_constraint(dict(value), FIELD)
-        check_structured_outputs(constraint, FIELD)
-        return constraint
+        return structural_tag_constraint(dict(value), FIELD)
     if kind != "json_schema":
         raise InvalidArgument(f"{FIELD}: type must be one of {', '.join(_TYPES)}, not {kind!r:.64}", FIELD)
     wrapped = value.get("json_schema")
     schema = wrapped.get("schema") if isinstance(wrapped, Mapping) else None
     if not isinstance(schema, Mapping):
         raise InvalidArgument(f'{FIELD}: json_schema must be {{"name": …, "schema": {{…}}}}', FIELD)
-    constraint = json_schema_constraint(schema, FIELD)
-    check_structured_outputs(constraint, FIELD)
-    return constraint
+    return json_schema_constraint(schema, FIELD)
+
+
+def _is_strict(form: Mapping[str, Any]) -> bool:
+    wrapped = form.get("json_schema")
+    return isinstance(wrapped, Mapping) and wrapped.get("strict") is True
 
 
 log = logging.getLogger(__name__)
@@ -234,7 +242,7 @@ class BodyReader:
 
     def ignored(self, body: Body, model: type[msgspec.Struct]) -> tuple[str, ...]:
         """Return the names of a body's fields that have no effect."""
-        others = (body.keys() - _effective_fields(model)) - NOT_SUPPORTED_YET.keys() - RENAMED.keys()
+        others = (body.keys() - _effective_fields(model)) - NOT_SUPPORTED_YET.keys()
         return tuple(name for name in body if name in others and body[name] is not None) if others else ()
 
     def _check_others(self, body: Body, names: Iterable[str]) -> None:
@@ -244,7 +252,8 @@ class BodyReader:
                 _check_neutral(name, body[name], NOT_SUPPORTED_YET[name])
                 continue
             if name in RENAMED:
-                if body[name] is not None:
+                # Clients of several versions of vLLM send the constraint under both names.
+                if body[name] is not None and body.get("structured_outputs") is None:
                     raise errors.InvalidArgument(f"{name} is not supported; send {RENAMED[name]}", name)
                 continue
             if self._strict:
@@ -255,8 +264,9 @@ class BodyReader:
                 log.warning("ignoring the unknown request field %r", name)
 
 
-def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
-    """Return a body's sampling parameters and ``response_format``; ``own`` holds those with other spellings."""
+def sampling_params(body: Body, **own: object) -> tuple[types_pb2.SamplingParams, tuple[str, ...]]:
+    """Return a body's sampling parameters and ``response_format``, and the keywords of its schema that do not bind the
+    output; ``own`` holds parameters with other spellings."""
     values: dict[str, object] = {}
     for name in body:
         if name in SAMPLING_FIELDS:
@@ -266,8 +276,12 @@ def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
     if form is not None and (constraint := read_response_format(form)) is not None:
         if sampling.HasField("structured_outputs"):
             raise errors.InvalidArgument("response_format and structured_outputs cannot be combined", "response_format")
+        lost = relax(constraint, FIELD, strict=_is_strict(form))
         sampling.structured_outputs.CopyFrom(constraint)
-    return sampling
+        return sampling, lost
+    if "structured_outputs" in body and sampling.HasField("structured_outputs"):
+        return sampling, relax(sampling.structured_outputs)
+    return sampling, ()
 
 
 def make_job(

@@ -42,7 +42,10 @@ class ChatApi:
         request = NO_TOOLS
         if fields.tools is not None or fields.tool_choice is not None:
             request = read_tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
-        sampling, names = _sampling(body, fields)
+        sampling, lost, names = _sampling(body, fields)
+        if request.tools and request.is_forced and sampling.HasField("structured_outputs"):
+            lost = tuple(name for name in ("response_format", "structured_outputs") if body.get(name) is not None)
+            names["structured_outputs"] = "tools"
         chat = read_chat(
             fields.messages,
             request.tools,
@@ -52,12 +55,10 @@ class ChatApi:
         )
         job = make_job(fields, chat, "messages", sampling, tenant)
         shows = fields.include_reasoning is not False and not (fields.reasoning or {}).get("exclude")
-        plan = self.plans.apply(request, job, include_reasoning=shows)
-        ignored = (*self.reader.ignored(body, ChatCompletionRequest), *ignored_in_chat(body))
-        if request.tools:
-            ignored += self.plans.ignored(request)
-            if "structured_outputs" not in names and body.get("structured_outputs") is None:
-                names["structured_outputs"] = "tools"  # constrained, if at all, to calls that are forced or strict
+        plan, unbound = self.plans.apply(request, job, include_reasoning=shows)
+        ignored = (*self.reader.ignored(body, ChatCompletionRequest), *ignored_in_chat(body), *lost, *unbound)
+        if request.tools and "structured_outputs" not in names and body.get("structured_outputs") is None:
+            names["structured_outputs"] = "tools"  # constrained, if at all, to calls that are forced or strict
         return job, AnswerOptions.of(fields, sampling, plan=plan, ignored=ignored, field_names=names)
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> "ChatAnswer":
@@ -274,10 +275,15 @@ class _Turn:
         return {"index": call.index, **whole, "function": dict(function)}
 
 
-def _sampling(body: Body, fields: ChatCompletionRequest) -> tuple[types_pb2.SamplingParams, dict[str, str]]:
-    """Return the sampling parameters, and which fields of the client they come from where the names differ.
+def _sampling(
+    body: Body, fields: ChatCompletionRequest
+) -> tuple[types_pb2.SamplingParams, tuple[str, ...], dict[str, str]]:
+    """Return the sampling parameters, the keywords of a schema that do not bind the output, and which fields of the
+    client the parameters come from where the names differ.
+
     ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins; ``logprobs`` asks for the token's own,
-    ``top_logprobs`` for alternatives."""
+    ``top_logprobs`` for alternatives.
+    """
     own: dict[str, object] = {}
     names: dict[str, str] = {}
     if body.get("response_format") is not None and body.get("structured_outputs") is None:
@@ -292,9 +298,10 @@ def _sampling(body: Body, fields: ChatCompletionRequest) -> tuple[types_pb2.Samp
     elif fields.top_logprobs is not None and (fields.top_logprobs != 0 or fields.top_logprobs is False):
         raise errors.InvalidArgument("top_logprobs needs logprobs to be true", "top_logprobs")
     try:
-        return sampling_params(body, **own), names
+        sampling, lost = sampling_params(body, **own)
     except errors.InvalidArgument as error:
         raise error.renamed(names) from error
+    return sampling, lost, names
 
 
 def _reasoning(text: str) -> dict[str, object]:

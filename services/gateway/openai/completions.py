@@ -31,8 +31,8 @@ class CompletionsApi:
         echo = bool(fields.echo)
         echo_only = echo and body.get("max_tokens") == 0 and type(body["max_tokens"]) is int
         own = {"max_tokens": 1} if echo_only else {}
-        sampling = sampling_params(body, logprobs=fields.logprobs, **own)
-        ignored = (*self.reader.ignored(body, CompletionRequest), *ignored_in_stream_options(body))
+        sampling, lost = sampling_params(body, logprobs=fields.logprobs, **own)
+        ignored = (*self.reader.ignored(body, CompletionRequest), *ignored_in_stream_options(body), *lost)
         options = AnswerOptions.of(fields, sampling, echo=echo, echo_only=echo_only, ignored=ignored)
         if echo and sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs"):
             sampling.prompt_logprobs = sampling.logprobs

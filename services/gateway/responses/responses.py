@@ -8,7 +8,7 @@ from uuid import uuid4
 from tokenloom.request.errors import InvalidArgument
 
 from ..generation.running_generation import RunningGeneration
-from ..openai.body_reader import AnswerOptions, Body, BodyReader, renamed_twice, unbound_strict
+from ..openai.body_reader import AnswerOptions, Body, BodyReader, inherited, renamed_twice
 from ..openai.chat import ChatApi
 from ..openapi.request_schemas import ResponsesRequest
 from ..records.generate_request import GenerateRequest
@@ -27,6 +27,7 @@ _FIELDS = {
     "response_format": "text.format",
     "function.name": "name",
     "function.description": "description",
+    "function.strict": "strict",
     "function.parameters": "parameters",
 }
 """Fields of a chat that have another name here."""
@@ -63,11 +64,10 @@ class ResponsesApi:
         except InvalidArgument as error:
             raise error.renamed(_FIELDS) from None
         ignored = (*ignored_in_response(fields), *self.reader.ignored(body, ResponsesRequest))
+        if options.ignored:
+            ignored += inherited(options.ignored, _FIELDS)
         return job, replace(
-            options,
-            request=request,
-            ignored=ignored + unbound_strict(options.ignored),
-            field_names=renamed_twice(options.field_names, _FIELDS),
+            options, request=request, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> ResponseAnswer:

@@ -65,6 +65,38 @@ async def test_required_calls_obey_their_schemas(http: httpx.AsyncClient) -> Non
         jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
 
 
+FLAG = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=["required", "named"]
+)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": FLAG["properties"], "required": ["on"]},
+        {"anyOf": [{"type": "string"}, FLAG]},
+        {"type": ["object", "string"], "properties": FLAG["properties"], "required": ["on"]},
+        {"$ref": "#/$defs/flag", "$defs": {"flag": {"oneOf": [{"type": "null"}, FLAG]}}},
+        {**FLAG, "properties": {"on": {"const": {"$ref": "#/$defs/none"}}}},
+    ],
+)
+async def test_forced_arguments_are_objects(http: httpx.AsyncClient, parameters: Any, choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    made = await answer(http, tools=tools, tool_choice=choice, parallel_tool_calls=False, seed=3, max_tokens=120)
+    assert made["finish_reason"] == "tool_calls", made
+    arguments = json.loads(made["message"]["tool_calls"][0]["function"]["arguments"])
+    assert arguments["on"] in (True, False, {"$ref": "#/$defs/none"})
+
+
+@pytest.mark.parametrize("parameters", [{}, {"type": "string"}])
+async def test_forced_arguments_begin_an_object(http: httpx.AsyncClient, parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    named = {"type": "function", "function": {"name": "f"}}
+    made = await answer(http, tools=tools, tool_choice=named, seed=3, max_tokens=20)
+    assert made["message"]["tool_calls"][0]["function"]["arguments"].startswith("{")
+
+
 async def test_a_call_that_is_cut_off_ends_with_length(http: httpx.AsyncClient) -> None:
     choice = await answer(http, tool_choice="required", max_tokens=3)
     assert choice["finish_reason"] == "length"

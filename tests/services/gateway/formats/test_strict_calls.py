@@ -68,4 +68,4 @@ def test_a_schema_beyond_the_limits_is_refused() -> None:
         schema = {"type": "object", "properties": {"a": schema}}
     with pytest.raises(InvalidArgument) as refused:
         form_of("hermes", asked({"type": "function", "function": {"name": "a", "parameters": schema, "strict": True}}))
-    assert refused.value.field == "tools"
+    assert refused.value.field == "tools[0].function.parameters"

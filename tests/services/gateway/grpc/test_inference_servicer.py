@@ -162,6 +162,19 @@ def turn(**fields: Any) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(**{"model": MODEL, **fields})
 
 
+async def test_what_a_schema_loses_is_named_in_the_metadata(mesh: FakeMesh) -> None:
+    constraint = types_pb2.StructuredOutputs(json='{"type": "array", "uniqueItems": true}')
+    params = types_pb2.SamplingParams(structured_outputs=constraint)
+    async with mesh.inference() as stub:
+        call = stub.Generate(inference_pb2.GenerateRequest(text="abc", sampling_params=params))
+        submitted = await mesh.outputs.next_request()
+        assert submitted.submit.sampling_params.structured_outputs.json == '{"type": "array"}'
+        submitted.answer("[]")
+        assert "".join([response.text async for response in call]) == "[]"
+        metadata = dict(await call.initial_metadata() or ())
+    assert metadata["x-tokenloom-ignored"] == "structured_outputs#/uniqueItems"
+
+
 async def test_a_session_continues_all_that_was_said_but_the_last_token(mesh: FakeMesh) -> None:
     async with mesh.inference() as stub:
         call = stub.GenerateSession()

@@ -168,7 +168,10 @@ def bad_tools() -> list[tuple[str, dict[str, Any]]]:
         ("tool_choice", {"tools": [tool], "tool_choice": "always"}),
         ("tool_choice", {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "g"}}}),
         ("tool_choice", {"tools": [tool], "tool_choice": {"type": "allowed_tools"}}),
-        ("tools", {"tools": [{"function": {"name": "f", "parameters": deep}}], "tool_choice": "required"}),
+        (
+            "tools[0].function.parameters",
+            {"tools": [{"function": {"name": "f", "parameters": deep}}], "tool_choice": "required"},
+        ),
         ("parallel_tool_calls", {"parallel_tool_calls": 1}),
         ("include_reasoning", {"include_reasoning": "no"}),
         ("chat_template_kwargs", {"chat_template_kwargs": []}),

@@ -166,18 +166,25 @@ async def test_the_parser_is_chosen_by_the_template(socket_dir: Path) -> None:
 
 async def test_bad_tools_are_refused(socket_dir: Path) -> None:
     async with gateway(socket_dir, tool_call_parser="none") as (mesh, http):
-        for param, fields in {
-            "tool_choice": {"tools": TOOLS},  # nobody could read the calls
-            "tool_choice ": {
-                "tools": TOOLS,
-                "tool_choice": "required",
-                "response_format": {"type": "json_object"},
-            },
-        }.items():
-            response = await post(http, **fields)
-            assert response.status_code == 400
-            assert response.json()["error"]["param"] == param.strip()
+        response = await post(http, tools=TOOLS)  # nobody could read the calls
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tool_choice"
         assert mesh.outputs.requests.empty()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a+"}}],
+    ids=lambda other: next(iter(other)),
+)
+async def test_a_forced_call_wins_over_another_constraint(socket_dir: Path, other: dict[str, Any]) -> None:
+    async with gateway(socket_dir, tool_call_parser="none") as (mesh, http):
+        task, request = await asked(mesh, http, tools=TOOLS, tool_choice="required", **other)
+        assert "parameters" in request.submit.sampling_params.structured_outputs.json
+        request.answer('[{"name": "get_time", "parameters": {}}]')
+        response = await task
+    assert response.headers["x-tokenloom-ignored"] == next(iter(other))
+    assert response.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_time"
 
 
 async def test_past_calls_reach_the_template_with_arguments_as_objects(socket_dir: Path) -> None:

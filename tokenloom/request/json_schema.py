@@ -1,0 +1,376 @@
+"""Fits JSON schemas to what the grammars of the engines can express, and finds their parts.
+
+A keyword that a grammar cannot express is left out, so that the schema admits more documents and never fewer. All
+schemas that remain stand where more is more: ``not`` and ``if`` are left out whole, and ``oneOf`` becomes ``anyOf``.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urldefrag, urljoin
+
+from .schema_pattern import portable_pattern
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SINGLE = ("items", "additionalItems", "additionalProperties")
+_TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
+_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+"""The formats that a grammar enforces. Any other one is an annotation, as JSON Schema says."""
+_LEFT_OUT: Mapping[str, Callable[[Any], bool]] = {
+    "uniqueItems": lambda value: value is False,
+    "contains": lambda value: False,
+    "not": lambda value: value is False,
+    "dependentRequired": lambda value: not value,
+    "dependentSchemas": lambda value: not value,
+    "dependencies": lambda value: not value,
+    "propertyNames": lambda value: value in (True, {}, {"type": "string"}),
+    "unevaluatedProperties": lambda value: value in (True, {}),
+    "unevaluatedItems": lambda value: value in (True, {}),
+    "$dynamicRef": lambda value: False,
+    "$recursiveRef": lambda value: False,
+}
+"""The keywords that no grammar expresses, and whether a value of one has no effect."""
+_BESIDE = ("minContains", "maxContains", "then", "else")
+"""Keywords that mean nothing without another one, which is left out."""
+_NAMING = ("if", "dependentSchemas", "dependencies")
+"""Keywords that may name more properties of an object."""
+_APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "prefixItems", "items", "contains")
+
+
+@dataclass(frozen=True, slots=True)
+class LostKeyword:
+    """A keyword of a schema that no longer binds the output."""
+
+    keyword: str
+    where: str
+    """JSON pointer of the schema that holds it, such as ``#/properties/tags``."""
+
+
+def fitted(source: str) -> tuple[str, list[LostKeyword]]:
+    """Return the source of a JSON schema as the engines can enforce it, and the keywords that this leaves out.
+
+    The source is returned as it is when nothing has to change. Its size and depth must have been checked.
+    """
+    schema = json.loads(source)
+    before = json.dumps(schema)
+    lost = fit(schema)
+    after = json.dumps(schema)
+    return (source if after == before else after), lost
+
+
+def fit(schema: Any) -> list[LostKeyword]:
+    """Fit a schema in place, as :func:`fitted`."""
+    fitting = _Fitting(schema)
+    fitting.walk(schema, "#")
+    fitting.mend_references()
+    return fitting.lost
+
+
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[Any, str | int, str]]:
+    """Yield the holder, the key in it and the path below ``schema`` of each schema right within it; what ``const``,
+    ``enum``, ``default`` and ``examples`` hold are values and not schemas."""
+    for name in _MAPS:
+        if isinstance(held := schema.get(name), dict):
+            yield from ((held, key, f"{name}/{_escaped(key)}") for key in list(held))
+    for name in _LISTS:
+        if isinstance(held := schema.get(name), list):
+            yield from ((held, index, f"{name}/{index}") for index in range(len(held)))
+    for name in _SINGLE:
+        if isinstance(schema.get(name), dict):
+            yield schema, name, name
+
+
+class _Fitting:
+    """Walks over the schemas of one root.
+
+    Attributes:
+        lost: The keywords that were left out.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self.lost: list[LostKeyword] = []
+        self._root = root
+        self._seen: set[int] = set()
+        self._references: list[tuple[dict[str, Any], str]] = []
+        self._ids = set(_ids(root, ""))
+
+    def walk(self, schema: Any, where: str) -> None:
+        if not isinstance(schema, dict) or id(schema) in self._seen:
+            return
+        self._seen.add(id(schema))
+        self._fit_value(schema, where)
+        self._fit_properties(schema, where)
+        self._leave_out(schema, where)
+        self._fit_reference(schema, where)
+        for holder, key, path in subschemas(schema):
+            child = holder[key]
+            if isinstance(child, dict) and child.get("not", False) in ({}, True):
+                holder[key] = False  # as zod writes a value that cannot be
+            else:
+                self.walk(child, f"{where}/{path}")
+        self._join_one_of(schema, where)  # last: branches are compared as they remain
+
+    def mend_references(self) -> None:
+        """Follow what references name to where it stands now; leave out those that name nothing."""
+        for schema, where in self._references:
+            ref = schema["$ref"]
+            if resolved(self._root, ref) is None:
+                moved = ref.replace("/oneOf/", "/anyOf/")
+                if resolved(self._root, moved) is not None:
+                    schema["$ref"] = moved
+                else:
+                    del schema["$ref"]
+                    self._lose("$ref", where)
+
+    def _lose(self, keyword: str, where: str) -> None:
+        self.lost.append(LostKeyword(keyword, where))
+
+    def _fit_value(self, schema: dict[str, Any], where: str) -> None:
+        kinds = schema.get("type")
+        if kinds is not None and not _TYPES.issuperset(kinds if isinstance(kinds, list) else [str(kinds)]):
+            del schema["type"]
+            self._lose("type", where)
+        if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] not in _FORMATS):
+            del schema["format"]
+        if isinstance(pattern := schema.get("pattern"), str):
+            portable = portable_pattern(pattern)
+            if portable is None:
+                del schema["pattern"]
+            else:
+                schema["pattern"] = portable.text
+            if portable is None or not portable.is_exact:
+                self._lose("pattern", where)
+        if not str(schema.get("$schema", "http://json-schema.org/")).partition("://")[2].startswith("json-schema.org/"):
+            del schema["$schema"]
+
+    def _fit_properties(self, schema: dict[str, Any], where: str) -> None:
+        """Leave out the properties whose names no grammar finds; others may then have any value."""
+        if not isinstance(patterns := schema.get("patternProperties"), dict):
+            return
+        kept = {}
+        for pattern, value in patterns.items():
+            portable = portable_pattern(pattern)
+            if portable is not None and portable.is_exact:
+                kept[portable.text] = value
+                continue
+            # A wider expression would bind properties that the schema leaves free.
+            self._lose("patternProperties", where)
+            schema["additionalProperties"] = True
+        schema["patternProperties"] = kept
+        if not kept:
+            del schema["patternProperties"]
+
+    def _leave_out(self, schema: dict[str, Any], where: str) -> None:
+        if "unevaluatedProperties" in schema and not any(name in schema for name in _APPLICATORS):
+            schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
+        binds = "if" in schema and ("then" in schema or "else" in schema)
+        if binds:
+            self._lose("if", where)
+        names_more = binds or any(schema.get(name) for name in _NAMING[1:])
+        schema.pop("if", None)
+        for name in _BESIDE:
+            schema.pop(name, None)
+        for name, has_no_effect in _LEFT_OUT.items():
+            if name in schema and not has_no_effect(schema.pop(name)):
+                self._lose(name, where)
+        # An object is closed when it does not mention other properties, and those of a condition would be lost.
+        if names_more and "properties" in schema:
+            schema.setdefault("additionalProperties", True)
+
+    def _fit_reference(self, schema: dict[str, Any], where: str) -> None:
+        """Leave out a reference to another document; go to what one to this document names."""
+        ref = schema.get("$ref")
+        if not isinstance(ref, str):
+            return
+        if ref.startswith("#/") or ref == "#":
+            self._references.append((schema, where))
+            self.walk(resolved(self._root, ref), ref)
+        elif not ref.startswith("#") and not self._is_known(ref):
+            del schema["$ref"]
+            self._lose("$ref", where)
+
+    def _is_known(self, ref: str) -> bool:
+        return any(urldefrag(urljoin(base, ref)).url in self._ids for base in ("", *self._ids))
+
+    def _join_one_of(self, schema: dict[str, Any], where: str) -> None:
+        """Write ``oneOf`` as ``anyOf``, which is the same if no two branches admit the same document."""
+        if not isinstance(branches := schema.get("oneOf"), list):
+            return
+        if not are_disjoint(self._root, branches):
+            self._lose("oneOf", where)
+        del schema["oneOf"]
+        if "anyOf" in schema:
+            schema.setdefault("allOf", []).append({"anyOf": branches})
+        else:
+            schema["anyOf"] = branches
+
+
+def resolved(root: Any, ref: str) -> Any:
+    """Return what a reference within a document names, such as ``#/$defs/City``; None if there is nothing."""
+    if ref == "#":
+        return root
+    if not ref.startswith("#/"):
+        return None
+    found = root
+    for name in ref[2:].split("/"):
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = found[name]
+        else:
+            return None
+    return found
+
+
+def of_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema for the objects among the documents of a schema that was fitted; for any object if there are
+    none."""
+    return _of_objects(schema, schema, frozenset()) or {"type": "object"}
+
+
+def _of_objects(root: dict[str, Any], schema: Any, refs: frozenset[str]) -> dict[str, Any] | None:
+    """Return the schema of the objects; None if there are none. ``refs``: what was followed to get here."""
+    if not isinstance(schema, dict):
+        return {"type": "object"} if schema is True else None
+    kinds = schema.get("type")
+    if kinds == "object":
+        return schema
+    if kinds is not None and (isinstance(kinds, str) or "object" not in kinds):
+        return None
+    if not isinstance(schema.get("const", {}), dict):
+        return None
+    found: dict[str, Any] = {**schema, "type": "object"}
+    if isinstance(values := found.get("enum"), list):
+        found["enum"] = [value for value in values if isinstance(value, dict)]
+        if not found["enum"]:
+            return None
+    if isinstance(ref := found.get("$ref"), str) and (target := resolved(root, ref)) is not None:
+        shown = {"type": "object"} if ref in refs else _of_objects(root, target, refs | {ref})
+        if shown is None:
+            return None
+        if shown is not target:  # a copy: others refer to the original, which need not be an object there
+            del found["$ref"]
+            if found.keys() & shown.keys() <= {"type", "title", "description", "$defs", "definitions"}:
+                found = shown | found  # flat, so that objects are closed as everywhere else
+            else:
+                found["allOf"] = [*found.get("allOf", ()), shown]
+    if isinstance(branches := found.get("anyOf"), list):
+        found["anyOf"] = [each for branch in branches if (each := _of_objects(root, branch, refs)) is not None]
+        return found if found["anyOf"] else None
+    return found
+
+
+def moved(schema: dict[str, Any], to: str) -> dict[str, Any]:
+    """Return a schema that was fitted with its references to its own parts moved to ``to``, such as ``#/$defs/tool0``,
+    where it will stand within another one. It changes ``schema``."""
+    own = urldefrag(str(schema.pop("$id", ""))).url
+    schema.pop("$schema", None)
+    seen: set[int] = set()
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(ref := part.get("$ref"), str):
+            ref = ref.removeprefix(own) if own and ref.startswith(f"{own}#") else ref
+            waiting.append(resolved(schema, ref))
+            part["$ref"] = to + ref[1:] if ref == "#" or ref.startswith("#/") else ref
+        waiting += [holder[key] for holder, key, _ in subschemas(part)]
+    return schema
+
+
+_MAX_COMPARED = 64
+"""Branches of one ``oneOf`` that are compared, each with each."""
+
+
+def are_disjoint(root: Any, branches: list[Any]) -> bool:
+    """Return whether no document fits two of these schemas, as far as their types and constants show."""
+    if len(branches) > _MAX_COMPARED:
+        return False
+    shown = [_followed(root, branch) for branch in branches]
+    return all(_differ(root, one, other) for at, one in enumerate(shown) for other in shown[:at])
+
+
+def _followed(root: Any, schema: Any) -> Any:
+    """Return a schema, or what it refers to."""
+    for _ in range(8):  # chains of references are short, and may be circles
+        ref = schema.get("$ref") if isinstance(schema, dict) else None
+        target = resolved(root, ref) if isinstance(ref, str) else None
+        if target is None:
+            return schema
+        schema = target
+    return schema
+
+
+def _differ(root: Any, one: Any, other: Any) -> bool:
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return one is False or other is False
+    values = [_values(each) for each in (one, other)]
+    if values[0] is not None and values[1] is not None:
+        return values[0].isdisjoint(values[1])
+    kinds = [_kinds(each) for each in (one, other)]
+    if kinds[0].isdisjoint(kinds[1]):
+        return True
+    if kinds[0] & kinds[1] != {"object"}:
+        return False
+    named: list[Mapping[str, Any]] = [_properties(each) for each in (one, other)]
+    required = [set(filter(_is_text, each.get("required") or ())) for each in (one, other)]
+    closed = [each.get("additionalProperties") is False and "patternProperties" not in each for each in (one, other)]
+    if (closed[0] and required[1] - named[0].keys()) or (closed[1] and required[0] - named[1].keys()):
+        return True
+    return any(
+        _differ(root, *(_followed(root, properties[name]) for properties in named))
+        for name in required[0] & required[1] & named[0].keys() & named[1].keys()
+    )
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _values(schema: Mapping[str, Any]) -> set[str] | None:
+    """Return the only values of a schema, written as JSON; None if there are others."""
+    if "const" in schema:
+        return {json.dumps(schema["const"], sort_keys=True)}
+    values = schema.get("enum")
+    return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types of a schema's values; integers are numbers."""
+    values = _values(schema)
+    if values is not None:
+        return {_kind(json.loads(value)) for value in values}
+    kinds = schema.get("type")
+    named = kinds if isinstance(kinds, list) else [kinds] if isinstance(kinds, str) else _TYPES
+    return {"number" if kind == "integer" else kind for kind in named}
+
+
+def _kind(value: object) -> str:
+    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _ids(schema: Any, base: str) -> Iterator[str]:
+    """Yield the addresses that schemas of a document give themselves."""
+    if isinstance(schema, dict):
+        if isinstance(own := schema.get("$id"), str):
+            base = urljoin(base, own)
+            yield urldefrag(base).url
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _ids(part, base)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")

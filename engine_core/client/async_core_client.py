@@ -118,6 +118,13 @@ class PendingCalls:
             if not future.done():
                 future.set_exception(error)
 
+    async def close(self) -> None:
+        """End the task that sends; calls that are not sent yet never are. To be called after :meth:`fail`."""
+        self._unsent.clear()
+        if (sending := self._sending) is not None:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
     async def _send_all(self) -> None:
         try:
             while self._unsent:
@@ -225,6 +232,7 @@ class AsyncMPClient:
         self._closed = True
         await asyncio.to_thread(self._process.stop, self._grace)
         self._fail(EngineDeadError("the client was closed"))
+        await self._calls.close()
         self._process.connection.close()
         self._context.destroy(linger=0)
         self._arena.close()

@@ -31,6 +31,7 @@ class AsyncSocket:
         self._arrival: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
         self._unsent: Pieces | None = None
+        self._has_begun = False  # whether the first byte of it is sent
         self._on_begun: Callable[[], None] | None = None
         self._is_reading = self._is_writing = self._has_ended = False
         self._error: Exception | None = None
@@ -61,13 +62,14 @@ class AsyncSocket:
         except ValueError as error:
             raise NotSentError(str(error)) from None
         async with self._sending:
-            await self._flush()  # the rest of a message whose sender was cancelled
-            self._unsent, self._on_begun = message, on_begun or _do_nothing
+            if self._unsent is not None:
+                await self._flush(self._unsent)  # the rest of a message whose sender was cancelled
+            self._unsent, self._has_begun, self._on_begun = message, False, on_begun
             try:
-                await self._flush()
+                await self._flush(message)
             finally:
-                if self._on_begun is not None:  # nothing of it was sent
-                    self._unsent = self._on_begun = None
+                if not self._has_begun:
+                    self._unsent = None
 
     def fail(self, error: Exception) -> None:
         """End all operations with ``error``, later ones too. The first error wins.
@@ -80,15 +82,12 @@ class AsyncSocket:
         _wake(self._arrival)
         _wake(self._room)
 
-    async def _flush(self) -> None:
+    async def _flush(self, unsent: Pieces) -> None:
         while True:
             if self._error is not None:
                 raise self._error
-            if self._unsent is None or not (pieces := self._unsent.head()):
-                self._unsent = None
-                return
             try:
-                self._unsent.advance(self._connection.sendmsg(pieces))
+                is_sent = unsent.advance(self._connection.sendmsg(unsent.head()))
             except BlockingIOError:
                 await self._wait_for_room()
             except ConnectionError:
@@ -99,19 +98,20 @@ class AsyncSocket:
             except OSError as error:
                 await self._retry_or_give_up(error)
             else:
-                self._begun()
-
-    def _begun(self) -> None:
-        if self._on_begun is not None:
-            on_begun, self._on_begun = self._on_begun, None
-            on_begun()
+                if not self._has_begun:
+                    self._has_begun = True
+                    if self._on_begun is not None:
+                        self._on_begun()
+                if is_sent:
+                    self._unsent = None
+                    return
 
     async def _retry_or_give_up(self, error: OSError) -> None:
         """Wait if the message may be sent later. Raises ``NotSentError`` if nothing of it was sent; a message that ends
         in its middle leaves a stream that no receiver understands."""
         if error.errno in NO_MEMORY:
             await asyncio.sleep(RETRY_SECONDS)
-        elif self._on_begun is not None:
+        elif not self._has_begun:
             raise NotSentError(f"the message cannot be sent: {error}") from None
         else:
             self.fail(EngineDeadError(f"a message to the engine core ended in its middle: {error}"))
@@ -164,7 +164,3 @@ class AsyncSocket:
 def _wake(waiting: asyncio.Future[None] | None) -> None:
     if waiting is not None and not waiting.done():
         waiting.set_result(None)
-
-
-def _do_nothing() -> None:
-    pass

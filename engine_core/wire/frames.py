@@ -12,7 +12,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Pieces:
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         """``buffers``: of bytes; empty ones are left out, because filling only those looks like the peer's end."""
-        self._buffers = [buffer for buffer in buffers if len(buffer)]
+        self._buffers = list(filter(len, buffers))
         self._next = 0
         self._head: list[Buffer] = []
 
@@ -45,8 +45,8 @@ class Pieces:
             self._next += len(self._head)
         return self._head
 
-    def advance(self, num_bytes: int) -> None:
-        """Note that so many bytes of :meth:`head` were moved."""
+    def advance(self, num_bytes: int) -> bool:
+        """Note that so many bytes of :meth:`head` were moved. Returns whether none are left."""
         head = self._head
         for index, buffer in enumerate(head):
             size = len(buffer)
@@ -54,9 +54,10 @@ class Pieces:
                 if num_bytes:
                     head[index] = memoryview(buffer)[num_bytes:]
                 del head[:index]
-                return
+                return False
             num_bytes -= size
         self._head = []
+        return self._next == len(self._buffers)
 
 
 # ZMQ moved each message through a thread in either process: one message every 20 ms arrived after 0.32 ms at the core
@@ -80,8 +81,9 @@ def head(frames: Sequence[Frame]) -> bytes:
     count = len(frames)
     if count == 1 and len(frames[0]) <= MAX_BYTES:
         return _ONE_FRAME.pack(1, len(frames[0]))
-    sizes = [len(frame) for frame in frames]
-    _check_size(count, sum(sizes))
+    sizes = list(map(len, frames))
+    if not 0 < count <= MAX_FRAMES or sum(sizes) > MAX_BYTES:
+        _refuse_size(count, sum(sizes))
     return struct.pack(f"<I{count}Q", count, *sizes)
 
 
@@ -153,8 +155,7 @@ class FrameReader:
         count = connection.recvmsg_into(unread.head())[0]
         if not count:
             return None
-        unread.advance(count)
-        if unread.head():
+        if not unread.advance(count):
             return []
         message, self._large, self._unread = self._large, [], None
         return [message]
@@ -230,7 +231,7 @@ def _extents(view: memoryview, start: int) -> tuple[list[tuple[int, int]], int]:
         return [], 0
     (count,) = _COUNT.unpack_from(view, start)
     if not 0 < count <= MAX_FRAMES:
-        _check_size(count, 0)
+        _refuse_size(count, 0)
     end = sizes_at + count * _SIZE_BYTES
     if end > len(view):
         return [], 0
@@ -240,12 +241,11 @@ def _extents(view: memoryview, start: int) -> tuple[list[tuple[int, int]], int]:
         extents.append((end, end + size))
         end += size
     if end - frames_at > MAX_BYTES:
-        _check_size(count, end - frames_at)
+        _refuse_size(count, end - frames_at)
     return extents, end
 
 
-def _check_size(count: int, num_bytes: int) -> None:
+def _refuse_size(count: int, num_bytes: int) -> NoReturn:
     if not 0 < count <= MAX_FRAMES:
         raise ValueError(f"a message of {count} frames; it has 1 to {MAX_FRAMES}")
-    if num_bytes > MAX_BYTES:
-        raise ValueError(f"a message of {num_bytes} bytes; it has at most {MAX_BYTES}")
+    raise ValueError(f"a message of {num_bytes} bytes; it has at most {MAX_BYTES}")

@@ -27,6 +27,11 @@ reported later."""
 MAX_REPORT_SECONDS = 1.0
 _MOST_TOKENS = (1 << 32) - 1
 """What the report's fields hold at most: a long queue of long prompts has more."""
+_TOKENS = ("waiting_tokens", "prefilling_tokens")
+_RATES = (
+    *("prefill_tokens_per_second", "starts_per_second", "computed_tokens_per_second", "prompt_tokens_per_second"),
+    *("step_seconds", "step_requests"),
+)
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0
 
@@ -202,30 +207,25 @@ class CoordinatorLink:
         self._load.changed.clear()
         self._urgent.clear()
         load, group = self._load.snapshot(), self._load.group
-        return coordinator_pb2.EngineReport(
+        counts = load._asdict()
+        for name in _TOKENS:
+            counts[name] = min(counts[name], _MOST_TOKENS)
+        for name in _RATES:
+            # Two digits: smaller changes are not worth a snapshot to every watcher.
+            counts[name] = float(f"{counts[name]:.1e}")
+        report = coordinator_pb2.EngineReport(
+            **counts,
             role=self._role,
             state=self._reported_state(),
-            waiting=load.waiting,
-            running=load.running,
-            waiting_tokens=min(load.waiting_tokens, _MOST_TOKENS),
-            kv_usage=load.kv_usage,
-            free_kv_blocks=load.free_kv_blocks,
             picks_arrived=self._load.take_picks(),
-            step=load.step,
-            seats=load.seats,
-            prefill_tokens_per_second=_rounded(load.prefill_tokens_per_second),
-            starts_per_second=_rounded(load.starts_per_second),
-            computed_tokens_per_second=_rounded(load.computed_tokens_per_second),
-            prefilling_tokens=min(load.prefilling_tokens, _MOST_TOKENS),
-            prompt_tokens_per_second=_rounded(load.prompt_tokens_per_second),
-            step_seconds=_rounded(load.step_seconds),
-            step_requests=_rounded(load.step_requests),
             adapters=map(to_adapter, self._load.loras),
             start_wave=None if group is None else group.start_wave,
             wave_complete=None if group is None else group.wave_complete,
             group_size=group.size if group is not None and group.is_member else 0,
-            fall_backs=[types_pb2.FallBack(kind=each.kind, detail=each.detail) for each in self._fall_backs.active],
         )
+        for each in self._fall_backs.active:
+            report.fall_backs.add(kind=each.kind, detail=each.detail)
+        return report
 
     def _reported_state(self) -> coordinator_pb2.EngineState:
         if self._state != coordinator_pb2.ENGINE_STATE_SERVING:
@@ -235,11 +235,6 @@ class CoordinatorLink:
         if self._load.is_failing:
             return coordinator_pb2.ENGINE_STATE_DEAD
         return coordinator_pb2.ENGINE_STATE_PAUSED if self._load.is_paused else self._state
-
-
-def _rounded(rate: float) -> float:
-    """Return a rate with two digits: smaller changes are not worth a snapshot to every watcher."""
-    return float(f"{rate:.1e}")
 
 
 async def _write(call: _Call, report: coordinator_pb2.EngineReport) -> None:

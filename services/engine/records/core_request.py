@@ -50,7 +50,8 @@ def to_core_request(
         validation.check_priority(add.priority, limits)
     if len(add.tenant) > _MAX_TENANT_CHARS:
         raise InvalidArgument(f"tenant has {len(add.tenant)} characters; at most {_MAX_TENANT_CHARS} fit", "tenant")
-    _check_kv(add)
+    if add.awaits_tokens or add.HasField("kv_source"):
+        _check_kv(add)
     if prompt.adapter and len(prompt.adapter) != _DIGEST_BYTES:
         raise InvalidArgument(f"adapter has {len(prompt.adapter)} bytes, expected {_DIGEST_BYTES}", "adapter")
     if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:

@@ -6,8 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from tokenloom.engine_core.data.lora import LoraState
 from tokenloom.engine_core.data.messages import EngineCoreOutputs, GroupState, SchedulerStats
@@ -30,11 +29,8 @@ class DecayedRate:
 
     def __init__(self) -> None:
         self._seconds = self._events = 0.0
-
-    @property
-    def per_second(self) -> float:
+        self.per_second = 0.0
         """Events per second; 0 before the first event, or if too little was measured."""
-        return self._events / self._seconds if self._seconds >= _LEAST_SECONDS else 0.0
 
     def add(self, seconds: float, events: int, num_requests: int) -> None:
         """Add an interval. ``num_requests``: requests that began in it, which may differ from the events."""
@@ -44,6 +40,7 @@ class DecayedRate:
             self._events *= decay
         self._seconds += seconds
         self._events += events
+        self.per_second = self._events / self._seconds if self._seconds >= _LEAST_SECONDS else 0.0
 
 
 class QueueRates:
@@ -65,16 +62,10 @@ class QueueRates:
         self._at = 0.0
         self._prefill = DecayedRate()
         self._starts = DecayedRate()
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
+        self.prefill_tokens_per_second = 0.0
         """Prompt tokens that are computed per second while only compute limits the queue; 0: not known."""
-        return self._prefill.per_second
-
-    @property
-    def starts_per_second(self) -> float:
+        self.starts_per_second = 0.0
         """Requests that begin per second while they wait for seats; 0: not known."""
-        return self._starts.per_second
 
     def observe(self, stats: SchedulerStats, now: float) -> None:
         """Take the statistics of a step. ``now``: seconds of a monotonic clock."""
@@ -92,8 +83,10 @@ class QueueRates:
         num_begun = stats.num_prefilled_requests - last.num_prefilled_requests
         if stats.num_running >= self.seats:
             self._starts.add(seconds, num_begun, num_begun)
+            self.starts_per_second = self._starts.per_second
         else:
             self._prefill.add(seconds, stats.num_prefilled_tokens - last.num_prefilled_tokens, num_begun)
+            self.prefill_tokens_per_second = self._prefill.per_second
 
     def skip(self) -> None:
         """Leave out the time since the last step, because the engine was paused."""
@@ -113,21 +106,15 @@ class StepRates:
     """
 
     def __init__(self) -> None:
-        self._at = self._step_seconds = self._step_requests = 0.0
+        self._at = 0.0
+        self.step_seconds = 0.0
+        """Mean seconds of a step that began with running requests; 0 before the first one."""
+        self.step_requests = 0.0
+        """Mean running requests of those steps, weighted alike: a longer step and its larger batch belong together."""
         self._tokens = 0.0  # of prompts
         self._prefill_seconds = self._prefill_tokens = 0.0  # of steps that mostly computed prompts
         self._step = 0
         self._last = SchedulerStats()
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean seconds of a step that began with running requests; 0 before the first one."""
-        return self._step_seconds
-
-    @property
-    def step_requests(self) -> float:
-        """Mean running requests of those steps, weighted alike: a longer step and its larger batch belong together."""
-        return self._step_requests
 
     @property
     def computed_tokens_per_second(self) -> float:
@@ -155,9 +142,9 @@ class StepRates:
         if num_prompt_tokens >= num_steps * max(_LEAST_PROMPT_TOKENS, last.num_running):
             self._prefill_seconds = self._prefill_seconds * kept + seconds
             self._prefill_tokens = self._prefill_tokens * kept + num_prompt_tokens
-        kept = kept if self._step_seconds else 0.0
-        self._step_seconds = kept * self._step_seconds + (1 - kept) * seconds / num_steps
-        self._step_requests = kept * self._step_requests + (1 - kept) * last.num_running
+        kept = kept if self.step_seconds else 0.0
+        self.step_seconds = kept * self.step_seconds + (1 - kept) * seconds / num_steps
+        self.step_requests = kept * self.step_requests + (1 - kept) * last.num_running
 
     def skip(self) -> None:
         """Leave out the time since the last step, because the engine was paused."""
@@ -172,8 +159,7 @@ MAX_PICKS = 4096
 """Bound of the picks to acknowledge; the newest are kept. A coordinator ignores picks made before it started."""
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """Holds the counts of an ``EngineReport``."""
 
     waiting: int

@@ -310,6 +310,23 @@ async def test_a_call_is_sent_in_its_turn_though_its_caller_was_cancelled_before
     assert not calls._sending
 
 
+async def test_closing_ends_calls_that_are_not_sent_and_the_task_that_sends_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = AsyncMPClient(CONFIG, CORE_COMMAND, grace=0.1)
+    monkeypatch.setattr(client, "_watch", lambda loop: None)  # as if the thread noticed the end later
+    await client.start()
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
+    calls = [asyncio.create_task(client.call_utility("pause", bytes(8 << 20))) for _ in range(3)]
+    await settle()
+    assert client._calls._sending is not None, "the first call fills the socket"
+    await client.close()
+    assert "utility-calls" not in {task.get_name() for task in asyncio.all_tasks()}
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in errors] == [EngineDeadError] * 3
+
+
 async def test_calls_are_sent_in_the_order_in_which_they_are_made() -> None:
     calls, sent, pause_may_go = PendingCalls(), list[str](), asyncio.Event()
 

@@ -1,10 +1,12 @@
 """The engine's loop without I/O."""
 
+import contextlib
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from .control.pausing import Pausing
 from .control.sessions import Sessions
@@ -26,7 +28,6 @@ from .data.messages import (
 from .data.model_info import ModelInfo
 from .data.scheduler_output import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from .executor.executor import Executor, PoolSpec
-from .executor.step_in_flight import StepInFlight, drain, take_oldest
 from .executor.worker_adapters import WorkerAdapters
 from .kv_cache.kv_cache_size import has_waves, size_kv_cache
 from .kv_transfer.core_kv import CoreKV
@@ -35,6 +36,39 @@ from .scheduling.adapters import Adapters
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
+
+
+class StepInFlight(NamedTuple):
+    """Holds a step that the executor has begun, with its KV transfers and its future result."""
+
+    scheduled: SchedulerOutput
+    transfers: StepTransfers | None
+    pending: PendingOutput
+
+
+def take_oldest(steps: deque[StepInFlight]) -> tuple[StepInFlight, ModelRunnerOutput]:
+    """Wait for the oldest step, remove it and return it with its result. Raises the error of the step.
+
+    The step stays if an interrupt ends the waiting, because it still runs.
+    """
+    oldest = steps[0]
+    try:
+        # Removed only afterwards: a step that was taken out first was lost when Ctrl-C arrived while its result was
+        # awaited, and each later result was applied to the wrong step.
+        result = oldest.pending.result()
+    except Exception:
+        steps.popleft()
+        raise
+    steps.popleft()
+    return oldest, result
+
+
+def drain(steps: deque[StepInFlight]) -> None:
+    """Wait for all steps and drop their results and errors."""
+    while steps:
+        with contextlib.suppress(Exception):
+            take_oldest(steps)
+
 
 # A worker that hangs, or whose device failed, was noticed only when a request was lost. The front asks every 10 s and
 # waits for 60, as long as the coordinator waits for a step.

@@ -26,7 +26,7 @@ from .data.messages import (
 )
 from .executor.executor import CLIENT_METHODS, Executor
 from .scheduling.adapters import Adapters
-from .wire.serialization import call_with_raw, to_raw
+from .wire.frames import call_with_raw, to_raw
 
 log = logging.getLogger(__name__)
 

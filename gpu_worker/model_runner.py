@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import ExpertLoads, RoutedExperts
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory

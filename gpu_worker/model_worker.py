@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tokenloom.engine_core.data.config import EngineConfig
-from tokenloom.engine_core.data.core_pooling_params import ModelPooling
+from tokenloom.engine_core.data.core_params import ModelPooling
 from tokenloom.engine_core.data.handshake import WarmUp
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig, KVGroup, model_groups
 from tokenloom.engine_core.data.lora import LoraInfo

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tokenloom.engine_core.data.config import SchedulerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 from .model_runner import ModelRunner
 

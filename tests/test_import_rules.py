@@ -198,9 +198,7 @@ def test_the_search_finds_the_modules() -> None:
 
 @pytest.mark.parametrize("module", modules_of("tokenloom.engine_core"), ids=lambda module: module.name)
 def test_engine_core(module: Module) -> None:
-    names = ("async_core_client", "async_socket")
-    asynchronous = tuple(f"tokenloom.engine_core.client.{name}" for name in names)
-    never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
+    never = () if module.name == "tokenloom.engine_core.client.async_core_client" else ("asyncio", "zmq.asyncio")
     libraries = {"msgspec", "zmq", "numpy"} | EXTRA_LIBRARIES.get(module.name, set())
     allowed = [
         SAMPLING_PARAMS,
@@ -211,9 +209,9 @@ def test_engine_core(module: Module) -> None:
         LIMITS,
         OF_PROCESSES,
     ]
-    if module.name == "tokenloom.engine_core.fake_workers.checkpoint_sizes":
+    if module.name == "tokenloom.engine_core.fake_workers.hash_worker":
         allowed.append(GGUF_FILE)
-    if module.name == "tokenloom.engine_core.data.lora_config":
+    if module.name == "tokenloom.engine_core.data.lora":
         allowed += ["tokenloom.request.adapter_names", "tokenloom.request.errors"]
     assert not violations("tokenloom.engine_core", allowed, third_party=libraries, never=never, modules=[module])
 

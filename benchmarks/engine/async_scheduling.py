@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.model_files.model_path import DEMO_MODEL

@@ -14,10 +14,10 @@ from typing import Any
 
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.make_executor import make_executor
-from tokenloom.engine_core.wire.serialization import encode
+from tokenloom.engine_core.wire.frames import encode
 from tokenloom.services.engine.core import core_main  # noqa: F401  # for its imports, which are part of the heap
 from tokenloom.services.engine.core.workers import make_worker
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import make_worker

@@ -18,7 +18,7 @@ from tokenloom.engine_core.data.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config

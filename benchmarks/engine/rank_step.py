@@ -18,7 +18,7 @@ import psutil
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.model_files.model_path import DEMO_MODEL

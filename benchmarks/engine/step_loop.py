@@ -13,7 +13,7 @@ import torch
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.handshake import WarmUp
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.data.model_info import ModelInfo

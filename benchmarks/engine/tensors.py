@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom.engine_core.wire.array_arena import ArenaAddress, ArenaReader, ArrayArena
-from tokenloom.engine_core.wire.frames import FrameReceiver, FrameSender
-from tokenloom.engine_core.wire.serialization import Decoder
+from tokenloom.engine_core.wire.frames import Decoder, FrameReceiver, FrameSender
 
 SIZES_KIB = (16, 32, 64, 128, 256, 1024, 8192, 32768)
 WAYS = ("frame", "shared memory")

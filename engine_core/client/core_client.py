@@ -10,7 +10,7 @@ from ..data.config import EngineConfig
 from ..data.errors import EnginePausedError, UtilityError
 from ..data.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from ..executor.executor import Executor
-from ..wire.serialization import to_raw
+from ..wire.frames import to_raw
 
 
 class InprocClient:

@@ -5,11 +5,15 @@ share: a number that grows with each beginning and end of a step, and the limit 
 between steps.
 """
 
+import mmap
+import os
 import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
+
+from tokenloom.process.fall_backs import OF_PROCESS
 
 # Sixteen bytes of shared memory cost a step 1.6 µs for both notes; a message would wait behind the step that hangs.
 NUM_BYTES: Final = 16
@@ -115,3 +119,47 @@ class StepWatchdog:
         # looked.
         self._beats += 1
         _CELLS.pack_into(self._cells, 0, self._beats, int(limit * 1e9))
+
+
+class Pulse(NamedTuple):
+    """Says what the core did last."""
+
+    beat: int
+    """Grows with each beginning and end of a step."""
+    limit: float
+    """How many seconds the steps in flight may take until the next beat; 0: no step is in flight."""
+
+
+class PulseMemory:
+    """The client's side: the memory, which the core inherits.
+
+    Attributes:
+        fd: The descriptor to pass to the core; None if this system has no such memory.
+    """
+
+    def __init__(self) -> None:
+        self.fd: int | None = None
+        try:
+            self.fd = os.memfd_create("tokenloom-pulse", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, NUM_BYTES)
+            self._cells = memoryview(mmap.mmap(self.fd, NUM_BYTES)).cast("q")
+        except OSError as error:
+            OF_PROCESS.begin("no_shared_memory", f"for the core's pulse: {error}")
+            self.close()
+
+    def read(self) -> Pulse | None:
+        """Return what the core did last; None without memory."""
+        return Pulse(self._cells[BEAT], self._cells[LIMIT] / 1e9) if self.fd is not None else None
+
+    def close(self) -> None:
+        """Release the descriptor. Idempotent."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def inherited_cells(fd: int) -> memoryview:
+    """Take over the descriptor that the client passed; return its cells."""
+    cells = memoryview(mmap.mmap(fd, NUM_BYTES)).cast("q")
+    os.close(fd)
+    return cells

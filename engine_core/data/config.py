@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 
-from .lora_config import LoraConfig as LoraConfig
+from .lora import LoraConfig as LoraConfig
 from .parallel_config import EplbConfig as EplbConfig
 from .parallel_config import ParallelConfig as ParallelConfig
 

@@ -4,7 +4,7 @@ import msgspec
 
 from ..wire.array_arena import ArenaAddress
 from .config import EngineConfig
-from .core_pooling_params import ModelPooling
+from .core_params import ModelPooling
 from .lora import LoraState
 
 

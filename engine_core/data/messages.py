@@ -7,9 +7,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..wire.serialization import from_raw
-from .core_pooling_params import CorePoolingParams
-from .core_sampling_params import CoreSamplingParams
+from ..wire.frames import from_raw
+from .core_params import CorePoolingParams, CoreSamplingParams
 from .draft_counts import DraftCounts, SpecDecodingStats
 from .embedding_rows import EmbedsSpan
 from .errors import UtilityError

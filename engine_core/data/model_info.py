@@ -2,7 +2,7 @@
 
 import msgspec
 
-from .core_pooling_params import ModelPooling
+from .core_params import ModelPooling
 from .kv_groups import KVGroup, layers_per_group
 
 

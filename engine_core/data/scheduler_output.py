@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .core_pooling_params import CorePoolingParams
-from .core_sampling_params import CoreSamplingParams
+from .core_params import CorePoolingParams, CoreSamplingParams
 from .embedding_rows import EmbedsSpan
 from .messages import ExpertLoads, LogitsStats, Logprobs, RoutedExperts
 

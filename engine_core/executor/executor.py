@@ -11,7 +11,7 @@ from ..data.model_info import ModelInfo
 from ..data.scheduler_output import GrammarOutput, PendingOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
-from ..wire.serialization import call_with_raw, to_raw
+from ..wire.frames import call_with_raw, to_raw
 from .worker import Worker
 
 # Names arrive from clients, so what may be called is listed: getattr alone would offer every method of the worker.

@@ -6,8 +6,7 @@ from ..data.config import EngineConfig
 from ..fake_workers.timed_worker import TimedWorker
 from .executor import Executor
 from .multiproc import MultiprocExecutor
-from .timed import TimedExecutor
-from .uniproc import ThreadedExecutor, UniProcExecutor
+from .uniproc import ThreadedExecutor, TimedExecutor, UniProcExecutor
 from .worker import Worker
 
 

@@ -21,7 +21,7 @@ from ..data.model_info import ModelInfo
 from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.array_arena import ArrayArena
-from ..wire.serialization import Decoder, Frame, encode, from_raw, to_raw
+from ..wire.frames import Decoder, Frame, encode, from_raw, to_raw
 from .executor import PoolSpec
 from .ranks import RankPool, RankPools, joined_results, merged_info, most_in_flight, rank_config
 from .worker_launch import (

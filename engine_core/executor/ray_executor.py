@@ -23,7 +23,7 @@ from ..data.model_info import ModelInfo
 from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput, await_output
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
-from ..wire.serialization import Decoder, Frame, encode, from_raw, to_raw
+from ..wire.frames import Decoder, Frame, encode, from_raw, to_raw
 from .executor import PoolSpec, call_worker
 from .ranks import RankPool, RankPools, joined_results, make_rank_pool, merged_info, most_in_flight, rank_config
 from .worker import Worker

@@ -16,7 +16,7 @@ from ..data.errors import ExecutorFailedError
 from ..data.kv_groups import KVCacheConfig
 from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput
 from ..wire.array_arena import ArenaAddress
-from ..wire.serialization import Decoder, encode
+from ..wire.frames import Decoder, encode
 
 
 class WorkerHello(msgspec.Struct, tag="HELLO"):

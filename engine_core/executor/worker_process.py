@@ -18,7 +18,7 @@ from ..data.config import EngineConfig
 from ..data.scheduler_output import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..wire.array_arena import ArenaReader
-from ..wire.serialization import Decoder, Frame, encode, to_raw
+from ..wire.frames import Decoder, Frame, encode, to_raw
 from .executor import call_worker
 from .ranks import RankPool, make_rank_pool
 from .worker import Worker

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..data.core_pooling_params import CorePoolingParams, ModelPooling, PoolingTask
-from ..data.core_sampling_params import CoreSamplingParams
+from ..data.core_params import CorePoolingParams, CoreSamplingParams, ModelPooling, PoolingTask
 from ..data.embedding_rows import EmbedsSpan
 from ..data.messages import Logprobs
 from ..data.scheduler_output import NewRequestData

@@ -2,34 +2,109 @@
 
 The cache holds token ids and positions instead of keys and values, and is accessed through the block tables only: a
 wrong block, slot, position or order changes the tokens.
+
+Of a checkpoint it reads only the sizes. Its LoRA adapters change the tokens of their requests.
 """
 
 import hashlib
+import json
 import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom.gguf.gguf_file import is_gguf, read_gguf
 from tokenloom.process.control_groups import resident_bytes
 
 from ..data.config import EngineConfig
-from ..data.core_pooling_params import CorePoolingParams
-from ..data.core_sampling_params import CoreSamplingParams
+from ..data.core_params import CorePoolingParams, CoreSamplingParams
 from ..data.embedding_rows import EmbedsSpan
 from ..data.handshake import WarmUp
 from ..data.kv_groups import NULL_BLOCK, KVCacheConfig
-from ..data.lora import LoraInfo
+from ..data.lora import LoraConfig, LoraInfo, read_adapter_files, read_rank
 from ..data.messages import Logprobs
 from ..data.model_info import FreedMemory, ModelInfo
 from ..data.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
-from .checkpoint_sizes import read_sizes
-from .hash_loras import HashLoras, adapter_mark
 from .hash_row import HashRow, hash_logprobs, hash_pooled, hash_pooling
+
+
+class HashLoras:
+    """Checks that every request that is computed finds its adapter in a slot."""
+
+    def __init__(self, config: LoraConfig) -> None:
+        self._config = config
+        self._loaded: set[bytes] = set()
+        self._slots: list[bytes] = []
+        self._of_requests: dict[str, bytes] = {}  # preempted ones included
+
+    def load(self, path: Path) -> LoraInfo:
+        """Read an adapter. Raises ``ValueError``."""
+        files = read_adapter_files(path)
+        rank = read_rank(files.config, self._config.max_lora_rank)
+        self._loaded.add(files.digest)
+        return LoraInfo(files.digest, rank)
+
+    def drop(self, digest: bytes) -> None:
+        """Forget an adapter."""
+        self._loaded.discard(digest)
+
+    def begin(self, step: SchedulerOutput) -> None:
+        """Learn of the adapters of a step's requests, and of the slots."""
+        for req_id in step.finished_req_ids:
+            self._of_requests.pop(req_id, None)
+        for new in step.scheduled_new_reqs:
+            if new.adapter:
+                self._of_requests[new.req_id] = new.adapter
+        if step.lora_slots is not None:
+            self._slots = step.lora_slots
+            assert len(self._slots) <= self._config.max_loras
+            assert self._loaded.issuperset(self._slots)
+        if self._of_requests:
+            used = {self._of_requests.get(req_id, b"") for req_id in step.num_scheduled_tokens} - {b""}
+            assert used.issubset(self._slots), "a request is computed whose adapter has no slot"
+
+    def mark_of(self, req_id: str) -> int:
+        """Return the mark of a request's adapter."""
+        return adapter_mark(self._of_requests.get(req_id, b""))
+
+
+def adapter_mark(digest: bytes) -> int:
+    """Return what is combined with each cached token of requests with this adapter; 0 for the base model."""
+    return zlib.crc32(digest) >> 2 if digest else 0
+
+
+class CheckpointSizes(NamedTuple):
+    """Holds what a checkpoint states about its tokens."""
+
+    vocab_size: int
+    max_model_len: int | None
+    """The longest context; None if the checkpoint states none."""
+    experts_per_token: int = 0
+    """As in ``ModelInfo``, if every layer has experts."""
+
+
+def read_sizes(path: Path) -> CheckpointSizes:
+    """Read ``config.json`` of a directory, or the head of a GGUF file. Raises ``ValueError`` if it names no sizes."""
+    if is_gguf(path):
+        file = read_gguf(path)
+        embeddings = file.tensors.get("token_embd.weight")
+        if embeddings is None:
+            raise ValueError(f"{path.name} has no tensor token_embd.weight: it holds no language model")
+        length = file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length")
+        return CheckpointSizes(embeddings.shape[0], length)
+    config: dict[str, Any] = json.loads((path / "config.json").read_text())
+    text = config if "vocab_size" in config else config.get("text_config", {})
+    if "vocab_size" not in text:
+        raise ValueError(f"{path / 'config.json'} must state vocab_size")
+    experts = text.get("num_experts_per_tok", 0) * text.get("num_hidden_layers", 1)
+    return CheckpointSizes(text["vocab_size"], text.get("max_position_embeddings"), experts)
+
 
 DEFAULT_VOCAB_SIZE = 32_000
 DEFAULT_MAX_MODEL_LEN = 4096

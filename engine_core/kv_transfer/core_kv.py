@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..data.config import EngineConfig, KVConfig
-from ..data.request_kv import RequestKV
+from ..data.request import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
 from .failpoints import Failpoints

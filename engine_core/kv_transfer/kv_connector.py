@@ -21,7 +21,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..data.request_kv import RequestKV
+from ..data.request import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
 from .kv_transport import KVPool

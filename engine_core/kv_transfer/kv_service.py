@@ -32,7 +32,7 @@ from ..data.kv_messages import (
     KVVerdict,
     KVVerify,
 )
-from ..wire.serialization import Decoder, encode
+from ..wire.frames import Decoder, encode
 from .block_loads import CopyTask, LoadOrder, LoadResult, Loads
 from .failpoints import Failpoints
 from .kv_copier import NUM_THREADS, KVCopier

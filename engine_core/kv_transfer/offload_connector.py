@@ -10,11 +10,10 @@ from pathlib import Path
 import msgspec
 
 from ..data.config import CacheConfig
-from ..data.request_kv import RequestKV
+from ..data.request import RequestKV
 from ..data.scheduler_output import SchedulerOutput
-from ..kv_cache.block_pool import BlockPool
+from ..kv_cache.block_pool import BlockPool, hash_next_block
 from ..kv_cache.prefix_search import find_prefix, group_key
-from ..kv_cache.request_hashes import hash_next_block
 from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
 from .kv_transport import KVPool
 from .offload_tier import OffloadTier, TierIndex, TierLoad, TierSave

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from ..data.embedding_rows import content_salt
 from ..data.kv_groups import NULL_BLOCK
 from ..data.kv_messages import KVTarget
-from ..data.request_kv import RequestKV
+from ..data.request import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
 from .block_loads import LoadOrder, LoadResult

@@ -11,8 +11,7 @@ from typing import Final
 from ..data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..data_parallel.messages import ToRank
 from ..wire.array_arena import ArenaReader
-from ..wire.frames import FrameReceiver, FrameSender
-from ..wire.serialization import Decoder
+from ..wire.frames import Decoder, FrameReceiver, FrameSender
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
 """The only frame of the core's last message when it fails."""

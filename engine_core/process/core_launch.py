@@ -14,7 +14,7 @@ from ..data.config import EngineConfig
 from ..data.errors import EngineConfigError, EngineStartError
 from ..data.handshake import CoreFailed, CoreHello, CoreInit, CoreReady
 from ..wire.array_arena import ArenaAddress
-from ..wire.serialization import Decoder, encode
+from ..wire.frames import Decoder, encode
 
 _POLL_MS = 100
 """How often a wait for the core checks that its process is alive."""

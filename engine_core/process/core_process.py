@@ -20,7 +20,7 @@ import zmq
 
 from tokenloom.process.process_guard import ProcessGuard
 
-from ..control.step_watchdog import StepWatchdog
+from ..control.step_watchdog import StepWatchdog, inherited_cells
 from ..core import EngineCore
 from ..core_calls import CoreCalls
 from ..data.config import EngineConfig, ParallelConfig
@@ -29,17 +29,15 @@ from ..data.handshake import CoreFailed, CoreHello, CoreInit
 from ..data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..data_parallel.group_link import GroupLink, join_group
 from ..data_parallel.messages import ToRank
-from ..data_parallel.wave_loop import WaveLoop
-from ..data_parallel.waves import WaveState
+from ..data_parallel.wave_loop import WaveLoop, WaveState
 from ..executor.executor import Executor
 from ..kv_transfer.core_kv import CoreKV, make_core_kv
 from ..kv_transfer.kv_service import KVThread
 from ..kv_transfer.kv_transport import KVTransport
 from ..wire.array_arena import ArenaReader
-from ..wire.serialization import Decoder, encode
+from ..wire.frames import Decoder, encode
 from .core_io import InputItem, InputMessage, InputThread, OutputSocket
 from .core_launch import remove_sockets
-from .pulse_memory import inherited_cells
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..data.errors import ExecutorFailedError, WorkerLostError
-from ..data.lora import LoraAnswer, LoraErrorKind, LoraInfo, LoraState
-from ..data.lora_config import LoraConfig
+from ..data.lora import LoraAnswer, LoraConfig, LoraErrorKind, LoraInfo, LoraState
 from ..data.request import Request
 
 # A batch is not emptied for each new adapter, which would cost tokens/s, and none waits for ever: after so many passes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..data.core_pooling_params import LateInteraction, ModelPooling, PoolingTask
+from ..data.core_params import LateInteraction, ModelPooling, PoolingTask
 from ..data.messages import EngineCoreOutput, ErrorKind
 from ..data.request import Request
 

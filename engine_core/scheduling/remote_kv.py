@@ -5,9 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from ..data.messages import EngineCoreOutput, SchedulerStats
-from ..data.request import Request
-from ..data.request_kv import RemoteKVState
-from ..data.request_status import RequestStatus
+from ..data.request import RemoteKVState, Request, RequestStatus
 from ..kv_cache.kv_cache_manager import KVManager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorStats
 

@@ -6,8 +6,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 
-from ..data.request import Request
-from ..data.request_status import RequestStatus
+from ..data.request import Request, RequestStatus
 
 
 def priority_key(request: Request) -> tuple[int, int, str]:

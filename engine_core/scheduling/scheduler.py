@@ -5,12 +5,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ..data.config import EngineConfig
-from ..data.core_pooling_params import ModelPooling
+from ..data.core_params import ModelPooling
 from ..data.kv_events import KVEventLog
 from ..data.kv_groups import KVCacheConfig
 from ..data.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
-from ..data.request import Request, finish_status
-from ..data.request_status import RequestStatus
+from ..data.request import Request, RequestStatus, finish_status
 from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.kv_cache_manager import make_kv_manager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 from ..data.messages import EngineCoreOutput, Logprobs
-from ..data.request import Request, finish_status, mark_finished
-from ..data.request_status import RequestStatus
+from ..data.request import Request, RequestStatus, finish_status, mark_finished
 from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..structured_output.manager import FAILED, FIELD
 from .drafts import Drafts

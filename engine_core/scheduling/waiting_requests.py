@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..data.config import SchedulerConfig
-from ..data.request import Request
-from ..data.request_status import RequestStatus
+from ..data.request import Request, RequestStatus
 from ..kv_cache.kv_cache_manager import KVManager
 from .adapters import Adapters
 from .remote_kv import RemoteKV

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..data.config import StructuredOutputConfig
-from ..data.core_sampling_params import StructuredOutput
+from ..data.core_params import StructuredOutput
 from .compiler_process import CompilerProcess, CompilerUnavailable, Setup, make_backend
 from .grammar_backend import CompiledGrammar, GrammarError, StructuredOutputBackend
 

@@ -22,7 +22,7 @@ import msgspec
 from tokenloom.process.process_guard import wake_with_parent
 
 from ..data.config import StructuredOutputConfig
-from ..data.core_sampling_params import StructuredOutput
+from ..data.core_params import StructuredOutput
 from .grammar_backend import GrammarError, StructuredOutputBackend
 
 # Two seconds of wall time on a busy machine once refused good schemas. `multipleOf` of large numbers takes seconds and

@@ -13,7 +13,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
 
-from ..data.core_sampling_params import GrammarKind, StructuredOutput
+from ..data.core_params import GrammarKind, StructuredOutput
 from .grammar_backend import Bitmask, GrammarError, close_objects
 
 _ANY = r"(.|\n)*"

@@ -11,9 +11,8 @@ import numpy as np
 from tokenloom.request.reasoning import Reasoning
 
 from ..data.config import ReasoningConfig, StructuredOutputConfig
-from ..data.core_sampling_params import CoreSamplingParams, StructuredOutput
-from ..data.request import Request
-from ..data.request_status import RequestStatus
+from ..data.core_params import CoreSamplingParams, StructuredOutput
+from ..data.request import Request, RequestStatus
 from ..data.scheduler_output import GrammarOutput, SchedulerOutput
 from .compiler import CompileQueueFull, GrammarCompiler
 from .compiler_process import CompilerUnavailable

@@ -8,7 +8,7 @@ from typing import Any
 
 import xgrammar  # pyright: ignore[reportMissingImports]  # comes with the extra of that name
 
-from ..data.core_sampling_params import GrammarKind, StructuredOutput
+from ..data.core_params import GrammarKind, StructuredOutput
 from .grammar_backend import Bitmask, GrammarError, close_objects
 
 _MAX_WHITESPACE = 20

@@ -26,7 +26,7 @@ from tokenloom.engine_core.data.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.draft_counts import SpecDecodingStats
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CorePoolingParams, CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.messages import Logprobs
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tokenloom.engine_core.data.config import EngineConfig
-from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, ModelPooling
+from tokenloom.engine_core.data.core_params import CorePoolingParams, ModelPooling
 from tokenloom.engine_core.data.handshake import WarmUp
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.lora import LoraInfo

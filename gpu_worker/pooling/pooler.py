@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenloom.engine_core.data.config import WorkerConfig
-from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, ModelPooling, PoolingTask
+from tokenloom.engine_core.data.core_params import CorePoolingParams, ModelPooling, PoolingTask
 
 from .class_head import ClassHead, class_labels
 from .sentence_files import PoolingType, Projection, SentenceFiles, project, read_matryoshka, read_sentence_files

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 from ..sampler.host.sampler import Purpose, Sampler, allowed_set, first_past, uniform
 from ..sampler.step_sampler import SampleRows

@@ -11,8 +11,7 @@ from tokenloom.engine_core.data.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
-from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING, CoreSamplingParams
+from tokenloom.engine_core.data.core_params import DRAWS_NOTHING, CorePoolingParams, CoreSamplingParams, PoolingTask
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker

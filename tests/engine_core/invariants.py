@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from itertools import zip_longest
 
 from tokenloom.engine_core.data.kv_groups import NULL_BLOCK
-from tokenloom.engine_core.data.request_kv import RequestKV
-from tokenloom.engine_core.data.request_status import RequestStatus
+from tokenloom.engine_core.data.request import RequestKV, RequestStatus
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_cache.prefix_search import group_key

@@ -20,7 +20,7 @@ from tokenloom.engine_core.data.messages import (
     UtilityOutput,
 )
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.wire.serialization import from_raw, to_raw
+from tokenloom.engine_core.wire.frames import from_raw, to_raw
 
 
 class Range(msgspec.Struct):

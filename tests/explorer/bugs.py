@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from tokenloom.engine_core.client.async_socket import AsyncSocket
-from tokenloom.engine_core.data_parallel.hub import GroupHub
+from tokenloom.engine_core.client.async_core_client import AsyncSocket
+from tokenloom.engine_core.data_parallel.group_link import GroupHub
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control import pause
 from tokenloom.services.gateway.batches.batch_task import BatchTask

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,

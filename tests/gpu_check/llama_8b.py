@@ -13,7 +13,7 @@ import torch
 from tests.gpu_check.driver import MOST_TOKENS, Driver, Requests
 from tests.gpu_check.target import Target
 from tokenloom.bench.random_model import SHAPES
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.model_slot import tensors_of
 
 GREEDY = CoreSamplingParams(max_tokens=4000, seed=0, temperature=0.0)

@@ -8,7 +8,7 @@ import torch
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import Target
 from tests.gpu_worker.sampler.device.sampling_steps import Steps, bitmask, check_equal
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels

@@ -11,7 +11,7 @@ from tests.gpu_check.driver import Driver, Requests
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import GPU, Target
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.model_files.model_path import DEMO_MODEL
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu_worker.sampler.device.host_draw import make_device_sampler
 from tokenloom import demo_model
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import Logprobs
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput, await_output
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend

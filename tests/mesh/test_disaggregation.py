@@ -12,7 +12,7 @@ import pytest
 from tests.mesh.asking import Answer, ask
 from tests.mesh.harness import VOCAB_SIZE
 from tests.mesh.split import SplitEngine, SplitMesh
-from tokenloom.engine_core.data.request_status import RequestStatus
+from tokenloom.engine_core.data.request import RequestStatus
 
 BLOCK = 16
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 512, 1000, 1999, 2000)

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from tokenloom import LLM, SamplingParams, StructuredOutputsParams
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams as CoreParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams as CoreParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason, Logprobs
 from tokenloom.request.sampling_params import RepetitionDetectionParams
 

@@ -7,7 +7,7 @@ import transformers
 
 from tests.parity.engine import Engine
 from tests.parity.reference import MODELS, NUM_TOKENS
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, Logprobs
 
 TOP = 5

@@ -10,7 +10,7 @@ import transformers
 
 from tests.parity.engine import Engine
 from tests.parity.reference import save_random
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.request.routed_rows import RoutedRows, to_array
 

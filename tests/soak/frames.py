@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.client.async_socket import AsyncSocket
+from tokenloom.engine_core.client.async_core_client import AsyncSocket
 from tokenloom.engine_core.data_parallel import messages as group
 from tokenloom.engine_core.data_parallel.messages import Frames, decoder_of
 from tokenloom.engine_core.wire.array_arena import ArenaReader, ArrayArena, Loan
@@ -31,13 +31,15 @@ from tokenloom.engine_core.wire.frames import (
     IOV_MAX,
     MAX_BYTES,
     MAX_FRAMES,
+    MAX_INLINE_BYTES,
     READ_BYTES,
+    Decoder,
     FrameReader,
     FrameReceiver,
     FrameSender,
+    encode,
     head,
 )
-from tokenloom.engine_core.wire.serialization import MAX_INLINE_BYTES, Decoder, encode
 from tokenloom.gpu_worker.kv_connector.socket_frames import receive_frame, receive_into, send, send_frame
 from tokenloom.request.errors import Internal, TokenloomError
 from tokenloom.services.runtime.local_streams.frames import HEADER, Kind, decode_status, encode_status, split_frames

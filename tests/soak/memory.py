@@ -21,7 +21,7 @@ import psutil
 from tokenloom.bench.random_model import SHAPES, write_model
 from tokenloom.engine_core.client.async_core_client import AsyncMPClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.services.engine.core.core_start import CORE_COMMAND

@@ -12,13 +12,13 @@ import jsonschema
 from tests.schemas import random_schema
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams, GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.core_params import CoreSamplingParams, GrammarKind, StructuredOutput
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.engine.records.grammar_config import structured_output_config
+from tokenloom.services.engine.records.engine_settings import structured_output_config
 
 MAX_TOKENS = 1200
 BATCH = 30

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING
+from tokenloom.engine_core.data.core_params import DRAWS_NOTHING
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.services.engine.records.core_request import to_core_pooling
 from tokenloom.v1 import engine_pb2, types_pb2

@@ -1,8 +1,8 @@
 """Sends each token's rows to the ranks that hold its experts, and what they compute back.
 
 The ranks are those of a data-parallel group, which compute their steps together
-(``engine_core/data_parallel/waves.py``): each calls :meth:`ExpertExchange.compute` once in every layer with experts,
-with rows of its own or with none.
+(``engine_core/data_parallel/wave_loop.py``): each calls :meth:`ExpertExchange.compute` once in every layer with
+experts, with rows of its own or with none.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 from ...device.device_link import DeviceLink, copy_packed, link_of
 from ..host.logits_processor import RowEdit, SeenTokens, pack_bits

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 from .logits_processor import LogitsProcessors, RowEdit, SeenTokens, Words, pack_bits
 

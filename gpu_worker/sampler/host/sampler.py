@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 _ROUNDS = 10
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)

@@ -11,9 +11,8 @@ from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.process_metrics import cpu_seconds_of, show_token_cost
 
-from ..records.engine_metrics import EngineMetrics
+from ..records.engine_metrics import EngineMetrics, LoraMetrics
 from ..records.engine_settings import EngineSettings
-from ..records.feature_metrics import LoraMetrics
 from ..records.kv_event_feed import KVEventFeed
 from ..records.load import LoadTracker
 from .core_link import CoreLink

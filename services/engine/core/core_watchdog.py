@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Protocol
 
-from tokenloom.engine_core.process.pulse_memory import Pulse
+from tokenloom.engine_core.control.step_watchdog import Pulse
 
 log = logging.getLogger(__name__)
 

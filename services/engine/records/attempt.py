@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tokenloom.engine_core.data.core_pooling_params import PoolingTask
+from tokenloom.engine_core.data.core_params import PoolingTask
 from tokenloom.engine_core.data.messages import EngineCoreEvent, EngineCoreRequest, FinishReason, PrefillStats
 from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.runtime.telemetry.logs import RequestLog

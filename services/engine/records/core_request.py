@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 from msgspec import inspect
 
-from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, LateInteraction, PoolingTask
-from tokenloom.engine_core.data.core_sampling_params import (
+from tokenloom.engine_core.data.core_params import (
     DRAWS_NOTHING,
+    CorePoolingParams,
     CoreSamplingParams,
     GrammarKind,
+    LateInteraction,
+    PoolingTask,
     StructuredOutput,
 )
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan

@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from tokenloom.engine_core.data.config import WorkerConfig
-from tokenloom.engine_core.data.core_pooling_params import ModelPooling
+from tokenloom.engine_core.data.core_params import ModelPooling
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.model_files import checkpoint
 from tokenloom.model_files.checkpoint import Stamp
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
-from .engine_settings import EngineSettings
-from .grammar_config import reasoning_mode
+from .engine_settings import EngineSettings, reasoning_mode
 
 
 class Identity:

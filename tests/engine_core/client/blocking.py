@@ -13,8 +13,7 @@ from tokenloom.engine_core.data.messages import EngineCoreOutputs, EngineCoreReq
 from tokenloom.engine_core.process.core_io import ENGINE_CORE_DEAD
 from tokenloom.engine_core.process.core_launch import CoreProcess
 from tokenloom.engine_core.wire.array_arena import ArrayArena
-from tokenloom.engine_core.wire.frames import FrameReceiver, FrameSender
-from tokenloom.engine_core.wire.serialization import Decoder, to_raw
+from tokenloom.engine_core.wire.frames import Decoder, FrameReceiver, FrameSender, to_raw
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
 
 _POLL_SECONDS = 0.1

@@ -21,7 +21,7 @@ from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
 from tokenloom.engine_core.kv_transfer.kv_service import KVService, KVThread
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
 from tokenloom.engine_core.process.core_io import INPUT_QUEUE_SIZE, InputMessage
-from tokenloom.engine_core.wire.serialization import Decoder, encode
+from tokenloom.engine_core.wire.frames import Decoder, encode
 
 
 class AsyncInprocClient:

@@ -19,15 +19,14 @@ from tests.loop_clock import settle
 from tokenloom.engine_core.client import async_core_client
 from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, AsyncMPClient, PendingCalls
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
-from tokenloom.engine_core.data.core_pooling_params import PoolingTask
+from tokenloom.engine_core.data.core_params import PoolingTask
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.errors import EngineDeadError, EngineStartError, NotSentError, UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.frames import IOV_MAX
-from tokenloom.engine_core.wire.serialization import MAX_INLINE_BYTES
+from tokenloom.engine_core.wire.frames import IOV_MAX, MAX_INLINE_BYTES
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
 
 CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", worker="hash", step_seconds=0.002))

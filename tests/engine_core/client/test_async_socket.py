@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from tokenloom.engine_core.client.async_socket import AsyncSocket
+from tokenloom.engine_core.client.async_core_client import AsyncSocket
 from tokenloom.engine_core.data.errors import EngineDeadError, NotSentError
 from tokenloom.engine_core.wire.frames import IOV_MAX, MAX_FRAMES, FrameReceiver, FrameSender
 

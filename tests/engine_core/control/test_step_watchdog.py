@@ -7,14 +7,15 @@ from tokenloom.engine_core.control.step_watchdog import (
     FIRST_SECONDS,
     NEW_SIZE_SECONDS,
     SHORTEST_SECONDS,
+    PulseMemory,
     StepTimes,
     StepWatchdog,
+    inherited_cells,
 )
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.process.pulse_memory import PulseMemory, inherited_cells
 
 
 class Clock:

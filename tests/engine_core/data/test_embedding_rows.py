@@ -8,7 +8,7 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.fake_workers.hash_row import embeds_ids
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE, expected_tokens
 from tokenloom.engine_core.wire.array_arena import MIN_BYTES
-from tokenloom.engine_core.wire.serialization import Decoder, encode
+from tokenloom.engine_core.wire.frames import Decoder, encode
 
 
 def make_span(position: int, length: int, seed: int = 0) -> EmbedsSpan:

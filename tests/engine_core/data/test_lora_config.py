@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenloom.engine_core.data.lora_config import LoraConfig
+from tokenloom.engine_core.data.lora import LoraConfig
 
 
 def test_names_and_paths_in_both_forms() -> None:

@@ -1,8 +1,7 @@
 import pytest
 
 from tests.engine_core.helpers import make_request
-from tokenloom.engine_core.data.request import Request, finish_status
-from tokenloom.engine_core.data.request_status import FINISH_REASONS, RequestStatus
+from tokenloom.engine_core.data.request import FINISH_REASONS, Request, RequestStatus, finish_status
 
 FINISHED = [status for status in RequestStatus if status >= RequestStatus.FINISHED_STOPPED]
 

@@ -1,7 +1,7 @@
 import numpy as np
 
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
-from tokenloom.engine_core.wire.serialization import Decoder, encode
+from tokenloom.engine_core.wire.frames import Decoder, encode
 
 
 def test_a_bitmask_crosses_a_socket() -> None:

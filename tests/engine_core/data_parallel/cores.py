@@ -21,7 +21,7 @@ from tokenloom.engine_core.data.messages import (
     RequestType,
     UtilityCall,
 )
-from tokenloom.engine_core.wire.serialization import to_raw
+from tokenloom.engine_core.wire.frames import to_raw
 from tokenloom.services.coordinator.engines.wave_starts import WaveStarts
 
 CORE = """

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.engine_core.data_parallel import hub
+from tokenloom.engine_core.data_parallel import group_link as hub
 from tokenloom.engine_core.data_parallel.group_address import connect, listen
-from tokenloom.engine_core.data_parallel.hub import GroupHub
+from tokenloom.engine_core.data_parallel.group_link import GroupHub
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,

@@ -7,8 +7,7 @@ from tests.engine_core.helpers import make_config, make_request
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import ParallelConfig
 from tokenloom.engine_core.data_parallel.messages import Called, Outcome, Vote, VoteVerdict, Want, Welcome
-from tokenloom.engine_core.data_parallel.wave_loop import WaveLoop
-from tokenloom.engine_core.data_parallel.waves import STEPS_BETWEEN_VOTES
+from tokenloom.engine_core.data_parallel.wave_loop import STEPS_BETWEEN_VOTES, WaveLoop
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 

@@ -1,7 +1,7 @@
 """When one rank of a data-parallel group computes."""
 
 from tokenloom.engine_core.data_parallel.messages import Outcome, Vote, VoteVerdict, Want, Welcome
-from tokenloom.engine_core.data_parallel.waves import STEPS_BETWEEN_VOTES, Waves, WaveState
+from tokenloom.engine_core.data_parallel.wave_loop import STEPS_BETWEEN_VOTES, Waves, WaveState
 
 
 class Rank:

@@ -8,7 +8,7 @@ from tokenloom.engine_core.executor.executor import PoolSpec, call_worker
 from tokenloom.engine_core.executor.ranks import joined_results
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.executor.worker import Worker
-from tokenloom.engine_core.wire.serialization import from_raw, to_raw
+from tokenloom.engine_core.wire.frames import from_raw, to_raw
 
 
 class Ranks(UniProcExecutor):

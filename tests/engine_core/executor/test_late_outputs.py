@@ -20,7 +20,7 @@ from tokenloom.engine_core.executor.worker_launch import (
     WorkerRequestType,
 )
 from tokenloom.engine_core.executor.worker_process import LateOutputs, WorkerProc
-from tokenloom.engine_core.wire.serialization import Decoder, encode
+from tokenloom.engine_core.wire.frames import Decoder, encode
 
 STEP = SchedulerOutput([], CachedRequestData([], [], [], {}), {"a": 1}, 1, [], [])
 

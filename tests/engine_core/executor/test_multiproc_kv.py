@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, Engine, Pair, mp, uni
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.errors import ExecutorFailedError
 from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor

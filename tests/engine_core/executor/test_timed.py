@@ -8,7 +8,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 from tokenloom.engine_core.executor.make_executor import make_executor
-from tokenloom.engine_core.executor.timed import TimedExecutor
+from tokenloom.engine_core.executor.uniproc import TimedExecutor
 from tokenloom.engine_core.fake_workers.timed_worker import TimedWorker
 
 STEP = 4.0

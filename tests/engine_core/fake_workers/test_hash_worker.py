@@ -8,7 +8,7 @@ import pytest
 from tests.engine_core.helpers import VOCAB_SIZE, make_config
 from tests.tokenloom.gguf.demo_file import write_demo_file
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,

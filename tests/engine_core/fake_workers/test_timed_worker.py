@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine_core.helpers import make_config
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.timed_worker import TimedWorker

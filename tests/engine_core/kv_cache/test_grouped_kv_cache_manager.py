@@ -9,8 +9,8 @@ from tests.engine_core.kv_cache.grouped_hash_worker import groups_of
 from tokenloom.engine_core.data.config import CacheConfig
 from tokenloom.engine_core.data.kv_events import BlockRemoved, BlockStored, KVEventLog
 from tokenloom.engine_core.data.kv_groups import NULL_BLOCK, partition_layers
-from tokenloom.engine_core.data.request_kv import RemoteKVState, RequestKV
-from tokenloom.engine_core.kv_cache.grouped_kv_cache_manager import GroupedKVCacheManager
+from tokenloom.engine_core.data.request import RemoteKVState, RequestKV
+from tokenloom.engine_core.kv_cache.kv_cache_manager import GroupedKVCacheManager
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
 from tokenloom.request.prefix_schedule import block_hashes
 

@@ -3,8 +3,8 @@ import pytest
 from tests.engine_core.invariants import check_pool
 from tokenloom.engine_core.data.config import CacheConfig
 from tokenloom.engine_core.data.kv_events import BlockRemoved, BlockStored, KVEventLog
-from tokenloom.engine_core.data.request_kv import RequestKV
-from tokenloom.engine_core.kv_cache import request_hashes
+from tokenloom.engine_core.data.request import RequestKV
+from tokenloom.engine_core.kv_cache import block_pool
 from tokenloom.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from tokenloom.request.prefix_schedule import hash_block
 
@@ -148,7 +148,7 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         hashed.append(tuple(token_ids))
         return hash_block(parent, token_ids, salt)
 
-    monkeypatch.setattr(request_hashes, "hash_block", count)
+    monkeypatch.setattr(block_pool, "hash_block", count)
     kv = make_kv(30)
     request = make_request_of(list(range(20)))
     for _ in range(3):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.data.request_kv import RequestKV
-from tokenloom.engine_core.kv_cache.request_hashes import RequestHasher
+from tokenloom.engine_core.data.request import RequestKV
+from tokenloom.engine_core.kv_cache.block_pool import RequestHasher
 from tokenloom.request import prefix_schedule
 from tokenloom.request.prefix_schedule import block_hashes
 
@@ -61,7 +61,7 @@ def test_shared_blocks_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         hashed.append(token_ids)
         return prefix_schedule.hash_block(parent, token_ids, salt)
 
-    monkeypatch.setattr("tokenloom.engine_core.kv_cache.request_hashes.hash_block", count)
+    monkeypatch.setattr("tokenloom.engine_core.kv_cache.block_pool.hash_block", count)
     hasher = RequestHasher(SIZE, b"")
     for last in range(5):
         hash_all(hasher, request([*PREFIX, last, last, last, last]))

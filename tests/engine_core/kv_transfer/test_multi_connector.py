@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from tokenloom.engine_core.data.request_kv import RequestKV
+from tokenloom.engine_core.data.request import RequestKV
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_transfer.core_kv import MultiConnector

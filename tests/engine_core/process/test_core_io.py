@@ -8,8 +8,7 @@ import pytest
 
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutputs
 from tokenloom.engine_core.process.core_io import ENGINE_CORE_DEAD, OutputSocket
-from tokenloom.engine_core.wire.frames import FrameReceiver
-from tokenloom.engine_core.wire.serialization import Decoder
+from tokenloom.engine_core.wire.frames import Decoder, FrameReceiver
 
 
 @pytest.fixture

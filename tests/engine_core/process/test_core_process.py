@@ -17,8 +17,7 @@ from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError
 from tokenloom.engine_core.data.messages import EngineCoreOutputs, FinishReason, RequestType
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.process.core_process import EngineCoreProc
-from tokenloom.engine_core.wire.frames import FrameReceiver
-from tokenloom.engine_core.wire.serialization import Decoder
+from tokenloom.engine_core.wire.frames import Decoder, FrameReceiver
 
 ORPHAN_MAKER = """
 import sys

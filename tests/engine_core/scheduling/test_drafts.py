@@ -6,7 +6,7 @@ from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS, GroupedHashWorker
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor

@@ -5,7 +5,7 @@ import pytest
 
 from tests.engine_core.helpers import finish, make_core, make_pooling, make_request, tokens_of
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.core_pooling_params import LateInteraction, PoolingTask
+from tokenloom.engine_core.data.core_params import LateInteraction, PoolingTask
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
 
 PROMPT = list(range(20, 50))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_messages import KVTarget
 from tokenloom.engine_core.data.messages import EngineCoreRequest, Logprobs
 from tokenloom.engine_core.data.request import Request

@@ -1,6 +1,6 @@
 import pytest
 
-from tokenloom.engine_core.scheduling.prompt_share import PromptShare
+from tokenloom.engine_core.scheduling.step_planner import PromptShare
 
 
 @pytest.fixture

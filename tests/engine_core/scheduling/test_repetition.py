@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.engine_core.helpers import make_core
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
 from tokenloom.engine_core.data.request import is_repeating
 from tokenloom.request.sampling_params import RepetitionDetectionParams

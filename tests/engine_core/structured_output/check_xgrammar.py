@@ -13,7 +13,7 @@ from tests.engine_core.structured_output import helpers
 from tests.engine_core.structured_output.structural_tags import CASES
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.structured_output.grammar_backend import Grammar, GrammarError

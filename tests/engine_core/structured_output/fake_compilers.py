@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.engine_core.structured_output.helpers import VOCAB_SIZE, backend, config
-from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.structured_output.compiler import GrammarCompiler
 from tokenloom.engine_core.structured_output.compiler_process import CompilerProcess, CompilerUnavailable, Setup
 

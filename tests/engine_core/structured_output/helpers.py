@@ -18,7 +18,7 @@ from tokenloom.engine_core.data.config import (
     StructuredOutputConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams, GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.core_params import CoreSamplingParams, GrammarKind, StructuredOutput
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import ThreadedExecutor, UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
@@ -26,7 +26,7 @@ from tokenloom.engine_core.structured_output.grammar_backend import Grammar
 from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.engine.records.grammar_config import structured_output_config
+from tokenloom.services.engine.records.engine_settings import structured_output_config
 
 VOCAB_SIZE = 2048
 EOS = 0

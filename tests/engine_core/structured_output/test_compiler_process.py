@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.engine_core.structured_output.helpers import EOS, PERSON, VOCAB_SIZE, allowed, backend, config, json_schema
-from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.structured_output.compiler_process import (
     CompilerProcess,
     CompilerUnavailable,

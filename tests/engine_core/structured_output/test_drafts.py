@@ -17,7 +17,7 @@ from tests.engine_core.structured_output.helpers import (
     token_ids_of,
 )
 from tokenloom.engine_core.data.config import ReasoningConfig
-from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.fake_workers.hash_row import HashRow
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker

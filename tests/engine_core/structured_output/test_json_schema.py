@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine_core.structured_output.helpers import backend, tokenizer
-from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.structured_output.grammar_backend import close_objects
 
 NAMED: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

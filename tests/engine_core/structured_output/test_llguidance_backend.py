@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine_core.structured_output.helpers import EOS, PERSON, allowed, backend, encode, start
-from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
 
 GBNF = 'root ::= "a" ("b" | [c-d])* "e"'

@@ -19,9 +19,9 @@ from tests.engine_core.structured_output.helpers import (
     text_of,
 )
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.data.messages import ErrorKind, FinishReason
-from tokenloom.engine_core.data.request_status import RequestStatus
+from tokenloom.engine_core.data.request import RequestStatus
 from tokenloom.engine_core.structured_output.compiler import NUM_COMPILERS, CompileQueue
 from tokenloom.engine_core.structured_output.manager import FAILED, StructuredOutputManager
 from tokenloom.engine_core.structured_output.request_constraint import RequestConstraint

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine_core.structured_output.helpers import EOS, NUM_WORDS, encode, start
-from tokenloom.engine_core.data.core_sampling_params import GrammarKind
+from tokenloom.engine_core.data.core_params import GrammarKind
 from tokenloom.engine_core.structured_output.grammar_backend import Bitmask, GrammarError, bitmask_of
 from tokenloom.engine_core.structured_output.request_constraint import GrammarEnd, RequestConstraint, RequestGrammar
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.engine_core.structured_output.helpers import EOS, NUM_WORDS, encode, start
-from tokenloom.engine_core.data.core_sampling_params import GrammarKind
+from tokenloom.engine_core.data.core_params import GrammarKind
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError, bitmask_of
 from tokenloom.engine_core.structured_output.request_constraint import GrammarEnd, RequestGrammar
 

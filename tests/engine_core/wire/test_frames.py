@@ -17,12 +17,13 @@ from tokenloom.engine_core.wire.frames import (
     MAX_BYTES,
     MAX_FRAMES,
     READ_BYTES,
+    Decoder,
+    Frame,
     FrameReader,
     FrameReceiver,
     FrameSender,
     head,
 )
-from tokenloom.engine_core.wire.serialization import Decoder, Frame
 
 LARGE = 1 << 20
 

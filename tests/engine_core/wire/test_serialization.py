@@ -9,18 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tests.engine_core.wire.test_array_arena import reader_of
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.wire.array_arena import MIN_BYTES, ArrayArena
-from tokenloom.engine_core.wire.serialization import (
-    MAX_INLINE_BYTES,
-    Decoder,
-    Frame,
-    call_with_raw,
-    encode,
-    from_raw,
-    to_raw,
-)
+from tokenloom.engine_core.wire.frames import MAX_INLINE_BYTES, Decoder, Frame, call_with_raw, encode, from_raw, to_raw
 
 
 def test_messages_survive_the_round_trip() -> None:

@@ -13,8 +13,7 @@ import numpy as np
 from tests.engine_core.helpers import make_config, make_request
 from tests.explorer.world import World
 from tokenloom.engine_core.client import async_core_client
-from tokenloom.engine_core.client.async_core_client import AsyncMPClient
-from tokenloom.engine_core.client.async_socket import AsyncSocket
+from tokenloom.engine_core.client.async_core_client import AsyncMPClient, AsyncSocket
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.errors import EngineDeadError
 from tokenloom.engine_core.data.messages import (
@@ -25,7 +24,7 @@ from tokenloom.engine_core.data.messages import (
     UtilityOutput,
 )
 from tokenloom.engine_core.wire.array_arena import MIN_BYTES, ArenaReader
-from tokenloom.engine_core.wire.serialization import Decoder, encode, to_raw
+from tokenloom.engine_core.wire.frames import Decoder, encode, to_raw
 
 NUM_REQUESTS = 6
 _SHAPE = (16, MIN_BYTES // 64)

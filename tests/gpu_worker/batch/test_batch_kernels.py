@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpu_worker.sampler.host.variants import VARIANTS, params, peaked
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.batch import input_batch
 from tokenloom.gpu_worker.batch.batch_kernels import KernelSampler

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.batch.expected_tokens import UNKNOWN_TOKEN, ExpectedTokens
 from tokenloom.gpu_worker.batch.input_batch import InputBatch

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import Logprobs
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend

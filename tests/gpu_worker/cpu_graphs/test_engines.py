@@ -15,7 +15,7 @@ from tokenloom.engine_core.data.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import CPUWorker

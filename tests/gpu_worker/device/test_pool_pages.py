@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion

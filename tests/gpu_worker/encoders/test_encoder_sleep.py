@@ -8,8 +8,7 @@ import pytest
 
 from tests.gpu_worker.pooling.small_models import PROMPTS, make_checkpoint, make_config
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
-from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING
+from tokenloom.engine_core.data.core_params import DRAWS_NOTHING, CorePoolingParams, PoolingTask
 from tokenloom.engine_core.data.errors import EnginePausedError, UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor

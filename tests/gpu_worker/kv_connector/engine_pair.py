@@ -18,7 +18,7 @@ from tokenloom.engine_core.data.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVRelease, KVTarget, KVVerdict, KVVerify
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.executor import Executor

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, Engine, MakeExecutor, Pair, apart, uni
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 LENGTHS = (1, 16, 33, 100)
 PARAMS = CoreSamplingParams(max_tokens=8, seed=3, temperature=0.9, top_p=0.9)

@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, MODEL, Engine, MakeExecutor, Pair, mp, uni
 from tokenloom.engine_core.data.config import LoraConfig, SpeculativeConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_messages import KVAcquire
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.gpu_worker.kv_connector import nixl

@@ -16,7 +16,7 @@ from tokenloom.engine_core.executor.executor import PoolSpec, call_worker
 from tokenloom.engine_core.executor.ranks import merged_info, most_in_flight, rank_config
 from tokenloom.engine_core.executor.worker import Worker
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
-from tokenloom.engine_core.wire.serialization import from_raw, to_raw
+from tokenloom.engine_core.wire.frames import from_raw, to_raw
 from tokenloom.gpu_worker.devices import make_worker
 
 Result = TypeVar("Result")

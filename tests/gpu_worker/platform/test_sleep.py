@@ -9,7 +9,7 @@ import torch
 from tests.gpu_worker.conftest import SaveCheckpoint
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.errors import UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor

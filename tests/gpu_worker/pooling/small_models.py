@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
-from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING
+from tokenloom.engine_core.data.core_params import DRAWS_NOTHING, CorePoolingParams, PoolingTask
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import make_worker

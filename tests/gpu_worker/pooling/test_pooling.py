@@ -18,8 +18,7 @@ from tests.gpu_worker.pooling.small_models import (
     states,
 )
 from tokenloom.engine_core.data.config import PoolerConfig
-from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
-from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING, CoreSamplingParams
+from tokenloom.engine_core.data.core_params import DRAWS_NOTHING, CorePoolingParams, CoreSamplingParams, PoolingTask
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.sampler.step_sampler import LogitsMeter, allow_only, force
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.sampler import Purpose, Sampler
 from tokenloom.gpu_worker.speculation.rejection import RejectionSampler, accept_or_redraw, distribution
 

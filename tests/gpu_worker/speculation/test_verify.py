@@ -7,7 +7,7 @@ import pytest
 
 from tests.gpu_worker.sampler.device.host_draw import make_device_sampler
 from tests.gpu_worker.speculation.steps import Driver
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 VOCAB = 2048
 NUM_TOKENS = 24

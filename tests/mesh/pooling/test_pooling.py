@@ -12,7 +12,7 @@ import pytest
 
 from tests.mesh.harness import MODEL, Mesh
 from tests.ready_channel import ready_channel
-from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_params import CorePoolingParams, PoolingTask
 from tokenloom.engine_core.fake_workers.hash_row import hash_pooled
 from tokenloom.services.gateway.pooling.vector_json import numbers
 from tokenloom.services.gateway.records.generate_request import GenerateRequest

@@ -9,7 +9,7 @@ import transformers
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor

@@ -8,7 +8,7 @@ import pytest
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tokenloom import demo_model
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 
 MODEL = Path(demo_model.__file__).parent

@@ -11,7 +11,7 @@ from tests.gpu_worker.kv_connector import engine_pair
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
 from tests.parity.engine import Engine
 from tests.parity.reference import save_random
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LAYERS = [FULL, SLIDING, SLIDING, FULL, SLIDING]

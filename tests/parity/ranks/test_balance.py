@@ -23,7 +23,7 @@ from tokenloom.engine_core.data.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.gpu_worker.model_worker import ModelWorker

@@ -10,7 +10,7 @@ from tests.engine_core.data_parallel.cores import Group
 from tests.parity.reference import save_random
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.services.engine.core.workers import make_worker

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom.engine_core.data.config import EngineConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_messages import KVAcquire
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor

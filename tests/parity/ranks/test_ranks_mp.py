@@ -14,7 +14,7 @@ from tests.gpu_worker.parallel.rank_threads import parallel
 from tests.parity.engine import Engine
 from tests.parity.reference import SMALL_CONFIGS, save_random
 from tokenloom.engine_core.data.config import EngineConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.errors import WorkerLostError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.executor import Executor

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tokenloom.engine_core.data_parallel.hub import Letters, Rounds
+from tokenloom.engine_core.data_parallel.group_link import Letters, Rounds
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,
@@ -23,7 +23,7 @@ from tokenloom.engine_core.data_parallel.messages import (
     Want,
     Welcome,
 )
-from tokenloom.engine_core.data_parallel.waves import STEPS_BETWEEN_VOTES, Waves, WaveState
+from tokenloom.engine_core.data_parallel.wave_loop import STEPS_BETWEEN_VOTES, Waves, WaveState
 from tokenloom.services.coordinator.engines.wave_starts import WaveStarts
 
 

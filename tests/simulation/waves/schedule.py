@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tokenloom.engine_core.data_parallel.waves import WaveState
+from tokenloom.engine_core.data_parallel.wave_loop import WaveState
 
 from .group import Clock, Group, Request
 

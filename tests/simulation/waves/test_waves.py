@@ -7,7 +7,7 @@ import pytest
 from tests.simulation.waves import group
 from tests.simulation.waves.schedule import KINDS, run_seed
 from tokenloom.engine_core.data_parallel.messages import Want
-from tokenloom.engine_core.data_parallel.waves import Waves, WaveState
+from tokenloom.engine_core.data_parallel.wave_loop import Waves, WaveState
 
 
 def test_every_request_has_an_outcome_and_every_pause_is_complete() -> None:

@@ -11,7 +11,7 @@ from tests.engine_core.processes import has_ended
 from tokenloom import LLM, SamplingParams
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, WorkerConfig
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams as CoreParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams as CoreParams
 from tokenloom.engine_core.data.errors import ExecutorFailedError, UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.make_executor import make_executor

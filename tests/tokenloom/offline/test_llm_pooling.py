@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tokenloom import LLM, PoolingParams, SamplingParams
-from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams as CoreParams
-from tokenloom.engine_core.data.core_pooling_params import PoolingTask
+from tokenloom.engine_core.data.core_params import CorePoolingParams as CoreParams
+from tokenloom.engine_core.data.core_params import PoolingTask
 from tokenloom.engine_core.fake_workers.hash_row import hash_pooled
 
 

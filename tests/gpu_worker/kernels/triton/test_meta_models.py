@@ -5,7 +5,7 @@ import torch
 
 from tests.gpu_worker.kernels.triton.meta_launch import META, MetaLink, use_kernels_on_meta
 from tests.gpu_worker.pooling.small_models import make_checkpoint
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend

@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu_worker.kernels.triton.meta_launch import META, MetaLink, use_kernels_on_meta
 from tests.gpu_worker.models.test_models import MODELS
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import draw
 from tokenloom.gpu_worker.sampler.device.sampling_arrays import SamplingArrays

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu_worker.cuda.late_link import LateLink
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput, await_output
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE, DeviceSampler
 from tokenloom.gpu_worker.sampler.device.logprob_arrays import FoundLogprobs
 from tokenloom.gpu_worker.sampler.device.seen_counts import SEEN

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,
     GrammarOutput,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.gpu_worker.sampler.device.host_draw import HostKernels, make_device_sampler
 from tests.gpu_worker.sampler.device.sampling_params import PARAMS
 from tests.gpu_worker.sampler.device.sampling_steps import VOCAB, Steps, bitmask, check_equal
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.device.device_link import HostLink
 from tokenloom.gpu_worker.sampler import step_sampler

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.logits_processors import make_logits_processors
 from tokenloom.gpu_worker.sampler.host.sampler import Sampler
 

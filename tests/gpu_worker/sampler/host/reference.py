@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 
 def penalized(logits, params: CoreSamplingParams, prompt, output):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.gpu_worker.sampler.host import reference
 from tests.gpu_worker.sampler.host.processing import Row, sample
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.logits_processors import make_logits_processors
 
 VOCAB, DRAWS = 120, 10_000

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.logits_processor import LogitsProcessors
 from tokenloom.gpu_worker.sampler.host.logits_processors import make_logits_processors
 

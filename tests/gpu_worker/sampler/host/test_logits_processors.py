@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.gpu_worker.sampler.host import reference
 from tests.gpu_worker.sampler.host.processing import OneRow
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.logits_processor import SeenTokens
 from tokenloom.gpu_worker.sampler.host.logits_processors import make_logits_processors
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.logprobs import LogprobRows, logprobs_of
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.gpu_worker.sampler.host import reference
 from tests.gpu_worker.sampler.host.processing import Row, sample
 from tests.gpu_worker.sampler.host.variants import VARIANTS, params, peaked
-from tokenloom.engine_core.data.core_sampling_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.sampler.host.sampler import (
     NO_TOKEN,
     Purpose,

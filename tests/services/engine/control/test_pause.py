@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tokenloom.engine_core.client.async_core_client import PendingCalls
 from tokenloom.engine_core.data.messages import EngineCoreOutputs, UtilityCall, UtilityOutput
-from tokenloom.engine_core.wire.serialization import to_raw
+from tokenloom.engine_core.wire.frames import to_raw
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control.pause import Pause
 from tokenloom.services.engine.core.core_link import CoreLink

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tokenloom.engine_core.process.pulse_memory import Pulse
+from tokenloom.engine_core.control.step_watchdog import Pulse
 from tokenloom.services.engine.core import core_watchdog as core_watch
 from tokenloom.services.engine.core.core_watchdog import STOPPED_SECONDS, TICK_SECONDS, CoreWatchdog
 

@@ -7,7 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from tests.services.engine.peer import make_add
 from tokenloom.engine_core.data.messages import EngineCoreRequest
-from tokenloom.engine_core.wire.serialization import Decoder, encode
+from tokenloom.engine_core.wire.frames import Decoder, encode
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
 from tokenloom.services.engine.records.core_request import to_core_request
 from tokenloom.v1 import types_pb2

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from tokenloom.engine_core.data.lora import LoraState
-from tokenloom.services.engine.records.feature_metrics import LoraMetrics
+from tokenloom.services.engine.records.engine_metrics import LoraMetrics
 
 FIXED = {"model_name": "m", "engine": "e"}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.services.engine.peer import VOCAB_SIZE, Peer, Received, make_add, make_settings, running_engine
-from tokenloom.engine_core.data.core_pooling_params import CorePoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_params import CorePoolingParams, PoolingTask
 from tokenloom.engine_core.fake_workers.hash_row import Floats, hash_pooled
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.request import errors, wire_errors

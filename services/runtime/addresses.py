@@ -7,6 +7,8 @@ from tokenloom.request.errors import InvalidArgument
 
 MAX_UNIX_PATH = 107
 """Bytes that Linux allows for a socket's path, without the closing zero."""
+STREAMS_SUFFIX = ".calls"
+"""Follows the path of a unix socket: where the same process takes the local streams of its machine."""
 DNS = "dns:///"
 """Prefix of an address (``dns:///name:port``) whose name has an entry per replica, as a headless Service's has."""
 

@@ -16,10 +16,18 @@ with uncollected_imports():
     from .commands import lazy_group
 
 _GROUPS = {
-    "Serve": ("serve.serve", "mesh.demo", "mesh.stop", "fetch"),
-    "Ask a server": ("chat.chat", "chat.complete", "batch.run_batch", "models"),
+    "Serve": ("serve.serve", "mesh.demo", "mesh.local_mesh:stop", "fetch"),
+    "Ask a server": ("chat.chat", "chat.chat:complete", "batch.run_batch", "models"),
     "Run without a server": ("batch.generate",),
-    "Manage a mesh": ("mesh.ps", "mesh.top", "mesh.plan", "mesh.scale", "serve.config", "doctor", "certs"),
+    "Manage a mesh": (
+        "mesh.local_mesh:ps",
+        "mesh.local_mesh:top",
+        "mesh.plan",
+        "mesh.scale",
+        "serve.config",
+        "doctor",
+        "certs",
+    ),
     "Measure": ("bench.chaos", "bench.bench"),
     "Install": ("build_kernels", "completion"),
 }

@@ -15,8 +15,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field, json, structs
 
-from tokenloom.services.runtime.addresses import Address
-from tokenloom.services.runtime.local_streams.socket_end import SUFFIX as STREAMS_SUFFIX
+from tokenloom.services.runtime.addresses import STREAMS_SUFFIX, Address
 
 from .part_spec import PartSpec
 from .ports import GatewayPorts

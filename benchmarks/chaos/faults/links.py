@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from tokenloom.services.runtime.local_streams.socket_end import SUFFIX
+from tokenloom.services.runtime.addresses import STREAMS_SUFFIX
 from tokenloom.supervisor.part_spec import PartSpec
 
 from .fault import Action
@@ -79,7 +79,7 @@ class Links:
         for path in spec.leftovers:
             real = _real_path(path)
             moved.append(real)
-            if not path.name.endswith(SUFFIX):
+            if not path.name.endswith(STREAMS_SUFFIX):
                 proxies.append(await self._proxy(path, real))
         for index, argument in enumerate(spec.command):
             if argument in ("--listen", "--kv-listen"):
@@ -115,6 +115,6 @@ def _tcp_connector(host: str, port: int) -> Connect:
 
 def _real_path(path: Path) -> Path:
     name = path.name
-    suffix = SUFFIX if name.endswith(SUFFIX) else ""
+    suffix = STREAMS_SUFFIX if name.endswith(STREAMS_SUFFIX) else ""
     stem = name.removesuffix(suffix).removesuffix(".sock")
     return path.with_name(f"{stem}{_REAL}.sock{suffix}")

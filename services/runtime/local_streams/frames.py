@@ -1,7 +1,7 @@
 """The frames that a local stream's socket carries. No I/O.
 
 A frame is its payload's length (four bytes, little-endian), its kind (one byte) and its payload. A change of this
-format also changes :data:`socket_end.SUFFIX`, so that processes of different versions use gRPC.
+format also changes :data:`addresses.STREAMS_SUFFIX`, so that processes of different versions use gRPC.
 """
 
 import enum

@@ -17,7 +17,6 @@ from .. import addresses
 from ..liveness import LivenessTimer
 from .frames import HEADER, Kind, encode_frame, split_frames
 
-SUFFIX = ".calls"
 TICK_SECONDS = 0.5
 SILENT_TICKS = 5
 """A peer whose process is stopped is dead this many ticks after its last byte: after 2 to 2.5 s, as gRPC's pings."""
@@ -38,7 +37,7 @@ def path_beside(address: str) -> str | None:
     is no unix socket or its path is too long for the suffix."""
     if not address.startswith("unix:"):
         return None
-    path = addresses.parse(address).path + SUFFIX
+    path = addresses.parse(address).path + addresses.STREAMS_SUFFIX
     return path if len(path.encode()) <= addresses.MAX_UNIX_PATH else None
 
 

@@ -1,4 +1,5 @@
-"""``tokenloom chat`` holds a conversation on the terminal, or asks one question from a script."""
+"""``tokenloom chat`` holds a conversation on the terminal or asks one question from a script, ``complete`` continues a
+text."""
 
 import json
 import sys
@@ -10,7 +11,7 @@ import typer
 
 from ..failures import RequestFailed, reported
 from ..options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP, given
-from ..server import ApiKey, BaseUrl, ServedModel, Server, connect
+from ..server import ApiKey, BaseUrl, ServedModel, Server, connect, objects
 from ..streams import with_piped
 from ..tables import plain_console
 from .chat_client import Answer, stream_chat
@@ -47,7 +48,8 @@ def chat(
             session.talk()
         else:
             answer = session.ask(question, quiet=as_json)
-            print(json.dumps(_as_object(answer), ensure_ascii=False) if as_json else "")
+            answered = {name: value for name, value in asdict(answer).items() if name != "timeline"}
+            print(json.dumps(answered, ensure_ascii=False) if as_json else "")
 
 
 class ChatSession:
@@ -65,7 +67,10 @@ class ChatSession:
         self._console.print(f"{self._model} at {self._server.url}; /help lists commands, Ctrl-D leaves", style="dim")
         for line in _lines():
             try:
-                self._obey(line) if line.startswith("/") else self._exchange(line)
+                if not line.startswith("/"):
+                    self._exchange(line)
+                elif shown := run_command(line, self._conversation):
+                    self._console.print(shown, style="dim")
             except EndOfChat:
                 return
             except AskAgain as again:
@@ -83,13 +88,9 @@ class ChatSession:
                 print(text, end="", flush=True)
 
         try:
-            return stream_chat(self._server, body, on_text, _ignore if quiet else self._show_thought)
+            return stream_chat(self._server, body, on_text, None if quiet else self._show_thought)
         finally:
             self._conversation.answer("".join(pieces))  # a stopped answer is kept as far as it arrived
-
-    def _obey(self, line: str) -> None:
-        if shown := run_command(line, self._conversation):
-            self._console.print(shown, style="dim")
 
     def _exchange(self, question: str) -> None:
         try:
@@ -135,10 +136,6 @@ def _edit_lines() -> None:
     readline.parse_and_bind("tab: complete")
 
 
-def _ignore(text: str) -> None:
-    pass
-
-
 def _summary(answer: Answer) -> str:
     count = answer.usage.get("completion_tokens")
     tokens = "" if count is None else f"{count} tokens, "
@@ -146,5 +143,42 @@ def _summary(answer: Answer) -> str:
     return f"{tokens}first after {answer.seconds_to_first_token * 1e3:.0f} ms, {answer.seconds:.2f} s in total{cut}"
 
 
-def _as_object(answer: Answer) -> dict[str, Any]:
-    return {name: value for name, value in asdict(answer).items() if name != "timeline"}
+def complete(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; piped input is appended.", show_default=False)
+    ] = None,
+    base_url: BaseUrl = None,
+    model: ServedModel = None,
+    api_key: ApiKey = "",
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: SampleSeed = None,
+    stop: Stop = None,
+    echo: Annotated[bool, typer.Option(help="Print PROMPT before its continuation.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the server's complete answer.")] = False,
+) -> None:
+    """Continue a text with a served model, from PROMPT or a pipe."""
+    with reported():
+        text = with_piped(prompt)
+    if text is None:
+        raise typer.BadParameter("is missing, and no input was piped in", param_hint="PROMPT")
+    with reported():
+        server = connect(base_url, api_key)
+        sampling = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop)
+        body = {"model": model or server.model(), "prompt": text, **sampling}
+        if as_json:
+            whole = {**body, "echo": True} if echo else body
+            print(json.dumps(server.post("/v1/completions", whole).value(), ensure_ascii=False))
+            return
+        if echo:
+            print(text, end="", flush=True)
+        finished = False
+        for event in server.stream("/v1/completions", {**body, "stream": True}):
+            for choice in objects(event.get("choices")):
+                print(choice.get("text") or "", end="", flush=True)
+                finished = finished or choice.get("finish_reason") is not None
+        print()
+        if not finished:
+            raise RequestFailed("the answer is incomplete: the connection ended early")

@@ -27,7 +27,7 @@ def stream_chat(
     server: Server,
     body: Mapping[str, Any],
     on_text: Callable[[str], None],
-    on_reasoning: Callable[[str], None] = lambda text: None,
+    on_reasoning: Callable[[str], None] | None = None,
 ) -> Answer:
     """Send a chat request; pass pieces of the answer to `on_text` and pieces of the reasoning to `on_reasoning`.
 
@@ -46,7 +46,7 @@ def stream_chat(
                 raise RequestFailed("the server's answer holds a text that is none")
             if text or thought:
                 answer.seconds_to_first_token = answer.seconds_to_first_token or time.monotonic() - started
-            if thought:
+            if thought and on_reasoning is not None:
                 on_reasoning(thought)
             if text:
                 answer.text += text

@@ -8,7 +8,7 @@ from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.supervisor.state_dir import read_part_state
 
 from ..failures import CommandFailed
-from .top import find_mesh
+from .local_mesh import find_mesh
 
 
 def coordinator_of(port: int | None) -> str:

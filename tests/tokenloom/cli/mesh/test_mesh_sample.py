@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from tokenloom.cli.mesh import mesh_sample
+from tokenloom.cli.mesh.local_mesh import _table
 from tokenloom.cli.mesh.mesh_sample import (
     MeshPlacement,
     MeshSample,
@@ -22,7 +23,6 @@ from tokenloom.cli.mesh.mesh_sample import (
     rows_of,
     take_sample,
 )
-from tokenloom.cli.mesh.ps import _table
 from tokenloom.cli.mesh.top_screen import shown, view
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running

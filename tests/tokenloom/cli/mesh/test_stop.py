@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh import stop
+from tokenloom.cli.mesh import local_mesh as stop
 from tokenloom.supervisor.state_dir import MeshRecord, mesh_directory, write_record
 
 

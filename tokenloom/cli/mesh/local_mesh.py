@@ -1,0 +1,140 @@
+"""``tokenloom ps``, ``top`` and ``stop``: list, watch and end the meshes that ``tokenloom serve`` keeps up here."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from tokenloom.supervisor.state_dir import MeshRecord, running_meshes
+
+from ..failures import CommandFailed, reported
+from ..tables import print_tables
+
+if TYPE_CHECKING:
+    from .mesh_sample import Row
+
+_POLL_SECONDS = 0.1
+
+
+def find_mesh(port: int | None) -> MeshRecord:
+    """Return the newest local mesh, or the one on a port. Raises ``CommandFailed`` if none runs."""
+    for mesh in _meshes(port):
+        return mesh
+    raise CommandFailed(f"no mesh is running{_on(port)}; `tokenloom serve` starts one")
+
+
+def _meshes(port: int | None) -> list[MeshRecord]:
+    return [mesh for mesh in running_meshes() if port in (None, mesh.port)]
+
+
+def _on(port: int | None) -> str:
+    return "" if port is None else f" on port {port}"
+
+
+def ps(
+    as_json: Annotated[bool, typer.Option("--json", help="Print an array of objects instead of a table.")] = False,
+    port: Annotated[int | None, typer.Option(help="The mesh on this HTTP port, not the newest one.")] = None,
+) -> None:
+    """List the parts of the newest running mesh of this user: service, index, role, pid, address, health, placement."""
+    with reported():
+        meshes = _meshes(port)
+    if not meshes:
+        if as_json:
+            print("[]")
+        if not as_json or port is not None:
+            typer.echo(f"No mesh is running{_on(port)}; `tokenloom serve` starts one.", err=True)
+        raise typer.Exit(0 if port is None else 1)
+    from .mesh_sample import find_rows  # here, because it takes gRPC, which the help does not need
+
+    rows = find_rows(meshes[0])
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        print_tables(_table(rows))
+        for row in rows:
+            for fall_back in row.fall_backs:
+                typer.echo(f"fall-back of {row.service}-{row.index}: {fall_back}")
+
+
+def _table(rows: "list[Row]") -> Table:
+    """Return the rows; models are named if there are several."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    several = len({row.model for row in rows if row.model}) > 1
+    places = any(row.placement for row in rows)
+    models, placements = ("MODEL",) if several else (), ("PLACEMENT",) if places else ()
+    for title in ("SERVICE", "INDEX", *models, "ROLE", "PID", "ADDRESS", "METRICS", "HEALTH", *placements):
+        table.add_column(title, no_wrap=True, justify="right" if title in ("INDEX", "PID") else "left")
+    for row in rows:
+        colour = "green" if row.health == "SERVING" else "red"
+        model = (row.model or "-",) if several else ()
+        placed = (str(row.placement or "-"),) if places else ()
+        cells = (row.role or "-", row.pid or "-", row.address or "-", row.metrics or "-")
+        table.add_row(row.service, str(row.index), *model, *map(str, cells), Text(row.health, colour), *placed)
+    return table
+
+
+def top(
+    interval: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between two samples.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one interval and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one interval as JSON and exit.")] = False,
+    port: Annotated[int | None, typer.Option(help="The mesh on this HTTP port, not the newest one.")] = None,
+) -> None:
+    """Watch a local mesh: parts, health, queues, KV use, tokens/s, latencies. Ctrl-C leaves."""
+    from .top_screen import look_once, shown, watch  # here, because they take gRPC, which the help does not need
+
+    with reported():
+        mesh = find_mesh(port)
+        if once or as_json or not sys.stdout.isatty():
+            seen = look_once(mesh, interval)
+            print(json.dumps(asdict(seen), indent=2)) if as_json else print_tables(shown(seen))
+        else:
+            with contextlib.suppress(KeyboardInterrupt):
+                watch(mesh, interval)
+
+
+def stop(
+    port: Annotated[int | None, typer.Option(help="The mesh on this HTTP port, not the newest one.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Stop all meshes of this user.")] = False,
+    kill: Annotated[bool, typer.Option(help="Do not let live requests finish.")] = False,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the end.")] = 60.0,
+) -> None:
+    """Stop the newest mesh of this user that `tokenloom serve` started here; its live requests finish first."""
+    with reported():
+        meshes = _meshes(port)
+        if not meshes:
+            typer.echo(f"No mesh of this user is running{_on(port)}.", err=True)
+            raise typer.Exit(0 if port is None else 1)
+        stopped = meshes if every else meshes[:1]
+        for mesh in stopped:
+            _signal(mesh, kill=kill)
+        _wait(stopped, timeout)
+    for mesh in stopped:
+        print(f"The mesh on port {mesh.port} has stopped.")
+
+
+def _signal(mesh: MeshRecord, *, kill: bool) -> None:
+    """Ask the supervisor to drain; a second signal makes it kill the parts. Its process is alive, because the record
+    counts as running while that process holds a lock."""
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(mesh.pid, signal.SIGTERM)
+        if kill:
+            time.sleep(_POLL_SECONDS)  # two signals at once are one
+            os.kill(mesh.pid, signal.SIGTERM)
+
+
+def _wait(meshes: list[MeshRecord], timeout: float) -> None:
+    """Raise `CommandFailed` unless all of them end in time."""
+    deadline = time.monotonic() + timeout
+    while left := [mesh for mesh in running_meshes() if mesh in meshes]:
+        if time.monotonic() >= deadline:
+            ports = ", ".join(str(mesh.port) for mesh in left)
+            raise CommandFailed(f"the mesh on port {ports} still has live requests; add --kill to end it now")
+        time.sleep(_POLL_SECONDS)

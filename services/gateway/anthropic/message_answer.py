@@ -7,7 +7,7 @@ from tokenloom.v1 import output_processor_pb2
 
 from ..assistant.parsed_message import CallDelta, MessageDelta, OutputReader, TextDelta
 from ..encoding.sse import encode_json
-from ..formats.message_parts import read_arguments
+from ..formats.call_arguments import read_arguments
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason

@@ -7,6 +7,7 @@ from itertools import groupby
 from .message_parts import CallArguments, CallBegin, Content, ToolPart
 
 _ENDS_SCALAR = frozenset(",}] \t\r\n")
+_CONTROLS = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)}
 
 
 class JsonExtent:
@@ -42,6 +43,10 @@ class JsonExtent:
             self._depth -= 1
         self.ended = not self._in_string and not self._depth
         return True
+
+    def written(self, char: str) -> str:
+        """Return the character that was taken last as JSON spells it: models write line breaks in strings as such."""
+        return _CONTROLS.get(char, char) if self._in_string else char
 
 
 class CallList:
@@ -192,6 +197,7 @@ class CallObject:
             self._end_value()
             self._before_key(char)
             return
+        char = self._value.written(char)
         self._token.append(char)
         if self._streams:
             self._parts.append(CallArguments(char))

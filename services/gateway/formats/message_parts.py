@@ -2,9 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 
 def find_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
@@ -26,15 +23,6 @@ def find_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
 def begins_marker(text: str, marker: str) -> bool:
     """Return whether the text is an incomplete beginning of the marker."""
     return len(text) < len(marker) and marker.startswith(text)
-
-
-def read_arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments; empty if the output ended within them, which its finish reason says."""
-    try:
-        arguments = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)

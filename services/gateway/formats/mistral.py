@@ -40,12 +40,14 @@ class _NamedCall:
             self._arguments = JsonExtent()
             parts.append(CallBegin(matched[1]))
             text = self._head[matched.end() :]
+        written = []
         for at, char in enumerate(text):
             self._arguments.takes(char)
+            written.append(self._arguments.written(char))
             if self._arguments.ended:
                 self.is_over = True
-                return [*parts, CallArguments(text[: at + 1])], text[at + 1 :]
-        return [*parts, CallArguments(text)] if text else parts, ""
+                return [*parts, CallArguments("".join(written))], text[at + 1 :]
+        return [*parts, CallArguments("".join(written))] if text else parts, ""
 
     def finish(self) -> list[ToolPart]:
         return [Content(START + self._head)] if self._arguments is None else []

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..assistant.parsed_message import CallDelta, OutputReader, calls_of, reasoning_of, text_of
 from ..encoding.sse import encode_json
-from ..formats.message_parts import read_arguments
+from ..formats.call_arguments import read_arguments
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason

@@ -8,6 +8,7 @@ import msgspec
 from tokenloom.request.errors import InvalidArgument
 
 from ..encoding import sse
+from ..formats.call_arguments import raw_arguments
 from ..formats.tool_request import Tool
 from ..openapi.request_schemas import ChatCompletionRequest
 from ..records.generate_request import Chat
@@ -150,7 +151,7 @@ def read_arguments(arguments: object) -> dict[str, Any] | str:
     none. OpenAI's API sends JSON in a string; an object is accepted too."""
     # Not refused: the model wrote them, and an answer that was cut or malformed would end the conversation.
     if isinstance(arguments, dict):
-        return arguments
+        return raw_arguments(arguments)
     if not isinstance(arguments, str):
         return {} if arguments is None else msgspec.json.encode(arguments).decode()
     try:
@@ -158,7 +159,7 @@ def read_arguments(arguments: object) -> dict[str, Any] | str:
         value = msgspec.json.decode(arguments or b"{}")
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    return raw_arguments(value) if isinstance(value, dict) else arguments
 
 
 def _string(where: str, value: object) -> str:

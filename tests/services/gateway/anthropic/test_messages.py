@@ -135,6 +135,30 @@ async def test_a_stream_with_a_call_as_anthropics_client_reads_it(socket_dir: Pa
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_line_break_in_arguments_does_not_empty_the_input(socket_dir: Path, streamed: bool) -> None:
+    async with claude(socket_dir) as (mesh, client):
+        mesh.outputs.auto = ['<tool_call>{"name": "get_weather", "arguments": {"city": "Os', '\nlo"}}</tool_call>']
+        asked: Any = {**BODY, "tools": TOOLS}
+        if streamed:
+            async with client.messages.stream(**asked) as stream:
+                message = await stream.get_final_message()
+        else:
+            message = await client.messages.create(**asked)
+    (call,) = message.content
+    assert call.type == "tool_use"
+    assert call.input == {"city": "Os\nlo"}
+
+
+async def test_arguments_that_cannot_be_read_are_no_empty_input(socket_dir: Path) -> None:
+    async with claude(socket_dir) as (mesh, client):
+        mesh.outputs.auto = ['<tool_call>{"name": "get_weather", "arguments": ["Oslo"]}</tool_call>']
+        message = await client.messages.create(**BODY, tools=TOOLS)
+    (call,) = message.content
+    assert call.type == "tool_use"
+    assert call.input == {"INVALID_JSON": '["Oslo"]'}
+
+
 async def test_a_tools_result_returns_to_the_model(socket_dir: Path) -> None:
     async with claude(socket_dir) as (mesh, client):
         mesh.outputs.auto = CALL

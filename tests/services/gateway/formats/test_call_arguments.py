@@ -1,0 +1,62 @@
+import json
+from typing import Any
+
+import pytest
+
+from tokenloom.services.gateway.assistant.message_plans import FORMATS
+from tokenloom.services.gateway.formats.call_arguments import raw_arguments, read_arguments
+from tokenloom.services.gateway.formats.message_parts import CallArguments
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ('{"code": "x\ny\tz"}', {"code": "x\ny\tz"}),
+        ('{"a": NaN, "b": -Infinity, "c": 1e400}', {"a": "NaN", "b": "-Infinity", "c": "1e400"}),
+        ('{"a": [1, 2,],\n}', {"a": [1, 2]}),
+        ('{"a": "\\ud83d"}', {"a": "\ufffd"}),
+        ('{"a": "\\ud83d\\ude00", "b": NaN}', {"a": "\U0001f600", "b": "NaN"}),
+        ("{'a': True, 'b': None, 'c': 'it\\'s \"x\"'}", {"a": True, "b": None, "c": 'it\'s "x"'}),
+        ('{city: "Paris", n: 0x1F}', {"city": "Paris", "n": "0x1F"}),
+        ('{"path": "C:\\dir", "quote": "\\\'"}', {"path": "C:\\dir", "quote": "'"}),
+        ('{"a": 12345678901234567890123}', {"a": 12345678901234567890123}),
+    ],
+)
+def test_malformed_arguments_are_read_as_what_they_must_mean(text: str, arguments: object) -> None:
+    assert read_arguments(text) == arguments
+
+
+@pytest.mark.parametrize("text", ["[1]", '"Paris"', "5", "null", '{"a" 1}', '{"a": "b" "c"}', '{"a": 1}{"b": 2}'])
+def test_no_input_is_invented(text: str) -> None:
+    arguments = read_arguments(text)
+    assert arguments == {"INVALID_JSON": text}
+    assert raw_arguments(arguments) == text
+
+
+@pytest.mark.parametrize("text", ["", '{"a": 1', '{"a": "x', "[1,"])
+def test_what_was_cut_is_empty(text: str) -> None:
+    assert read_arguments(text) == {}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"INVALID_JSON": 1}, {"INVALID_JSON": "a", "b": 1}])
+def test_other_arguments_stay(arguments: dict[str, Any]) -> None:
+    assert raw_arguments(arguments) is arguments
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "x\ny"}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"arguments": {"a": "x\ny"}, "name": "f"}\n</tool_call>'),
+        ("llama3_json", '{"name": "f", "parameters": {"a": "x\ny"}}'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "x\ny"}'),
+    ],
+)
+def test_line_breaks_in_texts_are_written_as_json_has_them(parser: str, text: str) -> None:
+    for size in (1, len(text)):
+        reader = FORMATS[parser].open(["f"])
+        parts = [part for at in range(0, len(text), size) for part in reader.feed(text[at : at + size])]
+        parts += reader.finish()
+        arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
+        assert json.loads(arguments) == {"a": "x\ny"}

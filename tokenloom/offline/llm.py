@@ -109,6 +109,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt; return the outputs in the order of the prompts.
 
+        Of several prompts, one that does not fit the context together with its ``max_tokens`` is refused alone: its
+        output has the finish reason ``error`` and says why in ``error``. A single one raises ``ValueError``.
+
         Args:
             prompts: Text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}``, ``{"prompt_embeds": tensor}``, a list of
                 token ids, or a list of these.
@@ -118,7 +121,8 @@ class LLM:
         """
         with _as_value_error():
             tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
-            requests = self._builder.build(self._loras.apply(tokenized, lora_request), sampling_params)
+            adapted = self._loras.apply(tokenized, lora_request)
+            requests = self._builder.build(adapted, sampling_params, refuses_alone=True)
         return self._run(requests, use_tqdm)
 
     def stream(
@@ -135,7 +139,8 @@ class LLM:
         """
         with _as_value_error():
             tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
-            requests = self._builder.build(self._loras.apply(tokenized, lora_request), sampling_params)
+            adapted = self._loras.apply(tokenized, lora_request)
+            requests = self._builder.build(adapted, sampling_params, refuses_alone=True)
         return self._stream(requests)
 
     def chat(
@@ -168,7 +173,8 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 template_kwargs=chat_template_kwargs,
             )
-            requests = self._builder.build(self._loras.apply(encoded, lora_request), sampling_params)
+            adapted = self._loras.apply(encoded, lora_request)
+            requests = self._builder.build(adapted, sampling_params, refuses_alone=True)
         return self._run(requests, use_tqdm)
 
     def beam_search(
@@ -354,12 +360,15 @@ class LLM:
         self._client.close()
 
     def _run(self, requests: list[OfflineRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
-        self._loop.run(requests, use_tqdm)
+        self._loop.run([request for request in requests if not request.finished], use_tqdm)
         return [request.output for request in requests]
 
     def _stream(self, requests: list[OfflineRequest]) -> Iterator[RequestOutput]:
-        with self._loop.running(requests):
-            live = requests
+        for request in requests:
+            if request.finished:  # refused
+                yield from request.news()
+        live = [request for request in requests if not request.finished]
+        with self._loop.running(live):
             while live:
                 if not any(request.output.finished for request in live):  # another call's steps may have ended some
                     self._loop.step()

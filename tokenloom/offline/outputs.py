@@ -77,7 +77,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token, as in ``logprobs``, but None for the first. None unless ``prompt_logprobs`` was set."""
     error: str | None = None
-    """What was wrong with an enqueued request that failed; its outputs hold what came before."""
+    """What was wrong with an enqueued request that failed, or with one of several that was refused; its outputs hold
+    what came before."""
 
     @property
     def num_reasoning_tokens(self) -> int | None:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request import bad_words, validation
 from tokenloom.request.adapter_names import adapter_salt
+from tokenloom.request.errors import ContextLengthExceeded
 from tokenloom.request.output_constraints import relax
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
@@ -60,9 +62,19 @@ class RequestBuilder:
         return SamplingParams(**{field.name: value for field, value in stated})
 
     def build(
-        self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        refuses_alone: bool = False,
     ) -> list[OfflineRequest]:
-        """Return a request for each prompt. ``params``: one for all, one for each, or None for the model's own."""
+        """Return a request for each prompt.
+
+        Args:
+            params: One for all, one for each, or None for the model's own.
+            refuses_alone: Of several prompts, one that does not fit the context becomes a request that has ended with
+                the error, so that the others run.
+        """
         if params is None:
             each = [self._defaults_for(prompt) for prompt in prompts]
         elif isinstance(params, SamplingParams):
@@ -71,13 +83,26 @@ class RequestBuilder:
             each = list(params)
         if len(each) != len(prompts):
             raise ValueError(f"sampling_params has {len(each)} entries for {len(prompts)} prompts")
-        return [self._request(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+        make = self._request_or_refusal if refuses_alone and len(prompts) > 1 else self._request
+        return [make(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
 
     def _defaults_for(self, prompt: TokenizedPrompt) -> SamplingParams:
         """Return the model's own parameters, with at most as many tokens as the prompt leaves room for."""
         params = self.default_sampling_params()
         rest = max(self.limits.max_model_len - len(prompt.token_ids), 1)
         return replace(params, max_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest))
+
+    def _request_or_refusal(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
+        try:
+            return self._request(prompt, params)
+        except ContextLengthExceeded as error:
+            request_id = next(self._request_ids)
+            core_request = EngineCoreRequest(request_id, prompt.token_ids, CoreSamplingParams(max_tokens=1, seed=0))
+            settings = self._text_settings(prompt, params, ())
+            samples = [OfflineSample(core_request, index, settings) for index in range(params.n)]
+            refused = OfflineRequest(request_id, prompt.text, samples, output_kind=params.output_kind)
+            refused.abort(ValueError(error.message))
+            return refused
 
     def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
         check_generates(self.limits)

@@ -127,7 +127,7 @@ class Preparer:
         sampling = _resolve(job, info, limits, context.random)
         priority = context.priority_of(job, limits) if job.priority or job.is_sheddable else 0
         beams = None if job.beam_search is None else plan_beams(job, job.beam_search, limits)
-        keep = None if job.truncate_prompt_tokens is None else _num_kept(job.truncate_prompt_tokens, sampling, limits)
+        keep = None if job.truncate_prompt_tokens is None else _num_kept(job, sampling, limits)
         check_sizes(job, info.max_token_bytes, limits, 1 if keep is None else _TRUNCATED_CONTEXTS)
         salt = job.cache_salt
         # A chat's call is awaited here, and not in a coroutine of its own: each coroutine between the request's task
@@ -277,16 +277,20 @@ def _submit(
     return submit
 
 
-def _num_kept(keep: int, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> int:
-    """Return how many tokens of a prompt are kept. ``keep``: what the client asks for."""
+def _num_kept(job: GenerateRequest, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> int:
+    """Return how many tokens of a prompt are kept, as ``truncate_prompt_tokens`` of the job asks."""
+    keep, most = job.truncate_prompt_tokens or 0, limits.max_model_len
     if keep == 0:
         raise errors.InvalidArgument("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
-    if keep > limits.max_model_len:
+    if keep > most:
         raise errors.InvalidArgument(
-            f"truncate_prompt_tokens is {keep}, more than the model's context of {limits.max_model_len}",
-            "truncate_prompt_tokens",
+            f"truncate_prompt_tokens is {keep}, more than the model's context of {most}", "truncate_prompt_tokens"
         )
-    return keep if keep > 0 else max(limits.max_model_len - max(sampling.max_tokens, 1), 1)
+    if keep > 0:
+        return keep
+    # A limit that may be cut and has no room at all asks for none.
+    room = sampling.max_tokens or (job.most_tokens if job.most_tokens < most else 0)
+    return max(most - max(room, 1), 1)
 
 
 def check_sizes(job: GenerateRequest, max_token_bytes: int, limits: types_pb2.ModelLimits, contexts: int = 1) -> None:

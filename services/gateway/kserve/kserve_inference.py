@@ -54,16 +54,18 @@ def read_inference(
         raise InvalidArgument("inputs: the tensor text_input is missing or empty", "text_input")
     values = _values(inputs.get("sampling_parameters"), request)
     timeout = values.pop("timeout", None)
+    # A limit beyond the room in the context is cut, as Triton's clients send the same one with every text. A search
+    # with beams is planned by it.
+    limit = None if values.get("use_beam_search") else values.pop("max_tokens", None)
+    longest = 0 if limit is None else narrow_int("max_tokens", limit, 1, 2**32 - 1)
     excluded = _flag(inputs, "exclude_input_in_output", default=True)
     body = {**values, "prompt": [text("text_input", value) for value in inputs["text_input"]], "echo": not excluded}
-    job, options = api.read(body, tenant)
-    if options.echo_only:
-        raise InvalidArgument("max_tokens must be at least 1", "max_tokens")
+    job, _ = api.read(body, tenant)
     stream = _flag(inputs, "stream", default=False)
     if stream and job.beam_search is not None:
         raise InvalidArgument("stream is not available with use_beam_search", "stream")
     return Inference(
-        replace(job, prompt_field="text_input", timeout=_sooner(time_remaining, timeout)),
+        replace(job, prompt_field="text_input", timeout=_sooner(time_remaining, timeout), most_tokens=longest),
         stream=stream,
         outputs=_outputs(request),
         raw=bool(request.raw_input_contents),

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.narrowing import narrow_int
 
 from ..openai.body_reader import SAMPLING_FIELDS, Body
 from ..openapi.request_schemas import ResponsesRequest
@@ -27,13 +28,19 @@ def chat_body(body: Body, fields: ResponsesRequest, turns: Sequence[Turn]) -> di
     for name, (neutral, advice) in _REFUSED.items():
         if getattr(fields, name) not in (None, neutral):
             raise InvalidArgument(f"{name} is not supported; {advice}", name)
-    chat: dict[str, Any] = {name: body[name] for name in body.keys() & SAMPLING_FIELDS}
+    chat: dict[str, Any] = {name: body[name] for name in body.keys() & (SAMPLING_FIELDS - {"max_tokens"})}
     chat["messages"] = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
     chat["messages"] += turns
     chat["stream"] = fields.stream
-    chat["max_tokens"] = fields.max_output_tokens
     chat["response_format"] = _response_format(fields.text)
     return chat | tools_of(fields) | _reasoning(fields.reasoning)
+
+
+def most_tokens(fields: ResponsesRequest) -> int:
+    """Return the most tokens that the client accepts, which may exceed what the prompt leaves of the context; 0: it
+    names no limit. Raises ``InvalidArgument``."""
+    limit = fields.max_output_tokens
+    return 0 if limit is None else narrow_int("max_output_tokens", limit, 1, 2**32 - 1)
 
 
 def _reasoning(reasoning: Mapping[str, Any] | None) -> dict[str, Any]:

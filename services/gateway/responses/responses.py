@@ -18,7 +18,7 @@ from .function_tools import namespaced
 from .ignored_members import ignored_in_response
 from .input_items import Turn, read_input
 from .response_answer import ResponseAnswer, ResponseRequest
-from .response_body import chat_body
+from .response_body import chat_body, most_tokens
 from .response_store import ResponseStore
 
 _FIELDS = {
@@ -59,6 +59,7 @@ class ResponsesApi:
         :class:`errors.NotFound` for a previous response that is not stored."""
         fields = self.reader.read(body, ResponsesRequest)
         request = self._request(body, fields, tenant)
+        longest = most_tokens(fields)
         try:
             job, options = self.chats.read(chat_body(body, fields, request.turns), tenant)
         except InvalidArgument as error:
@@ -66,7 +67,7 @@ class ResponsesApi:
         ignored = (*ignored_in_response(fields), *self.reader.ignored(body, ResponsesRequest))
         if options.ignored:
             ignored += inherited(options.ignored, _FIELDS)
-        return job, replace(
+        return replace(job, most_tokens=longest), replace(
             options, request=request, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )
 

@@ -153,14 +153,27 @@ def test_a_longer_second_call_finds_the_first_in_the_cache(llm):
     [
         ("", GREEDY, "prompt is empty"),
         ([2048], GREEDY, "token id 2048"),
-        ([5] * 256, GREEDY, "256 tokens"),
-        ([5] * 250, GREEDY, "max_tokens"),
         ("x", SamplingParams(stop_token_ids=[99999]), "stop_token_ids"),
     ],
 )
 def test_wrong_requests_are_refused_before_any_runs(llm, prompt, params, named):
     with pytest.raises(ValueError, match=named):
         llm.generate([STORY, prompt], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("num_tokens", [250, 256])
+def test_a_prompt_that_does_not_fit_is_refused_alone(llm, num_tokens):
+    long = [5] * num_tokens
+    first, refused, last = llm.generate([STORY, long, STORY], GREEDY, use_tqdm=False)
+    assert refused.finished
+    assert (refused.outputs[0].finish_reason, refused.outputs[0].token_ids) == ("error", [])
+    assert "maximum context length is 256" in refused.error
+    assert first.outputs[0].token_ids == last.outputs[0].token_ids != []
+    assert first.error is None
+    streamed = {output.request_id: output for output in llm.stream([long, STORY], GREEDY)}
+    assert [bool(output.error) for output in streamed.values()] == [True, False]
+    with pytest.raises(ValueError, match="maximum context length is 256"):
+        llm.generate([long], GREEDY, use_tqdm=False)
 
 
 def test_no_prompts_no_outputs(llm):

@@ -9,9 +9,10 @@ import grpc
 import pytest
 
 from tests.loop_clock import pass_time
-from tests.services.gateway.fakes import MODEL, FakeMesh
+from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers import channels
+from tokenloom.v1 import types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
@@ -90,6 +91,20 @@ async def test_sampling_parameters_as_json(mesh: FakeMesh, stub: Any) -> None:
     assert 5 in submitted.submit.sampling_params.stop_token_ids
     submitted.answer("x")
     await asking
+
+
+async def test_a_limit_beyond_the_room_in_the_context_is_cut(mesh: FakeMesh, stub: Any) -> None:
+    asking = asyncio.ensure_future(stub.ModelInfer(infer("ab", max_tokens=100_000)))
+    request = await mesh.outputs.next_request()
+    assert request.submit.sampling_params.max_tokens == LIMITS.max_model_len - 2
+    request.answer("x", reason=types_pb2.FINISH_REASON_LENGTH)
+    assert outputs_of(await asking)["finish_reason"] == ["length"]
+    for limit, left in ((100_000, LIMITS.max_model_len - 1), (12, LIMITS.max_model_len - 12)):
+        asking = asyncio.ensure_future(stub.ModelInfer(infer("a" * 2000, max_tokens=limit, truncate_prompt_tokens=-1)))
+        request = await mesh.outputs.next_request()
+        assert len(request.submit.prompt.token_ids) == left
+        request.answer("x")
+        await asking
 
 
 async def test_a_stream_of_requests(mesh: FakeMesh, stub: Any) -> None:

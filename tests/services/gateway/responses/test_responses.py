@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tests.loop_clock import settle
-from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
+from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.v1 import types_pb2
 
@@ -122,6 +122,19 @@ async def test_a_conversation_continues_with_the_result_of_a_call(socket_dir: Pa
             },
             {"role": "tool", "content": "rain", "tool_call_id": call.call_id},
         ]
+
+
+async def test_a_limit_beyond_the_room_in_the_context_is_cut(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task = asyncio.create_task(post(http, max_output_tokens=32_000))
+    request = await mesh.outputs.next_request()
+    left = LIMITS.max_model_len - len(request.submit.prompt.token_ids)
+    assert request.submit.sampling_params.max_tokens == left > 64
+    request.answer("x", reason=types_pb2.FINISH_REASON_LENGTH)
+    response = (await task).json()
+    assert (response["status"], response["max_output_tokens"]) == ("incomplete", 32_000)
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    refused = await post(http, max_output_tokens=0)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_output_tokens")
 
 
 REASONED = "<think>Hm."

@@ -106,6 +106,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """The digest of a LoRA adapter; empty: the base model. The caller mixes it into ``cache_salt``."""
     pooling_params: CorePoolingParams | None = None
     """The request is pooled instead of generating tokens; its ``sampling_params`` are ``DRAWS_NOTHING``."""
+    reasoning_start: int = 0
+    """How the prompt leaves the reasoning: a value of ``ReasoningStart``."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):

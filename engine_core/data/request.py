@@ -208,6 +208,7 @@ class Request:
         "priority",
         "prompt_logprobs",
         "prompt_token_ids",
+        "reasoning_start",
         "repetition_detection",
         "request_id",
         "routed_rows",
@@ -234,6 +235,7 @@ class Request:
         """How many requests began before it because its adapter had no slot."""
 
         self.prompt_token_ids = message.prompt_token_ids
+        self.reasoning_start = message.reasoning_start
         # Accepted tokens of earlier attempts are ordinary output, so indices and limits need no second count.
         self.all_token_ids = message.prompt_token_ids + message.accepted_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)

@@ -221,7 +221,7 @@ class StructuredOutputManager:
         # from reasoning.
         if marks is None or (self._reasoning.enable_in_reasoning and grammar is not None):
             return RequestConstraint(grammar)
-        reasoning = Reasoning(marks, request.prompt_token_ids)
+        reasoning = Reasoning(marks, request.prompt_token_ids, request.reasoning_start)
         return RequestConstraint(grammar, reasoning, params.thinking_token_budget)
 
     def _start(self, compiled: CompiledGrammar, params: CoreSamplingParams) -> RequestGrammar:

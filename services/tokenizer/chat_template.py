@@ -26,6 +26,11 @@ MAX_RENDERED_CHARS = 8 << 20
 """More text than any context holds; a template that writes more is broken or hostile."""
 
 
+_REASONING_MARKS = "<think>", "</think>"  # of tokenloom.request.reasoning, which takes a worker time to import
+_TAIL = 32
+"""Characters at the end of a text in which a mark is looked for, with the line breaks after it."""
+
+
 class TemplateRefused(ValueError):
     """Raised when a template refuses a conversation. The message is the template's own or names what it lacks."""
 
@@ -170,7 +175,28 @@ class MaskingTemplate:
             messages, tools = masks.messages(messages), masks.value(tools)
             template_kwargs, tokens = masks.value(template_kwargs), masks.tokens
         text = self._template.render(messages, tools, template_kwargs=template_kwargs, **options)
-        return Rendered(text, tokens)
+        start = _last_mark(text)
+        if start != "NONE" and not text[-_TAIL:].rstrip().endswith(_REASONING_MARKS):
+            # The mark stands before the end, in an earlier turn's text or in the one that the model continues.
+            start = _last_mark(text[self._len_of_earlier_turns(text, messages, tools, template_kwargs, options) :])
+        return Rendered(text, tokens, start)
+
+    def _len_of_earlier_turns(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+        options: Mapping[str, bool],
+    ) -> int:
+        """Return how much of a rendered text is what stands before the turn that the model writes or continues."""
+        earlier = messages[:-1] if options.get("continue_final_message") else messages
+        try:
+            before = self._template.render(earlier, tools, add_generation_prompt=False, template_kwargs=template_kwargs)
+        except TemplateRefused:
+            return 0  # it takes no conversation that ends there
+        differs = (at for at, pair in enumerate(zip(text, before, strict=False)) if pair[0] != pair[1])
+        return next(differs, min(len(text), len(before)))
 
 
 class _GenerationTag(Extension):
@@ -185,6 +211,14 @@ class _GenerationTag(Extension):
 
     def _contents(self, caller: Callable[[], str]) -> str:
         return caller()
+
+
+def _last_mark(text: str) -> str:
+    """Return how a text leaves the reasoning: a name of ``ReasoningStart``."""
+    opened, closed = map(text.rfind, _REASONING_MARKS)
+    if opened == closed:
+        return "NONE"
+    return "OPEN" if opened > closed else "CLOSED"
 
 
 def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Reads from a chat template how the model's output calls tools, whether it reasons first, and which tokens it writes.
+"""Reads from a chat template how the model's output calls tools, and which tokens it writes.
 
 The signs are what the template writes for past turns. The names are those of the gateway's parsers, as in vLLM.
 """
@@ -33,11 +33,6 @@ def tool_call_parser(template: str) -> str:
     # The template shows how past calls are written, so no operator has to name the parser. With two formats, or none, a
     # guess would turn text into calls, and the operator chooses.
     return found[0] if len(found) == 1 else ""
-
-
-def opens_reasoning(rendered: str) -> bool:
-    """Return whether a rendered conversation ends with the opening of the model's reasoning."""
-    return rendered[-len(THINK_START) - 8 :].rstrip().endswith(THINK_START)
 
 
 def control_tokens(tokenizer: "Tokenizer", template: str) -> list[str]:

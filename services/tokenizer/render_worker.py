@@ -46,6 +46,7 @@ class RenderReply(TypedDict, total=False):
 
     text: str
     masks: Mapping[str, str]
+    reasoning_start: str
     refused: str
     too_long: str
 
@@ -83,7 +84,7 @@ def main() -> None:
 def _answer(template: MaskingTemplate, job: RenderJob) -> bytes:
     try:
         rendered = _render(template, job)
-        return pack(RenderReply(text=rendered.text, masks=rendered.masks))
+        return pack(RenderReply(text=rendered.text, masks=rendered.masks, reasoning_start=rendered.reasoning_start))
     except TemplateRefused as error:
         return pack(RenderReply(refused=_printable(str(error))))
     except TemplateTooLong as error:

@@ -145,7 +145,7 @@ class Renderer:
             raise errors.InvalidArgument(reply["refused"], "messages")
         if "too_long" in reply:
             raise errors.ResourceExhausted(reply["too_long"], retry_after=None)
-        return Rendered(reply["text"], reply["masks"])
+        return Rendered(reply["text"], reply["masks"], reply["reasoning_start"])
 
     async def close(self) -> None:
         """End the workers. Call this when nothing renders any more."""

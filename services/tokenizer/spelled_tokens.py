@@ -28,8 +28,8 @@ class Rendered:
     text: str
     masks: Mapping[str, str] = field(default_factory=dict)
     """The token that each mask in the text stands for."""
-    opens_reasoning: bool = False
-    """Whether the template has opened the model's reasoning, which the output continues."""
+    reasoning_start: str = "NONE"
+    """How it leaves the model's reasoning: a name of ``ReasoningStart``."""
 
 
 class TokenFinder:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
 from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
+from tokenloom.v1 import types_pb2
 from tokenloom.v1.tokenizer_pb2 import (
     DecodeRequest,
     DecodeResponse,
@@ -22,7 +23,6 @@ from tokenloom.v1.tokenizer_pb2 import (
 from tokenloom.v1.tokenizer_pb2_grpc import TokenizerServicer as TokenizerServicerBase
 
 from .encoder import PromptTruncation, TextEncoder
-from .output_format import opens_reasoning
 from .render_worker import RenderJob
 from .renderer import Renderer
 
@@ -82,8 +82,7 @@ class TokenizerServicer(TokenizerServicerBase):
             want_token_strings=request.want_token_strings,
         )
         self._metrics.encode_chat.observe(time.monotonic() - started)
-        is_open = request.add_generation_prompt or request.continue_final_message
-        prompt.opens_reasoning = is_open and opens_reasoning(rendered.text)
+        prompt.reasoning_start = getattr(types_pb2, f"REASONING_START_{rendered.reasoning_start}")
         self._metrics.tokens.inc(len(prompt.token_ids))
         return EncodeChatResponse(prompt=prompt)
 

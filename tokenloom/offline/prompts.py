@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request.chat_template import read_chat_template
 from tokenloom.request.narrowing import narrow_token_ids
+from tokenloom.request.reasoning import ReasoningStart
 from tokenloom.services.tokenizer.chat_template import ChatTemplate, MaskingTemplate
 from tokenloom.services.tokenizer.output_format import PARSED_MARKS, control_tokens
 from tokenloom.services.tokenizer.spelled_tokens import PlainTextEncoder, Rendered, TokenFinder, unmasked
@@ -57,6 +58,7 @@ class TokenizedPrompt:
     embeds: Sequence[types_pb2.PromptEmbeds] = ()
     adapter: bytes = b""
     """The digest of its LoRA adapter; empty: the base model."""
+    reasoning_start: ReasoningStart = ReasoningStart.BY_MARKS
 
     def then(self, token_ids: Sequence[int]) -> "TokenizedPrompt":
         """Return the prompt followed by more tokens."""
@@ -192,11 +194,12 @@ class ChatPrompts:
         return [self._encode(each) for each in rendered]
 
     def _encode(self, rendered: Rendered) -> TokenizedPrompt:
+        text, start = unmasked(rendered.text, rendered.masks), ReasoningStart[rendered.reasoning_start]
         if rendered.masks:
             ids, _ = self._plain_texts.encode(rendered)
-            return TokenizedPrompt(unmasked(rendered.text, rendered.masks), ids)
-        # The template writes the special tokens itself.
-        return TokenizedPrompt(rendered.text, self._tokenizer.encode(rendered.text, add_special_tokens=False).ids)
+        else:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids  # the template writes the special tokens
+        return TokenizedPrompt(text, ids, reasoning_start=start)
 
     def _template(self, source: str | None) -> ChatTemplate:
         if source is not None:

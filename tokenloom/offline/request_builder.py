@@ -148,6 +148,7 @@ class RequestBuilder:
                 cache_salt=adapter_salt(prompt.cache_salt, prompt.adapter),
                 prompt_embeds=to_spans(prompt.embeds),
                 adapter=prompt.adapter,
+                reasoning_start=prompt.reasoning_start,
             )
             for index in range(n)
         ]
@@ -163,7 +164,9 @@ class RequestBuilder:
             spaces_between_special=params.spaces_between_special_tokens,
             detokenize=params.detokenize,
         )
-        reasoning = None if self._reasoning_marks is None else Reasoning(self._reasoning_marks, prompt.token_ids)
+        reasoning = None
+        if self._reasoning_marks is not None:
+            reasoning = Reasoning(self._reasoning_marks, prompt.token_ids, prompt.reasoning_start)
         return TextSettings(detokenizer, self._vocabulary if params.detokenize else None, eos, reasoning)
 
     def _encode(self, text: str) -> list[int]:

@@ -6,7 +6,7 @@ after a preemption, a hand-over or a retry the same tokens give the same state.
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
@@ -16,6 +16,17 @@ ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3"]
 THINK_START, THINK_END = "<think>", "</think>"
 MAX_BLANK_TOKENS = 2
 """Tokens of line breaks that a chat template writes after reasoning that it has closed."""
+
+
+class ReasoningStart(IntEnum):
+    """Says how a prompt leaves the reasoning; the values are those of the protos."""
+
+    BY_MARKS = 0
+    """The last mark in the prompt decides: it is not known where its last turn begins."""
+    NONE = 1
+    """The last turn has no mark. Those of earlier turns, such as a mark in a user's text, say nothing."""
+    OPEN = 2
+    CLOSED = 3
 
 
 class ReasoningFormat(NamedTuple):
@@ -68,6 +79,13 @@ class _Phase(Enum):
     AFTER = auto()
 
 
+_PHASES: Mapping[int, _Phase] = {
+    ReasoningStart.NONE: _Phase.BEFORE,
+    ReasoningStart.OPEN: _Phase.INSIDE,
+    ReasoningStart.CLOSED: _Phase.AFTER,
+}
+
+
 class Reasoning:
     """Follows the reasoning of one output: at most one, at its beginning.
 
@@ -76,10 +94,12 @@ class Reasoning:
 
     __slots__ = ("_marks", "_num_in_mark", "_num_inside", "_phase", "_tail")
 
-    def __init__(self, marks: ReasoningMarks, prompt_token_ids: Sequence[int]) -> None:
-        """The last mark in the prompt decides whether the output begins with reasoning."""
+    def __init__(
+        self, marks: ReasoningMarks, prompt_token_ids: Sequence[int], start: int = ReasoningStart.BY_MARKS
+    ) -> None:
+        """``start``: how the prompt leaves the reasoning; a value of a newer version counts as ``BY_MARKS``."""
         self._marks = marks
-        self._phase = _first_phase(marks, prompt_token_ids)
+        self._phase = _PHASES.get(start) or _first_phase(marks, prompt_token_ids)
         self._num_in_mark = 0  # tokens of the start mark that the output begins with
         self._num_inside = 0  # tokens after the start mark; the whole end mark included
         self._tail: list[int] = []  # the last tokens, at most as many as the end mark has

@@ -8,20 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TokenizedPrompt(_message.Message):
-    __slots__ = ("token_ids", "block_hash_prefixes", "token_strings", "opens_reasoning", "first_part_tokens", "plain_text_tokens")
+    __slots__ = ("token_ids", "block_hash_prefixes", "token_strings", "first_part_tokens", "plain_text_tokens", "reasoning_start")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASH_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_STRINGS_FIELD_NUMBER: _ClassVar[int]
-    OPENS_REASONING_FIELD_NUMBER: _ClassVar[int]
     FIRST_PART_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_TEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_START_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_hash_prefixes: _containers.RepeatedScalarFieldContainer[int]
     token_strings: _containers.RepeatedScalarFieldContainer[str]
-    opens_reasoning: bool
     first_part_tokens: int
     plain_text_tokens: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., token_strings: _Optional[_Iterable[str]] = ..., opens_reasoning: _Optional[bool] = ..., first_part_tokens: _Optional[int] = ..., plain_text_tokens: _Optional[_Iterable[str]] = ...) -> None: ...
+    reasoning_start: _types_pb2.ReasoningStart
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., token_strings: _Optional[_Iterable[str]] = ..., first_part_tokens: _Optional[int] = ..., plain_text_tokens: _Optional[_Iterable[str]] = ..., reasoning_start: _Optional[_Union[_types_pb2.ReasoningStart, str]] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("texts", "add_special_tokens", "want_hashes", "cache_salt", "want_token_strings", "second_texts", "max_tokens", "keep_first")

@@ -28,6 +28,13 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_PREFILLED: _ClassVar[FinishReason]
     FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
 
+class ReasoningStart(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REASONING_START_UNSPECIFIED: _ClassVar[ReasoningStart]
+    REASONING_START_NONE: _ClassVar[ReasoningStart]
+    REASONING_START_OPEN: _ClassVar[ReasoningStart]
+    REASONING_START_CLOSED: _ClassVar[ReasoningStart]
+
 class PoolingTask(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     POOLING_TASK_UNSPECIFIED: _ClassVar[PoolingTask]
@@ -54,6 +61,10 @@ FINISH_REASON_ERROR: FinishReason
 FINISH_REASON_REPETITION: FinishReason
 FINISH_REASON_PREFILLED: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
+REASONING_START_UNSPECIFIED: ReasoningStart
+REASONING_START_NONE: ReasoningStart
+REASONING_START_OPEN: ReasoningStart
+REASONING_START_CLOSED: ReasoningStart
 POOLING_TASK_UNSPECIFIED: PoolingTask
 POOLING_TASK_EMBED: PoolingTask
 POOLING_TASK_CLASSIFY: PoolingTask
@@ -212,16 +223,18 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("token_ids", "cache_salt", "embeds", "adapter")
+    __slots__ = ("token_ids", "cache_salt", "embeds", "adapter", "reasoning_start")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     EMBEDS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    REASONING_START_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: bytes
     embeds: _containers.RepeatedCompositeFieldContainer[PromptEmbeds]
     adapter: bytes
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
+    reasoning_start: ReasoningStart
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., reasoning_start: _Optional[_Union[ReasoningStart, str]] = ...) -> None: ...
 
 class PromptEmbeds(_message.Message):
     __slots__ = ("position", "num_tokens", "rows")

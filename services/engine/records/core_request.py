@@ -72,6 +72,7 @@ def to_core_request(
         timeout_ns=min(add.timeout.ToNanoseconds(), _MAX_TIMEOUT_NS) if add.HasField("timeout") else 0,
         adapter=prompt.adapter,
         pooling_params=pooling,
+        reasoning_start=prompt.reasoning_start,
     )
 
 

@@ -164,7 +164,7 @@ class Preparer:
             num_prompt_tokens=num_prompt,
             num_output_tokens=num_output,
             prompt_texts=await self._texts(job, prompts) if job.echo else (),
-            opens_reasoning=isinstance(prompts[0], tokenizer_pb2.TokenizedPrompt) and prompts[0].opens_reasoning,
+            opens_reasoning=prompts[0].reasoning_start == types_pb2.REASONING_START_OPEN,
             is_constrained_throughout=sampling.HasField("structured_outputs")
             and limits.reasoning != types_pb2.REASONING_MODE_FREE,
             started_ns=started_ns,
@@ -248,7 +248,9 @@ def _submit(
 ) -> output_processor_pb2.Submit:
     """Return one prompt's request, checked; its ids and its timeout are filled in later. ``salt``: of the job."""
     submit = output_processor_pb2.Submit(
-        prompt=prompt if isinstance(prompt, types_pb2.Prompt) else types_pb2.Prompt(token_ids=prompt.token_ids),
+        prompt=prompt
+        if isinstance(prompt, types_pb2.Prompt)
+        else types_pb2.Prompt(token_ids=prompt.token_ids, reasoning_start=prompt.reasoning_start),
         block_hash_prefixes=() if isinstance(prompt, types_pb2.Prompt) else prompt.block_hash_prefixes,
         sampling_params=sampling,
         text=job.text,
@@ -325,15 +327,16 @@ def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimi
 
 def _continued(before: Sequence[int], prompt: EncodedPrompt) -> EncodedPrompt:
     """Return the prompt after the tokens before it, without its block hashes, which assume that a prompt begins."""
-    return tokenizer_pb2.TokenizedPrompt(token_ids=[*before, *prompt.token_ids]) if prompt.token_ids else prompt
+    if not prompt.token_ids:
+        return prompt
+    return tokenizer_pb2.TokenizedPrompt(token_ids=[*before, *prompt.token_ids], reasoning_start=prompt.reasoning_start)
 
 
 def _truncated(prompt: EncodedPrompt, keep: int) -> EncodedPrompt:
     """Return the end of a prompt, without its block hashes, which are those of another beginning."""
     if len(prompt.token_ids) <= keep:
         return prompt
-    opens_reasoning = isinstance(prompt, tokenizer_pb2.TokenizedPrompt) and prompt.opens_reasoning
-    return tokenizer_pb2.TokenizedPrompt(token_ids=prompt.token_ids[-keep:], opens_reasoning=opens_reasoning)
+    return tokenizer_pb2.TokenizedPrompt(token_ids=prompt.token_ids[-keep:], reasoning_start=prompt.reasoning_start)
 
 
 async def add_hashes(prompts: Iterable[EncodedPrompt], block_size: int, salt: bytes) -> None:

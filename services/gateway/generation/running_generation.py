@@ -69,9 +69,11 @@ class RunningGeneration:
         self.reasoning: OutputsReasoning | None = None
         self.opens_reasoning, self.may_reason = prepared.opens_reasoning, not prepared.is_constrained_throughout
         if reasoning_marks is not None:
-            self.reasoning = OutputsReasoning(reasoning_marks, self.prompts, self.num_samples)
+            self.reasoning = OutputsReasoning(reasoning_marks, submits, self.num_samples)
             self.opens_reasoning |= self.reasoning.is_open
             self.may_reason &= not self.reasoning.is_over
+            is_constrained = submits[0].sampling_params.HasField("structured_outputs")
+            self._is_bound_later = self.may_reason and is_constrained
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
         self.charge = Charge()
@@ -199,11 +201,22 @@ class RunningGeneration:
         self.completion_tokens[delta.index] += len(delta.token_ids)
         if self.reasoning is not None:
             self.reasoning.feed(delta.index, delta.token_ids)
+            if delta.finished is not None and self._is_bound_later:
+                self._mark_unfinished(delta.index, delta.finished)
         if delta.finished is not None:
             self.finished[delta.index] = delta.finished
         if delta.prompt_logprobs:
             self.prompt_logprobs[delta.index // self.num_samples] += delta.prompt_logprobs
         self._watch.output(delta)
+
+    def _mark_unfinished(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
+        """Say of an output that ended before its constraint began that it is cut off."""
+        # The model may end within its reasoning. The answer is empty then, and an empty one that has ended by itself
+        # looks like one that obeys the constraint.
+        assert self.reasoning is not None
+        by_itself = finished.reason == types_pb2.FINISH_REASON_STOP and not finished.stop_reason
+        if by_itself and self.reasoning.is_inside(index):
+            finished.reason = types_pb2.FINISH_REASON_LENGTH
 
     def fail(self, error: errors.TokenloomError) -> None:
         """End the call with an error. Not for a beam search."""
@@ -228,15 +241,20 @@ class OutputsReasoning:
         is_open, is_over: Whether the first prompt leaves the reasoning open, or has closed it.
     """
 
-    def __init__(self, marks: ReasoningMarks, prompts: Sequence[Sequence[int]], num_samples: int) -> None:
-        """The first ``num_samples`` outputs continue the first prompt, and so on."""
-        of_prompts = [Reasoning(marks, prompt) for prompt in prompts]
+    def __init__(self, marks: ReasoningMarks, submits: Sequence[output_processor_pb2.Submit], num_samples: int) -> None:
+        """The first ``num_samples`` outputs continue the prompt of the first submit, and so on."""
+        prompts = [submit.prompt for submit in submits]
+        of_prompts = [Reasoning(marks, prompt.token_ids, prompt.reasoning_start) for prompt in prompts]
         self.is_open, self.is_over = of_prompts[0].is_inside, of_prompts[0].is_over
         self._of_outputs = [each.copy() for each in of_prompts for _ in range(num_samples)]
 
     def feed(self, index: int, token_ids: Sequence[int]) -> None:
         """Follow new tokens of an output."""
         self._of_outputs[index].feed(token_ids)
+
+    def is_inside(self, index: int) -> bool:
+        """Return whether an output is within its reasoning."""
+        return self._of_outputs[index].is_inside
 
     def num_tokens(self, index: int) -> int:
         """Return the reasoning tokens of an output so far."""

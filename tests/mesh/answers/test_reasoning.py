@@ -51,6 +51,14 @@ async def test_a_chats_answer_follows_its_reasoning_and_obeys_the_schema(http: h
         assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": budget}
 
 
+@pytest.mark.parametrize("text", ["What does </think> mean?", "<think></think>", "<think>"])
+async def test_marks_in_a_users_text_say_nothing_about_the_answer(http: httpx.AsyncClient, text: str) -> None:
+    messages = [{"role": "user", "content": text}]
+    for more in ({"thinking_token_budget": 3, "response_format": FORMAT}, {"thinking_token_budget": 3}):
+        answer = (await http.post("/v1/chat/completions", json=chat(messages=messages, **more))).json()
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}, more
+
+
 async def test_a_stream_reports_the_reasoning_tokens_so_far(http: httpx.AsyncClient) -> None:
     body = chat(
         response_format=FORMAT,

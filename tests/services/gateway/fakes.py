@@ -54,7 +54,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.fingerprint.CopyFrom(FINGERPRINT)
         self.eos_token_ids = [EOS]
         self.defaults = types_pb2.SamplingParams(top_k=7)
-        self.opens_reasoning = False
+        self.reasoning_start = types_pb2.REASONING_START_UNSPECIFIED
         self.tool_call_parser = self.reasoning_parser = ""
         self.calls = 0
         self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
@@ -105,7 +105,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         hashes = [sum(data) + sum(request.cache_salt)] if request.want_hashes else []
         strings = map(chr, data) if request.want_token_strings else ()
         return tokenizer_pb2.TokenizedPrompt(
-            token_ids=data, block_hash_prefixes=hashes, token_strings=strings, opens_reasoning=self.opens_reasoning
+            token_ids=data, block_hash_prefixes=hashes, token_strings=strings, reasoning_start=self.reasoning_start
         )
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.tokenizer.chat_template import ChatTemplate, TemplateRefused, TemplateTooLong
+from tokenloom.services.tokenizer.chat_template import ChatTemplate, MaskingTemplate, TemplateRefused, TemplateTooLong
+from tokenloom.services.tokenizer.spelled_tokens import TokenFinder
 
 USER = {"role": "user", "content": "What is 2 + 2? <b>é</b>"}
 CONVERSATIONS: list[list[dict[str, Any]]] = [
@@ -171,3 +172,38 @@ def test_a_template_that_writes_a_turn_twice_is_continued_after_the_last() -> No
     template = ChatTemplate("{{ messages[-1].content }}|{% for m in messages %}{{ m.content }}/{% endfor %}")
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]
     assert template.render(turns, add_generation_prompt=False, continue_final_message=True) == "a|hi/a"
+
+
+THINKS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{{ opening }}{% endif %}"
+)
+TAG = {"role": "user", "content": "What is <think>, and </think>?"}
+HALF = {"role": "user", "content": "What is <think>?"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "opening", "continues", "expected"),
+    [
+        ([USER], "", False, "NONE"),
+        ([USER], "<think>\n", False, "OPEN"),
+        ([USER], "<think>\nWell, ", False, "OPEN"),
+        ([USER], "<think>\n\n</think>\n\n", False, "CLOSED"),
+        ([TAG], "", False, "NONE"),
+        ([HALF], "", False, "NONE"),
+        ([HALF], "<think>", False, "OPEN"),
+        ([HALF], "<think></think>", False, "CLOSED"),
+        ([USER, {"role": "assistant", "content": "<think>x</think>y"}, USER], "", False, "NONE"),
+        ([HALF, {"role": "assistant", "content": "<think>Hm"}], "", True, "OPEN"),
+        ([HALF, {"role": "assistant", "content": "<think>x</think>y"}], "", True, "CLOSED"),
+        ([HALF, {"role": "assistant", "content": "yes"}], "", True, "NONE"),
+        ([USER, {"role": "assistant", "content": "<think>"}], "", True, "OPEN"),
+    ],
+)
+def test_only_marks_of_the_last_turn_open_or_close_reasoning(
+    turns: list[Any], opening: str, continues: bool, expected: str
+) -> None:
+    template = MaskingTemplate(ChatTemplate(THINKS), TokenFinder([]), ())
+    options = {"add_generation_prompt": not continues, "continue_final_message": continues}
+    rendered = template.render(turns, None, {"opening": opening}, None, **options)
+    assert rendered.reasoning_start == expected

@@ -4,7 +4,7 @@ import pytest
 
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.tokenizer.output_format import opens_reasoning, tool_call_parser
+from tokenloom.services.tokenizer.output_format import tool_call_parser
 
 LOOP = "{% for call in message.tool_calls %}"
 
@@ -28,8 +28,3 @@ def test_tool_call_parser(template: str, parser: str) -> None:
 def test_the_demo_model() -> None:
     template = CheckpointInfo.load(DEMO_MODEL).chat_template
     assert tool_call_parser(template) == "hermes"
-
-
-def test_reasoning() -> None:
-    for rendered, opens in (("a<think>\n", True), ("<think>", True), ("<think>\n\n</think>\n\n", False), ("", False)):
-        assert opens_reasoning(rendered) is opens

@@ -8,10 +8,12 @@ from tokenloom.request.reasoning import (
     FORMATS,
     Reasoning,
     ReasoningMarks,
+    ReasoningStart,
     format_of_template,
     marks_of,
     reasoning_format,
 )
+from tokenloom.v1 import types_pb2
 
 START, END = 1, 2
 ONE = ReasoningMarks((START,), (END,), begins_inside=False)
@@ -52,6 +54,17 @@ def test_an_output(
     marks: ReasoningMarks, prompt: list[int], output: list[int], expected: tuple[int, list[int], bool]
 ) -> None:
     assert follow(marks, prompt, output) == expected
+
+
+@pytest.mark.parametrize("marks", [ONE, OPEN])
+def test_what_is_known_of_a_conversation_decides_instead_of_marks_in_its_texts(marks: ReasoningMarks) -> None:
+    for prompt in ([START, 4], [3, END, 4, 4, 4], [3]):
+        begun = Reasoning(marks, prompt, ReasoningStart.NONE)
+        assert (begun.is_inside, begun.is_over) == (marks.begins_inside, False)
+        assert Reasoning(marks, prompt, ReasoningStart.OPEN).is_inside
+        assert Reasoning(marks, prompt, ReasoningStart.CLOSED).is_over
+    assert Reasoning(marks, [START], 99).is_inside, "as before, for what a newer tokenizer may say"
+    assert {each.value for each in ReasoningStart} == set(types_pb2.ReasoningStart.values())
 
 
 @given(st.data())

@@ -228,10 +228,32 @@ async def test_reasoning_is_separated(socket_dir: Path) -> None:
         assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
         (choice,) = (await post(http, include_reasoning=False)).json()["choices"]
         assert choice["message"] == {"role": "assistant", "content": "Yes."}
-        mesh.tokenizer.opens_reasoning = mesh.second_tokenizer.opens_reasoning = True
+        for tokenizer in (mesh.tokenizer, mesh.second_tokenizer):
+            tokenizer.reasoning_start = types_pb2.REASONING_START_OPEN
         mesh.outputs.auto = ("Hm.</think>Yes.",)
         (choice,) = (await post(http)).json()["choices"]
         assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "Yes.")
         mesh.outputs.auto = ('{"a": 1}',)
         (choice,) = (await post(http, response_format={"type": "json_object"})).json()["choices"]
         assert choice["message"] == {"role": "assistant", "content": '{"a": 1}'}, "constrained: there is none"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "output", "reason"),
+    [
+        (types_pb2.REASONING_MODE_FREE, "<think>Hm.", "length"),
+        (types_pb2.REASONING_MODE_FREE, '<think>Hm.</think>{"a": 1}', "stop"),
+        (types_pb2.REASONING_MODE_UNSPECIFIED, '{"a": 1}', "stop"),  # the constraint covers all of it
+    ],
+)
+async def test_a_constrained_answer_that_ends_within_its_reasoning_is_cut_off(
+    socket_dir: Path, reasoning: types_pb2.ReasoningMode, output: str, reason: str
+) -> None:
+    mesh = FakeMesh(socket_dir)
+    mesh.coordinator.limits = types_pb2.ModelLimits(max_model_len=512, vocab_size=256, reasoning=reasoning)
+    async with mesh.gateway(reasoning_parser="qwen3") as mesh, mesh.http() as http:
+        mesh.outputs.auto = (output,)
+        (choice,) = (await post(http, response_format={"type": "json_object"})).json()["choices"]
+        assert choice["finish_reason"] == reason
+        (choice,) = (await post(http)).json()["choices"]
+        assert choice["finish_reason"] == "stop", "nothing is due after the reasoning"

@@ -11,7 +11,14 @@ from tests.mesh.split import SplitMesh
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-CHAT = {"messages": [{"role": "user", "content": "Who made the lamp?"}], "max_tokens": 4, "ignore_eos": True}
+CHAT = {
+    "messages": [{"role": "user", "content": "Who made the lamp?"}],
+    "max_tokens": 4,
+    "ignore_eos": True,
+    "temperature": 0,
+    "top_k": 7,
+    "seed": 2**64 - 1,
+}
 SERVICES = {f"tokenloom-{name}" for name in ("gateway", "tokenizer", "output-processor", "coordinator", "engine")}
 ENCODE, PICK = "tokenloom.v1.Tokenizer/EncodeChat", "tokenloom.v1.Coordinator/Pick"
 
@@ -50,6 +57,11 @@ async def test_a_trace_has_every_part_of_a_request(socket_dir: Path) -> None:
     assert told["gen_ai.request.model"] == MODEL
     assert told["gen_ai.request.max_tokens"] == told["gen_ai.usage.output_tokens"] == 4
     assert told["gen_ai.usage.input_tokens"] == attributes(engine)["gen_ai.usage.input_tokens"]
+    assert (told["gen_ai.request.temperature"], told["gen_ai.request.top_k"]) == (0.0, 7)
+    assert told["gen_ai.request.seed"] == str(2**64 - 1)  # larger than an attribute's integers
+    assert told["gen_ai.usage.cache_read.input_tokens"] == 0
+    assert told["gen_ai.response.id"] == attributes(process)["gen_ai.response.id"]
+    assert told["gen_ai.response.model"] == MODEL
     for span in collector.spans:
         assert 0 < span.start_time_unix_nano <= span.end_time_unix_nano
     assert "lamp" not in str(collector.spans)  # nobody's prompt is in a trace
@@ -93,7 +105,9 @@ async def test_a_failure_is_part_of_the_trace(socket_dir: Path) -> None:
         ):
             answer = await http.post("/v1/completions", json={"prompt": "four", "max_tokens": 100_000})
             assert answer.status_code == 400
-    assert "max_tokens" in collector.named(f"text_completion {MODEL}").status.message
+    root = collector.named(f"text_completion {MODEL}")
+    assert "max_tokens" in root.status.message
+    assert attributes(root)["error.type"] == "CONTEXT_LENGTH_EXCEEDED"
 
 
 async def test_an_unreachable_collector_does_no_harm(socket_dir: Path) -> None:

@@ -108,7 +108,7 @@ def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: flo
     arrival, first = round(times.arrival * 1e9), round(times.first_token * 1e9)
     assert attempt.finish_reason is not None
     attributes: dict[str, str | int] = {
-        "gen_ai.request.id": attempt.request_id,
+        "gen_ai.response.id": attempt.request_id,
         "gen_ai.usage.input_tokens": tokens.prompt,
         "gen_ai.usage.output_tokens": tokens.output - tokens.accepted,
         "tokenloom.finish_reason": attempt.finish_reason.name.lower(),
@@ -125,7 +125,7 @@ def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: flo
         # Computed backwards from the first token: each phase ends where the next one begins.
         scheduled = first - stats.prefill_ns
         span.child("queue", scheduled - stats.queued_ns, scheduled)
-        span.child("prefill", scheduled, first, {"tokenloom.cached_tokens": stats.num_cached_tokens})
+        span.child("prefill", scheduled, first, {"gen_ai.usage.cache_read.input_tokens": stats.num_cached_tokens})
     if first and times.last_token > times.first_token:
         span.child("decode", first, round(times.last_token * 1e9))
     failed = attempt.finish_reason is FinishReason.ERROR

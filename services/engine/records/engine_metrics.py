@@ -30,7 +30,7 @@ from tokenloom.engine_core.data.messages import (
 )
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter as FastCounter
-from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
+from tokenloom.services.runtime.telemetry.fast_metrics import Histogram, HistogramAlias
 from tokenloom.services.runtime.telemetry.process_metrics import VLLM
 
 from .attempt import Attempt
@@ -312,6 +312,21 @@ class EngineMetrics:
                 ("request_inference_time_seconds", "Seconds from the first scheduling to the last token."),
             )
         )
+        self._show_conventional_names()
+
+    def _show_conventional_names(self) -> None:
+        """Show what OpenTelemetry's conventions have a name for under that name too, as its Prometheus exporter would
+        (https://github.com/open-telemetry/semantic-conventions-genai)."""
+        model, engine = self._labels
+        # An engine does not know the API of a request: no name of the convention's operations fits all of them.
+        labels = {"gen_ai_operation_name": "generate", "gen_ai_provider_name": "tokenloom"}
+        labels |= {"gen_ai_request_model": model, "engine": engine}
+        for name, source, text in (
+            ("request_duration", self._e2e, "Seconds from arrival to the end of a request."),
+            ("time_to_first_token", self._ttft, "Seconds from arrival to the first token."),
+            ("time_per_output_token", self._tpot, "Mean seconds per token after the first, by request."),
+        ):
+            HistogramAlias(self._registry, source, f"gen_ai_server_{name}_seconds", text, labels)
 
     def observe_ready(self, ready: CoreReady, *, enable_prefix_caching: bool) -> None:
         """Show the configuration of the engine as labels of a gauge that is 1, and the experts of a model with some."""

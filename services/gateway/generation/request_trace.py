@@ -45,40 +45,59 @@ def traced(
     if span is None:
         yield None
         return
-    trace, error = GatewayTrace(), "the client left"
+    trace, error, ending = GatewayTrace(), "the client left", {"error.type": "CANCELLED"}
     token = CURRENT.set(span.headers)
     try:
         yield trace
-        error = ""
+        error, ending = "", {}
     except Exception as raised:
-        error = of_exception(raised).message
+        seen = of_exception(raised)
+        error, ending = seen.message, {"error.type": seen.reason}
         raise
     finally:
         CURRENT.reset(token)
-        span.end(_outcome_attributes(trace.outcome) if trace.outcome is not None else None, error)
+        outcome = {} if trace.outcome is None else _outcome_attributes(trace.outcome, model)
+        span.end({**outcome, **ending}, error)
+
+
+_IF_SET = ("max_tokens", "temperature", "top_p", "top_k")
+_IF_NOT_ZERO = ("frequency_penalty", "presence_penalty")
+_MAX_INTEGER = 2**63 - 1
+"""The largest integer of an attribute; seeds may be larger."""
 
 
 def _request_attributes(operation: str, job: GenerateRequest, model: str) -> Attributes:
-    """Return what the client set, under the names of https://opentelemetry.io/docs/specs/semconv/gen-ai/."""
+    """Return what the client set, under the names of https://github.com/open-telemetry/semantic-conventions-genai."""
     attributes: dict[str, str | int | float] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "tokenloom",
         "gen_ai.request.model": model,
     }
-    for name in ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed"):
-        if value := getattr(job.sampling, name):
-            attributes[f"gen_ai.request.{name}"] = str(value) if name == "seed" else value
+    sampling = job.sampling
+    for name in _IF_SET:
+        if sampling.HasField(name):  # zero is a value too: a temperature of 0 is the most common one
+            attributes[f"gen_ai.request.{name}"] = getattr(sampling, name)
+    for name in _IF_NOT_ZERO:
+        if value := getattr(sampling, name):
+            attributes[f"gen_ai.request.{name}"] = value
+    if sampling.HasField("seed"):
+        attributes["gen_ai.request.seed"] = sampling.seed if sampling.seed <= _MAX_INTEGER else str(sampling.seed)
     if job.num_samples > 1:
         attributes["gen_ai.request.choice.count"] = job.num_samples
     return attributes
 
 
-def _outcome_attributes(outcome: TracedOutcome) -> Attributes:
+def _outcome_attributes(outcome: TracedOutcome, model: str) -> Attributes:
     usage = outcome.usage
+    reasoning: dict[str, int] = {}
+    if usage.HasField("reasoning_tokens"):
+        reasoning["gen_ai.usage.reasoning.output_tokens"] = usage.reasoning_tokens
     return {
+        "gen_ai.response.model": model,
         "gen_ai.response.id": outcome.request_id,
         "gen_ai.response.finish_reasons": [FINISH_REASONS[each.reason] for each in outcome.finished.values()],
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
-        "tokenloom.cached_tokens": usage.cached_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        **reasoning,
     }

@@ -21,7 +21,7 @@ class RequestSpan:
         submit.trace_headers.clear()
         if tracer is None or not headers:
             return None
-        span = tracer.start("process", headers, attributes={"gen_ai.request.id": submit.request_id})
+        span = tracer.start("process", headers, attributes={"gen_ai.response.id": submit.request_id})
         if span is None:
             return None
         submit.trace_headers.update(span.headers)

@@ -142,16 +142,40 @@ class Histogram:
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Return the buckets now; a value observed meanwhile may be in the sum and not yet in a bucket."""
-        [family] = self.describe()
+        return [self.family(*self._description, self._labels)]
+
+    def family(self, name: str, text: str, labels: Mapping[str, str]) -> HistogramMetricFamily:
+        """Return the buckets now, under a name and with labels."""
+        family = HistogramMetricFamily(name, text, labels=list(labels))
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         counts = zip(bounds, accumulate(self._counts), self._exemplars(), strict=True)
         buckets = [(bound, n) if exemplar is None else (bound, n, exemplar) for bound, n, exemplar in counts]
-        family.add_metric(list(self._labels.values()), buckets, self._sum)
-        return [family]
+        family.add_metric(list(labels.values()), buckets, self._sum)
+        return family
 
     def _exemplars(self) -> Sequence[Exemplar | None]:
         """Return the exemplar of each bucket; None: it has none."""
         return [None] * len(self._counts)
+
+
+class HistogramAlias:
+    """A histogram under a second name and with other labels. It costs nothing until it is scraped."""
+
+    def __init__(
+        self, registry: CollectorRegistry, source: Histogram, name: str, text: str, labels: Mapping[str, str]
+    ) -> None:
+        self._source = source
+        self._description = name, text
+        self._labels = dict(labels)
+        registry.register(self)
+
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        """Return the name, so that the registry refuses a second metric with it."""
+        return [HistogramMetricFamily(*self._description, labels=list(self._labels))]
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """Return the buckets of the source now."""
+        return [self._source.family(*self._description, self._labels)]
 
 
 class TracedHistogram(Histogram):

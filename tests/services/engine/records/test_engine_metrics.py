@@ -106,3 +106,12 @@ def test_the_balance_of_ranks_is_shown_where_experts_move() -> None:
     metrics.observe_step(EngineCoreOutputs(expert_loads=ExpertLoads([5], [1.0], ExpertBalance(0.75, 3, 8))))
     names = ("tokenloom_expert_balancedness", "tokenloom_expert_plans_total", "tokenloom_experts_moved_total")
     assert [registry.get_sample_value(name, {"model_name": "m", "engine": "e"}) for name in names] == [0.75, 3, 8]
+
+
+def test_what_the_conventions_name_is_shown_under_that_name_too() -> None:
+    registry = CollectorRegistry()
+    EngineMetrics(registry, "m", "e")
+    labels = {"gen_ai_operation_name": "generate", "gen_ai_provider_name": "tokenloom"}
+    labels |= {"gen_ai_request_model": "m", "engine": "e"}
+    for name in ("request_duration", "time_to_first_token", "time_per_output_token"):
+        assert registry.get_sample_value(f"gen_ai_server_{name}_seconds_count", labels) == 0

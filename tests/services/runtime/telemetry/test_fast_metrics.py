@@ -4,7 +4,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram, LabelledCounter
+from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram, HistogramAlias, LabelledCounter
 
 LABELS = {"model_name": "m", "engine": "e"}
 BUCKETS = (0.001, 0.5, 2.5, 80)
@@ -73,3 +73,18 @@ def test_a_labelled_counter_shows_what_prometheus_clients_would() -> None:
         ours.inc(value)
         reference.labels(value).inc()
     assert shown(registry) == shown(theirs)
+
+
+def test_an_alias_shows_the_same_buckets_with_labels_of_its_own() -> None:
+    registry, theirs = CollectorRegistry(), CollectorRegistry()
+    source = Histogram(CollectorRegistry(), "vllm:seconds", "Seconds.", {"model_name": "m"}, BUCKETS)
+    HistogramAlias(registry, source, "other_seconds", "The same.", LABELS)
+    reference = prometheus_client.Histogram(
+        "other_seconds", "The same.", list(LABELS), buckets=BUCKETS, registry=theirs
+    ).labels(*LABELS.values())
+    for value in (0.01, 3.0, 1e9):
+        source.observe(value)
+        reference.observe(value)
+    assert [sample for sample in shown(registry) if "_created" not in str(sample)] == [
+        sample for sample in shown(theirs) if "_created" not in str(sample)
+    ]

@@ -50,6 +50,9 @@ class MessageAnswer:
         ending = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": self._usage()}
         return self._blocks.end() + event("message_delta", ending) + event("message_stop", {})
 
+    def keep_alive(self) -> bytes:
+        return event("ping", {})
+
     def repeat(self, delta: Delta) -> None:
         """Take note of output that the client has."""
         self.events(delta)

@@ -12,6 +12,8 @@ HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients skip."""
 
 encode_json = msgspec.json.Encoder().encode
 """Returns UTF-8 JSON; strings are escaped and on one line."""

@@ -11,6 +11,7 @@ from ..http.response_writer import Headers
 from ..http.turn_share import TurnShare
 from ..mesh.collector import Delta
 from ..openai.event_ids import EventId
+from .silent_streams import LOOK_SECONDS, REPEAT_SECONDS, SilentStreams
 
 VALUES_PER_SLICE = 4096
 """Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
@@ -27,6 +28,9 @@ class AnswerShaper(Protocol):
 
     def last_events(self) -> bytes:
         """Return the events after all output."""
+
+    def keep_alive(self) -> bytes:
+        """Return what clients of this API skip: it is sent when there is no output for a while."""
 
     def repeat(self, delta: Delta) -> None:
         """Shape output that the client of a resumed answer has: what follows depends on it."""
@@ -55,29 +59,66 @@ class AnswerStream:
         answer: AnswerShaper,
         turns: TurnShare,
         headers: Callable[[], Headers],
+        silent: SilentStreams,
     ) -> None:
         """``turns``: limits the answers that begin and end in one turn of the event loop. ``headers``: makes those of
-        the response, when it begins."""
+        the response, when it begins. ``silent``: looks at this stream while it lives."""
         self._exchange = exchange
         self._generation = generation
         self._answer = answer
         self._turns = turns
         self._headers = headers
         self._slices = Slices()
+        self._silent = silent
+        self._silent_seconds = 0.0
+        self._has_first = False  # whether the first events were sent
+        self._waits = False  # for output, and meanwhile :meth:`look` may write
+        self._has_written = False  # since the last look
 
     async def run(self, resumed: EventId | None) -> None:
         """Write the answer to its end. ``resumed``: what the client has of it; None: it is new."""
-        # An error before the first output still gets its own status.
-        deltas = await self._generation.take(self._write_now if resumed is None else None)
-        events = b""
-        if not self._exchange.started:
-            await self._turns.wait()
-            await self._exchange.start(200, self._headers())
-            events = self._answer.first_events()
-        if resumed is not None:
-            events = await self._repeat(Delivered(resumed.positions), deltas, events)
-            deltas = []
-        await self._write_rest(deltas, events)
+        self._silent.add(self)
+        try:
+            self._waits = True
+            # An error before the head still gets its own status.
+            deltas = await self._generation.take(self._write_now if resumed is None else None)
+            self._waits = False
+            events = b""
+            if not self._has_first:
+                await self._turns.wait()
+                if not self._exchange.started:
+                    await self._exchange.start(200, self._headers())
+                events, self._has_first = self._answer.first_events(), True
+            if resumed is not None:
+                events = await self._repeat(Delivered(resumed.positions), deltas, events)
+                deltas = []
+            await self._write_rest(deltas, events)
+        finally:
+            self._waits = False
+            self._silent.remove(self)
+
+    def look(self, head_after: float) -> None:
+        """See :class:`.silent_streams.LiveStream`."""
+        if self._has_written or not self._waits:
+            self._has_written, self._silent_seconds = False, 0.0
+            return
+        self._silent_seconds += LOOK_SECONDS
+        if self._silent_seconds >= (REPEAT_SECONDS if self._exchange.started else head_after):
+            self._silent_seconds = 0.0
+            if self._turns.take():
+                self._keep_alive()
+            else:
+                self._turns.call(self._keep_alive)
+
+    def _keep_alive(self) -> None:
+        exchange = self._exchange
+        if not self._waits or self._has_written:
+            return  # output has come since
+        if exchange.started:
+            if exchange.response.is_open:
+                exchange.response.write(self._answer.keep_alive())
+        elif exchange.can_begin:
+            exchange.begin(self._headers(), self._answer.keep_alive())
 
     async def _repeat(self, delivered: Delivered, deltas: list[Delta], events: bytes) -> bytes:
         """Write the rest of a resumed stream, up to where all that follows is new to the client. Return the events that
@@ -113,32 +154,40 @@ class AnswerStream:
                 return
             if events:
                 await exchange.write(events)
-                events = b""
+                events, self._has_written = b"", True
+            self._waits = True
             deltas = await generation.take(self._write_now)
+            self._waits = False
 
     def _write_now(self, delta: Delta) -> bool:
         """Write output without waking the task of the request, if that takes no time and the connection has room."""
         exchange, answer = self._exchange, self._answer
         if delta.logprobs and answer.is_large(delta):
             return False
-        if not exchange.started:
+        if not self._has_first:
             return self._begin_now(delta)
         if not exchange.response.is_open:
             return False
         self._generation.count(delta)
         if events := answer.events(delta):
             exchange.response.write(events)
+            self._has_written = True
         return True
 
     def _begin_now(self, delta: Delta) -> bool:
         """Begin the response with its first output, if the answers that begin in this turn leave time for it."""
         # A step may begin hundreds of answers. Those beyond this turn's share are begun by their own tasks, in later
         # turns.
-        if not self._exchange.can_begin or not self._turns.take():
+        exchange = self._exchange
+        if not (exchange.response.is_open if exchange.started else exchange.can_begin) or not self._turns.take():
             return False
         self._generation.count(delta)
         events = self._answer.first_events() + self._answer.events(delta)
-        self._exchange.begin(self._headers(), events)
+        self._has_first = self._has_written = True
+        if exchange.started:
+            exchange.response.write(events)
+        else:
+            exchange.begin(self._headers(), events)
         return True
 
 

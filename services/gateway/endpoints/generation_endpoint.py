@@ -25,6 +25,7 @@ from ..records.resume_token import NEW, ResumeToken, fingerprint, token_of_key, 
 from ..tenants.tenant import Tenant
 from . import orca
 from .answer_stream import AnswerShaper, AnswerStream, Slices
+from .silent_streams import SilentStreams
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class GenerationEndpoint:
     max_body_bytes: int
     answers: TurnShare
     """Limits the answers that begin and end in one turn of the event loop."""
+    silent: SilentStreams
+    """Looks at its streams."""
     stream_headers: HeaderPairs = sse.HEADERS
 
     async def __call__(self, exchange: HttpExchange, asked: list[Asked] | None = None) -> None:
@@ -85,7 +88,7 @@ class GenerationEndpoint:
                     answer = self.api.answer(generation, options)
                     if options.stream:
                         make_headers = partial(self._stream_headers, exchange, options)
-                        stream = AnswerStream(exchange, generation, answer, self.answers, make_headers)
+                        stream = AnswerStream(exchange, generation, answer, self.answers, make_headers, self.silent)
                         await stream.run(options.resumed)
                     else:
                         await _whole(exchange, generation, answer, self._headers(exchange, options))

@@ -35,6 +35,9 @@ class OllamaAnswer:
     def last_events(self) -> bytes:
         return self._line(calls=self._calls, ends=True)
 
+    def keep_alive(self) -> bytes:
+        return self._line()
+
     def repeat(self, delta: Delta) -> None:
         self._read(delta)
 

@@ -112,6 +112,9 @@ class ChatAnswer:
             events += self._last_event(delta.index, delta.finished)
         return events
 
+    def keep_alive(self) -> bytes:
+        return sse.KEEP_ALIVE
+
     def repeat(self, delta: Delta) -> None:
         """Shape output that the client of a resumed answer has: what follows depends on it."""
         self.events(delta)

@@ -109,6 +109,9 @@ class CompletionAnswer:
         line = b"" if ids is None else ids.line(delta.index, "" if delta.finished is None else FINISHED)
         return line + self._writer.event(choice, timeline, self._base.usage_of(delta.index))
 
+    def keep_alive(self) -> bytes:
+        return sse.KEEP_ALIVE
+
     def repeat(self, delta: Delta) -> None:
         """Shape output that the client of a resumed answer has: what follows depends on it."""
         self.events(delta)

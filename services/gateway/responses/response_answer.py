@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..assistant.parsed_message import OutputReader
-from ..encoding.sse import encode_json
+from ..encoding.sse import KEEP_ALIVE, encode_json
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
@@ -73,6 +73,9 @@ class ResponseAnswer:
         ended = self._items.end(_item_status(self._status()))
         response = self.complete()
         return ended + self._items.events.event(f"response.{response['status']}", response=response)
+
+    def keep_alive(self) -> bytes:
+        return KEEP_ALIVE
 
     def repeat(self, delta: Delta) -> None:
         """Take note of output that the client has."""

@@ -10,7 +10,8 @@ from ..anthropic.count_tokens import CountTokens
 from ..anthropic.error_body import ANTHROPIC
 from ..anthropic.messages import MessagesApi
 from ..endpoints.generation_endpoint import GenerationApi, GenerationEndpoint
-from ..http.error_form import ErrorForm
+from ..endpoints.silent_streams import SilentStreams
+from ..http.error_form import RESPONSES, ErrorForm
 from ..http.json_body import BodyParser
 from ..http.response_counts import ResponseCounts
 from ..http.route import Route, Routes
@@ -36,6 +37,7 @@ from .tokenize_routes import TokenizeRoutes
 ERROR_FORMS: Mapping[Route, ErrorForm] = {
     route_table.MESSAGES: ANTHROPIC,
     route_table.COUNT_TOKENS: ANTHROPIC,
+    route_table.RESPONSES: RESPONSES,
     **{route: OLLAMA for route in route_table.ROUTES if route.path.startswith("/api/")},
 }
 """How the routes report errors that do not do it in OpenAI's form."""
@@ -69,6 +71,7 @@ def api_routes(
 ) -> Routes:
     """Return the routes whose requests name a model. ``store``: keeps the responses of all models."""
     limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
+    silent = SilentStreams(settings.stream_head_after)
     chats = ChatApi(reader, mesh.plans)
     messages = MessagesApi(reader, chats)
     tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.models, limit, timeout)
@@ -76,7 +79,7 @@ def api_routes(
     responses = ResponsesApi(reader, chats, mesh.models, store)
 
     def endpoint(api: GenerationApi) -> GenerationEndpoint:
-        return GenerationEndpoint(api, mesh.generator, mesh.models, parser, limit, answers)
+        return GenerationEndpoint(api, mesh.generator, mesh.models, parser, limit, answers, silent)
 
     stored = ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)
     return {

@@ -228,6 +228,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Seconds for which a request that its client can resume runs on after the client's connection has ended; 0: it "
         "is cancelled at once, as every other request is.",
     ] = DEFAULT_UNATTENDED_SECONDS
+    stream_head_after: Annotated[
+        Annotated[float, Meta(ge=0.0, le=3600.0)],
+        "Seconds without output after which a streamed answer over HTTP begins: its head is sent, and from then on "
+        "every 10 s of silence something that clients skip. Errors before that keep their status. 0: answers begin "
+        "with their first output.",
+    ] = 5.0
     drain: Annotated[
         Literal["finish", "migrate"],
         "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then ends the "

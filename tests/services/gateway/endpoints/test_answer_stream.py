@@ -6,7 +6,9 @@ from typing import cast
 
 import pytest
 
+from tests.loop_clock import pass_time, settle
 from tokenloom.services.gateway.endpoints.answer_stream import AnswerShaper, AnswerStream
+from tokenloom.services.gateway.endpoints.silent_streams import LOOK_SECONDS, SilentStreams
 from tokenloom.services.gateway.generation.running_generation import RunningGeneration
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.response_writer import Headers
@@ -44,6 +46,9 @@ class FakeAnswer:
 
     def last_events(self) -> bytes:
         return b"[last]"
+
+    def keep_alive(self) -> bytes:
+        return b"[alive]"
 
     def is_large(self, delta: Delta) -> bool:
         return False
@@ -90,7 +95,7 @@ class FakeExchange:
 class Streamed:
     """An answer that is streamed by a task of its own."""
 
-    def __init__(self, turns: TurnShare | None = None) -> None:
+    def __init__(self, turns: TurnShare | None = None, head_after: float = 0.0) -> None:
         self.generation, self.exchange = FakeGeneration(), FakeExchange()
         stream = AnswerStream(
             cast(HttpExchange, self.exchange),
@@ -98,6 +103,7 @@ class Streamed:
             cast(AnswerShaper, FakeAnswer()),
             turns or TurnShare(8),
             lambda: (),
+            SilentStreams(head_after),
         )
         self.task = asyncio.create_task(stream.run(None))
 
@@ -151,3 +157,66 @@ async def test_a_bug_in_the_first_output_begins_no_response() -> None:
     with pytest.raises(Exception, match="internal error"):
         await streamed.task
     assert streamed.exchange.written == []
+
+
+async def look(times: int) -> None:
+    """Let so many seconds pass, in each of which the live streams are looked at."""
+    for _ in range(times):
+        pass_time(LOOK_SECONDS)
+        await settle()
+
+
+async def test_a_silent_stream_gets_its_head_and_then_something_to_skip() -> None:
+    streamed = Streamed(head_after=5.0)
+    await settle()
+    await look(4)
+    assert streamed.exchange.written == []
+    await look(1)
+    assert streamed.exchange.written == [("begin", b"[alive]")]
+    await look(9)
+    assert len(streamed.exchange.written) == 1
+    await look(1)
+    assert streamed.exchange.written[1:] == [("now", b"[alive]")]
+    streamed.put("a")
+    streamed.put("b")
+    assert streamed.exchange.written[2:] == [("now", b"[first]a"), ("now", b"b")]
+    await look(10)
+    assert len(streamed.exchange.written) == 4, "the silence begins with the last output"
+    await look(1)
+    assert streamed.exchange.written[4:] == [("now", b"[alive]")]
+    await streamed.end()
+    assert streamed.exchange.written[5:] == [("finish", b"[last]")]
+
+
+async def test_a_silent_stream_that_ends_without_output_has_its_first_events() -> None:
+    streamed = Streamed(head_after=2.0)
+    await settle()
+    await look(2)
+    await streamed.end()
+    assert streamed.exchange.written == [("begin", b"[alive]"), ("finish", b"[first][last]")]
+
+
+async def test_only_so_many_silent_streams_are_written_to_in_one_turn() -> None:
+    turns = TurnShare(2)
+    answers = [Streamed(turns, head_after=1.0) for _ in range(5)]
+    await settle()
+    pass_time(LOOK_SECONDS)
+    for _ in range(3):
+        await asyncio.sleep(0)
+        if any(streamed.exchange.written for streamed in answers):
+            break
+    assert sum(bool(streamed.exchange.written) for streamed in answers) == 2
+    await settle()
+    assert all(streamed.exchange.written == [("begin", b"[alive]")] for streamed in answers)
+    for streamed in answers:
+        await streamed.end()
+
+
+async def test_a_client_that_does_not_read_is_sent_nothing_to_skip() -> None:
+    streamed = Streamed(head_after=1.0)
+    await settle()
+    await look(1)
+    streamed.exchange.response.is_open = False
+    await look(30)
+    assert streamed.exchange.written == [("begin", b"[alive]")]
+    await streamed.end()

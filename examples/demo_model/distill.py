@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 IGNORED = -100
 _HEAD_PASSES = (1.0, 0.7, 0.5)
@@ -75,6 +74,9 @@ class EagleHead(nn.Module):
         super().__init__()
         self._teacher = [teacher]
         hidden = teacher.config.hidden_size
+        # Imported here: it takes two seconds, which the readers of the other functions need not wait.
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
         self.config = LlamaConfig(
             vocab_size=teacher.config.vocab_size,
             hidden_size=hidden,

@@ -65,7 +65,6 @@ def expected() -> Iterator[Callable[[int, CoreSamplingParams], list[int]]]:
         pytest.param("unix", uni, uni, id="unix"),
         pytest.param("tcp", uni, uni, id="tcp"),
         pytest.param("nixl", uni, uni, id="nixl", marks=NEEDS_NIXL),
-        pytest.param("shm", mp, mp, id="shm, mp"),
         pytest.param("tcp", mp, uni, id="tcp, mp to uni"),
         pytest.param("unix", uni, mp, id="unix, uni to mp"),
         pytest.param("nixl", mp, mp, id="nixl, mp", marks=NEEDS_NIXL),
@@ -121,11 +120,10 @@ def test_what_moved_can_be_hit(make_pair: MakePair, expected: Callable[[int, Cor
     assert pair.decode.core.scheduler.stats().kv_blocks_received == received + 1, "only the last, partial block"
 
 
-@pytest.mark.parametrize("executor", [uni, mp])
 def test_an_offload_file_gives_back_what_it_took(
-    tmp_path: Path, executor: MakeExecutor, expected: Callable[[int, CoreSamplingParams], list[int]]
+    tmp_path: Path, expected: Callable[[int, CoreSamplingParams], list[int]]
 ) -> None:
-    engine = Engine([], executor, offload_path=str(tmp_path), offload_bytes=64 << 20)
+    engine = Engine([], offload_path=str(tmp_path), offload_bytes=64 << 20)
     for request_id, length in (("a", 400), ("b", 1800), ("c", 400)):
         engine.add(request_id, prompt_of(length), GREEDY)
         tokens = [token for output in engine.run(request_id) for token in output.new_token_ids]

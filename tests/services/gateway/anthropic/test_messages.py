@@ -5,15 +5,17 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 
 from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
 from tokenloom.request import errors
 from tokenloom.v1 import types_pb2
+
+if TYPE_CHECKING:
+    import anthropic
 
 BODY: dict[str, Any] = {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}]}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -32,8 +34,10 @@ def last_chat(mesh: FakeMesh) -> Any:
 
 
 @asynccontextmanager
-async def claude(directory: Path, **settings: Any) -> AsyncIterator[tuple[FakeMesh, anthropic.AsyncAnthropic]]:
+async def claude(directory: Path, **settings: Any) -> "AsyncIterator[tuple[FakeMesh, anthropic.AsyncAnthropic]]":
     """Anthropic's client of a gateway that reads Hermes' tool calls."""
+    import anthropic  # a second, which only the process that runs these tests need wait
+
     async with FakeMesh(directory).gateway(**{"tool_call_parser": "hermes", **settings}) as mesh:
         url = f"http://{mesh.http_address}"
         async with anthropic.AsyncAnthropic(base_url=url, api_key="a key", max_retries=0) as client:

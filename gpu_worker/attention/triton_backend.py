@@ -12,9 +12,9 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from ..checkpoint.model_config import FP8_KV, ModelConfig
 from ..device.device_link import copy_packed
 from ..kernels.compiler import KernelsUnavailable
+from ..kernels.triton.kv_cache import write_kv
 from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.paged_attention import attend, merge_splits
-from ..kernels.triton.write_kv import write_kv
 from .attention_backend import AttentionPlan, IntArray, KVCache, ScoreRule
 from .cache import allocate_kv_caches
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..kernels.triton.copy_blocks import copy_blocks
+from ..kernels.triton.kv_cache import copy_blocks
 from ..kernels.triton.launch import launch
 
 _WORDS = 1024

@@ -1,5 +1,8 @@
-"""Computes steps of a device that get all their arrays with one copy: from graphs, or operation by operation."""
+"""Computes steps of a device that keeps the rows of the batch and gets all arrays of a step with one copy: from graphs,
+or operation by operation."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,14 +14,142 @@ from ..attention.attention_backend import AttentionBackend, KVCache
 from ..attention.grouped_backend import GroupedBackend
 from ..attention.triton_backend import TritonBackend, work_entries
 from ..batch.input_batch import InputBatch, StepInputs
-from ..device.device_link import Event, to_device
+from ..device.device_link import DeviceLink, Event, to_device
 from ..models.model import LanguageModel
 from ..sampler.device.sampling_arrays import SamplingRows
-from .device_rows import DeviceRows
-from .step_buffers import StepBuffers
+from ..sampler.host.sampler import Purpose, uniform
 from .step_graphs import StepGraphs, StepPlans
-from .step_tensors import SentStep, StepSize, StepTensors
-from .step_tools import Capture, StepTools
+from .step_tensors import Capture, RowKernels, SentStep, StepSize, StepTensors, StepTools
+
+Ints = npt.NDArray[np.int64]
+
+
+class DeviceRows:
+    """Holds block tables, sampling parameters and the last drawn token of every row of a batch.
+
+    The number of a request's tokens changes in every step; it is sent with the step.
+    """
+
+    def __init__(self, batch: InputBatch, kernels: RowKernels, device: torch.device) -> None:
+        self._batch = batch
+        self._kernels = kernels
+        self._changes = batch.watch()
+        count = batch.max_num_seqs
+        self.tables = torch.zeros(batch.block_table.block_ids.shape, dtype=torch.int32, device=device)
+        """[rows, blocks * groups]"""
+        self.last_tokens = torch.zeros(count, dtype=torch.int64, device=device)
+        """[rows]: the token that each drew last."""
+        self._params = torch.zeros((3, count), dtype=torch.float64, device=device)  # temperature, top-p, min-p
+        self._top_ks = torch.zeros(count, dtype=torch.int32, device=device)
+        self._seeds = np.zeros(count, dtype=np.uint64)
+
+    def changes(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays that bring the copies up to date, by name; :meth:`apply` gets them on the device."""
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        places, block_ids = self._changes.take_blocks()
+        if len(places):
+            arrays |= {"changed places": places, "changed blocks": block_ids}
+        rows = [row for row in self._changes.take_rows() if self._batch.has_row(row)]
+        if rows:
+            params = [self._batch.params_of(row) for row in rows]
+            self._seeds[rows] = [each.seed for each in params]
+            at = np.array(rows, dtype=np.int64)
+            values = [(each.temperature, each.top_p, each.min_p) for each in params]
+            arrays["new rows"] = at
+            arrays["new places"] = (at + len(self._seeds) * np.arange(3)[:, None]).reshape(-1)
+            arrays["new params"] = np.array(values, dtype=np.float64).T.reshape(-1)
+            arrays["new top ks"] = np.array([max(0, each.top_k) for each in params], dtype=np.int32)
+        return arrays
+
+    def apply(self, sent: Mapping[str, Tensor]) -> None:
+        """Write the changes that were sent."""
+        if "changed places" in sent:
+            self._kernels.scatter(self.tables, sent["changed places"], sent["changed blocks"])
+        if "new rows" in sent:
+            self._kernels.scatter(self._params, sent["new places"], sent["new params"])
+            self._kernels.scatter(self._top_ks, sent["new rows"], sent["new top ks"])
+
+    def numbers(self, rows: Ints) -> npt.NDArray[np.float64]:
+        """Return the uniform numbers [S] of the next draws of these rows, by the rule of the host's sampler."""
+        indices = self._batch.output_indices(rows).astype(np.uint64)
+        return uniform(self._seeds[rows], indices, Purpose.SAMPLE)
+
+    def draws(self, rows: Tensor, numbers: Tensor) -> SamplingRows:
+        """Return what these rows [S] ask for in a step, with the ``numbers`` [S] of their draws."""
+        params = self._params.index_select(1, rows)
+        columns = (params[0], params[1], params[2], numbers, self._top_ks.index_select(0, rows))
+        return SamplingRows(columns, rows, self.last_tokens)
+
+
+_ALIGNMENT = 16
+"""Kernels load 16 bytes at once from addresses that are multiples of it."""
+_TWINS = 3
+"""Copies that may be under way before the host waits for the oldest: those of two steps in flight and of a next one."""
+_LEAST_BYTES = 1 << 16
+
+
+class StepBuffers:
+    """Holds memory of the device for what one step sends, with twins on the host. Belongs to one thread.
+
+    There are several twins: the next step is written while the copy of the last one waits for its turn on the device.
+    """
+
+    def __init__(self, device: torch.device, link: DeviceLink) -> None:
+        self._device = device
+        self._link = link
+        self._turn = 0
+        self._reserve(_LEAST_BYTES)
+
+    def _reserve(self, num_bytes: int) -> None:
+        self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._twins = [_Twin(self._link.host_memory(num_bytes)) for _ in range(_TWINS)]
+
+    def send(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Tensor]:
+        """Return the arrays on the device, whose one copy begins after what the device has been given so far.
+
+        They hold until the next call. The arrays may be reused at once.
+        """
+        sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]
+        total = sum(sizes)
+        if total > len(self._on_device):
+            self._reserve(1 << (total - 1).bit_length())
+        self._turn = (self._turn + 1) % _TWINS
+        twin, begin, sent = self._twins[self._turn], 0, dict[str, Tensor]()
+        packed = twin.begin()
+        for (name, array), size in zip(arrays.items(), sizes, strict=True):
+            end = begin + array.nbytes
+            packed[begin:end].view(array.dtype)[:] = array.reshape(-1)
+            sent[name] = self._on_device[begin:end].view(_dtype_of(array)).view(array.shape)
+            begin += size
+        self._link.send(self._on_device[:total], twin.memory[:total])
+        twin.copied = self._link.event()
+        return sent
+
+
+@dataclass(slots=True)
+class _Twin:
+    """Holds memory of the host that the device copies from."""
+
+    memory: Tensor
+    copied: Event | None = None
+
+    def begin(self) -> npt.NDArray[np.uint8]:
+        """Return the memory to write to, once its last copy has ended."""
+        if self.copied is not None and not self.copied.query():
+            self.copied.synchronize()
+        packed: npt.NDArray[np.uint8] = self.memory.numpy()
+        return packed
+
+
+_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float64): torch.float64,
+}
+
+
+def _dtype_of(array: npt.NDArray[Any]) -> torch.dtype:
+    return _DTYPES[array.dtype]
 
 
 class DeviceSteps:

@@ -15,8 +15,7 @@ from ..attention.attention_backend import AttentionBackend, AttentionPlan, KVCac
 from ..attention.grouped_backend import GroupedBackend
 from ..attention.triton_backend import PlanTensors, TritonBackend, num_splits
 from ..models.model import StepModel
-from .step_tensors import StepSize, StepTensors
-from .step_tools import Capture, Graph
+from .step_tensors import Capture, Graph, StepSize, StepTensors
 
 # Steps with prompts have graphs too: a short chunk next to decodes made the whole step many single launches.
 MOST_TOKENS = 512

@@ -1,17 +1,168 @@
-"""Loads encoders and defines what their worker needs of them."""
+"""Loads and computes encoders: BERT and RoBERTa, with learned positions, LayerNorm after each part and bidirectional
+attention; ModernBERT, with rotary positions, LayerNorm before each part, a gated MLP, and windows in most layers."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint.weights import Checkpoint
-from ..pooling.class_head import ClassHead
-from .bert import BertModel
+from ..layers.activation import ACTIVATIONS
+from ..layers.linear import load_linear
+from ..layers.norm import LayerNorm, load_layer_norm
+from ..layers.rotary import RotaryEmbedding, rotate, rotation
+from ..pooling.class_head import ClassHead, class_activation
+from ..pooling.sentence_files import PoolingType, Projection
 from .encoder_config import EncoderConfig, read_encoder_config
-from .modernbert import ModernBertModel
+
+
+class ModernBertLayer:
+    """Computes attention and MLP, each after a norm and added to its input."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, config: EncoderConfig, layer: int, quantization: str | None
+    ) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        attention_bias, mlp_bias = config.attention_bias, config.mlp_bias
+        self._head_size = config.head_size
+        self._window = config.windows[layer]
+        # The first layer reads embeddings that are normalized already.
+        self._attention_norm = _load_norm(checkpoint, f"{prefix}.attn_norm", config) if layer else None
+        self._qkv = load_linear(checkpoint, [f"{prefix}.attn.Wqkv"], hidden, [3 * hidden], attention_bias, quantization)
+        self._out = load_linear(checkpoint, [f"{prefix}.attn.Wo"], hidden, [hidden], attention_bias, quantization)
+        self._mlp_norm = _load_norm(checkpoint, f"{prefix}.mlp_norm", config)
+        self._up = load_linear(checkpoint, [f"{prefix}.mlp.Wi"], hidden, [2 * inner], mlp_bias, quantization)
+        self._down = load_linear(checkpoint, [f"{prefix}.mlp.Wo"], inner, [hidden], mlp_bias, quantization)
+        self._activation = ACTIVATIONS[config.hidden_act]
+
+    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], begins: Sequence[int]) -> Tensor:
+        normalized = x if self._attention_norm is None else self._attention_norm(x)
+        query, key, value = self._qkv(normalized).view(len(x), -1, self._head_size).chunk(3, dim=1)
+        query, key = rotate(query, *rotation), rotate(key, *rotation)
+        x = x + self._out(attend(query, key, value, begins, self._window))
+        up, gate = self._up(self._mlp_norm(x)).chunk(2, dim=-1)
+        return x + self._down(self._activation(up) * gate)
+
+
+class ModernBertModel:
+    """Computes the whole model (see :class:`~.encoder.Encoder`)."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: EncoderConfig, device: torch.device, quantization: str | None = None
+    ) -> None:
+        self.config = config
+        prefix = "model." if "model.embeddings.tok_embeddings.weight" in checkpoint else ""
+        table = f"{prefix}embeddings.tok_embeddings.weight"
+        self._words = checkpoint.take(table, config.vocab_size, config.hidden_size)
+        self._embedding_norm = _load_norm(checkpoint, f"{prefix}embeddings.norm", config)
+        ropes = list(dict.fromkeys(config.ropes))
+        self._rotaries = [RotaryEmbedding(rope, device, rotation) for rope in ropes]
+        self._rotary_of_layer = [ropes.index(rope) for rope in config.ropes]
+        self._layers = [
+            ModernBertLayer(checkpoint, f"{prefix}layers.{layer}", config, layer, quantization)
+            for layer in range(config.num_layers)
+        ]
+        self._norm = _load_norm(checkpoint, f"{prefix}final_norm", config)
+        self.head = _load_modernbert_head(checkpoint, config) if config.num_classes else None
+        checkpoint.skip(["head.dense.weight", "head.dense.bias", "head.norm.weight", "head.norm.bias"])
+        checkpoint.skip(["decoder.weight", "decoder.bias"])
+
+    def forward(self, token_ids: Tensor, positions: Tensor, token_types: Tensor, begins: Sequence[int]) -> Tensor:
+        x = self._embedding_norm(F.embedding(token_ids, self._words))
+        rotations = [rotary(positions) for rotary in self._rotaries]
+        for layer, rotary in zip(self._layers, self._rotary_of_layer, strict=True):
+            x = layer(x, rotations[rotary], begins)
+        return self._norm(x)
+
+
+def _load_norm(checkpoint: Checkpoint, name: str, config: EncoderConfig) -> LayerNorm:
+    size = config.hidden_size
+    bias = checkpoint.take(f"{name}.bias", size) if config.norm_bias else None
+    return LayerNorm(checkpoint.take(f"{name}.weight", size), bias, config.norm_eps)
+
+
+def _load_modernbert_head(checkpoint: Checkpoint, config: EncoderConfig) -> ClassHead:
+    hidden, count, norm = config.hidden_size, config.num_classes, _load_norm(checkpoint, "head.norm", config)
+    weight, bias = norm.weight, norm.bias
+    wide = LayerNorm(None if weight is None else weight.float(), None if bias is None else bias.float(), norm.eps)
+    activation = ACTIVATIONS[config.head_act]
+    inner_bias = checkpoint.take("head.dense.bias", hidden) if config.head_bias else None
+    inner = checkpoint.take("head.dense.weight", hidden, hidden), inner_bias
+    outer = checkpoint.take("classifier.weight", count, hidden), checkpoint.take("classifier.bias", count)
+    projections = (Projection(*inner, lambda x: wide(activation(x))), Projection(*outer))
+    pooling: PoolingType = "MEAN" if config.head_pools_mean else "CLS"
+    return ClassHead(projections, class_activation(checkpoint.path), count, pooling, by_token=False)
+
+
+_OTHER_HEADS = """cls.predictions.bias cls.predictions.transform.dense.weight cls.predictions.transform.dense.bias
+    cls.predictions.transform.LayerNorm.weight cls.predictions.transform.LayerNorm.bias cls.predictions.decoder.weight
+    cls.predictions.decoder.bias cls.seq_relationship.weight cls.seq_relationship.bias lm_head.bias lm_head.dense.weight
+    lm_head.dense.bias lm_head.layer_norm.weight lm_head.layer_norm.bias lm_head.decoder.weight lm_head.decoder.bias"""
+
+
+class BertLayer:
+    """Computes attention and MLP, each added to its input and then normalized."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: EncoderConfig, quantization: str | None) -> None:
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+        names = [f"{prefix}.attention.self.{name}" for name in ("query", "key", "value")]
+        self._head_size = config.head_size
+        self._qkv = load_linear(checkpoint, names, hidden, (hidden,) * 3, True, quantization)
+        self._out = load_linear(checkpoint, [f"{prefix}.attention.output.dense"], hidden, [hidden], True, quantization)
+        self._attention_norm = load_layer_norm(checkpoint, f"{prefix}.attention.output.LayerNorm", hidden, eps)
+        self._up = load_linear(checkpoint, [f"{prefix}.intermediate.dense"], hidden, [inner], True, quantization)
+        self._down = load_linear(checkpoint, [f"{prefix}.output.dense"], inner, [hidden], True, quantization)
+        self._mlp_norm = load_layer_norm(checkpoint, f"{prefix}.output.LayerNorm", hidden, eps)
+        self._activation = ACTIVATIONS[config.hidden_act]
+
+    def __call__(self, x: Tensor, begins: Sequence[int]) -> Tensor:
+        query, key, value = self._qkv(x).view(len(x), -1, self._head_size).chunk(3, dim=1)
+        x = self._attention_norm(x + self._out(attend(query, key, value, begins)))
+        return self._mlp_norm(x + self._down(self._activation(self._up(x))))
+
+
+class BertModel:
+    """Computes the whole model (see :class:`~.encoder.Encoder`)."""
+
+    def __init__(self, checkpoint: Checkpoint, config: EncoderConfig, quantization: str | None = None) -> None:
+        self.config = config
+        name = "bert" if config.family == "bert" else "roberta"
+        prefix = f"{name}." if f"{name}.embeddings.word_embeddings.weight" in checkpoint else ""
+        hidden, embeddings = config.hidden_size, f"{prefix}embeddings"
+        self._words = checkpoint.take(f"{embeddings}.word_embeddings.weight", config.vocab_size, hidden)
+        rows = config.max_model_len + config.first_position
+        positions = checkpoint.take(f"{embeddings}.position_embeddings.weight", rows, hidden)
+        self._positions = positions[config.first_position :]
+        self._types = checkpoint.take(f"{embeddings}.token_type_embeddings.weight", config.num_token_types, hidden)
+        self._norm = load_layer_norm(checkpoint, f"{embeddings}.LayerNorm", hidden, config.norm_eps)
+        layers = range(config.num_layers)
+        self._layers = [
+            BertLayer(checkpoint, f"{prefix}encoder.layer.{layer}", config, quantization) for layer in layers
+        ]
+        self.head = _load_bert_head(checkpoint, prefix, config) if config.num_classes else None
+        unused = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
+        checkpoint.skip([*(prefix + each for each in unused), *_OTHER_HEADS.split()])
+
+    def forward(self, token_ids: Tensor, positions: Tensor, token_types: Tensor, begins: Sequence[int]) -> Tensor:
+        words = F.embedding(token_ids, self._words) + F.embedding(positions, self._positions)
+        x = self._norm(words + F.embedding(token_types.clamp(max=len(self._types) - 1), self._types))
+        for layer in self._layers:
+            x = layer(x, begins)
+        return x
+
+
+def _load_bert_head(checkpoint: Checkpoint, prefix: str, config: EncoderConfig) -> ClassHead:
+    is_bert = config.family == "bert"
+    names = (f"{prefix}pooler.dense", "classifier") if is_bert else ("classifier.dense", "classifier.out_proj")
+    hidden, count = config.hidden_size, config.num_classes
+    inner = checkpoint.take(f"{names[0]}.weight", hidden, hidden), checkpoint.take(f"{names[0]}.bias", hidden)
+    outer = checkpoint.take(f"{names[1]}.weight", count, hidden), checkpoint.take(f"{names[1]}.bias", count)
+    projections = (Projection(*inner, torch.tanh), Projection(*outer))
+    return ClassHead(projections, class_activation(checkpoint.path), count, "CLS", by_token=False)
 
 
 class EncoderModel(Protocol):
@@ -50,3 +201,24 @@ def load_encoder(
             model = BertModel(checkpoint, config, quantization)
         checkpoint.refuse_rest()
     return model
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, begins: Sequence[int], window: int | None = None) -> Tensor:
+    """Let each token attend to all tokens of its prompt, or to those at most ``window`` positions away.
+
+    Args:
+        query: [T, num_heads, head_size], as are ``key`` and ``value``.
+        begins: [R + 1] where the tokens of each prompt begin, from 0 to T.
+
+    Returns [T, num_heads * head_size].
+    """
+    parts = []
+    for begin, end in itertools.pairwise(begins):
+        heads = [x[begin:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
+        mask = None
+        if window is not None and end - begin > window + 1:
+            positions = torch.arange(end - begin, device=query.device)
+            mask = (positions[:, None] - positions).abs() <= window
+        attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=mask)
+        parts.append(attended[0].transpose(0, 1).flatten(1))
+    return torch.cat(parts)

@@ -15,10 +15,8 @@ from ..kernels.library import uses_triton, warn_unavailable
 from ..parallel.group import RankGroup
 from ..parallel.sharding import Dimension, length
 from .fp8_linear import Fp8Linear, can_round
-from .int8_linear import Int8Linear
-from .packed_linear import PackedLinear, can_pack
-from .panel_linear import PanelLinear, outruns_onednn
-from .quantized_linear import GROUP, QuantizedLinear
+from .panel_linear import PackedLinear, PanelLinear, can_pack, outruns_onednn
+from .quantized_linear import GROUP, Int8Linear, QuantizedLinear
 
 
 class PlainLinear:

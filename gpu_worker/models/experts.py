@@ -41,7 +41,7 @@ def load_grouped(
     checkpoint: Checkpoint, prefix: str, config: ModelConfig, experts: ExpertSwitches, names: MLPNames
 ) -> GroupedExperts:
     """Load the experts below ``prefix``. Raises ``ValueError`` as :meth:`Checkpoint.take`."""
-    from ..layers.triton_experts import TritonExperts
+    from ..layers.triton_linear import TritonExperts
 
     count, size, hidden = experts.count, experts.intermediate_size, config.hidden_size
     gate_up = _Matrices(count, 2 * size, hidden, checkpoint, config)

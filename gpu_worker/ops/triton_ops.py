@@ -6,8 +6,10 @@ from torch import Tensor
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..checkpoint.model_config import FP8_KV
 from ..checkpoint.weights import Linear
-from ..kernels.triton import activations, add_norm, rotate_and_write
+from ..kernels.triton.kv_cache import rotate_and_write
 from ..kernels.triton.launch import launch, power_of_2
+from ..kernels.triton.products import gate
+from ..kernels.triton.rows import add_norm
 from ..layers.fp8_linear import Fp8Linear
 from ..layers.triton_linear import KINDS, TritonLinear
 from .ops import HeadNorm, Rotation
@@ -32,7 +34,7 @@ class TritonOps:
         out = torch.empty_like(residual)
         width = power_of_2(residual.shape[1])
         launch(
-            add_norm.add_norm,
+            add_norm,
             (residual.shape[0],),
             residual,
             residual if delta is None else delta,
@@ -53,7 +55,7 @@ class TritonOps:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
         grid = (rows, -(-size // _GATE_WIDTH))
-        launch(activations.gate, grid, gate_up, out, size, KIND=KINDS[activation], WIDTH=_GATE_WIDTH, num_warps=4)
+        launch(gate, grid, gate_up, out, size, KIND=KINDS[activation], WIDTH=_GATE_WIDTH, num_warps=4)
         return out
 
     def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
@@ -78,7 +80,7 @@ class TritonOps:
         num_heads = num_all - 2 * num_kv_heads
         weights, eps, shift = norm if norm is not None else (heads, 0.0, 0.0)
         launch(
-            rotate_and_write.rotate_and_write,
+            rotate_and_write,
             (num_tokens, -(-num_all // _HEADS)),
             heads,
             weights,

@@ -8,7 +8,7 @@ import torch
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 
 from ..attention.attention_backend import KVCache
-from ..cuda.step_tools import Capture, GraphCapture, StepTools
+from ..cuda.step_tensors import Capture, GraphCapture, StepTools
 from ..device.device_link import CUDALink
 from ..kernels.library import uses_triton
 from ..kv_connector.cuda_ipc import CudaIpc

@@ -9,7 +9,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.process.control_groups import CpuGroups
 
 from ..attention.attention_backend import KVCache
-from ..cuda.step_tools import Capture, StepTools
+from ..cuda.step_tensors import Capture, StepTools
 from ..device import memory
 from ..device.cpu_watch import CpuWatch, ProcessThreads, cores_within
 from ..sampler.device.device_sampler import DeviceSampler

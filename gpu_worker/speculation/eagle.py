@@ -20,7 +20,7 @@ from ..device.device_link import to_device
 from ..kernels.compiler import KernelsUnavailable
 from ..layers.linear import load_linear
 from ..layers.rotary import RotaryEmbedding
-from ..models.decoder_layers import AddNorm, Attention
+from ..models.decoder import AddNorm, Attention
 from ..models.mlp import MLP
 from ..models.model import LanguageModel
 from ..ops.ops import Ops

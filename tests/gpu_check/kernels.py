@@ -19,8 +19,7 @@ from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.checkpoint.model_config import FP8_KV
 from tokenloom.gpu_worker.cuda.block_copy import copy_pool_blocks, pool_words
 from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear, round_rows, round_weight
-from tokenloom.gpu_worker.layers.triton_experts import TritonExperts
-from tokenloom.gpu_worker.layers.triton_linear import TritonLinear, multiply_few, round_rows_at_once
+from tokenloom.gpu_worker.layers.triton_linear import TritonExperts, TritonLinear, multiply_few, round_rows_at_once
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import round_to_4_bits, round_to_8_bits
-from tokenloom.gpu_worker.layers.int8_linear import Int8Linear
 from tokenloom.gpu_worker.layers.linear import make_linear, make_quantized
-from tokenloom.gpu_worker.layers.packed_linear import PackedLinear
+from tokenloom.gpu_worker.layers.panel_linear import PackedLinear
+from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear
 
 from ..bandwidth import read_bandwidth
 

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.model_config import ModelConfig
-from .paged_attention import LayerRule
-from .probe import UnservableModel
+from .paged_attention import LayerRule, UnservableModel
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _UNLIMITED = 2048

@@ -16,13 +16,11 @@ from ...checkpoint.weights import Checkpoint
 from ...layers.embedding import InputEmbeds
 from ...layers.expert_routes import ExpertRoutes
 from ...ops.ops import Ops
-from .causal_class import CausalClass, find_causal_class
 from .declared import complete, declared_config, max_model_len
 from .experts import routes_of_modules
-from .loading import load_modules, make_on_meta
+from .loading import CausalClass, find_causal_class, load_modules, make_on_meta
 from .modules import Head
-from .paged_attention import SERVING, EnoughLayers, PagedAttention, bind
-from .probe import NUM_PROBED, UnservableModel, record
+from .paged_attention import NUM_PROBED, SERVING, EnoughLayers, PagedAttention, UnservableModel, bind, record
 
 
 @dataclass(frozen=True)

@@ -234,8 +234,8 @@ def test_long_rope_follows_the_longest_request(wanted: int | None, context: int,
 
 def test_phi_4_mini_is_left_to_transformers(tmp_path: Path) -> None:
     from tokenloom.gpu_worker.models.architectures import uses_transformers
-    from tokenloom.gpu_worker.models.transformers.causal_class import find_causal_class
     from tokenloom.gpu_worker.models.transformers.declared import max_model_len
+    from tokenloom.gpu_worker.models.transformers.loading import find_causal_class
 
     path = write(PHI_4_MINI, tmp_path)
     with pytest.raises(UnsupportedError, match="partial_rotary_factor must be 1"):

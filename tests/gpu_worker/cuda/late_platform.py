@@ -9,7 +9,7 @@ from tests.gpu_worker.cuda.tensor_backend import TensorBackend
 from tests.gpu_worker.platform.device_platform import ApartPlatform
 from tests.gpu_worker.sampler.device.host_draw import HostKernels
 from tokenloom.gpu_worker import model_worker
-from tokenloom.gpu_worker.cuda.step_tools import StepTools
+from tokenloom.gpu_worker.cuda.step_tensors import StepTools
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 

@@ -17,9 +17,8 @@ from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
-from tokenloom.gpu_worker.layers.int8_linear import Int8Linear
 from tokenloom.gpu_worker.layers.panel_linear import PanelLinear
-from tokenloom.gpu_worker.layers.quantized_linear import QuantizedLinear
+from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, QuantizedLinear
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 

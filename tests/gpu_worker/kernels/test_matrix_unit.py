@@ -14,10 +14,11 @@ from tests.gpu_worker.kernels.emulation import build_emulated
 from tokenloom.gpu_worker.checkpoint.model_config import INT8_DYNAMIC
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.levels import processor_features
-from tokenloom.gpu_worker.layers import int8_linear, panel_linear
-from tokenloom.gpu_worker.layers.int8_linear import round_rows
+from tokenloom.gpu_worker.layers import panel_linear
+from tokenloom.gpu_worker.layers import quantized_linear as int8_linear
 from tokenloom.gpu_worker.layers.linear import make_linear
 from tokenloom.gpu_worker.layers.panel_linear import PanelLinear
+from tokenloom.gpu_worker.layers.quantized_linear import round_rows
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("g++") or not {"avx2", "fma"} <= processor_features(), reason="no AVX2, or no compiler"

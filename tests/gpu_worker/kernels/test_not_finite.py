@@ -13,7 +13,8 @@ from tests.gpu_worker.kernels.not_finite import DTYPES, LAYERS, VALUES
 from tokenloom.gpu_worker.attention.cache import to_fp8
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.levels import processor_features
-from tokenloom.gpu_worker.layers import int8_linear, panel_linear
+from tokenloom.gpu_worker.layers import panel_linear
+from tokenloom.gpu_worker.layers import quantized_linear as int8_linear
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 values = pytest.mark.parametrize("value", VALUES)

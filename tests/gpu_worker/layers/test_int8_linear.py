@@ -8,9 +8,9 @@ import torch
 from tokenloom.gpu_worker.checkpoint.model_config import INT8_DYNAMIC
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
-from tokenloom.gpu_worker.layers import int8_linear
-from tokenloom.gpu_worker.layers.int8_linear import Int8Linear, round_rows
+from tokenloom.gpu_worker.layers import quantized_linear as int8_linear
 from tokenloom.gpu_worker.layers.linear import make_linear
+from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, round_rows
 
 
 def available() -> bool:

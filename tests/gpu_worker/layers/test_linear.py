@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from tokenloom.gpu_worker.checkpoint.weights import Unpackable
-from tokenloom.gpu_worker.layers import packed_linear
+from tokenloom.gpu_worker.layers import panel_linear as packed_linear
 from tokenloom.gpu_worker.layers.linear import PlainLinear, make_linear
-from tokenloom.gpu_worker.layers.packed_linear import PackedLinear, can_pack
+from tokenloom.gpu_worker.layers.panel_linear import PackedLinear, can_pack
 
 CPU = torch.device("cpu")
 packs = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="oneDNN cannot pack here")

@@ -14,8 +14,7 @@ from tests.gpu_worker.checkpoint.quantization.formats import Quantize
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.quantization.fp8 import PackedFloats
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
-from tokenloom.gpu_worker.layers.int8_linear import Int8Linear
-from tokenloom.gpu_worker.layers.quantized_linear import QuantizedLinear
+from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, QuantizedLinear
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 
 RunModel = Callable[..., list[Tensor]]

@@ -30,9 +30,9 @@ from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.cuda import block_copy, row_kernels
 from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors
-from tokenloom.gpu_worker.layers import triton_experts, triton_linear
-from tokenloom.gpu_worker.layers.triton_experts import TritonExperts
-from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
+from tokenloom.gpu_worker.layers import triton_linear
+from tokenloom.gpu_worker.layers import triton_linear as triton_experts
+from tokenloom.gpu_worker.layers.triton_linear import TritonExperts, TritonLinear
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops import HeadNorm
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps

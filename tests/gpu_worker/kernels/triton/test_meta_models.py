@@ -11,7 +11,8 @@ from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.encoders.encoder import load_encoder
-from tokenloom.gpu_worker.layers import triton_experts, triton_linear
+from tokenloom.gpu_worker.layers import triton_linear
+from tokenloom.gpu_worker.layers import triton_linear as triton_experts
 from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops import triton_ops

@@ -11,7 +11,8 @@ from tests.gpu_worker.models.test_models import MODELS
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
-from tokenloom.gpu_worker.layers import triton_experts, triton_linear
+from tokenloom.gpu_worker.layers import triton_linear
+from tokenloom.gpu_worker.layers import triton_linear as triton_experts
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops_choice import make_ops

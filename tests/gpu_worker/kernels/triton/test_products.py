@@ -8,8 +8,7 @@ from tests.pairwise import pairs
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers.activation import ACTIVATIONS
 from tokenloom.gpu_worker.layers.fp8_linear import round_rows, round_weight
-from tokenloom.gpu_worker.layers.triton_experts import ExpertTiles, TritonExperts
-from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
+from tokenloom.gpu_worker.layers.triton_linear import ExpertTiles, TritonExperts, TritonLinear
 
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 2e-5}, torch.float16: {"rtol": 5e-3, "atol": 1e-2}}
 

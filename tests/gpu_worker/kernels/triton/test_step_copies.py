@@ -14,9 +14,10 @@ from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.cuda import row_kernels
 from tokenloom.gpu_worker.cuda.device_steps import make_device_steps
 from tokenloom.gpu_worker.cuda.row_kernels import TritonRowKernels
-from tokenloom.gpu_worker.cuda.step_tools import StepTools
+from tokenloom.gpu_worker.cuda.step_tensors import StepTools
 from tokenloom.gpu_worker.device.device_link import Past
-from tokenloom.gpu_worker.layers import triton_experts, triton_linear
+from tokenloom.gpu_worker.layers import triton_linear
+from tokenloom.gpu_worker.layers import triton_linear as triton_experts
 from tokenloom.gpu_worker.model_runner import ModelRunner, RunnerParts
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops import triton_ops

@@ -1,7 +1,10 @@
 """Loading checkpoints into transformers' modules."""
 
+import json
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,8 @@ import torch
 import transformers
 
 from tests.gpu_worker.conftest import SaveCheckpoint
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models import transformers as transformers_package
+from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model, uses_transformers
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 
 
@@ -34,3 +38,76 @@ def test_models_are_loaded_one_after_the_other(
     for each in loads:
         with pytest.raises(ValueError, match="BrokenBarrierError"):
             each.result()
+
+
+def write(path: Path, **entries: Any) -> Path:
+    (path / "config.json").write_text(json.dumps(entries))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"architectures": ["NoSuchForCausalLM"]},
+            r"config.json: architectures names NoSuchForCausalLM, which neither",
+        ),
+        (
+            {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "code.OwnForCausalLM"}},
+            "whose code is in the checkpoint .auto_map.; code of checkpoints is never run",
+        ),
+        ({"architectures": ["pipeline"]}, "architectures names pipeline, which neither"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "is not a causal language model"),
+        ({"architectures": []}, "architectures must name the model's class"),
+        (
+            {"architectures": ["PhiForCausalLM"], "model_type": "phi", "quantization_config": {"quant_method": "awq"}},
+            "quantization_config is not supported for PhiForCausalLM",
+        ),
+        (
+            {"architectures": ["PhiForCausalLM"], "model_type": "phi", "dtype": "float32"},
+            "no weights in a format",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_way_out(
+    entries: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, **{"dtype": "float32", **entries})
+    with pytest.raises(ValueError, match=message):
+        load_model(path)
+
+
+def test_code_of_a_checkpoint_is_not_run_although_its_class_is_built_in(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("raise SystemExit('run')")
+    auto_map = {"AutoConfig": "code.PhiConfig", "AutoModelForCausalLM": "code.PhiForCausalLM"}
+    path = write(tmp_path, architectures=["PhiForCausalLM"], model_type="phi", dtype="float32", auto_map=auto_map)
+    assert ModelLoader().read_config(path).num_layers == 24
+    assert "code" not in sys.modules or not str(sys.modules["code"].__file__).startswith(str(tmp_path))
+
+
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delattr(transformers_package, "transformers_model", raising=False)
+    for name in [name for name in sys.modules if ".gpu_worker.models.transformers." in name]:
+        monkeypatch.delitem(sys.modules, name)
+    path = write(tmp_path, architectures=["PhiForCausalLM"], dtype="float32")
+    with pytest.raises(ValueError, match=r'pip install "tokenloom\[transformers\]"'):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_impl", "expected"),
+    [
+        ("LlamaForCausalLM", "auto", False),
+        ("LlamaForCausalLM", "transformers", True),
+        ("BartForCausalLM", "auto", True),
+        ("BartForCausalLM", "native", False),
+    ],
+)
+def test_which_code_computes_a_model(name: str, model_impl: str, expected: bool, tmp_path: Path) -> None:
+    assert uses_transformers(write(tmp_path, architectures=[name]), model_impl) is expected
+
+
+def test_native_refuses_what_is_not_built_in(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="architectures is not supported: must be one of"):
+        load_model(write(tmp_path, architectures=["PhiForCausalLM"]), model_impl="native")

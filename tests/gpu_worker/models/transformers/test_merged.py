@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tokenloom.gpu_worker.models.transformers.merged import MergedPart, merge_layers
+from tokenloom.gpu_worker.models.transformers.modules import MergedPart, merge_layers
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 
 

@@ -10,7 +10,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from tokenloom.gpu_worker.models.transformers.probe import FunctionMask, MaskFunction, UnreadableMask, window_of
+from tokenloom.gpu_worker.models.transformers.paged_attention import (
+    FunctionMask,
+    MaskFunction,
+    UnreadableMask,
+    window_of,
+)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,55 @@
-"""Normalizes and rotates the queries and keys of a step, and writes keys and values to the paged cache."""
+"""Fills the paged cache: normalizes and rotates the queries and keys of a step and writes keys and values, writes keys
+and values that are not rotated, and copies blocks within a pool, from a pool into a packed buffer, or from such a
+buffer into a pool."""
 
 import triton
 import triton.language as tl
 
-from .write_kv import within_fp8
+LARGEST_FP8 = tl.constexpr(448.0)
+
+
+@triton.jit
+def within_fp8(x):
+    """Return float32 in the range of 8-bit floats (e4m3), which have no infinity: NaN takes its place, as that of
+    NaN."""
+    exact = x.to(tl.float32)
+    within = tl.clamp(exact, -LARGEST_FP8, LARGEST_FP8)
+    return tl.where(tl.abs(exact) < float("inf"), within, float("nan"))
+
+
+@triton.jit
+def write_kv(
+    key,
+    value,
+    slots,
+    keys,
+    values,
+    key_stride,
+    value_stride,
+    HEAD: tl.constexpr,
+    CACHE_HEAD: tl.constexpr,
+    PADDED_HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """Store one head of one token's key and value. Grid: (T, num_kv_heads).
+
+    key, value: [T, num_kv_heads, HEAD], whose tokens lie a stride apart; the other arguments are those of
+    ``rotate_and_write``.
+    """
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    dims = tl.arange(0, PADDED_HEAD)
+    is_dim = dims < HEAD
+    at = ((slot // BLOCK * tl.num_programs(1) + head) * BLOCK + slot % BLOCK) * CACHE_HEAD + dims
+    stored_key = tl.load(key + token * key_stride + head * HEAD + dims, mask=is_dim)
+    stored_value = tl.load(value + token * value_stride + head * HEAD + dims, mask=is_dim)
+    if IS_FP8:
+        stored_key, stored_value = within_fp8(stored_key), within_fp8(stored_value)
+    tl.store(keys + at, stored_key.to(keys.dtype.element_ty), mask=is_dim)
+    tl.store(values + at, stored_value.to(values.dtype.element_ty), mask=is_dim)
 
 
 @triton.jit
@@ -85,3 +131,35 @@ def rotate_and_write(
     is_value = ((head >= num_rotated) & (head < num_all) & (slot >= 0))[:, None] & is_dim
     tl.store(values + at_cache, stored_first.to(dtype), mask=is_value)
     tl.store(values + at_cache + HALF, stored_second.to(dtype), mask=is_value)
+
+
+@triton.jit
+def copy_blocks(
+    source,
+    target,
+    source_blocks,
+    target_blocks,
+    words,
+    source_block_stride,
+    source_region_stride,
+    target_block_stride,
+    target_region_stride,
+    WORDS: tl.constexpr,
+):
+    """Copy WORDS words of one region of one block.
+
+    Grid: (blocks, regions, words / WORDS, rounded up). Strides and sizes count int64 words. A region is what a block
+    has in one place: the keys of a layer, or its values.
+
+    Args:
+        source, target: The memory as int64 words.
+        source_blocks, target_blocks: [blocks] int64: where each block is on either side.
+        words: How many words a region of a block has.
+    """
+    index, region = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
+    is_word = columns < words
+    source_block, target_block = tl.load(source_blocks + index), tl.load(target_blocks + index)
+    at_source = source_block * source_block_stride + region * source_region_stride + columns
+    at_target = target_block * target_block_stride + region * target_region_stride + columns
+    tl.store(target + at_target, tl.load(source + at_source, mask=is_word), mask=is_word)

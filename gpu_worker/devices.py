@@ -11,8 +11,7 @@ from .checkpoint.files.config_reader import read_architecture
 from .checkpoint.supported import ENCODERS
 from .encoders.encoder_worker import EncoderWorker
 from .model_worker import ModelWorker
-from .platform.cuda_platform import CUDAPlatform
-from .platform.platform import CPUPlatform
+from .platform.platform import CPUPlatform, CUDAPlatform
 
 DEVICES = ("auto", "cpu", "cuda")
 

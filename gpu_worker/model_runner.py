@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
-from tokenloom.engine_core.data.messages import ExpertLoads, RoutedExperts
+from tokenloom.engine_core.data.messages import ExpertBalance, ExpertLoads, RoutedExperts
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
@@ -19,7 +19,6 @@ from .batch.input_batch import InputBatch, StepInputs
 from .batch.prompt_rows import PromptPart
 from .batch.sampled_tokens import SampledTokens
 from .device.device_link import to_device
-from .expert_report import expert_loads, routed_experts
 from .layers.expert_routes import ExpertRoutes
 from .lora.slots import LoraSlots
 from .models.model import LanguageModel, routes_of
@@ -27,8 +26,7 @@ from .parallel.ranks import ONLY_RANK, Ranks
 from .pooling.pooler import Floats, Pooler
 from .sampler.device.device_sampler import DeviceSampler
 from .sampler.device.sampling_arrays import SamplingRows
-from .sampler.pending_step import EndingStep
-from .sampler.step_sampler import StepSampler, rows_of
+from .sampler.step_sampler import EndingStep, StepSampler, rows_of
 from .speculation.rejection import RejectionSampler
 from .speculation.speculation import Proposer, Speculation
 from .step_recordings import StepRecordings
@@ -160,11 +158,12 @@ class ModelRunner:
                     hidden, logits = self._compute_adapted(self._loras, inputs)
                 else:
                     hidden, logits = self._compute(inputs)
-                routed = self._routed_experts(inputs) if self._routes is not None else {}
+                routed = self._routed_experts(self._routes, inputs) if self._routes is not None else {}
                 # On every rank after the same forward passes: expert moves are planned by this count, and no message
                 # says when.
                 self._ranks.forward_passed()
-                prompt_logprobs = self._prompt_logprobs(inputs, hidden)
+                asks = self._batch.prompt_logprobs and self._samples
+                prompt_logprobs = self._prompt_logprobs(inputs, hidden) if asks else {}
                 # Only for drafts: held until sampling, the states of a prompt of 2,048 tokens would add to the peak of
                 # every step.
                 kept = hidden if self._speculation is not None else None
@@ -246,21 +245,21 @@ class ModelRunner:
             last_rows = inputs.rows_to_verify(last_rows)
         return self._model.compute_logits(hidden[self._to_device(last_rows)])
 
-    def _routed_experts(self, inputs: StepInputs) -> dict[str, RoutedExperts]:
+    def _routed_experts(self, routes: ExpertRoutes, inputs: StepInputs) -> dict[str, RoutedExperts]:
         """Return the experts of the tokens that this step computed, for the requests that ask."""
-        assert self._routes is not None
-        chosen = self._routes.end()
-        return {} if chosen is None else routed_experts(self._routes, self._batch.routed, inputs, chosen)
+        chosen, result = routes.end(), dict[str, RoutedExperts]()
+        if chosen is None:
+            return result
+        for index, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
+            if row in self._batch.routed:
+                begin, end = inputs.cu_query_lens[index : index + 2].tolist()
+                first, content = int(inputs.positions[begin]), chosen[begin:end].tobytes()
+                result[req_id] = RoutedExperts(first, routes.num_layers, routes.top_k, chosen.itemsize, content)
+        return result
 
+    @torch.inference_mode()
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, PromptPart]:
         """Return the log probabilities of the prompt tokens that this step computed, for the requests that ask."""
-        asking = self._batch.prompt_logprobs
-        if not asking or not self._samples:
-            return {}
-        with torch.inference_mode():
-            return self._compute_prompt_logprobs(inputs, hidden)
-
-    def _compute_prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, PromptPart]:
         compute_logits, on_device = self._model.compute_logits, self._sampler.device_sampler
         asking, result = self._batch.prompt_logprobs, {}
         for index, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
@@ -308,8 +307,13 @@ class ModelRunner:
         return output
 
     def _expert_loads(self, routes: ExpertRoutes) -> ExpertLoads:
-        balancer = self._ranks.balancer
-        return expert_loads(routes, None if balancer is None else balancer.stats)
+        """Return how the tokens of all steps were spread over all experts, and what was done to balance the ranks."""
+        tokens, imbalance = routes.loads()
+        loads = ExpertLoads(tokens.tolist(), imbalance.tolist())
+        if (balancer := self._ranks.balancer) is not None:
+            stats = balancer.stats
+            loads.balance = ExpertBalance(stats.balancedness, stats.num_plans, stats.num_moved)
+        return loads
 
     def _follow(self, inputs: StepInputs) -> ModelRunnerOutput:
         """End a step whose tokens another rank draws."""

@@ -42,8 +42,7 @@ from .models.self_check import CheckedModel, check_model
 from .numerics import numerics_of
 from .ops.ops_choice import make_ops
 from .parallel.ranks import ONLY_RANK, join_ranks
-from .platform.device_check import check_device
-from .platform.platform import Platform
+from .platform.platform import Platform, check_device
 from .pooling.pooler import Pooler, check_pooling, make_pooler
 from .speculation.drafting import Drafting
 from .step_recordings import StepRecordings, make_recorded_steps

@@ -14,7 +14,7 @@ from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.messages import Logprobs
 
 from ..sampler.device.device_sampler import DeviceSampler
-from ..sampler.device.logprob_arrays import MOST_LISTED
+from ..sampler.device.sampling_arrays import MOST_LISTED
 from ..sampler.host.logprobs import logprobs_of
 
 Ints = npt.NDArray[np.int64]

@@ -21,8 +21,7 @@ from ..kernels.compiler import parallel_build
 from ..kernels.prebuilt import Variant
 from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
-from ..parallel.pipeline import Stage
-from ..parallel.ranks import ONLY_RANK, Ranks
+from ..parallel.ranks import ONLY_RANK, Ranks, Stage
 from .decoder import DecoderModel
 from .gpt2 import GPT2Model
 from .model import LanguageModel

@@ -13,7 +13,7 @@ from ..layers.linear import Linear, load_linear, make_output
 from ..layers.rotary import RotaryEmbedding
 from ..ops.ops import HeadNorm, Ops, Rotation
 from ..parallel.group import RankGroup
-from ..parallel.pipeline import Stage
+from ..parallel.ranks import Stage
 from ..parallel.sharding import Dimension, joined, length
 from ..pooling.class_head import ClassHead, load_score_head
 from .experts import Experts

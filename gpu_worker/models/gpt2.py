@@ -11,7 +11,7 @@ from ..layers.activation import ACTIVATIONS
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
 from ..layers.linear import Linear, load_conv1d, make_output
 from ..layers.norm import load_layer_norm
-from ..parallel.pipeline import Stage
+from ..parallel.ranks import Stage
 from ..parallel.sharding import joined
 
 

@@ -11,7 +11,7 @@ from ..layers.activation import ACTIVATIONS
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
 from ..layers.linear import Linear, load_linear, make_output
 from ..layers.norm import LayerNorm, load_layer_norm
-from ..parallel.pipeline import Stage
+from ..parallel.ranks import Stage
 
 _FIRST_POSITION = 2
 """The row of the position table that belongs to position 0."""

@@ -1,4 +1,5 @@
-"""The place of this process among the ranks of its engine, and its ways to the others."""
+"""The place of this process among the ranks of its engine, and its ways to the others, with hidden states from stage to
+stage among them."""
 
 import contextlib
 import os
@@ -8,9 +9,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
 from tokenloom.engine_core.data.config import EplbConfig, ParallelConfig
 
+from ..call_recording.recorder import current_recorder
 from .experts.expert_exchange import ExpertExchange
 from .group import ALONE, Peers, RankGroup
 from .sharding import ONLY_PLACE, RankPlace
@@ -135,3 +138,44 @@ def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:
     balancer = make_balancer(parallel, place)
     group, tensors, tokens = join(parallel, place, device, balancer)
     return Ranks(place, group, tensors, tokens, balancer=balancer)
+
+
+class Stage:
+    """Joins the layers of this rank to those of the stages before and after it."""
+
+    def __init__(self, ranks: Ranks, hidden_size: int, dtype: torch.dtype) -> None:
+        place = ranks.place
+        self._peers = ranks.tensors
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._before = place.tensor_size * (place.stage - 1) + place.tensor_rank
+        self._behind = place.tensor_size * (place.stage + 1) + place.tensor_rank
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """Return the hidden states [num_tokens, hidden_size] that the stage before has computed."""
+        assert self._peers is not None, "one stage computes all layers"
+        shape, recorder = (num_tokens, self._hidden_size), current_recorder()
+        if recorder is None:
+            return self._peers.receive(shape, self._dtype, self._before)
+        hidden = torch.empty(shape, dtype=self._dtype)
+        recorder.exchange(self._receive_into, hidden, reads=False, writes=True)
+        return hidden
+
+    def send(self, hidden: Tensor) -> Tensor:
+        """Send the hidden states [T, hidden_size] to the stage behind, and return them. Nothing may change them any
+        more."""
+        assert self._peers is not None, "one stage computes all layers"
+        if (recorder := current_recorder()) is None:
+            self._peers.send(hidden, self._behind)
+        else:
+            recorder.exchange(self._send_copy, hidden, reads=True, writes=False)
+        return hidden
+
+    def _receive_into(self, hidden: Tensor) -> None:
+        assert self._peers is not None
+        hidden.copy_(self._peers.receive(hidden.shape, hidden.dtype, self._before))
+
+    def _send_copy(self, hidden: Tensor) -> None:
+        """Send the content of memory in which the next step is computed while the transfer may still read."""
+        assert self._peers is not None
+        self._peers.send(hidden.clone(), self._behind)

@@ -1,17 +1,24 @@
-"""Describes how the devices differ that a model may run on, apart from the operations."""
+"""Describes how the devices differ that a model may run on, apart from the operations, how much of their memory the KV
+pool may use, and refuses options that a device does not support, before anything is loaded."""
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.process.control_groups import CpuGroups
 
 from ..attention.attention_backend import KVCache
-from ..cuda.step_tensors import Capture, StepTools
+from ..cuda.step_tensors import Capture, GraphCapture, StepTools
 from ..device import memory
 from ..device.cpu_watch import CpuWatch, ProcessThreads, cores_within
+from ..device.device_link import CUDALink
+from ..kernels.library import uses_triton
+from ..kv_connector.cuda_ipc import CudaIpc
+from ..kv_connector.device_pool import copy_with_torch, make_device_pool
 from ..sampler.device.device_sampler import DeviceSampler
 
 # Pools fill lazily: four engines that each planned half of what was free promised 39.9 GiB on a host with 20 free,
@@ -118,3 +125,143 @@ class CPUPlatform:
 
     def bytes_in_use(self) -> int:
         return memory.status_bytes("VmRSS")
+
+
+def check_device(config: EngineConfig, platform: Platform) -> None:
+    """Raise ``ValueError`` naming an option that is not supported on the device of ``platform``."""
+    if platform.pool_is_on_host:
+        _check_host(config)
+    else:
+        _check_apart(config, platform)
+
+
+def _check_host(config: EngineConfig) -> None:
+    if config.worker.dtype == "float16":
+        raise ValueError("dtype float16 is computed on a GPU only: choose bfloat16 or float32 on a CPU")
+    if config.worker.quantization == "fp8":
+        raise ValueError("quantization fp8 is computed on a GPU only: choose int8-dynamic or int4 on a CPU")
+    if config.cache.dtype == "fp8":
+        raise ValueError("kv_cache_dtype fp8 is read on a GPU only: choose int8, of the same size, on a CPU")
+    if "cuda" in config.kv.transports:
+        raise ValueError("kv_transports: cuda moves KV between GPUs: choose shm or socket on a CPU")
+
+
+def _check_apart(config: EngineConfig, platform: Platform) -> None:
+    kind = platform.device.type
+    if config.kv.offload_path:
+        raise ValueError(f"kv_offload_path: KV on {kind} is not offloaded to files yet")
+    if config.worker.quantization not in (None, "fp8"):
+        raise ValueError(f"quantization: {config.worker.quantization} is not supported on {kind}: choose fp8")
+    if config.cache.dtype not in ("auto", "fp8"):
+        raise ValueError(f"kv_cache_dtype: {config.cache.dtype} is not supported on {kind}: choose fp8")
+    if "fp8" in (config.worker.quantization, config.cache.dtype) and not platform.computes_fp8:
+        option = "quantization" if config.worker.quantization == "fp8" else "kv_cache_dtype"
+        raise ValueError(
+            f"{option}: fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper or newer), "
+            f"which {platform.hardware or kind} has not"
+        )
+    if config.kv.transports:
+        _check_transports(config, kind)
+
+
+def _check_transports(config: EngineConfig, kind: str) -> None:
+    """Raise ``ValueError`` for what moves no KV of a device yet."""
+    if "nixl" in config.kv.transports:
+        raise ValueError(f"kv_transports: nixl moves no KV on {kind} yet: choose cuda, shm or socket")
+    if config.parallel.world_size > 1 or config.parallel.distributed_executor_backend in ("mp", "ray"):
+        raise ValueError(f"kv_transports: KV on {kind} moves only if the one worker runs in the core's process (uni)")
+    if config.speculative is not None and config.speculative.method != "ngram":
+        raise ValueError(f"kv_transports: the KV of a draft model on {kind} does not move between engines yet")
+
+
+_FP8_CAPABILITY = (8, 9)
+"""Of the first GPUs whose tensor cores multiply 8-bit floats (Ada); Hopper has 9.0."""
+
+
+class CUDAPlatform:
+    """Fulfils :class:`~.platform.Platform` for one GPU."""
+
+    pool_is_on_host = False
+    cpu_watch: None = None
+
+    def __init__(self, memory_share: float, device: torch.device | None = None) -> None:
+        """``memory_share``: of the device's memory, for weights, activations and KV of all engines together.
+
+        Raises ``ValueError`` if this PyTorch finds no GPU.
+        """
+        if not torch.cuda.is_available():
+            raise ValueError(f"device cuda: this PyTorch ({torch.__version__}) finds no GPU")
+        self.device = device or torch.device("cuda", 0)
+        self._memory_share = memory_share
+
+    def start(self, num_threads: int, num_engines: int) -> None:
+        torch.cuda.set_device(self.device)
+        torch.backends.cuda.matmul.allow_tf32 = False  # float32 stays float32
+        if num_threads:
+            torch.set_num_threads(num_threads)
+
+    def peak_of(self, call: Callable[[], None]) -> int:
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self.return_freed()
+        return max(0, peak - before)
+
+    def make_sampler(self) -> DeviceSampler | None:
+        if not uses_triton(self.device):
+            return None
+        from ..sampler.device.sampler_kernels import TritonSamplerKernels
+
+        return DeviceSampler(TritonSamplerKernels())
+
+    def make_step_tools(self) -> StepTools | None:
+        if not uses_triton(self.device):
+            return None
+        from ..cuda.row_kernels import TritonRowKernels
+
+        return StepTools(CUDALink(), TritonRowKernels())
+
+    def make_capture(self) -> Capture | None:
+        return GraphCapture() if uses_triton(self.device) else None
+
+    def device_pool(self, caches: Sequence[KVCache], num_blocks: int, layout: str) -> KVPool:
+        copy = copy_with_torch
+        if uses_triton(self.device):
+            from ..cuda.block_copy import copy_pool_blocks as copy
+        return make_device_pool(caches, num_blocks, layout, copy, CudaIpc())
+
+    @property
+    def computes_fp8(self) -> bool:
+        return torch.cuda.get_device_capability(self.device) >= _FP8_CAPABILITY
+
+    @property
+    def hardware(self) -> str:
+        name: str = torch.cuda.get_device_name(self.device)
+        return name.replace("/", "-").replace(" ", "-")
+
+    def kv_memory(self, activations: int, num_engines: int) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        usable = int(self._memory_share * total)
+        return kv_share(free, total, usable, activations, num_engines, torch.cuda.memory_reserved(self.device))
+
+    def return_freed(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def bytes_in_use(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
+
+def kv_share(free: int, total: int, usable: int, activations: int, num_engines: int = 1, own: int = 0) -> int:
+    """Return the KV memory of an engine, next to a step's ``activations``, in bytes.
+
+    The device has ``total`` bytes, of which ``free`` are free and engines may use ``usable``. ``num_engines`` engines
+    use it, and this one has allocated ``own`` bytes, which are its weights.
+    """
+    # Two bounds: an equal part less the own weights, and what is left now, because an engine that started earlier may
+    # have filled more than its part.
+    part = usable // num_engines - own
+    left = usable - (total - free)
+    return max(0, min(part, left) - activations)

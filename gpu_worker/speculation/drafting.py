@@ -21,12 +21,11 @@ from ..models.architectures import ModelLoader
 from ..models.model import LanguageModel
 from ..models.self_check import CheckedModel
 from ..ops.torch_ops import TorchOps
-from .drafter import Drafter, DraftModel
+from .drafter import Drafter, DraftModel, make_recorded_drafter
 from .eagle import EagleHead, EmbedsTokens, load_greedy_head
 from .greedy_drafts import load_greedy_drafts
 from .model_proposer import ModelProposer
 from .ngram import NgramProposer
-from .recorded_drafter import make_recorded_drafter
 from .rejection import RejectionSampler
 from .speculation import Proposer
 

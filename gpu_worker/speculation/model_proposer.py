@@ -14,9 +14,8 @@ from ..attention.attention_backend import AttentionBackend, KVCache
 from ..batch.input_batch import InputBatch, Ints, StepInputs
 from ..device.device_link import to_device
 from ..sampler.host.sampler import Purpose, Sampler
-from .drafter import Drafter
+from .drafter import Drafter, RecordedDrafter
 from .greedy_drafts import DraftRange, GreedyDrafts
-from .recorded_drafter import RecordedDrafter
 from .rejection import RejectionSampler, distribution
 from .speculation import StepArrays
 

@@ -14,7 +14,7 @@ from tokenloom.cli.main import app
 from tokenloom.engine_core.data.config import EngineConfig, KVConfig, LoraConfig, ParallelConfig, SpeculativeConfig
 from tokenloom.gpu_worker.checkpoint.local_config import check_options
 from tokenloom.gpu_worker.kernels import triton
-from tokenloom.gpu_worker.platform.device_check import check_device
+from tokenloom.gpu_worker.platform.platform import check_device
 from tokenloom.reference.service_pages import SERVICES
 from tokenloom.services.gateway.records.compat import FOREIGN_APIS
 from tokenloom.services.runtime.peers.callers import CALLERS

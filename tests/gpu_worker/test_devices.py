@@ -5,7 +5,7 @@ import torch
 
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.gpu_worker.devices import CPUWorker, make_worker
-from tokenloom.gpu_worker.platform.cuda_platform import kv_share
+from tokenloom.gpu_worker.platform.platform import kv_share
 
 
 def config(device):

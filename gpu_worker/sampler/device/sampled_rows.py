@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenloom.engine_core.data.messages import Logprobs
 
 from ...device.device_link import DeviceLink, Event
-from .logprob_arrays import FoundLogprobs, LogprobArrays
+from .sampling_arrays import FoundLogprobs, LogprobArrays
 
 
 class PendingTokens:

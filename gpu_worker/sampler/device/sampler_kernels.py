@@ -9,7 +9,7 @@ from ...kernels.triton.change_logits import add_listed, change_rows, count_drawn
 from ...kernels.triton.launch import launch, power_of_2
 from ...kernels.triton.logprobs import logprobs
 from ...kernels.triton.sample import sample
-from .logprob_arrays import FoundLogprobs
+from .sampling_arrays import FoundLogprobs
 
 _WIDTH = 4096
 """Logits that a program reads at a time: eight for each thread of the draw."""

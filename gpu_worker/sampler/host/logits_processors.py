@@ -1,14 +1,193 @@
-"""The kinds of logits processors: each applies one or a few sampling parameters to the rows that ask for them."""
+"""Everything that changes logits before a token is drawn: the interface, and the kinds of logits processors, each of
+which applies one or a few sampling parameters to the rows that ask for them. It costs nothing while no request asks."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
-from .logits_processor import LogitsProcessors, RowEdit, SeenTokens, Words, pack_bits
+
+class SeenTokens:
+    """Holds the distinct tokens of one request with their counts in the output, in growing columns.
+
+    It is sparse, because a request sees hundreds of tokens of a vocabulary of a hundred thousand.
+    """
+
+    def __init__(self, prompt_token_ids: Iterable[int], output_token_ids: Iterable[int] = ()) -> None:
+        self._slot_of = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(prompt_token_ids))}
+        self._token_ids = np.fromiter(self._slot_of, dtype=np.int64, count=len(self._slot_of))
+        self._counts = np.zeros(len(self._slot_of), dtype=np.int32)
+        self.num_outputs = 0
+        """Output tokens that were counted."""
+        for token_id in output_token_ids:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Count one output token."""
+        slot = self._slot_of.setdefault(token_id, len(self._slot_of))
+        if slot == len(self._token_ids):
+            room = max(64, slot)
+            self._token_ids = np.concatenate([self._token_ids, np.zeros(room, dtype=np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(room, dtype=np.int32)])
+        self._token_ids[slot] = token_id
+        self._counts[slot] += 1
+        self.num_outputs += 1
+
+    def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Return the distinct tokens of prompt and output [n], and how often each is in the output [n]."""
+        return self._token_ids[: len(self._slot_of)], self._counts[: len(self._slot_of)]
+
+    def penalize(self, logits: npt.NDArray[np.float32], params: CoreSamplingParams) -> None:
+        """Change one row of logits, [vocab], in place.
+
+        Repetition looks at prompt and output, presence and frequency at the output, in this order (as in vLLM).
+        """
+        token_ids, counts = self.columns()
+        seen = logits[token_ids].astype(np.float64)
+        with np.errstate(over="ignore"):
+            seen = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+            seen -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+            logits[token_ids] = seen
+
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class RowEdit:
+    """Holds the changes of one row. :class:`~.logits_processor.LogitsProcessor` s fill it in their order."""
+
+    masked: list[Ints] = field(default_factory=list)
+    """Tokens that may not be drawn."""
+    allowed: list[Words] = field(default_factory=list)
+    """Bitmasks: bit i of word w is set if token 32 * w + i may be drawn. Tokens beyond the last word may not."""
+    bias: tuple[Ints, npt.NDArray[np.float32]] | None = None
+    """Tokens, each once, and what is added to their logits."""
+    penalties: tuple[SeenTokens, CoreSamplingParams] | None = None
+    forced: int = -1
+    """The only token that may be drawn, whatever the others say; -1: none."""
+
+    def listed(self) -> tuple[Ints, npt.NDArray[np.float32]]:
+        """Return tokens, each once, and what is added to their logits; -inf masks one."""
+        biased, values = self.bias if self.bias is not None else (np.empty(0, np.int64), np.empty(0, np.float32))
+        if not self.masked:
+            return biased, values
+        masked = np.unique(np.concatenate(self.masked))
+        kept = ~np.isin(biased, masked)
+        minus = np.full(len(masked), -np.inf, dtype=np.float32)
+        return np.concatenate([biased[kept], masked]), np.concatenate([values[kept], minus])
+
+
+def pack_bits(token_ids: Ints) -> Words:
+    """Return the shortest bitmask that allows these tokens, [n], and no others."""
+    bits = np.zeros((int(token_ids.max(initial=-1)) // 32 + 1) * 32, dtype=np.uint8)
+    bits[token_ids] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+_DEFAULTS = CoreSamplingParams(max_tokens=1, seed=0)
+
+
+class LogitsProcessor(Protocol):
+    """Applies one kind of change. It keeps state only for the batch rows whose requests ask for it."""
+
+    parameters: tuple[str, ...]
+    """A request asks for it by giving one of these sampling parameters a value other than the default."""
+
+    def add(
+        self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        """Add a request that asks for it, also when it comes back from a preemption with the output it had."""
+
+    def remove(self, row: int) -> None:
+        """Remove a request."""
+
+    def append(self, row: int, token_id: int) -> None:
+        """Record an output token of a request."""
+
+    def apply(self, logits: npt.NDArray[np.float32], index_of: Mapping[int, int]) -> None:
+        """Change logits [n, vocab] in place: the rows ``index_of[row]`` of its own batch rows."""
+
+    def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
+        """Add to ``edit`` what :meth:`apply` would do to the logits of the token ``output_index`` of this row."""
+
+    def follows_output(self, row: int) -> bool:
+        """Return whether :meth:`describe` depends on the tokens of the output, and not on their number alone; tokens
+        that a device counts by itself do not count."""
+
+
+class LogitsProcessors:
+    """Applies all kinds in order. A step in which no row asks for any costs one dict lookup."""
+
+    def __init__(self, in_order: Sequence[LogitsProcessor]) -> None:
+        self._in_order = tuple(in_order)
+        readers = [attrgetter(*each.parameters) for each in self._in_order]
+        self._wanted_by = [(each, read, read(_DEFAULTS)) for each, read in zip(self._in_order, readers, strict=True)]
+        self._of_row: dict[int, list[LogitsProcessor]] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether any row asks for one."""
+        return bool(self._of_row)
+
+    def __contains__(self, row: int) -> bool:
+        """Return whether this row asks for one."""
+        return row in self._of_row
+
+    def add(self, row: int, params: CoreSamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
+        """Add a request with these tokens; the first are its prompt. Returns whether it asks for a processor."""
+        wanted: list[LogitsProcessor] = []
+        for each, read, default in self._wanted_by:
+            if read(params) != default:
+                wanted.append(each)
+        if wanted:
+            self._of_row[row] = wanted
+            for processor in wanted:
+                processor.add(row, params, token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:])
+        return bool(wanted)
+
+    def remove(self, row: int) -> None:
+        """Remove a request."""
+        for processor in self._of_row.pop(row, ()):
+            processor.remove(row)
+
+    def append(self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
+        """Record one output token for each of these rows, [n]."""
+        if not self._of_row:
+            return
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            for processor in self._of_row.get(row, ()):
+                processor.append(row, token_id)
+
+    def follow_output(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Return whether what any of these rows [n] asks for depends on the tokens of its output, as the host has to
+        know them."""
+        if not self._of_row:
+            return False
+        of_rows = ((row, processor) for row in rows.tolist() for processor in self._of_row.get(row, ()))
+        return any(processor.follows_output(row) for row, processor in of_rows)
+
+    def apply(self, logits: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> None:
+        """Change logits [n, vocab] of these batch rows, [n], in place."""
+        if not self._of_row:
+            return
+        index_of = {row: index for index, row in enumerate(rows.tolist()) if row in self._of_row}
+        if index_of:
+            for processor in self._in_order:
+                processor.apply(logits, index_of)
+
+    def describe(self, row: int, output_index: int) -> RowEdit:
+        """Return what :meth:`apply` would do to a row's logits of the token ``output_index`` of its output."""
+        edit = RowEdit()
+        for processor in self._of_row.get(row, ()):
+            processor.describe(row, output_index, edit)
+        return edit
 
 
 class AllowedTokens:

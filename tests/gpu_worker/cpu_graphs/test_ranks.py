@@ -13,7 +13,7 @@ from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, Schedul
 from tokenloom.gpu_worker.cpu_graphs.recorded_model import RecordedModel
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.model_worker import ModelWorker
-from tokenloom.gpu_worker.parallel import shared_group
+from tokenloom.gpu_worker.parallel import torch_group as shared_group
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 

@@ -13,7 +13,7 @@ from tests.gpu_worker.kv_connector.fake_device import LAYOUT, NUM_LAYERS, FakeIp
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_service import Endpoints
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVTransferError, KVTransport
-from tokenloom.gpu_worker.kv_connector import shared_window, staging
+from tokenloom.gpu_worker.kv_connector import shared_memory, staging
 from tokenloom.gpu_worker.kv_connector.device_transport import DeviceReader, DeviceTransport
 from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport
 from tokenloom.gpu_worker.kv_connector.staging import parts_of
@@ -73,7 +73,7 @@ def make_transport() -> Iterator[Callable[[str], KVTransport]]:
 def small_parts(monkeypatch):
     """Several parts even of a few blocks: two regions at a time over sockets, one block at a time in the window."""
     monkeypatch.setattr(staging, "HALF_BYTES", 5 * BLOCK_BYTES)
-    monkeypatch.setattr(shared_window, "HALF_BYTES", 4096)
+    monkeypatch.setattr(shared_memory, "HALF_BYTES", 4096)
 
 
 @pytest.mark.parametrize(("name", "owner_kind", "reader_kind"), PAIRS)

@@ -20,7 +20,7 @@ from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 from tokenloom.gpu_worker.sampler.device import sampler_kernels
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler, RowDemands
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
-from tokenloom.gpu_worker.sampler.host.logits_processor import RowEdit, SeenTokens, pack_bits
+from tokenloom.gpu_worker.sampler.host.logits_processors import RowEdit, SeenTokens, pack_bits
 
 STEPS = {
     "one decode": ([1], [40]),

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
-from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE, DeviceSampler
-from tokenloom.gpu_worker.sampler.device.logprob_arrays import FoundLogprobs
-from tokenloom.gpu_worker.sampler.device.seen_counts import SEEN
+from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE, SEEN, DeviceSampler
+from tokenloom.gpu_worker.sampler.device.sampling_arrays import FoundLogprobs
 from tokenloom.gpu_worker.sampler.host.sampler import NO_TOKEN, allowed_set, first_past
 
 

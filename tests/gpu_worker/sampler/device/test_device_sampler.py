@@ -16,9 +16,9 @@ from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.device.device_link import HostLink
 from tokenloom.gpu_worker.sampler import step_sampler
 from tokenloom.gpu_worker.sampler.device import device_sampler as device_sampling
-from tokenloom.gpu_worker.sampler.device import seen_counts
+from tokenloom.gpu_worker.sampler.device import device_sampler as seen_counts
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
-from tokenloom.gpu_worker.sampler.device.logprob_arrays import MOST_LISTED
+from tokenloom.gpu_worker.sampler.device.sampling_arrays import MOST_LISTED
 from tokenloom.gpu_worker.sampler.host.sampler import NO_TOKEN, Sampler
 
 PENALIZED = {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}

@@ -8,7 +8,7 @@ from tokenloom.gpu_worker.device.device_link import HostLink
 from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE
 from tokenloom.gpu_worker.sampler.device.sampled_rows import PendingTokens, SampledRows
 from tokenloom.gpu_worker.sampler.host.sampler import NO_TOKEN
-from tokenloom.gpu_worker.sampler.pending_step import PendingStep
+from tokenloom.gpu_worker.sampler.step_sampler import PendingStep
 
 
 def test_tokens_are_there_after_their_event_and_not_before():

@@ -9,8 +9,8 @@ from tests.gpu_worker.speculation.test_verify import NUM_TOKENS, PLAIN
 from tokenloom.engine_core.data.config import SpeculativeConfig
 from tokenloom.gpu_worker.models.architectures import ModelLoader
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
+from tokenloom.gpu_worker.speculation.drafter import MOST_TOKENS
 from tokenloom.gpu_worker.speculation.drafting import Drafting
-from tokenloom.gpu_worker.speculation.recorded_drafter import MOST_TOKENS
 
 
 def drafts_of(driver):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tokenloom.engine_core.data.config import EngineConfig, KVConfig
-from tokenloom.gpu_worker.platform.cuda_platform import CUDAPlatform
-from tokenloom.gpu_worker.platform.device_check import check_device
+from tokenloom.gpu_worker.platform.platform import CUDAPlatform, check_device
 
 GIB = 1 << 30
 

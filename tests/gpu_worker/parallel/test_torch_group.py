@@ -10,11 +10,10 @@ from msgspec.structs import replace
 
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
-from tokenloom.gpu_worker.parallel import shared_group
+from tokenloom.gpu_worker.parallel import torch_group as shared_group
 from tokenloom.gpu_worker.parallel.group import RankGroup
 from tokenloom.gpu_worker.parallel.ranks import join_ranks
-from tokenloom.gpu_worker.parallel.shared_group import RecordableGroup, SharedGroup
-from tokenloom.gpu_worker.parallel.torch_group import TorchGroup
+from tokenloom.gpu_worker.parallel.torch_group import RecordableGroup, SharedGroup, TorchGroup
 
 CPU = torch.device("cpu")
 SIZES = [1, 7, 64, 1000, (1 << 16) + 3, 3 << 16]

@@ -35,6 +35,12 @@ def tool_call_parser(template: str) -> str:
     return found[0] if len(found) == 1 else ""
 
 
+def special_marks(tokenizer: "Tokenizer") -> list[str]:
+    """Return the marks of outputs that are special tokens, which are left out of texts."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return [token.content for token in added if token.special and token.content in PARSED_MARKS]
+
+
 def control_tokens(tokenizer: "Tokenizer", template: str) -> list[str]:
     """Return the tokens that clients must not be able to write: all added ones that are not ordinary text.
 

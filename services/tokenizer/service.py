@@ -84,5 +84,6 @@ def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTo
         max_token_bytes=max((len(token.encode()) for token in vocabulary), default=0),
         tool_call_parser=output_format.tool_call_parser(info.chat_template),
         reasoning_parser=format_of_template(info.chat_template),
+        special_marks=output_format.special_marks(tokenizer),
     )
     return info, tokenizer, answer

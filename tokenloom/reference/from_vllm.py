@@ -161,7 +161,8 @@ SAME_FLAGS = _names(
     """
     --api-key --async-scheduling --attention-backend --block-size --config --disable-hybrid-kv-cache-manager
     --distributed-executor-backend --dtype --enable-chunked-prefill --enable-eplb --enable-logging-iteration-details
-    --enable-lora --enable-prefix-caching --enable-prompt-embeds --eplb-config --host --kv-cache-dtype
+    --enable-lora --enable-prefix-caching --enable-prompt-embeds --eplb-config --exclude-tools-when-tool-choice-none
+    --host --kv-cache-dtype
     --kv-cache-memory-bytes --long-prefill-token-threshold --lora-modules --max-cpu-loras --max-logprobs
     --max-lora-rank --max-loras --max-model-len --max-num-batched-tokens --max-num-seqs --model-impl
     --num-gpu-blocks-override --port --quantization --reasoning-parser --scheduling-policy --served-model-name

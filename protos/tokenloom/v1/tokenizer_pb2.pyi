@@ -94,7 +94,7 @@ class GetTokenizerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTokenizerInfoResponse(_message.Message):
-    __slots__ = ("fingerprint", "vocab_size", "eos_token_ids", "has_chat_template", "default_sampling_params", "max_token_bytes", "tool_call_parser", "reasoning_parser")
+    __slots__ = ("fingerprint", "vocab_size", "eos_token_ids", "has_chat_template", "default_sampling_params", "max_token_bytes", "tool_call_parser", "reasoning_parser", "special_marks")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class GetTokenizerInfoResponse(_message.Message):
     MAX_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALL_PARSER_FIELD_NUMBER: _ClassVar[int]
     REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_MARKS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -111,4 +112,5 @@ class GetTokenizerInfoResponse(_message.Message):
     max_token_bytes: int
     tool_call_parser: str
     reasoning_parser: str
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., default_sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_token_bytes: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ...) -> None: ...
+    special_marks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., default_sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_token_bytes: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., special_marks: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from tokenloom.request import bad_words
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import ReasoningFormat, reasoning_format
 from tokenloom.v1 import tokenizer_pb2, types_pb2
@@ -14,15 +15,21 @@ from ..formats.llama3_json import Llama3JsonParser
 from ..formats.strict_calls import NamedCall, RequiredCalls, constraint_of, has_strict, strict_constraint
 from ..formats.think import opener
 from ..formats.tool_parser import ToolFormat, ToolParser, new_call_id
-from ..formats.tool_request import ToolChoice, ToolRequest
+from ..formats.tool_request import Tool, ToolChoice, ToolRequest
+from ..mesh.tokenizer_client import TokenizerClient
 from ..records.generate_request import GenerateRequest
 from .parsed_message import MessagePlan
 
 FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(lambda names: HermesParser(), marks=hermes.MARKS),
-    "llama3_json": ToolFormat(Llama3JsonParser, keeps_special_tokens=True, marks=llama3_json.MARKS),
+    "hermes": ToolFormat(lambda names: HermesParser(), marks=hermes.MARKS, openings=(hermes.START,)),
+    "llama3_json": ToolFormat(
+        Llama3JsonParser, keeps_special_tokens=True, marks=llama3_json.MARKS, openings=llama3_json.OPENINGS
+    ),
     "mistral": ToolFormat(
-        lambda names: mistral.MistralParser(), keeps_special_tokens=True, new_call_id=mistral.new_call_id
+        lambda names: mistral.MistralParser(),
+        keeps_special_tokens=True,
+        new_call_id=mistral.new_call_id,
+        openings=(mistral.START,),
     ),
 }
 
@@ -41,10 +48,21 @@ class MessagePlans:
     """How it writes calls; None: unknown."""
     reasoning: ReasoningFormat | None = None
     """How it writes reasoning; None: it does not, or reasoning is treated as text."""
+    special_marks: frozenset[str] = frozenset()
+    """Marks that are special tokens, which texts otherwise do not contain."""
+    hides_unused_tools: bool = False
+    """Whether the model does not see tools that it may not call."""
+    openings: Sequence[Sequence[int]] = ()
+    """The tokens with which calls begin."""
 
     @classmethod
     def choose(
-        cls, tool_parser: str, reasoning_parser: str, info: tokenizer_pb2.GetTokenizerInfoResponse
+        cls,
+        tool_parser: str,
+        reasoning_parser: str,
+        info: tokenizer_pb2.GetTokenizerInfoResponse,
+        *,
+        hides_unused_tools: bool = False,
     ) -> "MessagePlans":
         """Choose by the operator's settings or, where these are ``auto``, by what the tokenizer reports.
 
@@ -53,7 +71,23 @@ class MessagePlans:
         return cls(
             FORMATS.get(info.tool_call_parser if tool_parser == AUTO else tool_parser),
             reasoning_format(reasoning_parser, info.reasoning_parser),
+            frozenset(info.special_marks),
+            hides_unused_tools,
         )
+
+    async def with_openings(self, tokenizers: TokenizerClient) -> "MessagePlans":
+        """Return the same, with the tokens with which calls begin."""
+        if self.tools is None:
+            return self
+        texts = bad_words.spellings(self.tools.openings)
+        encoded = (await tokenizers.encode(texts, add_special_tokens=False)).prompts
+        found = types_pb2.SamplingParams()
+        bad_words.forbid(found, [prompt.token_ids for prompt in encoded])
+        return replace(self, openings=[list(sequence.ids) for sequence in found.bad_words])
+
+    def shown(self, request: ToolRequest) -> Sequence[Tool]:
+        """Return the tools that the model sees."""
+        return () if self.hides_unused_tools and request.choice is ToolChoice.NONE else request.tools
 
     def apply(
         self, request: ToolRequest, job: GenerateRequest, *, include_reasoning: bool
@@ -70,7 +104,11 @@ class MessagePlans:
         elif (bound := constraint_of(request)) is not None:
             constraint, unbound = bound
             job.sampling.structured_outputs.CopyFrom(constraint)
-        if request.choice is ToolChoice.AUTO and self.tools is not None and self.tools.keeps_special_tokens:
+        elif self.shown(request) and not job.sampling.HasField("structured_outputs"):
+            # The prompt stays that of other choices, whose blocks are cached. A grammar decides what may come.
+            for token_ids in self.openings:
+                job.sampling.bad_words.add(ids=token_ids)
+        if self._keeps_special_tokens(request):
             job.text.skip_special_tokens = False
         open_reasoning = None if self.reasoning is None else opener(self.reasoning)
         plan = MessagePlan(open_reasoning=open_reasoning, include_reasoning=include_reasoning)
@@ -85,6 +123,14 @@ class MessagePlans:
             ),
             unbound,
         )
+
+    def _keeps_special_tokens(self, request: ToolRequest) -> bool:
+        """Return whether the parsers read marks that are special tokens."""
+        if self.reasoning is not None and not self.special_marks.isdisjoint(self.reasoning[:2]):
+            return True
+        if self.tools is None or request.choice is not ToolChoice.AUTO:
+            return False
+        return self.tools.keeps_special_tokens or not self.special_marks.isdisjoint(self.tools.openings)
 
     def _bind_strict(self, sampling: types_pb2.SamplingParams, request: ToolRequest) -> Sequence[str]:
         """Decode the arguments of strict tools under their schemas; return the member of tools that has no effect.

@@ -8,6 +8,7 @@ from .strict_calls import CallMarks
 
 MARKS = CallMarks('{"name": "', '{"name": "', '", "parameters": ', "}")
 _TAG = "<|python_tag|>"
+OPENINGS = (_TAG, MARKS.trigger)
 _BLANKS = " \t\r\n"
 _SEPARATORS = "; \t\r\n"
 

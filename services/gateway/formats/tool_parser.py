@@ -1,7 +1,7 @@
 """Defines parsers of tool calls, and keeps the text around calls."""
 
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,8 @@ class ToolFormat:
     """Makes ids that the format's templates accept."""
     marks: CallMarks | None = None
     """The texts around a call; None: they vary, so the arguments of strict tools cannot be bound."""
+    openings: Sequence[str] = ()
+    """The texts with which calls begin, and ordinary answers do not."""
 
 
 class Words:

@@ -1,7 +1,7 @@
 """Chats of the public gRPC API, put into OpenAI's form so that they are read like those over HTTP."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf import json_format
@@ -9,7 +9,7 @@ from google.protobuf import json_format
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import inference_pb2
 
-from ..formats.tool_request import MAX_TOOLS, ToolRequest, read_tool_request
+from ..formats.tool_request import MAX_TOOLS, Tool, ToolRequest, read_tool_request
 from ..openai.chat_messages import read_chat
 from ..records.generate_request import Chat
 
@@ -22,8 +22,13 @@ _MODES = {
 }
 
 
-def read_chat_prompt(chat: inference_pb2.ChatPrompt) -> tuple[Chat, ToolRequest]:
-    """Return the conversation and its tools. Raises ``InvalidArgument`` naming the field."""
+def read_chat_prompt(
+    chat: inference_pb2.ChatPrompt, shown: Callable[[ToolRequest], Sequence[Tool]] = lambda request: request.tools
+) -> tuple[Chat, ToolRequest]:
+    """Return the conversation and its tools. Raises ``InvalidArgument`` naming the field.
+
+    ``shown``: returns the tools that the model sees.
+    """
     _check_count("tools", len(chat.tools), MAX_TOOLS)
     _check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
     tools = [_tool(f"tools[{index}].function", tool.function) for index, tool in enumerate(chat.tools)]
@@ -31,7 +36,7 @@ def read_chat_prompt(chat: inference_pb2.ChatPrompt) -> tuple[Chat, ToolRequest]
     request = read_tool_request(tools, _choice(chat), parallel)
     conversation = read_chat(
         [_message(message) for message in chat.messages],
-        request.tools,
+        shown(request),
         _template_kwargs(chat),
         chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
         where="chat.messages",

@@ -27,7 +27,7 @@ def read_request(
     """
     if request.WhichOneof("prompt") != "chat":
         return _job(request, _prompts(request), tenant, timeout), None, _relaxed(request)
-    chat, tools = read_chat_prompt(request.chat)
+    chat, tools = read_chat_prompt(request.chat, plans.shown)
     job = _job(request, chat, tenant, timeout)
     include_reasoning = not request.chat.HasField("include_reasoning") or request.chat.include_reasoning
     if tools.is_forced and request.sampling_params.HasField("structured_outputs"):

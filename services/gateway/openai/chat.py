@@ -48,7 +48,7 @@ class ChatApi:
             names["structured_outputs"] = "tools"
         chat = read_chat(
             fields.messages,
-            request.tools,
+            self.plans.shown(request),
             template_kwargs(fields),
             fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,

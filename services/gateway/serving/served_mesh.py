@@ -99,7 +99,12 @@ async def connect(
     names = spec.names or (info.fingerprint.model,)
     model = names[0]
     metrics.registry.register(MeshGauges(view, backlog, model))
-    plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
+    plans = await MessagePlans.choose(
+        settings.tool_call_parser,
+        settings.reasoning_parser,
+        info,
+        hides_unused_tools=settings.exclude_tools_when_tool_choice_none,
+    ).with_openings(tokenizers)
     counts = GatewayMetrics(metrics.registry, model, metrics.key_usage, metrics.adapter_usage)
     context = RequestContext(
         model=model,

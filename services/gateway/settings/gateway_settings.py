@@ -126,6 +126,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         Literal["auto", "none", "hermes", "llama3_json", "mistral"],
         "How the model writes tool calls; auto: as its chat template indicates.",
     ] = "auto"
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool,
+        "Leave the tools out of the prompt of a request that forbids calls. By default the prompt stays as it is with "
+        "calls, so that its beginning is cached.",
+    ] = False
     reasoning_parser: Annotated[
         ReasoningParserName,
         "How the model writes reasoning; auto: as its chat template indicates.",

@@ -56,6 +56,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.defaults = types_pb2.SamplingParams(top_k=7)
         self.reasoning_start = types_pb2.REASONING_START_UNSPECIFIED
         self.tool_call_parser = self.reasoning_parser = ""
+        self.special_marks: Sequence[str] = ()
         self.calls = 0
         self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
         self.prompts: list[tokenizer_pb2.EncodeRequest] = []
@@ -91,6 +92,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             max_token_bytes=1,
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
+            special_marks=self.special_marks,
         )
 
     async def _count(self, context: Any) -> None:

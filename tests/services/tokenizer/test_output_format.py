@@ -2,9 +2,9 @@
 
 import pytest
 
-from tokenloom.model_files.checkpoint import CheckpointInfo
+from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.tokenizer.output_format import tool_call_parser
+from tokenloom.services.tokenizer.output_format import special_marks, tool_call_parser
 
 LOOP = "{% for call in message.tool_calls %}"
 
@@ -28,3 +28,10 @@ def test_tool_call_parser(template: str, parser: str) -> None:
 def test_the_demo_model() -> None:
     template = CheckpointInfo.load(DEMO_MODEL).chat_template
     assert tool_call_parser(template) == "hermes"
+
+
+def test_marks_that_are_special_tokens() -> None:
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    assert special_marks(tokenizer) == []
+    tokenizer.add_special_tokens(["<think>", "</think>", "<|other|>"])
+    assert special_marks(tokenizer) == ["<think>", "</think>"]

@@ -257,3 +257,62 @@ async def test_a_constrained_answer_that_ends_within_its_reasoning_is_cut_off(
         assert choice["finish_reason"] == reason
         (choice,) = (await post(http)).json()["choices"]
         assert choice["finish_reason"] == "stop", "nothing is due after the reasoning"
+
+
+@pytest.mark.parametrize(
+    ("parser", "openings"),
+    [
+        ("hermes", ["<tool_call>"]),
+        ("mistral", ["[TOOL_CALLS]"]),
+        ("llama3_json", ["<|python_tag|>", '{"name": "']),
+        ("none", []),
+    ],
+)
+async def test_calls_that_are_forbidden_cannot_begin(socket_dir: Path, parser: str, openings: list[str]) -> None:
+    async with gateway(socket_dir, tool_call_parser=parser) as (mesh, http):
+
+        async def forbidden(**fields: Any) -> list[str]:
+            answer, request = await asked(mesh, http, **fields)
+            request.answer("No.")
+            await answer
+            return [bytes(word.ids).decode() for word in request.submit.sampling_params.bad_words]
+
+        assert await forbidden(tools=TOOLS, tool_choice="none") == openings
+        assert [chat.tools_json for chat in mesh.tokenizer.chats + mesh.second_tokenizer.chats] != [b""]
+        assert await forbidden(tool_choice="none") == []
+        assert await forbidden(tools=TOOLS, tool_choice="none", response_format={"type": "json_object"}) == []
+        if parser != "none":
+            assert await forbidden(tools=TOOLS) == []
+
+
+async def test_tools_that_may_not_be_called_can_be_left_out(socket_dir: Path) -> None:
+    async with gateway(socket_dir, exclude_tools_when_tool_choice_none=True) as (mesh, http):
+        answer, request = await asked(mesh, http, tools=TOOLS, tool_choice="none")
+        request.answer("No.")
+        await answer
+        (chat,) = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]
+        assert chat.tools_json == b""
+        assert not request.submit.sampling_params.bad_words
+
+
+@pytest.mark.parametrize(
+    ("special", "fields", "kept"),
+    [
+        (["<think>", "</think>"], {}, True),
+        (["</think>"], {"skip_special_tokens": True}, True),
+        (["<tool_call>"], {}, False),
+        (["<tool_call>"], {"tools": TOOLS}, True),
+        ([], {"tools": TOOLS}, False),
+    ],
+)
+async def test_marks_that_are_special_tokens_reach_the_parsers(
+    socket_dir: Path, special: list[str], fields: dict[str, Any], kept: bool
+) -> None:
+    mesh = FakeMesh(socket_dir)
+    mesh.tokenizer.special_marks = mesh.second_tokenizer.special_marks = special
+    async with mesh.gateway(tool_call_parser="hermes", reasoning_parser="qwen3") as mesh, mesh.http() as http:
+        answer, request = await asked(mesh, http, **fields)
+        request.answer("<think>Hm.</think>Yes.")
+        assert (await answer).json()["choices"][0]["message"]["content"] == "Yes."
+        text = request.submit.text
+        assert (text.HasField("skip_special_tokens") and not text.skip_special_tokens) is kept

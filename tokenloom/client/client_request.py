@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf import struct_pb2
+from google.protobuf.message import Message as ProtoMessage
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_sampling, narrow_token_ids
@@ -11,7 +12,7 @@ from tokenloom.request.sampling_params import GenerationFields
 from tokenloom.v1 import inference_pb2
 
 from .options import ChatOptions, Message, Options, Prompt
-from .tool_calls import write_call, write_choice, write_tools
+from .tool_calls import write_calls, write_choice, write_tools
 
 _OF_TABLE = frozenset(GenerationFields.__struct_fields__)
 _KNOWN = frozenset({"model", *Options.__struct_fields__})
@@ -23,7 +24,7 @@ def prompt_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.
     """Return the request for a text or token ids. Raises ``InvalidArgument`` for a value that no mesh accepts."""
     request = _request(options)
     if isinstance(prompt, str):
-        request.text = prompt
+        set_field(request, "text", prompt, "prompt")
     else:
         request.token_ids.ids.extend(narrow_token_ids("prompt", prompt))
     return request
@@ -33,7 +34,11 @@ def chat_request(messages: Sequence[Message], options: Mapping[str, Any]) -> inf
     """Return the request for a conversation. Raises ``InvalidArgument``."""
     own = {name: options[name] for name in _OF_CHATS if options.get(name) is not None}
     request = _request({name: value for name, value in options.items() if name not in _OF_CHATS})
-    chat = inference_pb2.ChatPrompt(messages=map(_message, messages))
+    chat = inference_pb2.ChatPrompt()
+    if not isinstance(messages, Sequence):
+        raise InvalidArgument("messages must be a list of messages", "messages")
+    for index, message in enumerate(messages):
+        _add_message(chat, message, f"messages[{index}]")
     if "template_kwargs" in own:
         chat.template_kwargs.CopyFrom(_struct(own["template_kwargs"]))
     if "tools" in own:
@@ -42,7 +47,7 @@ def chat_request(messages: Sequence[Message], options: Mapping[str, Any]) -> inf
         chat.tool_choice.CopyFrom(write_choice(own["tool_choice"]))
     for name in ("add_generation_prompt", "parallel_tool_calls", "include_reasoning"):
         if name in own:
-            _set(chat, name, own[name])
+            set_field(chat, name, own[name])
     request.chat.CopyFrom(chat)
     return request
 
@@ -55,10 +60,31 @@ def check_streamed(request: inference_pb2.GenerateRequest) -> None:
         raise InvalidArgument("use_beam_search is not available in a stream", "use_beam_search")
 
 
-def _message(message: Message) -> inference_pb2.ChatMessage:
-    calls = message.get("tool_calls", ())
-    texts: dict[str, Any] = {name: value for name, value in message.items() if name != "tool_calls"}
-    return inference_pb2.ChatMessage(**texts, tool_calls=map(write_call, calls))
+def set_field(message: ProtoMessage, name: str, value: object, field: str = "") -> None:
+    """Set a field to a value of the caller. ``field``: what the caller calls it; empty: the same.
+
+    Raises ``InvalidArgument`` for a value that the field cannot hold.
+    """
+    field = field or name
+    value = narrow(name, value) if name in _OF_TABLE else value
+    try:
+        if isinstance(value, list | tuple):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgument(f"{field}: {error}", field) from None
+
+
+def _add_message(chat: inference_pb2.ChatPrompt, message: Message, where: str) -> None:
+    if not isinstance(message, Mapping):
+        raise InvalidArgument(f"{where} must be a mapping with role and content", where)
+    turn = chat.messages.add()
+    for name, value in message.items():
+        if name == "tool_calls":
+            turn.tool_calls.extend(write_calls(value, f"{where}.tool_calls"))
+        elif value is not None:
+            set_field(turn, name, value, f"{where}.{name}")
 
 
 def _request(options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
@@ -70,7 +96,7 @@ def _request(options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
         if name in SAMPLING_NAMES:
             sampling[name] = value
         elif value is not None and name not in _OF_BEAMS:
-            _set(request, "user_request_id" if name == "request_id" else name, value)
+            set_field(request, "user_request_id" if name == "request_id" else name, value, name)
     request.sampling_params.CopyFrom(narrow_sampling(sampling))
     _set_beam_search(request, options)
     # The prompt's log probabilities are returned by token id.
@@ -83,24 +109,9 @@ def _set_beam_search(request: inference_pb2.GenerateRequest, options: Mapping[st
     if options.get("use_beam_search"):
         request.beam_search.SetInParent()
         if penalty is not None:
-            _set(request.beam_search, "length_penalty", penalty)
+            set_field(request.beam_search, "length_penalty", penalty)
     elif penalty is not None:
         raise InvalidArgument("length_penalty needs use_beam_search", "length_penalty")
-
-
-def _set(
-    message: inference_pb2.GenerateRequest | inference_pb2.ChatPrompt | inference_pb2.BeamSearch,
-    name: str,
-    value: object,
-) -> None:
-    value = narrow(name, value) if name in _OF_TABLE else value
-    try:
-        if isinstance(value, list):
-            getattr(message, name).extend(value)
-        else:
-            setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{name}: {error}", name) from None
 
 
 def _struct(values: Mapping[str, Any]) -> struct_pb2.Struct:

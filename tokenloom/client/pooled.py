@@ -1,17 +1,25 @@
 """Makes requests for vectors, classes and scores, and joins their responses."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message
 
-from tokenloom.v1 import inference_pb2, types_pb2
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.narrowing import narrow_token_ids
+from tokenloom.v1 import inference_pb2
 
+from .client_request import set_field
+
+R = TypeVar("R", bound=Message)
 PoolInput = str | Sequence[int]
 """A text, or token ids of the model's tokenizer."""
 Arrays = list[npt.NDArray[np.float32]]
+_OF_EVERY_CALL = frozenset({"truncate_prompt_tokens", "priority"})
+_ARGUMENTS = frozenset({"inputs", "query", "documents", "task", "options"})
 
 
 @dataclass(frozen=True)
@@ -28,79 +36,58 @@ class Pooled:
     cached_tokens: int
 
 
-def inputs_of(inputs: Iterable[PoolInput]) -> list[inference_pb2.PoolInput]:
-    return [
-        inference_pb2.PoolInput(text=each)
-        if isinstance(each, str)
-        else inference_pb2.PoolInput(token_ids=types_pb2.TokenIds(ids=each))
-        for each in inputs
-    ]
+def embed_request(inputs: Iterable[PoolInput], **options: Any) -> inference_pb2.EmbedRequest:
+    """``options``: ``model``, ``dimensions``, ``normalize`` and those of every call. Raises ``InvalidArgument``."""
+    return _filled(inference_pb2.EmbedRequest(inputs=_inputs(inputs)), options)
 
 
-def input_options(truncate_prompt_tokens: int | None = None, priority: int = 0) -> inference_pb2.PoolInputOptions:
-    return inference_pb2.PoolInputOptions(truncate_prompt_tokens=truncate_prompt_tokens, priority=priority)
+def classify_request(inputs: Iterable[PoolInput], **options: Any) -> inference_pb2.ClassifyRequest:
+    """``options``: ``model``, ``use_activation`` and those of every call. Raises ``InvalidArgument``."""
+    return _filled(inference_pb2.ClassifyRequest(inputs=_inputs(inputs)), options)
 
 
-def embed_request(
-    inputs: Iterable[PoolInput],
-    *,
-    model: str | None = None,
-    dimensions: int | None = None,
-    normalize: bool | None = None,
-    **options: Any,
-) -> inference_pb2.EmbedRequest:
-    return inference_pb2.EmbedRequest(
-        model=model or "",
-        inputs=inputs_of(inputs),
-        dimensions=dimensions,
-        normalize=normalize,
-        options=input_options(**options),
-    )
+def score_request(query: str, documents: Iterable[str], **options: Any) -> inference_pb2.ScoreRequest:
+    """``options``: as of :func:`classify_request`. Raises ``InvalidArgument``."""
+    request = inference_pb2.ScoreRequest()
+    set_field(request, "query", query)
+    set_field(request, "documents", list(documents) if _is_list(documents) else documents)
+    return _filled(request, options)
 
 
-def classify_request(
-    inputs: Iterable[PoolInput], *, model: str | None = None, use_activation: bool | None = None, **options: Any
-) -> inference_pb2.ClassifyRequest:
-    return inference_pb2.ClassifyRequest(
-        model=model or "", inputs=inputs_of(inputs), use_activation=use_activation, options=input_options(**options)
-    )
+def pool_request(inputs: Iterable[PoolInput], task: str, **options: Any) -> inference_pb2.PoolRequest:
+    """``task``: its name in vLLM, such as ``token_embed``; ``options``: ``model``, ``dimensions``, ``use_activation``
+    and those of every call. Raises ``InvalidArgument``."""
+    request = inference_pb2.PoolRequest(inputs=_inputs(inputs))
+    set_field(request, "task", f"POOLING_TASK_{task}".upper())
+    return _filled(request, options)
 
 
-def score_request(
-    query: str,
-    documents: Iterable[str],
-    *,
-    model: str | None = None,
-    use_activation: bool | None = None,
-    **options: Any,
-) -> inference_pb2.ScoreRequest:
-    return inference_pb2.ScoreRequest(
-        model=model or "",
-        query=query,
-        documents=documents,
-        use_activation=use_activation,
-        options=input_options(**options),
-    )
+def _inputs(inputs: Iterable[PoolInput]) -> list[inference_pb2.PoolInput]:
+    if not _is_list(inputs):
+        raise InvalidArgument("inputs must be a list of texts or lists of token ids", "inputs")
+    found = []
+    for index, each in enumerate(inputs):
+        found.append(inference_pb2.PoolInput())
+        if isinstance(each, str):
+            set_field(found[-1], "text", each, f"inputs[{index}]")
+        else:
+            found[-1].token_ids.ids.extend(narrow_token_ids(f"inputs[{index}]", each))
+    return found
 
 
-def pool_request(
-    inputs: Iterable[PoolInput],
-    task: str,
-    *,
-    model: str | None = None,
-    dimensions: int | None = None,
-    use_activation: bool | None = None,
-    **options: Any,
-) -> inference_pb2.PoolRequest:
-    """``task``: its name in vLLM, such as ``token_embed``. Raises ``ValueError`` for one that does not exist."""
-    return inference_pb2.PoolRequest(
-        model=model or "",
-        inputs=inputs_of(inputs),
-        task=f"POOLING_TASK_{task.upper()}",
-        dimensions=dimensions,
-        use_activation=use_activation,
-        options=input_options(**options),
-    )
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
+
+
+def _filled(request: R, options: Mapping[str, Any]) -> R:
+    """Set the options that the caller has given. Raises ``TypeError`` for a name that is none, as Python does."""
+    for name, value in options.items():
+        message: Message = request.options if name in _OF_EVERY_CALL else request  # type: ignore[attr-defined]
+        if name not in message.DESCRIPTOR.fields_by_name or name in _ARGUMENTS:
+            raise TypeError(f"{name!r} is not an option of this call")
+        if value is not None:
+            set_field(message, name, value)
+    return request
 
 
 def read_pooled(responses: Iterable[inference_pb2.PoolResponse]) -> Pooled:

@@ -56,9 +56,12 @@ def add_delta(calls: list[ToolCall], delta: ToolCallDelta) -> None:
         calls[delta.index] = ToolCall(call.id, call.name, call.arguments + delta.arguments)
 
 
-def write_call(call: ToolCall) -> inference_pb2.ToolCall:
-    function = inference_pb2.FunctionCall(name=call.name, arguments=call.arguments)
-    return inference_pb2.ToolCall(id=call.id, function=function)
+def write_calls(calls: object, where: str) -> list[inference_pb2.ToolCall]:
+    """Convert the calls of an assistant's turn. Raises ``InvalidArgument`` naming ``where`` they stand."""
+    if isinstance(calls, Sequence) and all(isinstance(call, ToolCall) for call in calls):
+        functions = [inference_pb2.FunctionCall(name=call.name, arguments=call.arguments) for call in calls]
+        return [inference_pb2.ToolCall(id=call.id, function=each) for call, each in zip(calls, functions, strict=True)]
+    raise InvalidArgument(f"{where} must hold objects of tokenloom.client.ToolCall", where)
 
 
 def write_tools(tools: Sequence[Tool]) -> list[inference_pb2.Tool]:

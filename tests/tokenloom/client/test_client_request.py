@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from tokenloom.client import ToolCall, errors
 from tokenloom.client.client_request import chat_request, check_streamed, prompt_request
 from tokenloom.client.options import Options
+from tokenloom.client.pooled import classify_request, embed_request, pool_request, score_request
 from tokenloom.request.sampling_params import StructuredOutputsParams
+from tokenloom.v1 import types_pb2
 
 VALUES: dict[str, Any] = {
     "max_tokens": 5,
@@ -160,3 +163,54 @@ def test_wrong_tools_are_named(options: dict[str, Any], word: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=f"^{re.escape(word)}") as caught:
         chat_request([{"role": "user", "content": "hi"}], options)
     assert caught.value.field == word
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: prompt_request("a\ud800", {}), "prompt"),
+        (lambda: prompt_request(None, {}), "prompt"),  # type: ignore[arg-type]
+        (lambda: prompt_request("a", {"request_id": 5}), "request_id"),
+        (lambda: prompt_request("a", {"priority": "high"}), "priority"),
+        (lambda: chat_request(5, {}), "messages"),  # type: ignore[arg-type]
+        (lambda: chat_request(["hi"], {}), "messages[0]"),  # type: ignore[list-item]
+        (lambda: chat_request([{"role": "user", "content": [1]}], {}), "messages[0].content"),  # type: ignore[typeddict-item]
+        (lambda: chat_request([{"role": "user", "image": "x"}], {}), "messages[0].image"),  # type: ignore[typeddict-unknown-key]
+        (lambda: chat_request([{"role": "assistant", "tool_calls": [{}]}], {}), "messages[0].tool_calls"),  # type: ignore[typeddict-item]
+        (lambda: chat_request([], {"tools": [{"function": {"name": 5}}]}), "tools[0].function"),
+        (lambda: embed_request("one text"), "inputs"),
+        (lambda: embed_request([["a"]]), "inputs[0]"),  # type: ignore[list-item]
+        (lambda: embed_request(["a"], dimensions="many"), "dimensions"),
+        (lambda: classify_request(["a"], use_activation="yes"), "use_activation"),
+        (lambda: score_request("q", "one document"), "documents"),
+        (lambda: score_request(5, ["d"]), "query"),  # type: ignore[arg-type]
+        (lambda: pool_request(["a"], "nonsense"), "task"),
+        (lambda: pool_request(["a"], "embed", truncate_prompt_tokens=1.5), "truncate_prompt_tokens"),
+    ],
+)
+def test_a_wrong_value_is_an_error_of_ours_that_names_the_argument(make: Callable[[], object], field: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as refusal:
+        make()
+    assert refusal.value.field == field
+    assert field in refusal.value.message
+
+
+def test_an_option_that_does_not_exist_is_a_type_error() -> None:
+    for make in (
+        lambda: prompt_request("a", {"max_token": 5}),
+        lambda: embed_request(["a"], use_activation=True),
+        lambda: score_request("q", ["d"], inputs=[]),
+    ):
+        with pytest.raises(TypeError, match="is not an option"):
+            make()
+
+
+def test_pooling_options_reach_their_fields() -> None:
+    request = embed_request(
+        ["a", [1, 2]], model="m", dimensions=3, normalize=False, truncate_prompt_tokens=4, priority=5
+    )
+    assert (request.model, request.dimensions, request.normalize) == ("m", 3, False)
+    assert (request.options.truncate_prompt_tokens, request.options.priority) == (4, 5)
+    assert (request.inputs[0].text, list(request.inputs[1].token_ids.ids)) == ("a", [1, 2])
+    assert not embed_request(["a"], dimensions=None).HasField("dimensions")
+    assert pool_request(["a"], "token_embed").task == types_pb2.POOLING_TASK_TOKEN_EMBED

@@ -30,4 +30,4 @@ def error_body(error: errors.TokenloomError) -> dict[str, object]:
     return {"type": "error", "error": {"type": _TYPES.get(error.http_status, "api_error"), "message": message}}
 
 
-ANTHROPIC = ErrorForm(error_body, event_name=b"error")
+ANTHROPIC = ErrorForm(error_body, event_name=b"error", id_header=b"request-id")

@@ -20,6 +20,7 @@ _STOP_REASONS = {
     "repetition": "max_tokens",  # the API has no other word for a turn that a limit has ended
     "abort": "pause_turn",  # the client sends the turn back, and the model continues it
 }
+_UNCACHED = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
 class MessageAnswer:
@@ -36,7 +37,8 @@ class MessageAnswer:
 
     def first_events(self) -> bytes:
         """Return the events before any output."""
-        usage = {"input_tokens": self._generation.usage.prompt_tokens, "output_tokens": 0}
+        # How many of the prompt's tokens were cached is known at the end; the usage there replaces this one.
+        usage = {"input_tokens": self._generation.usage.prompt_tokens, "output_tokens": 0} | _UNCACHED
         message = self._message([], None, None) | {"usage": usage}
         return event("message_start", {"message": message})
 

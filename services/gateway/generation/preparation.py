@@ -282,7 +282,7 @@ def _submit(
 def _num_kept(job: GenerateRequest, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> int:
     """Return how many tokens of a prompt are kept, as ``truncate_prompt_tokens`` of the job asks."""
     keep, most = job.truncate_prompt_tokens or 0, limits.max_model_len
-    if keep == 0:
+    if keep == 0 or keep < -1:
         raise errors.InvalidArgument("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
     if keep > most:
         raise errors.InvalidArgument(

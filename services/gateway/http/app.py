@@ -207,7 +207,7 @@ class Cors:
         if origin is not None and (self._any or origin in self._origins):
             exchange.extra_headers = (
                 (b"access-control-allow-origin", b"*" if self._any else origin),
-                (b"access-control-expose-headers", b"x-request-id, retry-after, x-tokenloom-ignored"),
+                (b"access-control-expose-headers", b"x-request-id, request-id, retry-after, x-tokenloom-ignored"),
                 (b"vary", b"origin"),
             )
 
@@ -220,7 +220,7 @@ class Cors:
         headers: Headers = ()
         if exchange.extra_headers:
             headers = (
-                (b"access-control-allow-methods", b"GET, HEAD, POST"),
+                (b"access-control-allow-methods", b"GET, HEAD, POST, DELETE"),
                 (b"access-control-allow-headers", b"authorization, content-type, x-request-id, *"),
                 (b"access-control-max-age", str(_PREFLIGHT_SECONDS).encode()),
             )

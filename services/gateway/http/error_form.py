@@ -1,4 +1,4 @@
-"""Says how an API reports errors."""
+"""Says how an API reports errors, and names requests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ class ErrorForm:
     """Name of the event that reports an error in a stream that has begun; empty: it has none."""
     describe_event: Callable[[errors.TokenloomError], object] | None = None
     """Returns the JSON of that event, where it is not that of a response."""
+    id_header: bytes = b""
+    """Name of the header in which the API's clients look for the request's id, besides ``x-request-id``."""
     is_lines: bool = False
     """Whether a stream consists of lines of JSON instead of events."""
 

@@ -235,6 +235,8 @@ class HttpExchange:
         self.started = True
         self.status = status
         all_headers = (*headers, *self.extra_headers, (b"x-request-id", self.request_id))
+        if name := self.error_form.id_header:
+            all_headers = (*all_headers, (name, self.request_id))
         self.response.begin(status, all_headers, body, is_cut=self.body.is_incomplete)
 
 

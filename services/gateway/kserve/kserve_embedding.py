@@ -42,6 +42,9 @@ def read_embedding(
         if name not in _PARAMETERS:
             raise InvalidArgument(f"{name[:64]} is not a parameter of embeddings: {', '.join(_PARAMETERS)}", name[:64])
     dimensions, keep = values.get("dimensions"), values.get("truncate_prompt_tokens")
+    normalize = values.get("normalize")
+    if normalize is not None and not isinstance(normalize, bool):
+        raise InvalidArgument("normalize must be a boolean", "normalize")
     job = GenerateRequest(
         [text("text_input", each) for each in texts],
         "text_input",
@@ -54,7 +57,7 @@ def read_embedding(
     params = types_pb2.PoolingParams(
         task=types_pb2.POOLING_TASK_EMBED,
         dimensions=None if dimensions is None else narrow_int("dimensions", dimensions, 1, 2**32 - 1),
-        use_activation=values.get("normalize"),
+        use_activation=normalize,
     )
     return PoolingInput(job, params)
 

@@ -177,6 +177,8 @@ class AnswerOptions:
     """Alternatives for each prompt token; None: the client did not request any."""
     tokens_as_ids: bool = False
     """Write tokens as ``token_id:…``."""
+    shows_stop: bool = False
+    """Keep in the text what ended it."""
     echo: bool = False
     """Put the prompt before the text."""
     echo_only: bool = False
@@ -214,6 +216,7 @@ class AnswerOptions:
             num_logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
             num_prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
             tokens_as_ids=bool(fields.return_tokens_as_token_ids),
+            shows_stop=fields.include_stop_str_in_output is True,
             **own,
         )
 

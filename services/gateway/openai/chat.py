@@ -1,6 +1,6 @@
 """``/v1/chat/completions``: reads bodies and shapes answers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,8 @@ class ChatAnswer:
         self._writer = base.writer
         self._live = base.generation.num_samples
         self._has_details = base.has_details or base.options.plan is not None
+        # The token that ends an output is not part of its text, so it has no entry, as in OpenAI's API.
+        self._ends: Sequence[int] = () if base.options.shows_stop else base.generation.stop_token_ids
         self._turns: list[_Turn] = []
         for index in range(self._live):
             self._turns.append(_Turn(base, index))
@@ -133,6 +135,8 @@ class ChatAnswer:
         turn, as_ids = self._turns[delta.index], self._base.options.tokens_as_ids
         num_values = 0
         for at in self._base.positions(delta):
+            if at.token_id in self._ends:
+                continue
             turn.logprobs.add(chat_entry(at, as_ids=as_ids))
             num_values += 1 + len(at.ids)
             if num_values >= VALUES_PER_STEP:

@@ -4,6 +4,7 @@ An answer may hold millions of them. So they are written as JSON position by pos
 pause, and what is written of a token is kept for the next time.
 """
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import repeat
@@ -91,6 +92,8 @@ class CompletionLogprobs:
         self.has_begun = False
         self._as_ids = as_ids
         self._offset = 0
+        # In the text, a character whose bytes are divided among tokens stands once.
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
         self._offsets: list[int] = []
         self._logprobs: list[float | None] = []
         self._tokens: list[str] = []
@@ -102,7 +105,7 @@ class CompletionLogprobs:
 
     def add_first(self, token_id: int, data: bytes) -> None:
         """Add the prompt's first token, which has no probability."""
-        self._append(_text(data, token_id if self._as_ids else None), None, b"null")
+        self._append(_text(data, token_id if self._as_ids else None), data, None, b"null")
 
     def add(self, at: TokenPosition) -> None:
         best: dict[str, float] = {}
@@ -112,7 +115,7 @@ class CompletionLogprobs:
                 best[text] = logprob
         own = _text(at.data, at.token_id if self._as_ids else None)
         best[own] = max(at.logprob, best.get(own, LOWEST))
-        self._append(own, at.logprob, encode_json(best))
+        self._append(own, at.data, at.logprob, encode_json(best))
 
     def take(self) -> Iterator[bytes]:
         """Return the JSON of what was added since the last call, in blocks."""
@@ -122,13 +125,13 @@ class CompletionLogprobs:
         yield from self._top.take()
         yield b"]}"
 
-    def _append(self, text: str, logprob: float | None, top: bytes) -> None:
+    def _append(self, text: str, data: bytes, logprob: float | None, top: bytes) -> None:
         self.has_begun = True
         self._offsets.append(self._offset)
         self._logprobs.append(logprob)
         self._tokens.append(text)
         self._top.add(top)
-        self._offset += len(text)
+        self._offset += len(self._decode(data))
 
 
 def prompt_entries(at: Iterable[TokenPosition]) -> Iterator[bytes]:

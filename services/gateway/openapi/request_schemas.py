@@ -273,7 +273,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     metadata: Annotated[dict[str, Any] | None, Meta(description="Returned as it is.")] = None
     include: Annotated[list[str] | None, Meta(description="Further parts of the response; they have no effect.")] = None
-    truncation: Annotated[str | None, Meta(description="Only disabled.")] = None
+    truncation: Annotated[str | None, Meta(description="auto, disabled; a longer input is refused.")] = None
     top_logprobs: Annotated[int | None, Meta(description="Only 0.")] = None
     max_tool_calls: Annotated[int | None, Meta(description="Limits built-in tools, of which there are none.")] = None
     stream_options: Annotated[dict[str, Any] | None, Meta(description="Have no effect.")] = None

@@ -135,9 +135,9 @@ FOREIGN_APIS = (
             "prompt": "Templates of prompts are not stored.",
             "tools[].custom": "Send functions.",
             "top_logprobs": "Use /v1/chat/completions.",
-            "truncation": "Send a shorter input.",
         },
         ignored={
+            "truncation": "A longer input is refused, as with disabled.",
             "context_management": "The client shortens its conversation.",
             "include": "Reasoning is returned as text.",
             "max_tool_calls": "Limits tools that run at OpenAI.",

@@ -24,6 +24,8 @@ _ITEMS: Mapping[str, frozenset[str]] = {
 def ignored_in_response(fields: ResponsesRequest) -> tuple[str, ...]:
     """Return fields and members that have no effect, each once. The request was checked."""
     found = [name for name in _WITHOUT_EFFECT if getattr(fields, name)]
+    if fields.truncation == "auto":  # a longer input is refused all the same
+        found.append("truncation")
     found += ignored_members("reasoning", (fields.reasoning,), _REASONING)
     found += ignored_members("text", (fields.text,), _TEXT)
     found += _in_tools(fields.tools or ())

@@ -14,7 +14,6 @@ from .input_items import Turn
 _REFUSED: Mapping[str, tuple[object, str]] = {
     "conversation": (None, "use previous_response_id"),
     "prompt": (None, "templates of prompts are not stored"),
-    "truncation": ("disabled", "send a shorter input"),
     "top_logprobs": (0, "this API returns no log probabilities here; use /v1/chat/completions"),
 }
 """Fields that may only be null or have one other value, and what to do instead."""
@@ -28,6 +27,8 @@ def chat_body(body: Body, fields: ResponsesRequest, turns: Sequence[Turn]) -> di
     for name, (neutral, advice) in _REFUSED.items():
         if getattr(fields, name) not in (None, neutral):
             raise InvalidArgument(f"{name} is not supported; {advice}", name)
+    if fields.truncation not in (None, "auto", "disabled"):
+        raise InvalidArgument("truncation must be auto or disabled", "truncation")
     chat: dict[str, Any] = {name: body[name] for name in body.keys() & (SAMPLING_FIELDS - {"max_tokens"})}
     chat["messages"] = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
     chat["messages"] += turns

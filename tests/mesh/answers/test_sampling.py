@@ -54,9 +54,11 @@ async def test_completion_logprobs(mesh: Mesh, http: httpx.AsyncClient) -> None:
     assert choice["token_ids"] == mesh.expected(PROMPT, 12)
     assert told["token_logprobs"] == [-1 / 8] * 12
     assert [sorted(top.values()) for top in told["top_logprobs"]] == [[-2 / 8, -1 / 8]] * 12
-    assert told["text_offset"] == [sum(map(len, told["tokens"][:i])) for i in range(12)]
+    for token, at in zip(told["tokens"], told["text_offset"], strict=True):
+        assert "\ufffd" in token or choice["text"][at : at + len(token)] == token
     as_ids = await post(http, prompt=PROMPT, max_tokens=12, logprobs=0, return_tokens_as_token_ids=True)
     assert as_ids["choices"][0]["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert as_ids["choices"][0]["logprobs"]["text_offset"] == told["text_offset"]
     assert as_ids["choices"][0]["logprobs"]["top_logprobs"][0] == {f"token_id:{choice['token_ids'][0]}": -1 / 8}
 
 
@@ -74,6 +76,22 @@ async def test_chat_logprobs_streamed_and_not(mesh: Mesh, http: httpx.AsyncClien
     assert told == content
     without = (await post(http, CHAT, **(fields | {"logprobs": False, "top_logprobs": 0})))["choices"][0]
     assert without["logprobs"] is None
+
+
+async def test_the_token_that_ends_a_chats_text_has_no_logprobs(mesh: Mesh, http: httpx.AsyncClient) -> None:
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 10, "logprobs": True}
+    (choice,) = (await post(http, CHAT, **fields))["choices"]
+    end = choice["token_ids"].index(choice["token_ids"][5])
+    fields |= {"stop_token_ids": [choice["token_ids"][5]]}
+    for interval in (None, 100):
+        (ended,) = (await post(http, CHAT, **fields, stream_interval=interval))["choices"]
+        assert ended["token_ids"] == choice["token_ids"][: end + 1]
+        assert ended["logprobs"]["content"] == choice["logprobs"]["content"][:end]
+        events = await stream(http, CHAT, **fields, stream_interval=interval)
+        entries = [each for event in events for each in (event["choices"][0]["logprobs"] or {"content": []})["content"]]
+        assert entries == ended["logprobs"]["content"]
+    (shown,) = (await post(http, CHAT, **fields, include_stop_str_in_output=True))["choices"]
+    assert shown["logprobs"]["content"] == choice["logprobs"]["content"][: end + 1]
 
 
 async def test_logprobs_end_where_a_stop_string_does(mesh: Mesh, http: httpx.AsyncClient) -> None:

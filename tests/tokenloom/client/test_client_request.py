@@ -48,7 +48,7 @@ OF_THE_REQUEST: dict[str, Any] = {
     "detokenize": False,
     "ignore_eos": True,
     "stream_interval": 4,
-    "truncate_prompt_tokens": 9,
+    "truncate_prompt_tokens": -1,
     "add_special_tokens": False,
     "return_prompt_token_ids": True,
     "return_timeline": True,

@@ -49,6 +49,7 @@ async def test_a_whole_answer(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     response = await post(http, system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}])
     message = response.json()
     assert response.status_code == 200
+    assert response.headers["request-id"] == response.headers["x-request-id"]
     assert message.pop("id").startswith("msg_")
     num_prompt = message["usage"]["input_tokens"] + 1  # one token was cached
     assert message == {
@@ -122,6 +123,17 @@ async def test_text_after_a_call_in_the_same_piece_keeps_its_place(socket_dir: P
         assert (call.input, text.text) == ({"city": "Oslo"}, "So.")
 
 
+async def test_both_usages_of_a_stream_count_the_whole_prompt(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    mesh.outputs.auto = ["x"]
+    lines = (await post(http, stream=True)).text.splitlines()
+    events = {event["type"]: event for line in lines if line.startswith("data: ") for event in [json.loads(line[6:])]}
+    first, last = events["message_start"]["message"]["usage"], events["message_delta"]["usage"]
+    assert first.keys() == last.keys()
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert sum(first[name] for name in names) == sum(last[name] for name in names) > 1
+    assert last["cache_read_input_tokens"] == 1
+
+
 async def test_a_stream_with_a_call_as_anthropics_client_reads_it(socket_dir: Path) -> None:
     async with claude(socket_dir) as (mesh, client):
         mesh.outputs.auto = CALL
@@ -134,6 +146,7 @@ async def test_a_stream_with_a_call_as_anthropics_client_reads_it(socket_dir: Pa
     assert text.text == "I ask."
     assert (call.name, call.input) == ("get_weather", {"city": "Oslo"})
     assert message.stop_reason == "tool_use"
+    assert message.usage.cache_read_input_tokens == 1
     assert message.usage.output_tokens == sum(map(len, CALL))
     assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
@@ -279,6 +292,7 @@ async def test_a_wrong_body_is_refused_in_anthropics_form(
     response = await post(http, **fields)
     error = response.json()
     assert (response.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert response.headers["request-id"]
     assert where in error["error"]["message"]
 
 

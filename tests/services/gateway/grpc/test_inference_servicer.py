@@ -43,6 +43,23 @@ async def test_a_stream_of_text_and_tokens(mesh: FakeMesh) -> None:
     assert last.timeline.tokenize_ns > 0
 
 
+@pytest.mark.parametrize(("keep", "kept"), [(-1, 512 - 12), (5, 5), (0, None), (-2, None)])
+async def test_a_prompt_is_truncated_to_leave_room(mesh: FakeMesh, keep: int, kept: int | None) -> None:
+    request = inference_pb2.GenerateRequest(text="a" * 600, truncate_prompt_tokens=keep)
+    request.sampling_params.max_tokens = 12
+    async with mesh.inference() as stub:
+        call = stub.Generate(request)
+        if kept is None:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            return
+        submitted = await mesh.outputs.next_request()
+        assert len(submitted.submit.prompt.token_ids) == kept
+        submitted.answer("x")
+        assert "".join([response.text async for response in call]) == "x"
+
+
 async def test_chat_and_token_ids(mesh: FakeMesh) -> None:
     mesh.outputs.auto = ["x"]
     message = inference_pb2.ChatMessage(role="user", content="hi")

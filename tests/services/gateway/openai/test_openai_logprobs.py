@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import msgspec
+import pytest
 
 from tokenloom.services.gateway.openai.openai_logprobs import (
     CompletionLogprobs,
@@ -72,6 +73,15 @@ def test_an_entry_without_alternatives() -> None:
     reported = SlotTextLogprobs(logprobs=Logprobs(sampled=[-0.5], rank=[3]), sampled_text=[b'"\n'])
     (at,) = positions([reported], [10], 0, 0)
     assert entry(at) == {"token": '"\n', "logprob": -0.5, "bytes": [34, 10], "top_logprobs": []}
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_character_that_tokens_divide_stands_once_in_the_text(as_ids: bool) -> None:
+    columns = CompletionLogprobs(as_ids=as_ids)
+    smile = "🙂".encode()
+    for data in (b"a", smile[:1], smile[1:3], smile[3:], "é".encode(), b"b"):
+        columns.add(TokenPosition(5, data, -1.0, 1, (), (), (), ()))
+    assert taken(columns)["text_offset"] == [0, 1, 1, 1, 2, 3]
 
 
 def test_a_completions_columns_go_on_where_they_were() -> None:

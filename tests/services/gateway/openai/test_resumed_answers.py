@@ -81,6 +81,7 @@ class FakeGeneration(SimpleNamespace):
             prompt_logprobs={0: [prompt_logprobs()]},
             opens_reasoning=False,
             may_reason=True,
+            stop_token_ids=(),
             reasoning=None,
             completion_tokens=[0] * num_outputs,
             usage=inference_pb2.Usage(prompt_tokens=2, completion_tokens=5),

@@ -1,5 +1,6 @@
 """Tests vectors in the forms of other servers: Ollama's API and the Open Inference Protocol."""
 
+import grpc.aio
 import httpx
 import pytest
 
@@ -42,6 +43,13 @@ async def test_kserve_has_a_tensor_of_vectors(mesh: FakeMesh) -> None:
         (output,) = response.outputs
         assert (output.name, list(output.shape), response.id) == ("embedding", [2, 2], "7")
         assert list(output.contents.fp32_contents) == [3, 97, 1, 98]
+        wrong = pb.ModelInferRequest()
+        wrong.CopyFrom(request)
+        wrong.parameters["normalize"].string_param = "yes"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ModelInfer(wrong)
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "normalize must be a boolean" in (refused.value.details() or "")
         (submit, _) = [each.submit for each in mesh.outputs.sessions[0].requests.values()]
         assert submit.pooling_params.HasField("use_activation")
         del tensor.contents.bytes_contents[:]

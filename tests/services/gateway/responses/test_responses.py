@@ -344,7 +344,7 @@ async def test_only_allowed_tools_may_be_called(socket_dir: Path, mode: str) -> 
         ({"tool_choice": {"type": "allowed_tools", "mode": "all"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
         ({"background": True, "stream": True}, "background"),
         ({"background": True, "store": False}, "background"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),

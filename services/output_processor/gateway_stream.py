@@ -1,7 +1,11 @@
-"""Serves the stream of one gateway: its slots, its credit and its frames."""
+"""Serves the stream of one gateway: its slots, its credit and its frames. Holds the streams of all gateways, so that a
+drain reaches each of them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.streams.server_stream import ServerStream, receive_hello
@@ -16,7 +20,7 @@ from tokenloom.v1.output_processor_pb2 import (
 )
 from tokenloom.v1.types_pb2 import FinishReason, Hello
 
-from .placement.placement import PendingPick
+from .placement.placement import FirstPick, PendingPick
 from .request.outbox import Outbox
 from .request.pooled_request import PooledRequest
 from .request.requests import Requests
@@ -24,6 +28,8 @@ from .request.sample_group import SampleGroup
 
 _SHARED_TOKENS = 1024
 """A prompt of so many tokens is worth a copy of its own."""
+_FLUSH_SECONDS = 1.0
+"""How long the gateways may take to read the last frames."""
 SUBMITS_PER_TURN = 8
 """So many requests of a message are made before the event loop serves those that run. Making one takes about 1 ms."""
 
@@ -90,33 +96,37 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
         # In the order of their numbers. Read in the order of the message's fields, all new requests came first: a
         # resumed one with a lower number ended the whole stream, and the gateway sent the same message again on the
         # next stream, without end.
-        slots = [each.slot for each in message.submit]
-        for slot in sorted(slots + [each.slot for each in message.resume]) if message.resume else slots:
-            self._take_slot(slot)
+        begun: Iterable[Submit | Resume] = message.submit
+        for one in sorted((*begun, *message.resume), key=attrgetter("slot")) if message.resume else begun:
+            self._take_slot(one.slot)
         for start in range(0, len(message.submit), SUBMITS_PER_TURN):
             if start:
                 await asyncio.sleep(0)
-            await self._submit_some([own_copy(each) for each in message.submit[start : start + SUBMITS_PER_TURN]])
+            # Engines are asked for first, so that the requests are made while the coordinator answers.
+            picked: list[tuple[Submit, FirstPick]] = []
+            is_asked = False
+            for each in message.submit[start : start + SUBMITS_PER_TURN]:
+                is_large = each.prompt.embeds or len(each.prompt.token_ids) >= _SHARED_TOKENS
+                submit = own_copy(each) if is_large else each
+                pick = self._requests.ask(submit)
+                picked.append((submit, pick))
+                is_asked = is_asked or isinstance(pick, PendingPick)
+            if is_asked:
+                await asyncio.sleep(0)  # the picks are written now
+            for submit, pick in picked:
+                self._submit(submit, pick)
+                if submit.journals:
+                    await asyncio.sleep(0)  # replaying many tokens must not hold up the requests that run
         for resume in message.resume:
             self._resume(resume)
         for slot in message.cancel_slots:
             # A slot that has ended is no error: its end and the gateway's cancellation may have crossed on the way.
             if (group := self._live.get(slot)) is not None:
                 group.cancel()
-        for each in message.withdraw:
-            self._requests.kept.withdraw(each.request_id, each.tenant)
+        for withdrawal in message.withdraw:
+            self._requests.kept.withdraw(withdrawal.request_id, withdrawal.tenant)
 
-    async def _submit_some(self, submits: Sequence[Submit]) -> None:
-        # Engines are asked for first, so that the requests are made while the coordinator answers.
-        asked = [self._requests.ask(submit) for submit in submits]
-        if any(asked):
-            await asyncio.sleep(0)  # the picks are written now
-        for submit, pick in zip(submits, asked, strict=True):
-            self._submit(submit, pick)
-            if submit.journals:
-                await asyncio.sleep(0)  # replaying many tokens must not hold up the requests that run
-
-    def _submit(self, submit: Submit, asked: PendingPick | None) -> None:
+    def _submit(self, submit: Submit, pick: FirstPick) -> None:
         group: SampleGroup | PooledRequest
         try:
             # A client that repeats its call with the same idempotency key joins the request that still runs. It is not
@@ -134,7 +144,7 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
             return
         self._begin(submit.slot, group)
         try:
-            group.start(asked)
+            group.start(pick)
         except Exception as error:  # as above, and the request has its slot now
             group.fail(error)
 
@@ -156,7 +166,7 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
 
     def _begin(self, slot: int, group: SampleGroup | PooledRequest) -> None:
         if not self._live:
-            self._begin_beats()
+            self._written_at = self._loop.time()  # beats are due from the first request on
         self._live[slot] = group
 
     def _taken(self, slot: int) -> None:
@@ -178,11 +188,56 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
         return ProcessFrame()
 
 
+class GatewayStreams:
+    """Knows the sessions that run."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[GatewayStream, None] = {}  # one for each gateway's stream
+        self._leaving = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @contextmanager
+    def joined(self, session: GatewayStream) -> Iterator[None]:
+        """Hold a session while it runs."""
+        self._sessions[session] = None
+        self._empty.clear()
+        if self._leaving:
+            session.leave()
+        try:
+            yield
+        finally:
+            del self._sessions[session]
+            if not self._sessions:
+                self._empty.set()
+
+    def leave(self) -> None:
+        """Report to every gateway that this output processor drains. To be called before a request is refused."""
+        self._leaving = True
+        for session in self._sessions:
+            session.leave()
+
+    def move(self) -> None:
+        """End all live requests, so that their gateways send them to other output processors."""
+        for session in self._sessions:
+            session.move(errors.TryElsewhere("The output processor is shutting down; retry."))
+
+    async def close(self) -> None:
+        """End all streams: after :meth:`leave` once the gateways have read what is left of them, otherwise (the service
+        has failed) at once, before the end of the streams to engines looks like the engines' own."""
+        for session in self._sessions:
+            if self._leaving:
+                session.half_close()
+            else:
+                session.abort(errors.Unavailable("The output processor is shutting down; retry."))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH_SECONDS):
+                await self._empty.wait()
+
+
 def own_copy(submit: Submit) -> Submit:
-    """Return a large request apart from the message that brought it. Requests of one message share its memory, so the
+    """Return a request apart from the message that brought it. Requests of one message share its memory, so the
     last of them to end would hold all of it; and an array that was parsed takes up to twice the room of a copy."""
-    if len(submit.prompt.token_ids) < _SHARED_TOKENS and not submit.prompt.embeds:
-        return submit
     copy = Submit()
     copy.CopyFrom(submit)
     return copy

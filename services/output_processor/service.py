@@ -19,15 +19,13 @@ from tokenloom.v1.output_processor_pb2 import ProcessInput
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_OutputProcessorServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
-from .gateway_stream import GatewayStream
-from .gateway_streams import GatewayStreams
+from .gateway_stream import GatewayStream, GatewayStreams
 from .output_processor_settings import Drain, OutputProcessorSettings
-from .placement.engine_links import EngineLinks
+from .placement.engine_link import EngineLinks
 from .placement.placement import Placer
 from .request.kept_requests import KeptRequests
-from .request.live_request import LiveRequestLimit, default_prompt_bytes
 from .request.metrics import OutputProcessorMetrics
-from .request.requests import Requests
+from .request.requests import LiveRequestLimit, Requests, default_prompt_bytes
 from .request.sample_group import SampleGroup
 from .text.vocabulary import Vocabulary
 
@@ -93,7 +91,7 @@ class OutputProcessorService:
             vocabulary,
             frozenset(info.eos_token_ids),
             OutputProcessorMetrics(host.metrics, lambda: requests.num_live, lambda: links.num_open),
-            room=LiveRequestLimit(
+            limit=LiveRequestLimit(
                 settings.max_requests, settings.max_prompt_bytes or default_prompt_bytes(memory_limit())
             ),
             kept=kept,

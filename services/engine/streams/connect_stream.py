@@ -133,7 +133,7 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
             self._changed.set()
             return
         if len(self._attempts.live) == 1:
-            self._begin_beats()
+            self._written_at = self._loop.time()  # beats are due from the first request on
         if add.HasField("timeout"):
             seconds = add.timeout.ToNanoseconds() / 1e9
             # Deadlines are kept here, so that the core needs no clock: a step is short compared with any deadline.

@@ -1,8 +1,9 @@
-"""Holds the stream to one incarnation of an engine: sends attempts by slot, receives tokens by step."""
+"""Holds the streams to engines: each to one incarnation, which gets attempts by slot and sends tokens by step; opened
+when it is needed, and closed when it has been idle for long."""
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +13,9 @@ from tokenloom.request import errors, logprob_columns
 from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import check_hello
+from tokenloom.services.runtime.placement.pool import longest_request
 from tokenloom.services.runtime.streams.client_stream import ClientStream, describe, was_silent
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, PickId, SlotLogprobs
 from tokenloom.v1.engine_pb2_grpc import EngineStub
@@ -25,6 +28,11 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 6.0
 """How long an engine may take to answer a Hello before its requests are placed elsewhere: its event loop may be busy
 for 5 s."""
+
+
+IDLE_SECONDS = 60.0
+"""How long a link that is one too many stays open without requests: opening one costs a request some milliseconds,
+keeping one costs both sides a few pings a second."""
 
 
 class _StepHangs(errors.Unavailable):
@@ -93,6 +101,8 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self.serves = identity.fingerprint
         """What the engine serves, by its own hello once there is one: weights may be newer than the pick."""
         self.key = EngineKey(identity.engine_id, identity.epoch)
+        self.longest_request = longest_request(identity)
+        """Tokens of one request that the engine holds at most."""
         self.error: errors.TokenloomError | None = None
         """Why the link is dead; None while it is not."""
         self.may_compute = False
@@ -105,11 +115,8 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self._step = 0
         self._same_step = LivenessTimer()
         self._used_at = asyncio.get_running_loop().time()
-
-    @property
-    def is_open(self) -> bool:
+        self.is_open = False
         """Whether both sides have said hello and neither has ended."""
-        return self._opened.is_set() and self.error is None
 
     @property
     def idle_seconds(self) -> float:
@@ -183,6 +190,7 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         )
         if frame.hello.fingerprint.ByteSize():
             self.serves = frame.hello.fingerprint
+        self.is_open = True
         self._opened.set()
 
     def _look(self) -> None:
@@ -243,6 +251,7 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         level = logging.WARNING if self.slots else logging.INFO
         log.log(level, "engine %s: %s", self.identity.engine_id, describe(cause))
         self.error = errors.Unavailable("The engine became unavailable; retry.")
+        self.is_open = False
         self._opened.set()
         attempts = self.detach()
         fell_silent = was_silent(cause)
@@ -256,6 +265,84 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
             attempt.owner.on_lost(attempt, is_alone=is_alone)
         if self._call is not None:
             self._call.cancel()  # dropping a call does not end it
+
+
+class EngineLinks:
+    """Holds the links of this process: one for each incarnation of an engine, opened when it is first needed.
+
+    Links to engines outside of this process's subset, or that were in it before, are closed when they have been idle
+    for :data:`IDLE_SECONDS`. As many links as the subset has engines stay open.
+    """
+
+    def __init__(
+        self,
+        make_hello: Callable[[EngineIdentity], Hello],
+        on_failure: Callable[[BaseException], None],
+        channels: Channels,
+        *,
+        hang_seconds: float,
+        num_kept: int,
+    ) -> None:
+        """Args:
+        on_failure: Called when a bug ended a link, because its requests may then never end.
+        num_kept: Links that stay open, however long they are idle.
+        """
+        self._make_hello = make_hello
+        self._channels = channels
+        self._hang_seconds = hang_seconds
+        self._num_kept = num_kept
+        self._links: dict[EngineKey, EngineLink] = {}  # one for each live engine; dead links are removed
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks = Tasks(on_failure)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._links)
+
+    def find_open(self, key: EngineKey) -> EngineLink | None:
+        """Return the link to an engine if it is open."""
+        link = self._links.get(key)
+        return link if link is not None and link.is_open else None
+
+    async def get(self, identity: EngineIdentity) -> EngineLink:
+        """Return an open link. Raises ``Unavailable`` when the engine does not answer or is not the one expected."""
+        key = EngineKey(identity.engine_id, identity.epoch)
+        link = self._links.get(key)
+        # A dead link may still be in the table, because its task ends a turn later than the link.
+        if link is None or link.error is not None:
+            link = EngineLink(identity, self._make_hello(identity), self._channels, hang_seconds=self._hang_seconds)
+            self._links[key] = link
+            self._tasks.spawn(self._run(link), name=f"engine-link {identity.engine_id}")
+            self._look_later()
+        link.touch()
+        await link.opened()
+        return link
+
+    async def close(self) -> None:
+        """End every link; the engines abort the requests that were live on them."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._tasks.close()
+
+    def _look_later(self) -> None:
+        if self._timer is None and len(self._links) > self._num_kept:
+            self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS / 4, self._close_idle)
+
+    def _close_idle(self) -> None:
+        """Close the links that have been idle for longest, as long as there are too many."""
+        self._timer = None
+        idle = [link for link in self._links.values() if link.idle_seconds >= IDLE_SECONDS]
+        idle.sort(key=lambda link: -link.idle_seconds)
+        for link in idle[: max(len(self._links) - self._num_kept, 0)]:
+            link.close()
+        self._look_later()
+
+    async def _run(self, link: EngineLink) -> None:
+        try:
+            await link.run()
+        finally:
+            if self._links.get(link.key) is link:
+                del self._links[link.key]
 
 
 def _of_tokens(columns: SlotLogprobs, token_index: int, count: int) -> Logprobs:

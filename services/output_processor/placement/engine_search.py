@@ -1,19 +1,69 @@
-"""Remembers, for one sample, which engines failed it, and paces the search for the next one."""
+"""Decides for one sample whether, where and when it continues after an engine has failed it."""
 
 import asyncio
+from collections.abc import Callable
 
 from tokenloom.request import errors
-from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
+from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt, cause_of
+from tokenloom.v1.output_processor_pb2 import Submit
 
+from .engine_link import EngineAttempt
 from .last_snapshot import EngineKey
 
 MIN_DELAY_SECONDS = 0.05
 MAX_DELAY_SECONDS = 1.0
 _MAX_EXCLUDED = 8
+MAX_ENGINE_DEATHS = 2
+"""Engines that may die while they run only this request. Then it ends, because the request itself may kill them."""
+_GIVE_UP_SECONDS = 0.25
+_GIVE_UP_SHARE = 0.25
+
+
+class Lifetime:
+    """Holds what bounds the attempts at one request; its samples share it.
+
+    An engine that dies is counted only if it ran nothing but this request: requests that were merely computed together
+    with one that kills engines are not blamed, and only their deadline ends them.
+
+    Attributes:
+        deadline: Time of the event loop; None: no limit.
+        give_up_at: When the request no longer waits for an engine: shortly before its deadline, so that the error that
+            says why arrives before the gateway's own timer ends the request. None: no limit.
+        num_deaths: Engines that died while they ran only this request, earlier output processors' counts included.
+    """
+
+    def __init__(self, submit: Submit, now: float) -> None:
+        """``now``: when the request was submitted, by the event loop."""
+        self.deadline: float | None = None
+        self.give_up_at: float | None = None
+        if submit.HasField("timeout"):
+            timeout = submit.timeout.ToNanoseconds() / 1e9
+            self.deadline = now + timeout
+            self.give_up_at = self.deadline - min(_GIVE_UP_SECONDS, _GIVE_UP_SHARE * timeout)
+        self.num_deaths = submit.engine_deaths
+        self._dead: list[EngineKey] = []  # at most MAX_ENGINE_DEATHS
+
+    def engine_died(self, key: EngineKey) -> bool:
+        """Count an engine that died while it ran only this request. Returns False if another sample has reported it."""
+        if key in self._dead or self.num_deaths >= MAX_ENGINE_DEATHS:
+            return False
+        self._dead.append(key)
+        self.num_deaths += 1
+        return True
+
+    def verdict(self) -> errors.EngineKiller | None:
+        """Return the error of a request that no further engine may run; None if it may continue."""
+        if self.num_deaths < MAX_ENGINE_DEATHS:
+            return None
+        return errors.EngineKiller(
+            f"The engine died {self.num_deaths} times while it ran only this request, so the request is not tried "
+            "again. Report it to the operator before you send it again."
+        )
 
 
 class EngineSearch:
-    """Says which engines the next pick excludes and when it may be made.
+    """Takes note of each attempt that an engine failed, and says which engines the next pick excludes and when it may
+    be made.
 
     A sample that lost its engine is placed again at once, on another engine. If it gets nowhere (no engine takes it, or
     one engine after the other fails it before a token), each further round begins after a delay, which doubles up to
@@ -27,11 +77,25 @@ class EngineSearch:
         overload: Why the sample ends if no other engine has room: an engine refused it because it is full.
     """
 
-    def __init__(self, budget: RetryBudget, give_up_at: float | None = None) -> None:
-        """``budget``: of this process. ``give_up_at``: time of the event loop after which the sample waits no longer;
-        None: it waits without end."""
+    def __init__(
+        self,
+        budget: RetryBudget,
+        lifetime: Lifetime,
+        num_samples: int = 1,
+        is_shared: Callable[[EngineKey, int], bool] = lambda _, num_samples: False,
+        on_engine_death: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Args:
+        budget: Of this process.
+        num_samples: Those of the request.
+        is_shared: Says whether an engine ran more live requests than so many samples of one.
+        on_engine_death: Called when an engine died while it ran only this request.
+        """
         self._debt = RetryDebt(budget)
-        self._give_up_at = give_up_at
+        self._lifetime = lifetime
+        self._num_samples = num_samples
+        self._is_shared = is_shared
+        self._on_engine_death = on_engine_death
         self._num_failures = 0  # in a row, without a token between them
         self.exclude: list[EngineKey] = []
         self.is_admitted = False
@@ -42,23 +106,32 @@ class EngineSearch:
         """Whether the sample failed on two engines in a row without a token, so that a third one may fail it too."""
         return self._num_failures > 1
 
-    def failed(self, key: EngineKey, cause: Cause, *, had_output: bool) -> None:
-        """Note that an engine does not continue the sample. ``had_output``: after it had sent tokens."""
-        self._debt.failed(cause, made_progress=had_output)
-        self._exclude(key)
-        self._num_failures = 1 if had_output else self._num_failures + 1
-        self.is_admitted = True
-        self.overload = None
+    def lost(self, attempt: EngineAttempt, *, is_alone: bool) -> None:
+        """Note that the engine of an attempt died, fell silent or hangs. ``is_alone``: as in ``AttemptOwner``.
 
-    def refused(self, key: EngineKey, error: errors.TokenloomError) -> None:
-        """Note that an engine is full. A sample that was not admitted ends with ``error`` unless another engine has
-        room."""
-        if self.is_admitted:
-            self.failed(key, Cause.FULL, had_output=False)
-            return
-        self._debt.failed(Cause.FULL)
-        self._exclude(key)
-        self.overload = error
+        Requests of other output processors on that engine show in the coordinator's last snapshot. Without a sign of
+        them, the request was alone.
+        """
+        if is_alone and not self._is_shared(attempt.link.key, self._num_samples):
+            self._blame(attempt)
+        self._failed(attempt.link.key, Cause.SILENT if attempt.link.may_compute else Cause.GONE, attempt.has_output)
+
+    def refused(self, attempt: EngineAttempt, error: errors.TokenloomError) -> bool:
+        """Note the error with which an engine ended an attempt. Returns whether another engine may answer differently:
+        the engine drains, is full or its core died."""
+        key, cause = attempt.link.key, cause_of(error)
+        if cause is Cause.GONE:
+            if isinstance(error, errors.EngineDied):
+                self._blame(attempt)
+            self._failed(key, cause, attempt.has_output)
+        elif cause is Cause.FULL and self.is_admitted:
+            self._failed(key, cause, had_output=False)
+        elif cause is Cause.FULL:
+            # A sample that was not admitted ends with the error unless another engine has room.
+            self._debt.failed(cause)
+            self._exclude(key)
+            self.overload = error
+        return cause is Cause.GONE or cause is Cause.FULL
 
     async def wait_for_budget(self, news: asyncio.Event) -> None:
         """Return when the budget of retries permits the next attempt.
@@ -77,8 +150,8 @@ class EngineSearch:
         """
         # 193 of 209 lost requests had been lost because nothing waited for an engine that was back within seconds.
         delay = min(MIN_DELAY_SECONDS * 2 ** min(max(self._num_failures - 1, 0), 10), MAX_DELAY_SECONDS)
-        if self._give_up_at is not None:
-            left = self._give_up_at - asyncio.get_running_loop().time()
+        if (give_up_at := self._lifetime.give_up_at) is not None:
+            left = give_up_at - asyncio.get_running_loop().time()
             if left <= 0:
                 reason = f" The last answer was: {cause.message}" if cause is not None else ""
                 raise errors.Unavailable(f"No engine could take the request before its deadline.{reason}")
@@ -93,3 +166,15 @@ class EngineSearch:
 
     def _exclude(self, key: EngineKey) -> None:
         self.exclude = [*(each for each in self.exclude if each != key), key][-_MAX_EXCLUDED:]
+
+    def _failed(self, key: EngineKey, cause: Cause, had_output: bool) -> None:
+        """Note that an engine does not continue the sample. ``had_output``: after it had sent tokens."""
+        self._debt.failed(cause, made_progress=had_output)
+        self._exclude(key)
+        self._num_failures = 1 if had_output else self._num_failures + 1
+        self.is_admitted = True
+        self.overload = None
+
+    def _blame(self, attempt: EngineAttempt) -> None:
+        if self._lifetime.engine_died(attempt.link.key):
+            self._on_engine_death()

@@ -1,8 +1,10 @@
 """Places legs: asks the coordinator for an engine, or the last snapshot while the coordinator is away."""
 
 import asyncio
-from collections.abc import Awaitable, Collection
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import grpc.aio
 
@@ -10,22 +12,23 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
-from tokenloom.services.runtime.placement.pool import longest_request
 from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
 from tokenloom.services.runtime.tasks import first_of
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, PickResponse, Subset
+from tokenloom.v1.coordinator_pb2 import EngineRef, PickRequest, PickResponse, Subset
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
-from .engine_cooldown import EngineCooldown
-from .engine_link import EngineAttempt, EngineLink
-from .engine_links import EngineLinks
+from .engine_link import EngineAttempt, EngineLinks
 from .engine_search import EngineSearch
 from .last_snapshot import EngineKey, LastSnapshot
 from .pick_stream import ANSWER_SECONDS, PickStream
 
 _MAX_PICKS = 3  # engines that do not answer before a request waits
+LEFT_OUT_SECONDS = 2.0
+"""Long enough for a full engine to finish a few requests, short enough for one that was only cut off."""
+MAX_LEFT_OUT = 1024
+"""Engines remembered; the oldest are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,11 @@ class PendingPick:
 
     request: PickRequest
     response: Awaitable[PickResponse]
+
+
+FirstPick: TypeAlias = PendingPick | EngineAttempt | None
+"""What is known of a request's first engine before the request is made: the pick that was asked for, an attempt on the
+only engine, or nothing."""
 
 
 class Placer:
@@ -103,23 +111,30 @@ class Placer:
         # A pick that can have one answer only still costs a message to the coordinator, its answer and a task that
         # waits for it: 0.6 ms to the first token. Without it the coordinator takes 1.3 instead of 3.0 µs of CPU per
         # token (batch of 64).
-        link = self._only_link(submit)
-        return None if link is None else EngineAttempt(link)
-
-    def _only_link(self, submit: Submit) -> EngineLink | None:
         only = self._snapshot.only_engine
-        if only is None or self._is_closed or _needs_answer(submit):
-            return None
+        if (
+            only is None
+            or self._is_closed
+            or submit.journals
+            or submit.trace_headers
+            or submit.prompt.adapter
+            or submit.HasField("pooling_params")
+            or submit.HasField("data_parallel_rank")
+        ):
+            return None  # the coordinator does more for it than to choose an engine, or may refuse it
         link = self._links.find_open(only)
-        return link if link is not None and _fits(submit, link.identity) else None
+        # The engine's KV cache must hold the prompt and the first token.
+        is_fit = link is not None and len(submit.prompt.token_ids) < link.longest_request
+        return EngineAttempt(link) if link is not None and is_fit else None
 
     def ask(self, submit: Submit) -> PendingPick | None:
-        """Ask for the first engine of a request, so that the request can be made while the coordinator answers.
+        """Ask for the first engine of a request that :meth:`at_once` does not place, so that the request can be made
+        while the coordinator answers.
 
-        Returns None when :meth:`at_once` places it, or only :meth:`place` can ask: the request continues from tokens or
-        is traced, or the coordinator is away.
+        Returns None when only :meth:`place` can ask: the request continues from tokens or is traced, or the coordinator
+        is away.
         """
-        if submit.journals or submit.trace_headers or not self._picks.is_open or self._only_link(submit) is not None:
+        if submit.journals or submit.trace_headers or not self._picks.is_open:
             return None
         request = _pick_request(submit, EngineRole.ENGINE_ROLE_PREFILL, 0, self._fingerprint, self._subset)
         return PendingPick(request, self._picks.pick(request))
@@ -132,7 +147,7 @@ class Placer:
         *,
         num_output_tokens: int = 0,
         pool: Fingerprint | None = None,
-        asked: PendingPick | None = None,
+        pending: PendingPick | None = None,
     ) -> EngineAttempt:
         """Place one leg, ``PREFILL`` for the beginning of a request. The attempt is not sent yet. Without an engine,
         wait for one.
@@ -141,12 +156,12 @@ class Placer:
             search: The engines that failed this sample, and how long it may wait.
             num_output_tokens: Output tokens so far; the engine has to compute their KV too.
             pool: What the engine of an earlier leg serves, when this leg continues from there.
-            asked: What :meth:`ask` returned for this very leg.
+            pending: What :meth:`ask` returned for this very leg.
 
         Raises ``ResourceExhausted`` when every engine is full, unless the sample was admitted before; ``Unavailable``
         when no engine took the leg in time, ``TryElsewhere`` when this process stops.
         """
-        request, response = (asked.request, asked.response) if asked else (None, None)
+        request, response = (pending.request, pending.response) if pending else (None, None)
         if request is None:
             request = _pick_request(submit, leg, num_output_tokens, pool or self._fingerprint, self._subset)
         if leg == EngineRole.ENGINE_ROLE_DECODE:
@@ -263,20 +278,31 @@ class Placer:
             return self._snapshot.pick(request, exclude)  # an engine that was full a moment ago is better than none
 
 
-def _needs_answer(submit: Submit) -> bool:
-    """Return whether the coordinator does more for a request than to choose an engine, or may refuse it."""
-    return bool(
-        submit.journals
-        or submit.trace_headers
-        or submit.prompt.adapter
-        or submit.HasField("pooling_params")
-        or submit.HasField("data_parallel_rank")
-    )
+class EngineCooldown:
+    """Holds the engines that requests should avoid for a while. ``clock``: monotonic seconds."""
 
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until: OrderedDict[EngineKey, float] = OrderedDict()  # in the order of expiry
 
-def _fits(submit: Submit, engine: EngineIdentity) -> bool:
-    """Return whether an engine's KV cache can hold the prompt and the first token."""
-    return len(submit.prompt.token_ids) < longest_request(engine)
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def add(self, key: EngineKey) -> None:
+        """Leave out an engine for :data:`LEFT_OUT_SECONDS` from now on."""
+        self._until[key] = self._clock() + LEFT_OUT_SECONDS
+        self._until.move_to_end(key)
+        while len(self._until) > MAX_LEFT_OUT:
+            self._until.popitem(last=False)
+
+    def now(self) -> frozenset[EngineKey]:
+        """Return the engines to avoid now, and forget the others."""
+        if not self._until:
+            return frozenset()
+        now = self._clock()
+        while self._until and next(iter(self._until.values())) <= now:
+            self._until.popitem(last=False)
+        return frozenset(self._until)
 
 
 async def _away() -> PickResponse:

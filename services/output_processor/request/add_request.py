@@ -35,7 +35,7 @@ def make_add(
         accepted_token_ids=accepted,
         sampling_params=params,
         priority=submit.priority,
-        timeout=_duration(seconds_left),
+        timeout=None if seconds_left is None else _duration(seconds_left),
         hold_kv=hold_kv,
         kv_source=kv_source,
         awaits_tokens=awaits_tokens,
@@ -55,7 +55,7 @@ def make_pooling_add(submit: Submit, *, pick: PickId | None, seconds_left: float
         request_id=submit.request_id,
         pooling_params=submit.pooling_params,
         priority=submit.priority,
-        timeout=_duration(seconds_left),
+        timeout=None if seconds_left is None else _duration(seconds_left),
         pick=pick,
         trace_headers=submit.trace_headers,
         tenant=submit.tenant,
@@ -64,9 +64,7 @@ def make_pooling_add(submit: Submit, *, pick: PickId | None, seconds_left: float
     return request
 
 
-def _duration(seconds: float | None) -> Duration | None:
-    if seconds is None:
-        return None
+def _duration(seconds: float) -> Duration:
     duration = Duration()
     duration.FromNanoseconds(max(0, int(seconds * 1e9)))
     return duration

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.tasks import Tasks
@@ -12,10 +13,9 @@ from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
 from tokenloom.v1.types_pb2 import EngineRole, FinishReason, Logprobs, Pooled, Timeline
 
 from ..placement.engine_link import EngineAttempt
-from ..placement.placement import PendingPick, Placer
+from ..placement.engine_search import EngineSearch, Lifetime
+from ..placement.placement import FirstPick, PendingPick, Placer
 from .add_request import make_pooling_add
-from .engine_retries import EngineRetries
-from .lifetime import Lifetime
 from .outbox import Outbox
 from .request_span import RequestSpan
 
@@ -53,8 +53,14 @@ class PooledRequest:
         self._trace = trace
         self._clock = clock
         self._on_end = on_end
-        self._lifetime = Lifetime.of(submit, asyncio.get_running_loop().time())
-        self._retries = EngineRetries(submit, self._lifetime, self._engine_died, placer)
+        self._lifetime = Lifetime(submit, asyncio.get_running_loop().time())
+        self._search = EngineSearch(
+            placer.budget,
+            self._lifetime,
+            submit.num_samples or 1,
+            placer.is_shared,
+            partial(outbox.engine_died, submit.slot),
+        )
         self._attempt: EngineAttempt | None = None
         self._placement: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -63,11 +69,12 @@ class PooledRequest:
         self._has_ended = False
         self.slot = submit.slot
 
-    def start(self, asked: PendingPick | None = None) -> None:
-        """Find an engine. ``asked``: the pick, if the coordinator was asked already."""
+    def start(self, pick: FirstPick = None) -> None:
+        """Find an engine. ``pick``: what is known of it."""
+        assert not isinstance(pick, EngineAttempt), "only the coordinator places pooling requests"
         if self._lifetime.deadline is not None:
             self._timer = asyncio.get_running_loop().call_at(self._lifetime.deadline, self._expire)
-        self._continue(asked)
+        self._continue(pick)
 
     def cancel(self) -> None:
         """End because the gateway wants no result."""
@@ -88,7 +95,7 @@ class PooledRequest:
         self._placer.release(attempt)
         try:
             error = wire_errors.from_proto(finished.error) if finished.reason == _ERROR else None
-            if error is not None and self._retries.refused(attempt, error):
+            if error is not None and self._search.refused(attempt, error):
                 self._replace()
             else:
                 self._end(finished.reason, finished, error)
@@ -98,7 +105,7 @@ class PooledRequest:
     def on_lost(self, attempt: EngineAttempt, *, is_alone: bool) -> None:
         self._placer.release(attempt)
         try:
-            self._retries.lost(attempt, is_alone=is_alone)
+            self._search.lost(attempt, is_alone=is_alone)
             self._replace()
         except Exception as error:  # the other requests of the engine are to learn of its loss, too
             self.fail(error)
@@ -120,17 +127,17 @@ class PooledRequest:
         self._num_attempts += 1
         self._continue()
 
-    def _continue(self, asked: PendingPick | None = None) -> None:
-        if (verdict := self._retries.verdict()) is not None:
+    def _continue(self, pick: PendingPick | None = None) -> None:
+        if (verdict := self._lifetime.verdict()) is not None:
             self.fail(verdict)
         else:
-            self._placement = self._tasks.spawn(self._place(asked), name=f"place {self._submit.request_id}")
+            self._placement = self._tasks.spawn(self._place(pick), name=f"place {self._submit.request_id}")
 
-    async def _place(self, asked: PendingPick | None) -> None:
+    async def _place(self, pick: PendingPick | None) -> None:
         """Find an engine and send the request. A failure ends this request, never the gateway's stream."""
         started, role = self._clock(), EngineRole.ENGINE_ROLE_PREFILL
         try:
-            attempt = await self._placer.place(self._submit, role, self._retries.search, asked=asked)
+            attempt = await self._placer.place(self._submit, role, self._search, pending=pick)
             self._placement = None
             self._timeline.placement_ns += self._clock() - started
             self._send(attempt)
@@ -151,9 +158,6 @@ class PooledRequest:
         if log.isEnabledFor(logging.DEBUG):
             request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
             request_log.debug("placed on %s", self._timeline.prefill_engine)
-
-    def _engine_died(self) -> None:
-        self._outbox.engine_died(self.slot)
 
     def _expire(self) -> None:
         self.fail(errors.DeadlineExceeded("The request's time ran out."))

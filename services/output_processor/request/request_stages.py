@@ -12,10 +12,9 @@ from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason, Logprobs, Pooled, SamplingParams
 
 from ..placement.engine_link import EngineAttempt
-from ..placement.placement import PendingPick, Placer
+from ..placement.engine_search import EngineSearch, Lifetime
+from ..placement.placement import FirstPick, PendingPick, Placer
 from .add_request import make_add
-from .engine_retries import EngineRetries
-from .lifetime import Lifetime
 from .sample_output import SampleOutput
 
 log = logging.getLogger(__name__)
@@ -54,8 +53,10 @@ class RequestStages:
         self._tasks = tasks
         self._on_end = on_end
         self._on_settled: Callable[[EngineAttempt], None] | None = None
-        self._deadline = lifetime.deadline
-        self._retries = EngineRetries(submit, lifetime, output.engine_died, placer)
+        self._lifetime = lifetime
+        self._search = EngineSearch(
+            placer.budget, lifetime, submit.num_samples or 1, placer.is_shared, output.engine_died
+        )
         self._prefill: EngineAttempt | None = None  # or the attempt that does the whole request
         self._decode: EngineAttempt | None = None
         self._next: EngineAttempt | None = None  # a decode leg that waits, because its engine still prefills
@@ -66,25 +67,28 @@ class RequestStages:
         self._pool: Fingerprint | None = None
         self.ended = False
 
-    def start(
-        self, asked: PendingPick | None = None, on_settled: Callable[[EngineAttempt], None] | None = None
-    ) -> None:
+    def start(self, pick: FirstPick = None, on_settled: Callable[[EngineAttempt], None] | None = None) -> None:
         """Find an engine. If the sample continues, :meth:`replay` comes first.
 
         Args:
-            asked: The pick for the first leg, if the coordinator was asked already.
+            pick: What is known of the first engine.
             on_settled: Called once, with the attempt whose engine has or computes the prompt's KV and decodes from it.
                 Other samples of the prompt may run there.
         """
         self._on_settled = on_settled
-        if (verdict := self._retries.verdict()) is not None:
+        if (verdict := self._lifetime.verdict()) is not None:
             self.fail(verdict)
+            return
         # With a single engine every pick chooses it, and the message to the coordinator and back costs 0.6 ms of the
         # time to the first token: 49 instead of 53 µs of CPU a token at 64 streams and steps of 4 ms.
-        elif asked is None and (attempt := self._placer.at_once(self._submit)) is not None:
-            self._begin_at_once(attempt)
-        else:
-            self._place(_PREFILL, asked)
+        attempt = self._placer.at_once(self._submit) if pick is None else pick
+        if not isinstance(attempt, EngineAttempt):
+            self._place(_PREFILL, attempt)
+            return
+        try:
+            self.begin_on(attempt)
+        except Exception as error:  # a fault of one request never ends the stream of all
+            self.fail(error)
 
     def replay(self) -> None:
         """Take the tokens that an output processor which was lost has sent; they may hold a stop string, which ends the
@@ -103,17 +107,17 @@ class RequestStages:
         """End with an error."""
         self._end(self._output.fail, error)
 
-    def _place(self, role: EngineRole, asked: PendingPick | None = None) -> None:
+    def _place(self, role: EngineRole, pick: PendingPick | None = None) -> None:
         """Begin a placement, which takes the place of the one under way."""
         self._cancel_placement()
-        self._placement = self._tasks.spawn(self._run_placement(role, asked), name=f"place {self._submit.request_id}")
+        self._placement = self._tasks.spawn(self._run_placement(role, pick), name=f"place {self._submit.request_id}")
 
     def _cancel_placement(self) -> None:
         if self._placement is not None:
             self._placement.cancel()
             self._placement = None
 
-    async def _run_placement(self, role: EngineRole, asked: PendingPick | None) -> None:
+    async def _run_placement(self, role: EngineRole, pick: PendingPick | None) -> None:
         """Find an engine and send the leg. A failure ends this sample, never the gateway's stream."""
         output = self._output
         started = output.clock()
@@ -121,31 +125,18 @@ class RequestStages:
             attempt = await self._placer.place(
                 self._submit,
                 role,
-                self._retries.search,
+                self._search,
                 num_output_tokens=len(output.token_ids),
                 pool=self._pool if role == _DECODE or output.token_ids else None,
-                asked=asked,
+                pending=pick,
             )
             self._placement = None
             output.timeline.placement_ns += output.clock() - started
-            self._placed(role, attempt)
+            self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
         except Exception as error:
             self._placement = None
             if role == _PREFILL or self._handed_over:  # otherwise it is placed again when it is due
                 self.fail(error)
-
-    def _begin_at_once(self, attempt: EngineAttempt) -> None:
-        try:
-            self._placed(_PREFILL, attempt)
-        except Exception as error:  # a fault of one request never ends the stream of all
-            self.fail(error)
-
-    def _placed(self, role: EngineRole, attempt: EngineAttempt) -> None:
-        """Send the leg to the engine that was found."""
-        self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
-        if log.isEnabledFor(logging.DEBUG):
-            request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
-            request_log.debug("%s placed on %s", EngineRole.Name(role), attempt.link.identity.engine_id)
 
     def begin_on(self, attempt: EngineAttempt) -> None:
         """Send the prefill leg, or all of the sample, to an engine."""
@@ -185,7 +176,8 @@ class RequestStages:
         kv_source: KVSource | None = None,
         awaits_tokens: bool = False,
     ) -> None:
-        left = None if self._deadline is None else self._deadline - asyncio.get_running_loop().time()
+        output, deadline = self._output, self._lifetime.deadline
+        left = None if deadline is None else deadline - asyncio.get_running_loop().time()
         request = make_add(
             self._submit,
             self._params,
@@ -195,13 +187,16 @@ class RequestStages:
             hold_kv=hold_kv,
             kv_source=kv_source,
             awaits_tokens=awaits_tokens,
-            routed_start=self._output.routed.next_start,
+            routed_start=0 if output.routed is None else output.routed.next_start,
         )
         attempt.num_accepted = len(accepted)
         try:
             attempt.link.add(request, attempt, self)
         except errors.Unavailable:
             self.on_lost(attempt, is_alone=False)  # it never ran there
+        if log.isEnabledFor(logging.DEBUG):
+            request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
+            request_log.debug("placed on %s", attempt.link.identity.engine_id)
 
     def _settle(self, attempt: EngineAttempt) -> None:
         if self._on_settled is not None:
@@ -248,15 +243,15 @@ class RequestStages:
             self.fail(error)
 
     def _finished(self, attempt: EngineAttempt, finished: Finished) -> None:
-        if finished.HasField("routed_experts"):
-            self._output.routed.add(finished.routed_experts, len(self._output.token_ids))
+        if (routed := self._output.routed) is not None and finished.HasField("routed_experts"):
+            routed.add(finished.routed_experts, len(self._output.token_ids))
         is_prefilled = finished.reason == _PREFILLED
         self._holds_kv = self._holds_kv or (is_prefilled and attempt is self._prefill)
         if self._output.stop_match is not None:
             self._end(self._output.finish, finished)
         elif is_prefilled:
             self._hand_over(attempt, finished)
-        elif finished.reason == _ERROR and self._retries.refused(attempt, wire_errors.from_proto(finished.error)):
+        elif finished.reason == _ERROR and self._search.refused(attempt, wire_errors.from_proto(finished.error)):
             self._replace(attempt)
         else:
             self._end(self._output.finish, finished)
@@ -264,7 +259,7 @@ class RequestStages:
     def on_lost(self, attempt: EngineAttempt, *, is_alone: bool) -> None:
         self._placer.release(attempt)
         try:
-            self._retries.lost(attempt, is_alone=is_alone)
+            self._search.lost(attempt, is_alone=is_alone)
             self._replace(attempt)
         except Exception as error:  # the other requests of the engine are to learn of its loss, too
             self.fail(error)
@@ -274,7 +269,7 @@ class RequestStages:
         if self._output.stop_match is not None:
             self._end(self._output.stop)
             return
-        if (verdict := self._retries.verdict()) is not None:
+        if (verdict := self._lifetime.verdict()) is not None:
             self.fail(verdict)
             return
         self._output.retry()

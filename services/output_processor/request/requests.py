@@ -2,25 +2,87 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 from tokenloom.request import errors
+from tokenloom.request.limits import Reservation
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.tracing import Tracer
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, Submit
 
-from ..placement.placement import PendingPick, Placer
+from ..placement.placement import FirstPick, Placer
 from ..text.vocabulary import Vocabulary
 from .kept_requests import KeptRequests
-from .live_request import LiveRequest, LiveRequestLimit, num_samples
 from .metrics import OutputProcessorMetrics
 from .outbox import Outbox
 from .pooled_request import PooledRequest
 from .request_span import RequestSpan
 from .sample_group import SampleGroup
 from .sample_output import SampleOutput
+
+_TOKEN_BYTES = 4
+_LIMIT_SHARE = 0.5
+"""Of the process's memory limit. The rest is for the program and the vocabulary, output, requests that are kept for
+clients that return, and messages in transit."""
+_DEFAULT_BYTES = 1 << 30
+"""Without a memory limit: as on a host of one's own."""
+
+
+def default_prompt_bytes(memory_limit: int | None) -> int:
+    """Return the memory for the prompts of live requests, in bytes. ``memory_limit``: of the process; None: none."""
+    return _DEFAULT_BYTES if memory_limit is None else int(memory_limit * _LIMIT_SHARE)
+
+
+def prompt_bytes(submit: Submit) -> int:
+    """Return the memory of a request's prompt while it is live, in bytes: that of its Submit, and of an ``AddRequest``
+    for each sample, which waits while the engine does not read."""
+    prompt = submit.prompt
+    size = _TOKEN_BYTES * len(prompt.token_ids)
+    if prompt.embeds:
+        size += sum(len(span.rows) for span in prompt.embeds)
+    # Counting requests alone was not enough: 4,096 prompts of 32,000 tokens, far below --max-requests, fill the 512 MiB
+    # of an output processor's container.
+    return size * (1 + (submit.num_samples or 1))
+
+
+class LiveRequestLimit:
+    """Bounds the requests that are live in this process, by number and by the memory of their prompts.
+
+    Attributes:
+        num_live: Samples that have not ended.
+        num_bytes: Memory of the prompts of requests that have not ended.
+    """
+
+    def __init__(self, max_requests: int, max_prompt_bytes: int) -> None:
+        self.num_live = 0
+        self.num_bytes = 0
+        self._max_requests = max_requests
+        self._max_prompt_bytes = max_prompt_bytes
+
+    def check(self, submit: Submit) -> None:
+        """Raise ``TryElsewhere`` if a request does not fit. One whose prompt alone is over the limit is taken while no
+        other request is live: it would fit nowhere else either."""
+        if self.num_live + (submit.num_samples or 1) > self._max_requests:
+            raise errors.TryElsewhere(f"The output processor already runs {self._max_requests} requests; retry.")
+        if self.num_live and self.num_bytes + prompt_bytes(submit) > self._max_prompt_bytes:
+            megabytes = self._max_prompt_bytes / (1 << 20)
+            raise errors.TryElsewhere(f"The output processor's prompts already fill {megabytes:.3g} MiB; retry.")
+
+    def take(self, submit: Submit, num_samples: int) -> Reservation:
+        """Count a request of which so many samples run. :meth:`check` has decided. Each sample that ends releases one;
+        with the last of them the memory of the prompt is given back too."""
+        num_bytes = prompt_bytes(submit)
+        self.num_live += num_samples
+        self.num_bytes += num_bytes
+
+        def give_back(ended: int) -> None:
+            self.num_live -= ended
+            if not reservation.amount:
+                self.num_bytes -= num_bytes
+
+        reservation = Reservation(give_back, num_samples)
+        return reservation
 
 
 class Requests:
@@ -34,13 +96,13 @@ class Requests:
         eos_token_ids: frozenset[int],
         metrics: OutputProcessorMetrics,
         *,
-        room: LiveRequestLimit,
+        limit: LiveRequestLimit,
         kept: KeptRequests[SampleGroup],
         tracer: Tracer | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Args:
-        room: Bounds the live requests.
+        limit: Bounds the live requests.
         kept: Holds the requests that can be resumed.
         clock: Returns nanoseconds, by which the times of requests are measured.
         """
@@ -50,7 +112,7 @@ class Requests:
         self._vocabulary = vocabulary
         self._eos_token_ids = eos_token_ids
         self._metrics = metrics
-        self._room = room
+        self._limit = limit
         self._tracer = tracer
         self._draining = False
         self._idle = asyncio.Event()
@@ -59,13 +121,15 @@ class Requests:
     @property
     def num_live(self) -> int:
         """Samples that have not ended."""
-        return self._room.num_live
+        return self._limit.num_live
 
-    def ask(self, submit: Submit) -> PendingPick | None:
-        """Ask the coordinator for the engine of a request that is not made yet. Returns None when that has to wait, or
-        when the request may be running already."""
+    def ask(self, submit: Submit) -> FirstPick:
+        """Look for the engine of a request that is not made yet. Returns None when that has to wait, or when the
+        request may be running already."""
         if submit.take_over:
             return None
+        if (attempt := self._placer.at_once(submit)) is not None:
+            return attempt
         try:
             self._check(submit)
         except errors.TryElsewhere:  # the request is about to be refused
@@ -82,12 +146,17 @@ class Requests:
         self._placer.budget.add_request()
         trace = RequestSpan.open(self._tracer, submit) if submit.trace_headers else None
 
+        live = self._take(submit, 1)
+
         def ended(slot: int, finished: RequestFinished) -> None:
-            self._sample_ended(place, finished)
+            self._sample_ended(live, finished)
             on_end(slot)
 
-        with self._taken(submit, 1) as place:
+        try:
             return PooledRequest(submit, outbox, self._placer, tasks, trace, self._clock, ended)
+        except BaseException:
+            self._give_up(live)
+            raise
 
     def make(self, submit: Submit, outbox: Outbox, tasks: Tasks, on_end: Callable[[int], object]) -> SampleGroup:
         """Return a request that has not started yet.
@@ -100,35 +169,30 @@ class Requests:
         Raises ``InvalidArgument`` for a Submit that names no sampling parameters or whose journals are not those of its
         samples, ``TryElsewhere`` when too many requests are live or this process drains.
         """
-        count = num_samples(submit)
         if submit.WhichOneof("task") != "sampling_params":
             raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
         self._check(submit)
         self._placer.budget.add_request()
+        count = submit.num_samples or 1
         journals = _journals(submit, count) if submit.journals else {}
-        samples = [
-            SampleOutput(
-                submit,
-                self._vocabulary,
-                self._eos_token_ids,
-                outbox,
-                self._clock,
-                sample_index=index,
-                journal=journals.get(index),
-            )
-            for index in range(count)
-            if index not in journals or not journals[index].finished
-        ]
-        count = len(samples)
+        words, ends, clock = self._vocabulary, self._eos_token_ids, self._clock
+        samples: list[SampleOutput] = []
+        for index in range(count):
+            journal = journals.get(index)
+            if journal is None or not journal.finished:
+                samples.append(SampleOutput(submit, words, ends, outbox, clock, sample_index=index, journal=journal))
         trace = RequestSpan.open(self._tracer, submit) if submit.trace_headers else None
-        with self._taken(submit, count) as place:
-            ended = partial(self._sample_ended, place)
-            if not submit.fingerprint:
-                return SampleGroup(submit, samples, self._placer, tasks, trace, ended, on_end)
-            group = SampleGroup(submit, samples, self._placer, self.kept.tasks, trace, ended, on_end)
-            group.on_over = self.kept.ended
-            self.kept.add(group)
+        live = self._take(submit, len(samples))
+        try:
+            owner = self.kept.tasks if submit.fingerprint else tasks
+            group = SampleGroup(submit, samples, self._placer, owner, trace, partial(self._sample_ended, live), on_end)
+            if submit.fingerprint:
+                group.on_over = self.kept.ended
+                self.kept.add(group)
             return group
+        except BaseException:
+            self._give_up(live)
+            raise
 
     async def drain(self) -> None:
         """Refuse new requests, and return when the live ones have ended."""
@@ -139,27 +203,24 @@ class Requests:
     def _check(self, submit: Submit) -> None:
         if self._draining:
             raise errors.TryElsewhere("The output processor is shutting down; retry.")
-        self._room.check(submit)
+        self._limit.check(submit)
 
-    @contextmanager
-    def _taken(self, submit: Submit, count: int) -> Iterator[LiveRequest]:
-        """Take the place of a request that is made in the ``with`` block; give it back if that fails."""
+    def _take(self, submit: Submit, num_samples: int) -> Reservation:
         self._idle.clear()
-        place = self._room.take(submit, count)
-        try:
-            yield place
-        except BaseException:
-            place.close()
-            self._note_idle()
-            raise
+        return self._limit.take(submit, num_samples)
 
-    def _sample_ended(self, place: LiveRequest, finished: RequestFinished) -> None:
-        place.end_sample()
+    def _give_up(self, live: Reservation) -> None:
+        """Give back what a request has taken that could not be made."""
+        live.release()
+        self._note_idle()
+
+    def _sample_ended(self, live: Reservation, finished: RequestFinished) -> None:
+        live.release(1)
         self._note_idle()
         self._metrics.ended(finished)
 
     def _note_idle(self) -> None:
-        if not self._room.num_live:
+        if not self._limit.num_live:
             self._idle.set()
 
 

@@ -10,9 +10,8 @@ from tokenloom.v1.output_processor_pb2 import RequestFinished, SamplePosition, S
 from tokenloom.v1.types_pb2 import FinishReason, SamplingParams
 
 from ..placement.engine_link import EngineAttempt
-from ..placement.placement import PendingPick, Placer
-from .lifetime import Lifetime
-from .live_request import num_samples
+from ..placement.engine_search import Lifetime
+from ..placement.placement import FirstPick, Placer
 from .outbox import Outbox
 from .request_span import RequestSpan
 from .request_stages import RequestStages
@@ -47,19 +46,13 @@ class SampleGroup:
         self._trace = trace
         self._on_sample_end = on_sample_end
         self._on_end = on_end
-        self._lifetime = Lifetime.of(submit, asyncio.get_running_loop().time())
-        self._samples = [
-            RequestStages(
-                submit,
-                sample_params(submit, output.sample_index),
-                output,
-                placer,
-                tasks,
-                self._sample_ended,
-                self._lifetime,
-            )
-            for output in samples
-        ]
+        self._lifetime = Lifetime(submit, asyncio.get_running_loop().time())
+        self._samples: list[RequestStages] = []
+        for output in samples:
+            index = output.sample_index
+            params = submit.sampling_params if index == 0 else _params_of_later(submit, index)
+            stages = RequestStages(submit, params, output, placer, tasks, self._sample_ended, self._lifetime)
+            self._samples.append(stages)
         self._num_live = len(samples)
         self._first: RequestStages | None = None
         self._waiting: list[RequestStages] = []  # samples that begin when the first one has settled
@@ -83,7 +76,7 @@ class SampleGroup:
 
     @property
     def num_samples(self) -> int:
-        return num_samples(self._submit)
+        return self._submit.num_samples or 1
 
     @property
     def is_over(self) -> bool:
@@ -144,18 +137,19 @@ class SampleGroup:
             self.cancel()
             raise
 
-    def start(self, asked: PendingPick | None = None) -> None:
-        """Start the first sample. ``asked``: its pick, if one was asked for."""
+    def start(self, pick: FirstPick = None) -> None:
+        """Start the first sample. ``pick``: what is known of its engine."""
         if self._lifetime.deadline is not None:
             self._timer = asyncio.get_running_loop().call_at(self._lifetime.deadline, self._expire)
+        live = self._samples
         if self._submit.journals:
             for sample in self._samples:
                 sample.replay()  # which may end it
-        live = [sample for sample in self._samples if not sample.ended]
+            live = [sample for sample in self._samples if not sample.ended]
         if live:
             first, *self._waiting = live
             self._first = first
-            first.start(asked, on_settled=self._settled if self._waiting else None)
+            first.start(pick, on_settled=self._settled if self._waiting else None)
 
     def cancel(self) -> None:
         """End all samples, because the gateway wants no more output."""
@@ -215,10 +209,8 @@ def _ignore(_: object) -> None:
     """Do nothing."""
 
 
-def sample_params(submit: Submit, index: int) -> SamplingParams:
-    """Return the parameters of one sample: its own seed, and the prompt's log probabilities for sample 0 only."""
-    if index == 0:
-        return submit.sampling_params
+def _params_of_later(submit: Submit, index: int) -> SamplingParams:
+    """Return the parameters of a sample after the first: its own seed, and no log probabilities of the prompt."""
     params = SamplingParams()
     params.CopyFrom(submit.sampling_params)
     params.seed = sample_seed(params.seed, index)

@@ -4,15 +4,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors, logprob_columns, wire_errors
+from tokenloom.request.routed_rows import RoutedRows, routed_message
 from tokenloom.v1.engine_pb2 import Finished
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, SamplePosition, SlotTextLogprobs, Submit
-from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Timeline
+from tokenloom.v1.types_pb2 import FinishReason, Logprobs, RoutedExperts, SamplingParams, Timeline
 
 from ..text.detokenizer import Detokenizer, StopMatch
 from ..text.logprob_texts import PromptLogprobTexts, part_with_texts, with_texts
 from ..text.vocabulary import Vocabulary
 from .outbox import NOWHERE, Outbox, PacedOutbox
-from .routed_output import RoutedOutput
 
 _ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 _STOP = FinishReason.FINISH_REASON_STOP
@@ -29,7 +29,7 @@ class SampleOutput:
         sample_index: Number of the sample.
         token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.
         stop_match: The stop string that ended the output; later tokens and reasons of the engine do not count.
-        routed: The experts of its tokens.
+        routed: The experts of its tokens; None unless they are asked for.
         timeline: Filled as the request proceeds; the times of tokens are filled in at the end.
         clock: Returns nanoseconds.
         num_attempts: 1, and one more for each engine that was replaced after it failed.
@@ -71,7 +71,9 @@ class SampleOutput:
         # Log probabilities cannot be made again, unlike text.
         has_logprobs = has_prompt_logprobs or params.HasField("logprobs")
         self._kept_logprobs: list[SlotTextLogprobs] | None = [] if submit.fingerprint and has_logprobs else None
-        self.routed = RoutedOutput(params, len(prompt_ids), sample_index)
+        self.routed: RoutedOutput | None = None
+        if params.return_routed_experts:
+            self.routed = RoutedOutput(params, len(prompt_ids), sample_index)
         self.sample_index = sample_index
         self.token_ids: list[int] = []
         self.finished: RequestFinished | None = None
@@ -274,6 +276,7 @@ class SampleOutput:
         self.timeline.decode_ns = self._last_token_ns - self._first_token_ns
         self.timeline.detokenize_ns = self._detokenize_ns
         slot, sample_index = self._key
+        routed = None if error is not None or self.routed is None else self.routed.message(len(self.token_ids))
         finished = RequestFinished(
             slot=slot,
             sample_index=sample_index,
@@ -285,11 +288,38 @@ class SampleOutput:
             cached_tokens=self._num_cached,
             attempts=self.num_attempts,
             timeline=self.timeline,
-            routed_experts=None if error is not None else self.routed.message(len(self.token_ids)),
+            routed_experts=routed,
         )
         self.finished = finished
         self._rows.finish(finished)
         return finished
+
+
+class RoutedOutput:
+    """Joins which experts computed the tokens of one sample, as its attempts report them."""
+
+    def __init__(self, params: SamplingParams, num_prompt_tokens: int, sample_index: int) -> None:
+        start = params.routed_experts_prompt_start
+        # The first sample reports the prompt, whose experts are the same for all.
+        self._first = start if sample_index == 0 else max(start, num_prompt_tokens)
+        self._rows = RoutedRows(self._first)
+        self._num_prompt_tokens = num_prompt_tokens
+
+    @property
+    def next_start(self) -> int:
+        """Return the position from which on the next attempt has to report experts."""
+        return self._rows.end
+
+    def add(self, part: RoutedExperts, num_output_tokens: int) -> None:
+        """Add what an attempt reports, when the output has so many tokens."""
+        self._rows.add(part, self._num_prompt_tokens + num_output_tokens)
+
+    def message(self, num_output_tokens: int) -> RoutedExperts | None:
+        """Return the experts of an output that has ended; None if some are missing."""
+        end = self._num_prompt_tokens + num_output_tokens - 1
+        self._rows.cut(end)
+        is_complete = self._rows.start == self._first and self._rows.end == end > self._first
+        return routed_message(self._rows) if is_complete else None
 
 
 def _detokenizer(submit: Submit, vocabulary: Vocabulary) -> Detokenizer:

@@ -71,8 +71,12 @@ class TableStream:
         self._pieces = vocabulary.pieces_without_special if skip_special_tokens else vocabulary.pieces
         self._errors = _EACH_BYTE if vocabulary.replaces_each_byte else "replace"
         self._pending = self._open_character(prompt_ids)
-        known = (i for i in reversed(prompt_ids) if i < len(self._pieces))
-        self._at_start = vocabulary.strips_start and not any(self._pieces[i] for i in known)
+        self._at_start = vocabulary.strips_start
+        if self._at_start:
+            for token_id in reversed(prompt_ids):
+                if token_id < len(self._pieces) and self._pieces[token_id]:
+                    self._at_start = False
+                    break
 
     def push(self, token_id: int) -> str:
         pieces = self._pieces

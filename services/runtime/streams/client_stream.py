@@ -116,7 +116,9 @@ class ClientStream(ABC, Generic[Message, Frame, Item]):
         try:
             async with asyncio.timeout(hello_seconds):
                 await call.write(hello)
-                frame = await self._next_frame(call)
+                frame: Any = await call.read()
+            if frame is grpc.aio.EOF:
+                raise errors.Unavailable("the server ended the stream")
             on_hello(frame)
             await first_of(self._read(call), self._watch(), self._write(call))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, errors.TokenloomError) as error:
@@ -177,16 +179,13 @@ class ClientStream(ABC, Generic[Message, Frame, Item]):
 
     async def _read(self, call: "Call[Message, Frame]") -> None:
         while True:
-            frame = await self._next_frame(call)
+            # Its end is looked for here, so that one coroutine waits and not two: this runs for every frame.
+            frame: Any = await call.read()
+            if frame is grpc.aio.EOF:
+                raise errors.Unavailable("the server ended the stream")
             self._silence.owed = 0.0
             for _ in self.receive(frame):
                 await asyncio.sleep(0)
-
-    async def _next_frame(self, call: "Call[Message, Frame]") -> Frame:
-        frame: Any = await call.read()
-        if frame is grpc.aio.EOF:
-            raise errors.Unavailable("the server ended the stream")
-        return frame  # type: ignore[no-any-return]
 
     async def _watch(self) -> None:
         while True:

@@ -87,7 +87,7 @@ class ServerStream(ABC, Generic[Message, Frame]):
         self._half_closed = False
         self._failure: BaseException | None = None
         self._closing: errors.TokenloomError | None = None
-        self._written_at = self._loop.time()
+        self._written_at = self._loop.time()  # or since when a frame is due
 
     @property
     @abstractmethod
@@ -154,10 +154,6 @@ class ServerStream(ABC, Generic[Message, Frame]):
         if slot <= self._last_slot:
             raise errors.InvalidArgument(f"slot {slot} follows slot {self._last_slot}; slots must increase", "slot")
         self._last_slot = slot
-
-    def _begin_beats(self) -> None:
-        """Count the time without a frame from now on: the first request begins."""
-        self._written_at = self._loop.time()
 
     async def _read(self, first: Message, messages: AsyncIterator[Message]) -> None:
         await self._receive(first)

@@ -10,12 +10,10 @@ from tokenizers import Tokenizer
 
 from tests.services.output_processor.fakes import SOON, submit
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.output_processor.gateway_stream import GatewayStream
-from tokenloom.services.output_processor.gateway_streams import GatewayStreams
+from tokenloom.services.output_processor.gateway_stream import GatewayStream, GatewayStreams
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
-from tokenloom.services.output_processor.request.live_request import LiveRequestLimit
 from tokenloom.services.output_processor.request.metrics import OutputProcessorMetrics
-from tokenloom.services.output_processor.request.requests import Requests
+from tokenloom.services.output_processor.request.requests import LiveRequestLimit, Requests
 from tokenloom.services.output_processor.request.sample_group import SampleGroup
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.hello import make_hello
@@ -34,6 +32,9 @@ class NoPlacer:
         return None
 
     at_once = ask
+
+    def is_shared(self, *_: object) -> bool:
+        return False
 
     async def place(self, *_: object, **__: object) -> None:
         await asyncio.Event().wait()
@@ -84,7 +85,7 @@ class Drained:
             Vocabulary(tokenizer),
             frozenset(),
             metrics,
-            room=LiveRequestLimit(max_requests, MAX_BYTES),
+            limit=LiveRequestLimit(max_requests, MAX_BYTES),
             kept=kept,
         )
         self.sessions = GatewayStreams()

@@ -1,7 +1,7 @@
 """Tests how long engines are left out, and how many."""
 
-from tokenloom.services.output_processor.placement.engine_cooldown import LEFT_OUT_SECONDS, MAX_LEFT_OUT, EngineCooldown
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
+from tokenloom.services.output_processor.placement.placement import LEFT_OUT_SECONDS, MAX_LEFT_OUT, EngineCooldown
 
 
 class Clock:

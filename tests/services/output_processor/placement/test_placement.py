@@ -18,19 +18,18 @@ from tests.services.output_processor.fakes import (
     submit,
 )
 from tokenloom.request.errors import ResourceExhausted, Unavailable
-from tokenloom.services.output_processor.placement.engine_cooldown import LEFT_OUT_SECONDS, EngineCooldown
-from tokenloom.services.output_processor.placement.engine_link import EngineAttempt
-from tokenloom.services.output_processor.placement.engine_links import IDLE_SECONDS, EngineLinks
-from tokenloom.services.output_processor.placement.engine_search import EngineSearch
+from tokenloom.services.output_processor.placement.engine_link import IDLE_SECONDS, EngineAttempt, EngineLinks
+from tokenloom.services.output_processor.placement.engine_search import EngineSearch, Lifetime
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
-from tokenloom.services.output_processor.placement.placement import Placer
+from tokenloom.services.output_processor.placement.placement import LEFT_OUT_SECONDS, EngineCooldown, Placer
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, Position, Subset
 from tokenloom.v1.engine_pb2 import AddRequest
+from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 FINGERPRINT = Fingerprint(model="m")
@@ -42,7 +41,9 @@ def engine(name: str, directory: Path) -> EngineIdentity:
 
 
 def without_time() -> EngineSearch:
-    return EngineSearch(RetryBudget(asyncio.get_running_loop().time), give_up_at=0.0)
+    lifetime = Lifetime(Submit(), 0.0)
+    lifetime.give_up_at = 0.0
+    return EngineSearch(RetryBudget(asyncio.get_running_loop().time), lifetime)
 
 
 @asynccontextmanager
@@ -186,11 +187,14 @@ async def test_an_engine_that_refused_is_left_out_while_the_coordinator_is_away(
             return attempt.link.key.engine_id
 
         refused = without_time()
-        refused.refused(EngineKey("a", 1), ResourceExhausted("full"))
-        assert await placed(refused) == "b"
-        assert {await placed(without_time()) for _ in range(4)} == {"b"}
+        attempt = await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, without_time())
+        placer.release(attempt)
+        left = {"a": "b", "b": "a"}[attempt.link.key.engine_id]
+        assert refused.refused(attempt, ResourceExhausted("full"))
+        assert await placed(refused) == left
+        assert {await placed(without_time()) for _ in range(4)} == {left}
         now = LEFT_OUT_SECONDS
-        assert await placed(without_time()) == "a"  # which has less to do
+        assert await placed(without_time()) != left  # which has more to do
         for name in "ab":
             placer._cooldown.add(EngineKey(name, 1))
         assert await placed(without_time()) in "ab"  # better than none
@@ -212,7 +216,6 @@ async def test_the_only_engine_is_not_asked_for(socket_dir: Path) -> None:
         attempt = placer.at_once(submit(1))
         assert attempt is not None
         assert (attempt.link.key, attempt.pick, attempt.whole_request) == (EngineKey("a", 1), None, True)
-        assert placer.ask(submit(1)) is None
         adapted = submit(1)
         adapted.prompt.adapter = b"a"
         for needs_answer in (

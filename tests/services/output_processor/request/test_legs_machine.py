@@ -13,9 +13,8 @@ from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.output_processor.placement.engine_link import AttemptOwner, EngineAttempt
-from tokenloom.services.output_processor.placement.engine_search import EngineSearch
+from tokenloom.services.output_processor.placement.engine_search import MAX_ENGINE_DEATHS, EngineSearch, Lifetime
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
-from tokenloom.services.output_processor.request.lifetime import MAX_ENGINE_DEATHS, Lifetime
 from tokenloom.services.output_processor.request.outbox import Outbox
 from tokenloom.services.output_processor.request.request_stages import RequestStages
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
@@ -231,7 +230,7 @@ class LegsMachine(RuleBasedStateMachine):
             placer,  # type: ignore[arg-type]
             tasks,  # type: ignore[arg-type]
             lambda live, end: self.ends.append(end),
-            Lifetime(),
+            Lifetime(request, 0.0),
         )
         self.live.start()
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from tests.services.output_processor.fakes import submit
 from tokenloom.request.errors import TryElsewhere
-from tokenloom.services.output_processor.request.live_request import (
-    LiveRequest,
+from tokenloom.request.limits import Reservation
+from tokenloom.services.output_processor.request.requests import (
     LiveRequestLimit,
     default_prompt_bytes,
     prompt_bytes,
@@ -20,7 +20,8 @@ MAX_BYTES = 2000
 
 @given(st.lists(st.tuples(requests, st.integers(0, 100))))
 def test_the_bounds_hold_and_all_that_ended_makes_room(steps: list[tuple[tuple[int, int], int]]) -> None:
-    room, live = LiveRequestLimit(10, MAX_BYTES), list[LiveRequest]()
+    room, live = LiveRequestLimit(10, MAX_BYTES), list[Reservation]()
+    sizes: dict[Reservation, int] = {}
     for (num_tokens, num_samples), choice in steps:
         request = submit(1, range(num_tokens), num_samples=num_samples)
         was_empty = not live
@@ -29,18 +30,19 @@ def test_the_bounds_hold_and_all_that_ended_makes_room(steps: list[tuple[tuple[i
         except TryElsewhere:
             if live:
                 place = live[choice % len(live)]
-                place.end_sample()
-                if not place.num_live:
+                place.release(1)
+                if not place.amount:
                     live.remove(place)
         else:
             live.append(room.take(request, num_samples))
+            sizes[live[-1]] = prompt_bytes(request)
             assert room.num_live <= 10
             assert room.num_bytes <= MAX_BYTES or was_empty
-        assert room.num_bytes == sum(place.num_bytes for place in live)
-        assert room.num_live == sum(place.num_live for place in live)
+        assert room.num_bytes == sum(sizes[place] for place in live)
+        assert room.num_live == sum(place.amount for place in live)
     for place in live:
-        for _ in range(place.num_live):
-            place.end_sample()
+        for _ in range(place.amount):
+            place.release(1)
     assert room.num_live == room.num_bytes == 0
 
 

@@ -15,12 +15,11 @@ from tests.services.output_processor.fakes import LENGTH, SOON, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import TryElsewhere, Unavailable
 from tokenloom.request.sampling_params import sample_seed
-from tokenloom.services.output_processor.request import lifetime
+from tokenloom.services.output_processor.placement import engine_search as lifetime
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
-from tokenloom.services.output_processor.request.live_request import LiveRequestLimit
 from tokenloom.services.output_processor.request.metrics import OutputProcessorMetrics
 from tokenloom.services.output_processor.request.outbox import Outbox
-from tokenloom.services.output_processor.request.requests import Requests
+from tokenloom.services.output_processor.request.requests import LiveRequestLimit, Requests
 from tokenloom.services.output_processor.request.sample_group import SampleGroup
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
@@ -203,6 +202,9 @@ class NoPlacer:
     def at_once(self, _: object) -> None:
         return None
 
+    def is_shared(self, *_: object) -> bool:
+        return False
+
     async def place(self, *_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
@@ -219,7 +221,7 @@ class Bounded:
             Vocabulary(tokenizer),
             frozenset(),
             metrics,
-            room=LiveRequestLimit(max_requests, MAX_BYTES),
+            limit=LiveRequestLimit(max_requests, MAX_BYTES),
             kept=kept,
         )
         self.tasks = Tasks(lambda error: None)

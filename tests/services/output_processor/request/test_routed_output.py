@@ -2,7 +2,7 @@
 
 from tests.services.output_processor.harness import Mesh
 from tests.services.output_processor.legs import part, prefilling, roles
-from tokenloom.services.output_processor.request.routed_output import RoutedOutput
+from tokenloom.services.output_processor.request.sample_output import RoutedOutput
 from tokenloom.v1.types_pb2 import RoutedExperts, SamplingParams
 
 __all__ = ["roles"]  # a fixture
@@ -43,9 +43,6 @@ def test_missing_rows_are_not_hidden() -> None:
     output.add(rows(0, 4), 1)
     assert output.message(3) is None
     assert RoutedOutput(asking(), 4, 0).message(3) is None
-    not_asked = RoutedOutput(SamplingParams(), 4, 0)
-    not_asked.add(rows(0, 6), 3)
-    assert (not_asked.message(3), not_asked.next_start) == (None, 0)
 
 
 async def test_the_decode_leg_continues_those_of_the_prefill(mesh: Mesh) -> None:

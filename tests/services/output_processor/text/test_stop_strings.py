@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.services.output_processor.text.stop_strings import Match, StopStrings
+from tokenloom.services.output_processor.text.detokenizer import Match, StopStrings
 
 pieces = st.lists(st.text("ab.", max_size=4), max_size=12)
 stops = st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=4)

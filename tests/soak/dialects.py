@@ -52,6 +52,8 @@ class Asked:
     choice: str = "auto"
     """``auto``, ``required`` or the name of the only tool that may be called."""
     stream: bool = False
+    share: float = 1.0
+    """Of the stream's events, that arrive before the client loses the connection."""
 
 
 class Dialect(Protocol):
@@ -80,11 +82,10 @@ async def post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> http
     return response
 
 
-def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The events of a stream, without its end mark."""
-    for line in response.text.splitlines():
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))
+def events(response: httpx.Response, share: float) -> Iterator[dict[str, Any]]:
+    """The first events of a stream, without its end mark."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    yield from map(json.loads, lines[: round(len(lines) * share)])
 
 
 def joined(parts: Sequence[Part], kind: str) -> str:
@@ -126,7 +127,7 @@ class Chats:
             return response.json()["choices"][0]["message"]
         response = await post(self._http, "/v1/chat/completions", body | {"stream": True})
         message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning": "", "tool_calls": []}
-        for event in events(response):
+        for event in events(response, asked.share):
             for choice in event["choices"]:
                 delta = choice["delta"]
                 message["content"] += delta.get("content") or ""
@@ -190,12 +191,12 @@ class Messages:
             body["tool_choice"] = {"type": kind} if kind else {"type": "tool", "name": asked.choice}
         if not asked.stream:
             return (await post(self._http, "/v1/messages", body)).json()["content"]
-        return self._together(await post(self._http, "/v1/messages", body | {"stream": True}))
+        return self._together(await post(self._http, "/v1/messages", body | {"stream": True}), asked.share)
 
-    def _together(self, response: httpx.Response) -> Native:
+    def _together(self, response: httpx.Response, share: float) -> Native:
         blocks: list[dict[str, Any]] = []
         texts: list[str] = []
-        for event in events(response):
+        for event in events(response, share):
             if event["type"] == "content_block_start":
                 blocks.append(event["content_block"])
                 texts.append("")
@@ -287,12 +288,12 @@ class Responses:
             response = (await post(self._http, "/v1/responses", body)).json()
             self.last_id = response["id"]
             return response["output"]
-        return self._together(await post(self._http, "/v1/responses", body | {"stream": True}))
+        return self._together(await post(self._http, "/v1/responses", body | {"stream": True}), asked.share)
 
-    def _together(self, response: httpx.Response) -> Native:
+    def _together(self, response: httpx.Response, share: float) -> Native:
         items: list[dict[str, Any]] = []
         texts: list[str] = []
-        for event in events(response):
+        for event in events(response, share):
             kind = event["type"]
             if kind == "response.output_item.added":
                 items.append(event["item"])
@@ -306,6 +307,12 @@ class Responses:
                 assert texts[-1] == (event["item"].get("arguments") or _text(event["item"])), event
             elif "response" in event:
                 self.last_id = event["response"]["id"]
+        if items and items[-1]["status"] == "in_progress":
+            if items[-1]["type"] == "function_call":
+                items[-1]["arguments"] = texts[-1]
+            elif texts[-1]:
+                kind = "reasoning_text" if items[-1]["type"] == "reasoning" else "output_text"
+                items[-1]["content"] = [{"type": kind, "text": texts[-1]}]
         return items
 
     def _items(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -366,7 +373,8 @@ class Ollama:
         body: dict[str, Any] = {"model": MODEL, "messages": messages, "think": True, "stream": asked.stream}
         response = await post(self._http, "/api/chat", body | ({"tools": asked.tools} if asked.tools else {}))
         whole: dict[str, Any] = {"role": "assistant", "content": ""}
-        for line in response.text.splitlines():
+        lines = response.text.splitlines()
+        for line in lines[: round(len(lines) * asked.share)]:
             message = json.loads(line)["message"]
             whole["content"] += message["content"]
             if thoughts := message.get("thinking"):
@@ -417,7 +425,9 @@ class Grpc:
         elif asked.tools and asked.choice != "auto":
             chat.tool_choice.function = asked.choice
         native = inference_pb2.ChatMessage(role="assistant")
-        async for response in self._inference.Generate(inference_pb2.GenerateRequest(model=MODEL, chat=chat)):
+        stream = self._inference.Generate(inference_pb2.GenerateRequest(model=MODEL, chat=chat))
+        responses = [response async for response in stream]
+        for response in responses[: round(len(responses) * asked.share)]:
             native.content += response.text
             native.reasoning += response.reasoning
             for call in response.tool_calls:

@@ -13,8 +13,8 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.soak.dialects import Asked, Chats, Dialect, Grpc, Messages, Ollama, R
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.gateway.assistant.message_plans import FORMATS
 from tokenloom.services.tokenizer.chat_template import ChatTemplate, TemplateRefused
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
@@ -81,11 +82,18 @@ class ReplayTokenizer(FakeTokenizer):
 
 
 class Writer:
-    """Draws what a model writes. Every word is another one, so that a lost one is noticed."""
+    """Draws what a model writes. Every word is another one, so that a lost one is noticed.
 
-    def __init__(self, rng: random.Random) -> None:
+    Attributes:
+        in_arguments: The words of calls.
+    """
+
+    def __init__(self, rng: random.Random, parser: str) -> None:
+        """``parser``: of the model's calls."""
         self._rng = rng
+        self._parser = parser
         self._num_words = 0
+        self.in_arguments: set[str] = set()
 
     def words(self, most: int = 4) -> str:
         count = self._rng.randint(1, most)
@@ -98,10 +106,13 @@ class Writer:
         rng = self._rng
         thoughts = f"<think>{self.words()}</think>" if rng.random() < 0.4 else ""
         if choice == "required":
-            made = [json.dumps({"name": self._name(), "parameters": self._object()}) for _ in range(rng.randint(1, 3))]
+            made = [self._made("parameters") for _ in range(rng.randint(1, 3))]
             return f"{thoughts}[{', '.join(made)}]"
         if choice != "auto":
-            return thoughts + self._arguments()
+            return thoughts + self._noted(self._arguments)
+        if self._parser == "llama3_json":  # all of it is calls, or none
+            made = [self._made("parameters") for _ in range(rng.randint(0, 2))]
+            return thoughts + ("; ".join(made) or self.words())
         parts = []
         for _ in range(rng.randint(0, 4)):
             is_call = rng.random() < 0.5
@@ -109,9 +120,25 @@ class Writer:
         return thoughts + "".join(parts)
 
     def _call(self) -> str:
-        name, arguments = json.dumps(self._name()), self._arguments()
+        if self._parser == "mistral":
+            if self._rng.random() < 0.5:
+                return f"[TOOL_CALLS]{self._name()}[ARGS]{self._noted(lambda: json.dumps(self._object()))}"
+            made = [self._made("arguments") for _ in range(self._rng.randint(1, 2))]
+            return f"[TOOL_CALLS] [{', '.join(made)}]"
+        name, arguments = json.dumps(self._name()), self._noted(self._arguments)
         space = self._rng.choice(("\n", "", " "))
         return f'<tool_call>{space}{{"name": {name}, "arguments": {arguments}}}{space}</tool_call>'
+
+    def _made(self, member: str) -> str:
+        """A call as an object, whose arguments are in this member."""
+        arguments = self._noted(lambda: json.dumps(self._object(), ensure_ascii=self._rng.random() < 0.5))
+        return f'{{"name": "{self._name()}", "{member}": {arguments}}}'
+
+    def _noted(self, draw: Callable[[], str]) -> str:
+        """Draw arguments, and note their words."""
+        arguments = draw()
+        self.in_arguments.update(_WORD.findall(arguments))
+        return arguments
 
     def _name(self) -> str:
         return self._rng.choice(("get_weather", "list_files"))
@@ -179,7 +206,9 @@ class Model:
 class Replay:
     """One gateway and the clients of its APIs."""
 
-    def __init__(self, tokenizer: ReplayTokenizer, model: Model, dialects: Sequence[Dialect]) -> None:
+    def __init__(self, parser: str, tokenizer: ReplayTokenizer, model: Model, dialects: Sequence[Dialect]) -> None:
+        """``parser``: of the model's calls."""
+        self._parser = parser
         self._tokenizer = tokenizer
         self._model = model
         self._dialects = dialects
@@ -188,8 +217,8 @@ class Replay:
     async def converse(self, seed: int) -> Counter[str]:
         """Have one conversation. Raises ``AssertionError`` with the seed. Returns how many turns of a kind it had."""
         rng = random.Random(seed)
-        self._tokenizer.template = ChatTemplate(TEMPLATES[seed % len(TEMPLATES)] or "")
-        writer, seen = Writer(rng), Counter[str]()
+        self._tokenizer.template = ChatTemplate(rng.choice(TEMPLATES) or "")
+        writer, seen = Writer(rng, self._parser), Counter[str]()
         turns: list[Turn] = []
         if rng.random() < 0.5:
             turns.append(Turn("system", (writer.words(),)))
@@ -197,18 +226,20 @@ class Replay:
         for _ in range(TURNS):
             dialect = rng.choice(self._dialects)
             choice = "auto" if dialect.name == "ollama" else rng.choice(("auto", "auto", "required", "get_weather"))
-            asked = Asked(TOOLS if choice != "auto" or rng.random() < 0.8 else (), choice, rng.random() < 0.5)
+            tools = TOOLS if choice != "auto" or rng.random() < 0.8 else ()
+            asked = Asked(tools, choice, stream=rng.random() < 0.5, share=rng.choice((1.0, 1.0, 1.0, rng.random())))
             text = writer.output(choice)
             reason = types_pb2.FINISH_REASON_STOP
             if rng.random() < 0.4:
                 text = text[: rng.randint(0, len(text))]
                 reason = rng.choice((types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_ABORT))
             self._model.write(text, rng.choice(PIECES), reason)
-            where = f"seed {seed}, {dialect.name}, {asked.choice}, stream {asked.stream}, output {text!r}"
+            where = f"seed {seed}, {self._parser}, {dialect.name}, {choice}, {asked.stream}, {asked.share}: {text!r}"
             try:
                 native = await dialect.ask(turns, asked)
                 answer = self._answer(dialect, native)
-                _check_words(dialect, text, answer, asked)
+                if asked.share == 1:
+                    _check_words(dialect, text, answer, writer.in_arguments)
                 turns.append(answer)
                 turns += self._results(rng, writer, answer)
                 if turns[-1].role == "assistant" or rng.random() < 0.3:
@@ -218,6 +249,7 @@ class Replay:
                 raise AssertionError(f"{where}: {error}") from error
             seen[dialect.name] += 1
             seen["cut"] += reason != types_pb2.FINISH_REASON_STOP
+            seen["lost by the client"] += asked.stream and asked.share < 1
             seen["with calls"] += bool(calls(answer.parts))
             seen["with reasoning"] += any(part.kind == "thought" for part in answer.parts)
         return seen
@@ -254,7 +286,7 @@ class Replay:
             last_id = dialect.last_id if isinstance(dialect, Responses) else ""
             await dialect.ask(turns, plain)
             _equal(dialect.name, self._tokenizer.prompt, expected)
-            if isinstance(dialect, Responses) and source is dialect:
+            if isinstance(dialect, Responses) and source is dialect and asked.share == 1:
                 await dialect.ask(turns, plain, refers=last_id)
                 if all(turn.parts for turn in turns if turn.role == "assistant"):
                     _equal("previous_response_id", self._tokenizer.prompt, expected)
@@ -271,31 +303,31 @@ def _equal(name: str, prompt: str, expected: str) -> None:
     assert prompt == expected, f"{name}: {prompt!r} is not {expected!r}"
 
 
-def _check_words(dialect: Dialect, output: str, answer: Turn, asked: Asked) -> None:
-    """Check that the answer has each word of the output. Arguments that are no object have no place in two APIs."""
+def _check_words(dialect: Dialect, output: str, answer: Turn, in_arguments: Collection[str]) -> None:
+    """Check that the answer has each word of the output. Two APIs have no place for arguments that were cut."""
     found = set(_WORD.findall(" ".join(part.text for part in answer.parts)))
     wanted = _WORD.findall(output)
     if dialect.name in ("messages", "ollama"):
-        wanted = _WORD.findall(re.sub(r"<tool_call>.*?(</tool_call>|$)", "", output, flags=re.DOTALL))
-        wanted = [] if asked.choice != "auto" else wanted
+        wanted = [word for word in wanted if word not in in_arguments]
     lost = [word for word in wanted[:-1] if word not in found]  # the last one may have been cut
     assert not lost, f"lost {lost} of {output!r}: {answer.parts}"
 
 
 @asynccontextmanager
-async def replaying(directory: Path) -> AsyncIterator[Replay]:
-    """A gateway whose model writes what a test says."""
+async def replaying(directory: Path, parser: str) -> AsyncIterator[Replay]:
+    """A gateway whose model writes what a test says, with calls in one form."""
+    await asyncio.to_thread(directory.mkdir)
     mesh = FakeMesh(directory)
     tokenizer = mesh.tokenizer = mesh.second_tokenizer = ReplayTokenizer()
     mesh.coordinator.limits = LIMITS
     mesh.seconds = None
-    gateway = mesh.gateway(tool_call_parser="hermes", reasoning_parser="qwen3")
+    gateway = mesh.gateway(tool_call_parser=parser, reasoning_parser="qwen3")
     async with gateway, mesh.http() as http, mesh.inference() as inference:
         model = Model(mesh)
         serving = asyncio.create_task(model.serve())
         try:
             dialects = [Chats(http), Messages(http), Responses(http), Ollama(http), Grpc(inference)]
-            yield Replay(tokenizer, model, dialects)
+            yield Replay(parser, tokenizer, model, dialects)
         finally:
             serving.cancel()
 
@@ -303,9 +335,10 @@ async def replaying(directory: Path) -> AsyncIterator[Replay]:
 async def replay(directory: Path, seeds: range) -> Counter[str]:
     """Have the conversation of each seed. Returns how many turns of each kind there were."""
     seen = Counter[str]()
-    async with replaying(directory) as gateway:
+    async with AsyncExitStack() as stack:
+        meshes = [await stack.enter_async_context(replaying(directory / parser, parser)) for parser in FORMATS]
         for seed in seeds:
-            seen += await gateway.converse(seed)
+            seen += await meshes[seed % len(meshes)].converse(seed)
     return seen
 
 

@@ -33,7 +33,9 @@ class OllamaAnswer:
         return self._line(content, thoughts) if content or thoughts else b""
 
     def last_events(self) -> bytes:
-        return self._line(calls=self._calls, ends=True)
+        # Before the last line, whose message Ollama's own clients do not read.
+        calls = self._line(calls=self._calls) if self._calls else b""
+        return calls + self._line(ends=True)
 
     def keep_alive(self) -> bytes:
         return self._line()

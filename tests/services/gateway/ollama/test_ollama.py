@@ -71,7 +71,8 @@ async def test_a_call_and_its_result(socket_dir: Path, stream: bool) -> None:
         mesh.outputs.auto = CALL
         response = await http.post("/api/chat", json={**BODY, "tools": TOOLS, "stream": stream})
         answers = lines(response) if stream else [response.json()]
-        called = answers[-1]["message"]["tool_calls"]
+        called = answers[-2 if stream else -1]["message"]["tool_calls"]
+        assert answers[-1]["done"]
         assert len(json.loads(last_chat(mesh).messages_json)) == 1
         assert called == [{"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}]
         turns = [*BODY["messages"], {"role": "assistant", "content": "", "tool_calls": called}]

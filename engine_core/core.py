@@ -31,7 +31,7 @@ from .executor.executor import Executor, PoolSpec
 from .executor.worker_adapters import WorkerAdapters
 from .kv_cache.kv_cache_size import has_waves, size_kv_cache
 from .kv_transfer.core_kv import CoreKV
-from .kv_transfer.kv_connector import StepTransfers, take_news
+from .kv_transfer.kv_connector import StepTransfers, take_updates
 from .scheduling.adapters import Adapters
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
@@ -175,14 +175,14 @@ class EngineCore:
     def has_work(self) -> bool:
         """Return whether ``step`` would do anything.
 
-        It would not while every request waits for KV or a grammar; ``on_news`` reports when they arrive.
+        It would not while every request waits for KV or a grammar; ``on_update`` reports when they arrive.
         """
         scheduler = self.scheduler
         if self.steps_in_flight or scheduler.has_work():
             return True
         if scheduler.kv_events is not None and scheduler.kv_events.events:
             return True
-        return self._connector is not None and self._connector.has_news()
+        return self._connector is not None and self._connector.has_updates()
 
     def has_requests(self) -> bool:
         """Return whether any request is live."""
@@ -192,12 +192,12 @@ class EngineCore:
         """Return whether a request waits for its grammar."""
         return self._grammars is not None and bool(self._grammars.compiling)
 
-    def on_news(self, callback: Callable[[], None]) -> None:
+    def on_update(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, from any thread, when there may be work that no call to this core brought."""
         if self._connector is not None:
-            self._connector.on_news(callback)
+            self._connector.on_update(callback)
         if self._grammars is not None:
-            self._grammars.on_news(callback)
+            self._grammars.on_update(callback)
 
     def step(self, take_aborts: Callable[[], Iterable[str]] = tuple) -> EngineCoreOutputs:
         """Run one turn of the loop: schedule a step, execute it, update the requests from the oldest result.
@@ -220,8 +220,8 @@ class EngineCore:
             self._recover(error, scheduled, outputs)
             raise
         # After the step's own results, which name requests that the transfers below may end or let continue.
-        if self._connector is not None and (news := take_news(self._connector, scheduled)) is not None:
-            self.scheduler.update_from_connector(news)
+        if self._connector is not None and (transfers_ended := take_updates(self._connector, scheduled)) is not None:
+            self.scheduler.update_from_connector(transfers_ended)
         if self.scheduler.ended.outputs:
             outputs += self.scheduler.ended.take_outputs()
         try:
@@ -338,7 +338,8 @@ class EngineCore:
 
     def post_step(self, result: ModelRunnerOutput) -> None:
         """Pass on what the worker drafted for the next step."""
-        self.scheduler.update_draft_token_ids(result.draft_token_ids)
+        assert self.scheduler.drafts is not None, "the worker proposes drafts, but the engine does not speculate"
+        self.scheduler.drafts.propose(result.draft_token_ids)
 
     def _settle(self, outputs: list[EngineCoreOutput]) -> None:
         """Drop adapters that only ended requests needed; let sessions, and pauses and sleep that wait for running

@@ -19,7 +19,7 @@ class InprocClient:
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self._core = EngineCore(config, executor)
         self._news = threading.Event()
-        self._core.on_news(self._news.set)
+        self._core.on_update(self._news.set)
         self._calls = CoreCalls(self._core)
         # Outputs not read yet: refusals of bad requests, and steps that a utility call had to wait for.
         self._early: deque[EngineCoreOutputs] = deque()

@@ -219,7 +219,7 @@ class WaveLoop:
         if self.waves.is_resting:
             self._core.settle_pause()
 
-    def take_news(self) -> EngineCoreOutputs | None:
+    def take_updates(self) -> EngineCoreOutputs | None:
         """Return the state of the waves for the client, if it has changed since the last call."""
         waves = self.waves
         is_member = waves.state is not WaveState.NEW and waves.state is not WaveState.REMOVED

@@ -85,7 +85,7 @@ class StepOnThread:
         return await_output(self._sampled.result())
 
 
-class ThreadedExecutor:
+class ThreadedExecutor(UniProcExecutor):
     """Implements ``Executor``. Every call runs on one thread, because compute libraries keep settings by thread; so
     steps run in the order in which they began."""
 
@@ -93,7 +93,7 @@ class ThreadedExecutor:
     """One step computes while the next is scheduled; a third could not begin any sooner."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        super().__init__(worker)
         # Its queue is bounded: it holds both halves of at most ``max_concurrent_batches`` steps.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._forward: Future[None] | None = None
@@ -107,9 +107,6 @@ class ThreadedExecutor:
     def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
         memory = pool.allocate() if pool is not None else None
         return self._thread.submit(self._worker.initialize_kv_cache, kv_cache, memory).result()
-
-    def kv_pool(self) -> KVPool:
-        return self._worker.kv_pool()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._forward = self._thread.submit(self._worker.execute_model, scheduler_output)
@@ -131,13 +128,6 @@ class ThreadedExecutor:
             raise ExecutorFailedError(f"the worker did not answer within {timeout:g} s") from None
         except Exception as error:
             raise ExecutorFailedError(f"the worker failed: {error}") from error
-
-    def on_failure(self, callback: Callable[[], None]) -> None:
-        """Do nothing: the worker fails only together with this process."""
-
-    def replace_workers(self) -> None:
-        """Raise ``ExecutorFailedError``: the worker ends only together with this process."""
-        raise ExecutorFailedError("a worker within the core's process cannot be replaced")
 
     def shutdown(self) -> None:
         self._thread.shutdown()

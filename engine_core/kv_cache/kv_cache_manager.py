@@ -5,6 +5,7 @@ one list: entry ``index * num_groups + group`` is the block of that group for th
 ``NULL_BLOCK`` if the group does not keep it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -16,7 +17,46 @@ from .block_pool import BlockPool, RequestHasher
 from .prefix_search import FirstGroupEvents, find_prefix, group_key
 
 
-class KVCacheManager:
+class _PooledKV(ABC):
+    """Does what the managers have in common."""
+
+    num_groups = 1
+
+    def __init__(self, pool: BlockPool, config: CacheConfig, events: KVEventLog | None) -> None:
+        self.pool = pool
+        self.block_size = config.block_size
+        self.enable_prefix_caching = config.enable_prefix_caching
+        self._hasher = RequestHasher(config.block_size, config.block_hash_seed)
+        self._events = events
+
+    @abstractmethod
+    def _register_blocks(self, request: RequestKV, num_full_blocks: int) -> None:
+        """Let the first full blocks be found by their content."""
+
+    def num_hit_tokens(self, hits: list[int]) -> int:
+        """Return how many tokens the blocks of a found table hold."""
+        return len(hits) // self.num_groups * self.block_size
+
+    def finish_load(self, request: RequestKV, num_tokens: int) -> None:
+        """Count the first ``num_tokens`` tokens, which were loaded, as computed; full blocks can be hit from now on."""
+        request.num_computed_tokens = num_tokens
+        if self.enable_prefix_caching:
+            self._register_blocks(request, num_tokens // self.block_size)
+
+    def cache_accepted(self, request: RequestKV) -> None:
+        """Let full blocks be hit whose last tokens were drafts when they were computed, and are accepted now."""
+        num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        if self.enable_prefix_caching and num_full_blocks > request.num_registered_blocks:
+            self._register_blocks(request, num_full_blocks)
+
+    def _report_stored(self, request: RequestKV, index: int) -> None:
+        """Record that the block of tokens at ``index`` can be hit from now on."""
+        if self._events is not None:
+            token_ids = request.all_token_ids[index * self.block_size : (index + 1) * self.block_size]
+            self._events.stored(request.block_hashes, index, token_ids)
+
+
+class KVCacheManager(_PooledKV):
     """Keeps the block tables of requests over a :class:`BlockPool`.
 
     A full block can be hit as soon as its tokens are scheduled: within a step every layer writes the KV of all rows
@@ -31,13 +71,9 @@ class KVCacheManager:
     ) -> None:
         """Make a pool of ``num_blocks`` blocks. ``events`` records which blocks can be hit, if given.
         ``has_null_block``: see :class:`.BlockPool`."""
-        self.block_size = config.block_size
-        self.enable_prefix_caching = config.enable_prefix_caching
-        self.pool = BlockPool(num_blocks, has_null_block=has_null_block)
+        super().__init__(BlockPool(num_blocks, has_null_block=has_null_block), config, events)
         self.num_slots = self.pool.num_blocks * config.block_size
         """Tokens that the empty pool has room for."""
-        self._hasher = RequestHasher(config.block_size, config.block_hash_seed)
-        self._events = events
         if events is not None:
             self.pool.listeners.append(events)
 
@@ -63,10 +99,6 @@ class KVCacheManager:
     def finds_more(self, request: RequestKV, num_hits: int) -> bool:
         """Return whether a waiting request would find more than ``num_hits`` cached blocks."""
         return bool(self.find_cached_blocks(request, num_hits))
-
-    def num_hit_tokens(self, hits: list[int]) -> int:
-        """Return how many tokens the found blocks hold."""
-        return len(hits) * self.block_size
 
     def can_admit(
         self, request: RequestKV, hits: list[int], num_tokens: int, num_spare: int, num_external_tokens: int = 0
@@ -98,12 +130,6 @@ class KVCacheManager:
         """Allocate blocks for all tokens of an admitted request, of which ``num_external_tokens`` will be loaded."""
         self.reserve(request)
 
-    def finish_load(self, request: RequestKV, num_tokens: int) -> None:
-        """Count the first ``num_tokens`` tokens, which were loaded, as computed; full blocks can be hit from now on."""
-        request.num_computed_tokens = num_tokens
-        if self.enable_prefix_caching:
-            self._register_blocks(request, num_tokens // self.block_size)
-
     def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
         """Make room for a request's next tokens. Returns the blocks added, or None if too few are free."""
         # 14 of 16 decode steps of a request with blocks of 16 end here; planning such a request costs a quarter less.
@@ -121,12 +147,6 @@ class KVCacheManager:
             # A token in flight is not known yet, so its block has no hash.
             self._register_blocks(request, min(end, len(request.all_token_ids)) // self.block_size)
         return new_block_ids
-
-    def cache_accepted(self, request: RequestKV) -> None:
-        """Let full blocks be hit whose last tokens were drafts when they were computed, and are accepted now."""
-        num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self.block_size
-        if self.enable_prefix_caching and num_full_blocks > request.num_registered_blocks:
-            self._register_blocks(request, num_full_blocks)
 
     def forget(self, request: RequestKV) -> None:
         """Let nothing be hit that a request computed or shared, because it may be wrong."""
@@ -151,13 +171,11 @@ class KVCacheManager:
             if index == len(hashes):
                 self._hasher.add_next(request)
             if self.pool.register(request.block_ids[index], hashes[index]) and self._events is not None:
-                start = index * self.block_size
-                token_ids = request.all_token_ids[start : start + self.block_size]
-                self._events.stored(hashes, index, token_ids)
+                self._report_stored(request, index)
         request.num_registered_blocks = num_full_blocks
 
 
-class GroupedKVCacheManager:
+class GroupedKVCacheManager(_PooledKV):
     """Has the interface of :class:`~.kv_cache_manager.KVCacheManager`, for models whose layers see different windows.
 
     Blocks that left the windows of their group can be hit until they are needed. A hit of n blocks of tokens needs all
@@ -179,17 +197,13 @@ class GroupedKVCacheManager:
     ) -> None:
         """Make a pool of ``num_blocks`` blocks, one of which is ``NULL_BLOCK``. The other arguments are those of
         :class:`~.kv_cache_manager.KVCacheManager` and :class:`~.kv_groups.KVNeed`."""
-        self.block_size = config.block_size
-        self.enable_prefix_caching = config.enable_prefix_caching
         self.num_groups = len(groups)
         self._windows = [group.window for group in groups]
-        self.pool = BlockPool(num_blocks, self._windows)
+        super().__init__(BlockPool(num_blocks, self._windows), config, events)
         self._need = KVNeed(groups, config.block_size, max_chunk, lends=lends)
         self.num_slots = self._need.capacity(self.pool.num_blocks) * config.block_size
         """Tokens of the longest request that the empty pool has room for."""
         self._windowed = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
-        self._hasher = RequestHasher(config.block_size, config.block_hash_seed)
-        self._events = events
         if events is not None:
             self.pool.listeners.append(FirstGroupEvents(events))
 
@@ -212,10 +226,6 @@ class GroupedKVCacheManager:
         # One look before the whole search: this runs in every step in which the head of the queue does not fit.
         is_longer = self.pool.find(group_key(self._hash(request, index), 0)) is not None
         return is_longer and len(self.find_cached_blocks(request)) > num_hits
-
-    def num_hit_tokens(self, hits: list[int]) -> int:
-        """Return how many tokens the blocks of a found table hold."""
-        return len(hits) // self.num_groups * self.block_size
 
     # Admission
 
@@ -282,12 +292,6 @@ class GroupedKVCacheManager:
         else:
             request.block_ids += self._allocate_from(first, begin, self._blocks_for(end))
 
-    def finish_load(self, request: RequestKV, num_tokens: int) -> None:
-        """Count the first ``num_tokens`` tokens, which were loaded, as computed; full blocks can be hit from now on."""
-        request.num_computed_tokens = num_tokens
-        if self.enable_prefix_caching:
-            self._register_blocks(request, num_tokens // self.block_size)
-
     # Steps
 
     def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
@@ -316,12 +320,6 @@ class GroupedKVCacheManager:
             # A token in flight is not known yet, so its block has no hash.
             self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
         return new_block_ids
-
-    def cache_accepted(self, request: RequestKV) -> None:
-        """Let full blocks be hit whose last tokens were drafts when they were computed, and are accepted now."""
-        num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self.block_size
-        if self.enable_prefix_caching and num_full_blocks > request.num_registered_blocks:
-            self._register_blocks(request, num_full_blocks)
 
     def free(self, request: RequestKV) -> None:
         """Take all blocks of a request back; their content can be hit until the blocks are needed."""
@@ -405,10 +403,8 @@ class GroupedKVCacheManager:
             block_hash = self._hash(request, index)
             for group, block_id in enumerate(self._entries(request, index)):
                 is_new = block_id != NULL_BLOCK and self.pool.register(block_id, group_key(block_hash, group))
-                if is_new and group == 0 and self._events is not None:
-                    start = index * self.block_size
-                    token_ids = request.all_token_ids[start : start + self.block_size]
-                    self._events.stored(request.block_hashes, index, token_ids)
+                if is_new and group == 0:
+                    self._report_stored(request, index)
         request.num_registered_blocks = num_full_blocks
 
     def _entries(self, request: RequestKV, index: int) -> list[int]:

@@ -96,9 +96,9 @@ class MultiConnector:
                 return request_id if self._release(request_id) else self.revoke_oldest()
         return None
 
-    def want_room(self) -> None:
+    def shorten_oldest_lease(self) -> None:
         for connector in self._connectors:
-            connector.want_room()
+            connector.shorten_oldest_lease()
 
     def num_leases(self) -> int:
         return sum(connector.num_leases() for connector in self._connectors)
@@ -143,12 +143,12 @@ class MultiConnector:
             total.failures |= stats.failures
         return total
 
-    def has_news(self) -> bool:
-        return any(connector.has_news() for connector in self._connectors)
+    def has_updates(self) -> bool:
+        return any(connector.has_updates() for connector in self._connectors)
 
-    def on_news(self, callback: Callable[[], None]) -> None:
+    def on_update(self, callback: Callable[[], None]) -> None:
         for connector in self._connectors:
-            connector.on_news(callback)
+            connector.on_update(callback)
 
     def shutdown(self) -> None:
         for connector in self._connectors:

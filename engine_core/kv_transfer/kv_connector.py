@@ -70,7 +70,7 @@ class KVConnectorScheduler(Protocol):
         are loaded next to the steps, which is True unless there is nothing to load.
 
         None as the first value means that the answer is not known yet: ask again at the next step, or after
-        ``on_news``.
+        ``on_update``.
         """
 
     def update_state_after_alloc(self, request: RequestKV, block_ids: list[int], num_external_tokens: int) -> None:
@@ -97,7 +97,7 @@ class KVConnectorScheduler(Protocol):
     def revoke_oldest(self) -> str | None:
         """End the oldest hold of blocks to make room. Returns its request; None if nothing is held."""
 
-    def want_room(self) -> None:
+    def shorten_oldest_lease(self) -> None:
         """Note that a request waits for the blocks of the oldest hold; they arrive as ``finished_sending``."""
 
     def num_leases(self) -> int:
@@ -131,11 +131,11 @@ class KVConnectorWorker(Protocol):
     def get_kv_connector_stats(self) -> KVConnectorStats:
         """Return the counts for the same ``get_finished``."""
 
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Return whether ``get_finished`` would return something."""
 
-    def on_news(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, from any thread, whenever there is news, because the step loop may be waiting."""
+    def on_update(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, from any thread, whenever a transfer has ended, because the step loop may be waiting."""
 
     def shutdown(self) -> None:
         """End all transfers and threads. Idempotent."""
@@ -170,9 +170,9 @@ class StepTransfers:
             self._connector.wait_for_save(self._metadata)
 
 
-def take_news(connector: KVConnector, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
-    """Return the transfers that ended since the last call; None without news."""
-    if not connector.has_news():
+def take_updates(connector: KVConnector, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
+    """Return the transfers that ended since the last call; None if none did."""
+    if not connector.has_updates():
         return None
     sent, received = connector.get_finished(set(scheduled.finished_req_ids))
     invalid = connector.get_block_ids_with_load_errors()

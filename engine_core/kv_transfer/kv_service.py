@@ -51,7 +51,7 @@ class KVService:
     Attributes:
         leases: The leases held for other engines.
         on_wake: Called by any thread when :meth:`run` should be called soon.
-        on_news: Called by any thread when a load or a lease has ended.
+        on_update: Called by any thread when a load or a lease has ended.
         results: Loads that have ended; at most one per request that waits.
     """
 
@@ -68,7 +68,7 @@ class KVService:
         """``executor``: its threads copy blocks; None for two of its own. ``new_id`` draws ids of acquisitions."""
         self.leases = LeaseTable(config.lease_seconds, clock=clock, new_id=new_id)
         self.on_wake: Command = _nothing
-        self.on_news: Command = _nothing
+        self.on_update: Command = _nothing
         self.results: deque[LoadResult] = deque()
         self._config = config
         self._transports = list(transports)
@@ -124,7 +124,7 @@ class KVService:
         if self._following:
             self.on_wake()
 
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Return whether a load or a lease has ended."""
         return bool(self.results) or self.leases.any_freed()
 
@@ -162,7 +162,7 @@ class KVService:
         # timeout.
         self._following = [call for call in self._following if not self._answer_progress(call)]
         if self.leases.any_freed():
-            self.on_news()
+            self.on_update()
         return min(times, default=None)
 
     def take_events(self) -> list[KVEvent]:
@@ -266,7 +266,7 @@ class KVService:
 
     def _finish_load(self, result: LoadResult) -> None:
         self.results.append(result)
-        self.on_news()
+        self.on_update()
 
     def _post(self, command: Command) -> None:
         self._commands.put(command)

@@ -142,7 +142,7 @@ class LeaseTable:
             self._end(lease, "lease_revoked")
             return request_id
 
-    def want_room(self) -> None:
+    def shorten_oldest_lease(self) -> None:
         """Note that a request waits for the oldest lease's blocks while nothing runs. Reset when a lease ends."""
         self._is_room_wanted = True
 

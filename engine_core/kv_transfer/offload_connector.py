@@ -108,7 +108,7 @@ class OffloadConnector:
         """Ended loads: blocks read, and the reason if not all were; bounded by the waiting requests."""
         self._reported: list[tuple[TierLoad, int, str]] = []
         """The loads of the latest ``get_finished``."""
-        self._on_news: Callable[[], None] = lambda: None
+        self._on_update: Callable[[], None] = lambda: None
 
     # Scheduler side
 
@@ -186,7 +186,7 @@ class OffloadConnector:
     def revoke_oldest(self) -> str | None:
         return None
 
-    def want_room(self) -> None:
+    def shorten_oldest_lease(self) -> None:
         pass
 
     def num_leases(self) -> int:
@@ -245,11 +245,11 @@ class OffloadConnector:
             failures={load.request_id: failure for load, _, failure in self._reported if failure},
         )
 
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         return bool(self._loaded)
 
-    def on_news(self, callback: Callable[[], None]) -> None:
-        self._on_news = callback
+    def on_update(self, callback: Callable[[], None]) -> None:
+        self._on_update = callback
 
     def shutdown(self) -> None:
         if self._tier is not None:
@@ -292,4 +292,4 @@ class OffloadConnector:
     def _note_loaded(self, load: TierLoad, count: int, failure: str) -> None:
         with self._lock:
             self._loaded.append((load, count, failure))
-        self._on_news()
+        self._on_update()

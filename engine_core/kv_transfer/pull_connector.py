@@ -108,8 +108,8 @@ class PullConnector:
     def revoke_oldest(self) -> str | None:
         return self._leases.revoke_oldest()
 
-    def want_room(self) -> None:
-        self._leases.want_room()
+    def shorten_oldest_lease(self) -> None:
+        self._leases.shorten_oldest_lease()
         self._service.on_wake()
 
     def num_leases(self) -> int:
@@ -157,11 +157,11 @@ class PullConnector:
                 stats.failures[result.request_id] = result.failure
         return stats
 
-    def has_news(self) -> bool:
-        return self._service.has_news()
+    def has_updates(self) -> bool:
+        return self._service.has_updates()
 
-    def on_news(self, callback: Callable[[], None]) -> None:
-        self._service.on_news = callback
+    def on_update(self, callback: Callable[[], None]) -> None:
+        self._service.on_update = callback
 
     def shutdown(self) -> None:
         self._service.close()

@@ -74,8 +74,8 @@ class EngineCoreProc:
         self.state = ProcState.RUNNING
 
     def start(self) -> None:
-        """Start to receive the client's messages and news from the core's other threads."""
-        self._core.on_news(self.wake)
+        """Start to receive the client's messages, and to be woken by the core's other threads."""
+        self._core.on_update(self.wake)
         self._core.executor.on_failure(self.executor_failed)
         self._input.start()
 
@@ -220,8 +220,8 @@ class EngineCoreProc:
     def _settle_group(self, group: WaveLoop) -> None:
         """Let requests, pauses and the group's messages take effect, and pass on what has changed."""
         group.settle()
-        if (news := group.take_news()) is not None:
-            self._output.send(self._calls.stamp(news))
+        if (outputs := group.take_updates()) is not None:
+            self._output.send(self._calls.stamp(outputs))
 
 
 def run_engine_core(

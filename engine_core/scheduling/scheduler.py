@@ -240,11 +240,6 @@ class Scheduler:
         """Process the result of a step. Returns one output for each request with new tokens."""
         return self.results.apply(scheduled, result)
 
-    def update_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
-        """Take the worker's proposals for the next step."""
-        assert self.drafts is not None, "the worker proposes drafts, but the engine does not speculate"
-        self.drafts.propose(draft_token_ids)
-
     def update_from_connector(self, output: KVConnectorOutput) -> None:
         """Process the transfers that ended: requests that waited for them continue, lent blocks become free again."""
         assert self._remote is not None

@@ -235,7 +235,7 @@ class Admission:
         if holder is None:
             # The oldest lease ends after a sixth of its time: its reader may be about to copy, and two engines that
             # wait for each other's leases must not wait for ever.
-            self._remote.connector.want_room()
+            self._remote.connector.shorten_oldest_lease()
             return False
         self._kv.free(holder.kv)  # what it loaded can be hit until the blocks are needed
         return True

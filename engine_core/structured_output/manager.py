@@ -91,13 +91,13 @@ class StructuredOutputManager:
         self._compiler = GrammarCompiler(config, vocab_size)
         self._num_words = -(-vocab_size // 32)
         self._eos: Bitmask | None = None
-        self._on_news: Callable[[], None] = lambda: None
+        self._on_update: Callable[[], None] = lambda: None
         # One thread: the masks of a step are little work, done while the model runs.
         self._masks = ThreadPoolExecutor(1, "grammar-masks")
 
-    def on_news(self, callback: Callable[[], None]) -> None:
+    def on_update(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, from any thread, when :attr:`done` may have something new."""
-        self._on_news = callback
+        self._on_update = callback
 
     def constrain(self, request: Request) -> str:
         """Follow a request from now on. If it has a grammar, it waits for that, in no queue.
@@ -117,7 +117,7 @@ class StructuredOutputManager:
 
         def done(future: Future[CompiledGrammar]) -> None:
             self.done.append((request_id, future))
-            self._on_news()
+            self._on_update()
 
         request.set_status(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
         try:
@@ -129,22 +129,22 @@ class StructuredOutputManager:
 
     def take_compiled(self) -> list[Compiled]:
         """Return the requests whose grammar has compiled, or cannot be, since the last call."""
-        news = []
+        ended = []
         while self.done:
             request_id, future = self.done.popleft()
             if (request := self.compiling.pop(request_id, None)) is None:
                 continue  # ended meanwhile
             try:
                 self.live[request_id] = self._constraint(request, future.result())
-                news.append(Compiled(request_id, ""))
+                ended.append(Compiled(request_id, ""))
             except CompilerUnavailable as error:
-                news.append(Compiled(request_id, f"{FIELD}: {error}"))
+                ended.append(Compiled(request_id, f"{FIELD}: {error}"))
             except GrammarError as error:
-                news.append(Compiled(request_id, f"{FIELD}: {error}", FIELD))
+                ended.append(Compiled(request_id, f"{FIELD}: {error}", FIELD))
             except Exception:  # of the backend's library
                 log.exception("the grammar of request %s cannot be used", request_id)
-                news.append(Compiled(request_id, FAILED))
-        return news
+                ended.append(Compiled(request_id, FAILED))
+        return ended
 
     def forget(self, request_id: str) -> None:
         """Drop the constraint of a request that has ended, and its compile if no other request wants that."""

@@ -62,7 +62,7 @@ class CoreClient:
         worker = HashWorker(self._config, vocab_size=self._vocab_size, max_model_len=self._config.max_model_len or 128)
         self.core = EngineCore(self._config, UniProcExecutor(worker), kv, lambda: round(loop.time() * 1e9))
         self._calls = CoreCalls(self.core)
-        self.core.on_news(self._wake.set)
+        self.core.on_update(self._wake.set)
         if kv is not None and kv.service is not None:
             self._kv = _KVThread(kv.service)
         return self.core.ready

@@ -28,33 +28,19 @@ def make_own_worker(config: EngineConfig) -> Worker:
 
 
 def _import_maker(config: EngineConfig) -> Maker:
-    name = config.worker.worker
-    if name not in _MAKERS:
-        raise ValueError(f"worker: {name!r} is unknown; use one of {', '.join(_MAKERS)}")
-    return _MAKERS[name]()
+    match config.worker.worker:
+        case "model":
+            # Imported here because importing torch takes seconds, and the other workers do not need it.
+            from tokenloom.gpu_worker.devices import make_worker as make_model_worker
 
+            return make_model_worker
+        case "hash":
+            from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 
-def _model_worker() -> Maker:
-    # Imported here because importing torch takes seconds, and the other workers do not need it.
-    from tokenloom.gpu_worker.devices import make_worker as make_model_worker
+            return HashWorker
+        case "timed":
+            from tokenloom.engine_core.fake_workers.timed_worker import TimedWorker
 
-    return make_model_worker
-
-
-def _hash_worker() -> Maker:
-    from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-
-    return HashWorker
-
-
-def _timed_worker() -> Maker:
-    from tokenloom.engine_core.fake_workers.timed_worker import TimedWorker
-
-    return TimedWorker
-
-
-_MAKERS: dict[str, Callable[[], Maker]] = {
-    "model": _model_worker,
-    "hash": _hash_worker,
-    "timed": _timed_worker,
-}
+            return TimedWorker
+        case name:
+            raise ValueError(f"worker: {name!r} is unknown; use one of model, hash, timed")

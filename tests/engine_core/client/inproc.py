@@ -56,7 +56,7 @@ class AsyncInprocClient:
         def wake() -> None:
             loop.call_soon_threadsafe(self._wake)
 
-        self._core.on_news(wake)
+        self._core.on_update(wake)
         if self._kv is not None and self._kv.service is not None:
             self._kv_link = _InprocKVLink(self._kv.service)
         return self._core.ready

@@ -48,7 +48,7 @@ class OffloadingCore:
             worker = GroupedHashWorker(self.config, windows)
         self.core = EngineCore(self.config, EXECUTORS[executor](worker), make_core_kv(self.config, ()))
         self._news = threading.Event()
-        self.core.on_news(self._news.set)
+        self.core.on_update(self._news.set)
 
     def run(self, *prompts: Sequence[int], max_tokens: int = 4) -> list[list[int]]:
         """Tokens of each prompt, all asked for at once."""

@@ -142,7 +142,7 @@ def test_who_can_wait_gets_the_oldest_lease_after_a_while_if_none_ended(table: T
     table.grant_one("old")
     table.clock.now += 2
     table.grant_one("new")
-    table.want_room()
+    table.shorten_oldest_lease()
     assert table.expire() == pytest.approx(3)
     table.clock.now += 3
     table.expire()
@@ -150,7 +150,7 @@ def test_who_can_wait_gets_the_oldest_lease_after_a_while_if_none_ended(table: T
     table.clock.now += 10
     table.expire()
     assert not table.take_freed()
-    table.want_room()
+    table.shorten_oldest_lease()
     table.expire()
     assert table.take_freed() == {"new"}
 

@@ -12,7 +12,7 @@ from tokenloom.engine_core.kv_transfer.kv_connector import (
     KVConnectorOutput,
     KVConnectorStats,
     StepTransfers,
-    take_news,
+    take_updates,
 )
 
 EMPTY = SchedulerOutput([], CachedRequestData([], [], [], {}), {}, 0, [], [])
@@ -90,11 +90,11 @@ class FakeConnector:
     def get_kv_connector_stats(self) -> KVConnectorStats:
         return self.news.stats if self.news else KVConnectorStats()
 
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         return self.news is not None
 
-    def on_news(self, callback: Callable[[], None]) -> None:
-        self._note("on_news")
+    def on_update(self, callback: Callable[[], None]) -> None:
+        self._note("on_update")
 
     def shutdown(self) -> None:
         self._note("shutdown")
@@ -190,9 +190,9 @@ def test_blocks_are_free_when_the_last_holder_lets_go(multi: Multi, request_: Re
     multi.first.holds = multi.second.holds = True
     assert multi.connector.request_finished(request_, [1], is_prefilled=True)
     multi.first.news = news(sent={"r"})
-    assert take_news(multi.connector, EMPTY) == news()
+    assert take_updates(multi.connector, EMPTY) == news()
     multi.first.news, multi.second.news = None, news(sent={"r"})
-    assert take_news(multi.connector, EMPTY) == news(sent={"r"})
+    assert take_updates(multi.connector, EMPTY) == news(sent={"r"})
 
 
 def test_every_connector_hears_that_a_request_ended(multi: Multi, request_: RequestKV) -> None:
@@ -203,7 +203,7 @@ def test_every_connector_hears_that_a_request_ended(multi: Multi, request_: Requ
 
 
 def test_news_are_put_together(multi: Multi) -> None:
-    assert take_news(multi.connector, EMPTY) is None
+    assert take_updates(multi.connector, EMPTY) is None
     multi.first.news = news(
         received={"a"}, invalid={1}, blocks_received=2, bytes_received={"shm": 5}, failures={"a": "checksum"}
     )
@@ -214,7 +214,7 @@ def test_news_are_put_together(multi: Multi) -> None:
         bytes_received={"shm": 1, "offload": 7},
         failures={"b": "timeout"},
     )
-    assert take_news(multi.connector, EMPTY) == news(
+    assert take_updates(multi.connector, EMPTY) == news(
         received={"a", "b"},
         invalid={1, 2},
         blocks_received=5,
@@ -240,12 +240,12 @@ def test_what_concerns_all_is_told_to_all(multi: Multi) -> None:
     connector = multi.connector
     connector.bind_block_pool(BlockPool(1))
     connector.register_kv_caches(None)  # type: ignore[arg-type]
-    connector.on_news(lambda: None)
+    connector.on_update(lambda: None)
     connector.update_connector_output(news())
     connector.shutdown()
-    steps = ("bind_block_pool", "register", "on_news", "update", "shutdown")
+    steps = ("bind_block_pool", "register", "on_update", "update", "shutdown")
     assert multi.take_calls() == [f"{name}.{step}" for step in steps for name in ("first", "second")]
     assert connector.num_leases() == 2
-    assert not connector.has_news()
+    assert not connector.has_updates()
     multi.second.news = news()
-    assert connector.has_news()
+    assert connector.has_updates()

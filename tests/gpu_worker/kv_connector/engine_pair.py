@@ -93,7 +93,7 @@ class Engine:
         self.service = kv_parts.service if kv_parts else None
         self.core = EngineCore(config, make_executor(config), kv_parts)
         self.news = threading.Event()
-        self.core.on_news(self.news.set)
+        self.core.on_update(self.news.set)
         if self.service is not None:
             self.service.on_wake = self.news.set
 

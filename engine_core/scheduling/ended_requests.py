@@ -7,8 +7,8 @@ from ..data.request import Request, RequestStatus, mark_finished
 from ..kv_cache.kv_cache_manager import KVManager
 from ..structured_output.manager import StructuredOutputManager
 from .adapters import Adapters
+from .live_requests import LiveRequests
 from .remote_kv import RemoteKV
-from .request_queues import LiveRequests
 from .stats_recorder import StatsRecorder
 from .steps_in_flight import StepsInFlight
 

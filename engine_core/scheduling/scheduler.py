@@ -1,31 +1,31 @@
 """Decides what each step computes: a token budget, spent so that every request catches up with its tokens."""
 
+import enum
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ..data.config import EngineConfig
+from ..data.config import EngineConfig, SchedulerConfig
 from ..data.core_params import ModelPooling
 from ..data.kv_events import KVEventLog
 from ..data.kv_groups import KVCacheConfig
 from ..data.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
 from ..data.request import Request, RequestStatus, finish_status
 from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from ..kv_cache.kv_cache_manager import make_kv_manager
+from ..kv_cache.kv_cache_manager import KVManager, make_kv_manager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
 from ..structured_output.compiler import CompileQueueFull
 from ..structured_output.manager import FIELD, StructuredOutputManager
 from .adapters import Adapters
 from .drafts import Drafts
 from .ended_requests import EndedRequests
+from .live_requests import LiveRequests
 from .pooled_requests import PooledRequests
 from .remote_kv import RemoteKV
-from .request_queues import LiveRequests
 from .stats_recorder import StatsRecorder
 from .step_planner import PauseState, StepPlanner
 from .step_results import StepResults
 from .steps_in_flight import StepsInFlight
-from .waiting_requests import SchedulingPolicy, check_config, refusal
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,15 @@ _EXPIRED = "the request's time ran out before the engine could begin it"
 _NO_ADAPTER = "the request's LoRA adapter is not loaded on this engine"
 _GENERATES = ModelPooling()
 _IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class SchedulingPolicy(enum.StrEnum):
+    """Names the order in which requests run (names as in vLLM)."""
+
+    FCFS = "fcfs"
+    """First come, first served; preempted requests before all others."""
+    PRIORITY = "priority"
+    """The lowest ``priority`` first; among equals first come, first served."""
 
 
 class Scheduler:
@@ -64,7 +73,7 @@ class Scheduler:
         """
         scheduler, cache, speculative = config.scheduler, config.cache, config.speculative
         num_stages = config.parallel.pipeline_parallel_size
-        check_config(scheduler, kv_cache.max_model_len, speculates=speculative is not None)
+        _check_config(scheduler, kv_cache.max_model_len, speculates=speculative is not None)
         self.config = scheduler
         self.max_model_len = kv_cache.max_model_len
         self.kv_events = KVEventLog(cache.block_size) if cache.kv_events else None
@@ -98,7 +107,7 @@ class Scheduler:
         moves_kv = self._remote is not None
         is_pooled = request.pooling_params is not None
         error = self._pooled.refusal(request) if is_pooled or not self._pooled.generates else ""
-        if error := error or refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv):
+        if error := error or _refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv):
             field = error.partition(" ")[0] if is_pooled else ""  # such an error begins with the name of its field
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, field)
         elif message.accepted_token_ids and (status := finish_status(request)):
@@ -336,3 +345,58 @@ class Scheduler:
             else:
                 request.set_status(RequestStatus.WAITING)
                 self.waiting.append(request)
+
+
+def _check_config(config: SchedulerConfig, max_model_len: int, *, speculates: bool = False) -> None:
+    """Raise ``ValueError``, naming the setting, for limits under which the scheduler could stop making progress."""
+    if speculates and config.async_scheduling:
+        raise ValueError(
+            "speculative_config cannot be used with async_scheduling: a step would be scheduled before it is known how "
+            "many drafts of the step before it are right; turn one of them off"
+        )
+    if config.max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs is {config.max_num_seqs}; it must be at least 1")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs {config.max_num_seqs}: "
+            "a step could not serve every running request"
+        )
+    if config.policy not in list(SchedulingPolicy):
+        raise ValueError(f"policy {config.policy!r} is unknown; use one of {', '.join(SchedulingPolicy)}")
+    if config.long_prefill_token_threshold < 0:
+        raise ValueError(
+            f"long_prefill_token_threshold is {config.long_prefill_token_threshold}; it must be positive, or 0 for no "
+            "limit"
+        )
+    if config.long_prefill_token_threshold and not config.enable_chunked_prefill:
+        raise ValueError("long_prefill_token_threshold needs chunked prefill")
+    if not 0 <= config.watermark < 1:
+        raise ValueError(f"watermark is {config.watermark}; it must be a share of the blocks: at least 0 and below 1")
+    if config.prefill_tokens_beside_decode is not None and config.prefill_tokens_beside_decode < 1:
+        raise ValueError(
+            f"prefill_tokens_beside_decode is {config.prefill_tokens_beside_decode}; it must be at least 1"
+        )
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ValueError(
+            f"without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "
+            f"must reach max_model_len ({max_model_len})"
+        )
+
+
+def _refusal(request: Request, policy: SchedulingPolicy, kv: KVManager, max_model_len: int, *, moves_kv: bool) -> str:
+    """Return why a request can never run; empty if it can."""
+    if request.priority and policy is not SchedulingPolicy.PRIORITY:
+        return f"priority is {request.priority}, but the engine's scheduling policy is {policy}"
+    if request.kv.remote is not None and not moves_kv:
+        return "this engine does not exchange KV with others"
+    if not request.num_prompt_tokens:
+        return "prompt is empty"
+    if request.num_prompt_tokens >= max_model_len and request.pooling_params is None:
+        return (
+            f"prompt has {request.num_prompt_tokens} tokens; "
+            f"with at least one of output the context holds {max_model_len}"
+        )
+    # The last token's KV is never computed.
+    if request.max_num_tokens - 1 > kv.num_slots:
+        return f"prompt and max_tokens need {request.max_num_tokens - 1} KV slots; the engine has {kv.num_slots}"
+    return ""

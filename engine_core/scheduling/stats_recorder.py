@@ -8,7 +8,7 @@ from ..data.config import CacheConfig, SchedulerConfig
 from ..data.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, PrefillStats, SchedulerStats
 from ..data.request import Request
 from ..kv_cache.block_pool import BlockPool
-from .request_queues import WaitingRequests
+from .live_requests import WaitingRequests
 
 
 class StatsRecorder:

@@ -12,11 +12,10 @@ from ..data.request import Request, RequestKV, RequestStatus
 from ..data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from ..kv_cache.kv_cache_manager import KVManager
 from .adapters import Adapters
+from .live_requests import Admission, LiveRequests
 from .remote_kv import RemoteKV
-from .request_queues import LiveRequests
 from .seats import count_seats, index_to_preempt, rows_to_defer, seat_to_take_back
 from .stats_recorder import StatsRecorder
-from .waiting_requests import Admission
 
 # A fixed 128 tokens a step made a burst of 32 prompts of 128 tokens take some 40 slow steps and its last first token 8
 # s instead of 4; no limit made the p99 between tokens 2.8 s instead of 0.6. Beside one or two requests, chunks of 128

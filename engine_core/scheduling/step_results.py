@@ -8,8 +8,8 @@ from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..structured_output.manager import FAILED, FIELD
 from .drafts import Drafts
 from .ended_requests import EndedRequests
+from .live_requests import LiveRequests
 from .pooled_requests import PooledRequests
-from .request_queues import LiveRequests
 from .stats_recorder import StatsRecorder
 from .steps_in_flight import StepsInFlight
 

@@ -9,7 +9,7 @@ from tokenloom.engine_core.data.request import RequestKV, RequestStatus
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
-from tokenloom.engine_core.scheduling.request_queues import priority_key
+from tokenloom.engine_core.scheduling.live_requests import priority_key
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.request.prefix_schedule import block_hashes
 

@@ -1,11 +1,12 @@
 """Faults that reading once found, put back one at a time: the explorer must find each of them soon."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tokenloom.engine_core.client.async_core_client import AsyncSocket
 from tokenloom.engine_core.data_parallel.group_link import GroupHub
+from tokenloom.engine_core.wire.frames import Frame
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control import pause
 from tokenloom.services.gateway.batches.batch_task import BatchTask
@@ -62,10 +63,9 @@ def _charge_again(charges: Charges, tenant: str, request_id: str, claim: ResumeT
     return Charge()
 
 
-def _forget_beginning(connection: AsyncSocket) -> None:
+def _forget_beginning(connection: AsyncSocket, frames: Sequence[Frame], on_begun: object = None) -> Awaitable[None]:
     """Take the rows of a message back although its beginning was sent."""
-    if connection._on_begun is not None:
-        connection._on_begun = None
+    return _SEND(connection, frames)
 
 
 def _open_for_any(generator: Generator, *args: Any, outlives_call: bool = True, **options: Any) -> Any:
@@ -91,7 +91,7 @@ def _leave_by_rank(hub: GroupHub, rank: int, frames: object, error: OSError) -> 
             hub._close()
 
 
-_OPEN = Generator.open
+_OPEN, _SEND = Generator.open, AsyncSocket.send
 _BUGS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
     "two_writers": ("batches", {(BatchTask, "cancel"): _cancel_and_write}),
     "written_once": ("batches", {(BatchTask, "_persist"): _write_once}),
@@ -102,7 +102,7 @@ _BUGS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
     "silent_streams": ("streams", {(kserve_servicer, "next_request"): _wait_for_ever}),
     "half_resumed": ("pauses", {(pause, "completed"): _as_it_is}),
     "end_of_the_predecessor": ("hubs", {(GroupHub, "_leave"): _leave_by_rank}),
-    "rows_taken_back": ("core clients", {(AsyncSocket, "_begun"): _forget_beginning}),
+    "rows_taken_back": ("core clients", {(AsyncSocket, "send"): _forget_beginning}),
 }
 BUGS = tuple(_BUGS)
 

@@ -41,7 +41,7 @@ from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_cache.kv_cache_manager import largest_chunk
 from tokenloom.engine_core.scheduling.drafts import DraftCosts
-from tokenloom.engine_core.scheduling.waiting_requests import SchedulingPolicy
+from tokenloom.engine_core.scheduling.scheduler import SchedulingPolicy
 
 SESSION = "session"
 

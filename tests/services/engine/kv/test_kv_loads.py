@@ -1,5 +1,6 @@
 """Decode legs: what the front says to the owner of the KV, and to its own core, in every turn that it can take."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tests.loop_clock import pass_time, settle
+from tests.loop_clock import pass_time
 from tests.services.engine.kv.kv_fakes import (
     LEASE,
     FakeCore,
@@ -162,10 +163,13 @@ async def test_recomputing_is_shown_until_no_read_has_failed_for_a_while(
         await pair.owner.noted(KVRelease)
         if copied:
             assert (await pair.reader.noted(KVVerdict)).valid
-        await settle()
+        else:
+            async with asyncio.timeout(60):
+                await changed.wait()  # the owner's answer is on its way
         return pair.reader_host.fall_backs.own()
 
-    shown = [("kv_recomputed", "checksum")]
+    shown, changed = [("kv_recomputed", "checksum")], asyncio.Event()
+    pair.reader_host.fall_backs.on_change = changed.set
     assert await load(1, copied=True) == []
     assert await load(2, copied=False) == shown
     assert await load(3, copied=True) == shown, "every other request may fail"

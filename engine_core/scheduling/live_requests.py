@@ -1,8 +1,10 @@
-"""Decides which requests may enter the queue of waiting requests, and which of those may begin."""
+"""Keeps the live requests: those that run, and those that wait, of each tenant with the same adapter in the order of
+the policy; decides which of the waiting ones may begin."""
 
-import enum
-from collections import Counter
-from collections.abc import Callable
+import bisect
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from ..data.config import SchedulerConfig
@@ -10,71 +12,187 @@ from ..data.request import Request, RequestStatus
 from ..kv_cache.kv_cache_manager import KVManager
 from .adapters import Adapters
 from .remote_kv import RemoteKV
-from .request_queues import WaitingRequests
 
 
-class SchedulingPolicy(enum.StrEnum):
-    """Names the order in which requests run (names as in vLLM)."""
-
-    FCFS = "fcfs"
-    """First come, first served; preempted requests before all others."""
-    PRIORITY = "priority"
-    """The lowest ``priority`` first; among equals first come, first served."""
+def priority_key(request: Request) -> tuple[int, int, str]:
+    """Return a key to sort by priority: the smallest runs first, the largest is preempted first."""
+    return request.priority, request.times.arrival_ns, request.request_id
 
 
-def check_config(config: SchedulerConfig, max_model_len: int, *, speculates: bool = False) -> None:
-    """Raise ``ValueError``, naming the setting, for limits under which the scheduler could stop making progress."""
-    if speculates and config.async_scheduling:
-        raise ValueError(
-            "speculative_config cannot be used with async_scheduling: a step would be scheduled before it is known how "
-            "many drafts of the step before it are right; turn one of them off"
-        )
-    if config.max_num_seqs < 1:
-        raise ValueError(f"max_num_seqs is {config.max_num_seqs}; it must be at least 1")
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ValueError(
-            f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs {config.max_num_seqs}: "
-            "a step could not serve every running request"
-        )
-    if config.policy not in list(SchedulingPolicy):
-        raise ValueError(f"policy {config.policy!r} is unknown; use one of {', '.join(SchedulingPolicy)}")
-    if config.long_prefill_token_threshold < 0:
-        raise ValueError(
-            f"long_prefill_token_threshold is {config.long_prefill_token_threshold}; it must be positive, or 0 for no "
-            "limit"
-        )
-    if config.long_prefill_token_threshold and not config.enable_chunked_prefill:
-        raise ValueError("long_prefill_token_threshold needs chunked prefill")
-    if not 0 <= config.watermark < 1:
-        raise ValueError(f"watermark is {config.watermark}; it must be a share of the blocks: at least 0 and below 1")
-    if config.prefill_tokens_beside_decode is not None and config.prefill_tokens_beside_decode < 1:
-        raise ValueError(
-            f"prefill_tokens_beside_decode is {config.prefill_tokens_beside_decode}; it must be at least 1"
-        )
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-        raise ValueError(
-            f"without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "
-            f"must reach max_model_len ({max_model_len})"
-        )
+class FCFSQueue(OrderedDict[str, Request]):
+    """Keeps requests by id, in the order in which they may begin; a request that comes back goes to the head."""
+
+    def append(self, request: Request) -> None:
+        """Add a new request."""
+        self[request.request_id] = request
+
+    def prepend(self, request: Request) -> None:
+        """Add a request that has waited before, here or for something else."""
+        self[request.request_id] = request
+        self.move_to_end(request.request_id, last=False)
+
+    def peek(self) -> Request:
+        """Return the head. The queue is not empty."""
+        return next(iter(self.values()))
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that is here."""
+        del self[request.request_id]
 
 
-def refusal(request: Request, policy: SchedulingPolicy, kv: KVManager, max_model_len: int, *, moves_kv: bool) -> str:
-    """Return why a request can never run; empty if it can."""
-    if request.priority and policy is not SchedulingPolicy.PRIORITY:
-        return f"priority is {request.priority}, but the engine's scheduling policy is {policy}"
-    if request.kv.remote is not None and not moves_kv:
-        return "this engine does not exchange KV with others"
-    if not request.num_prompt_tokens:
-        return "prompt is empty"
-    if request.num_prompt_tokens >= max_model_len and request.pooling_params is None:
-        return (
-            f"prompt has {request.num_prompt_tokens} tokens; "
-            f"with at least one of output the context holds {max_model_len}"
-        )
-    # The last token's KV is never computed.
-    if request.max_num_tokens - 1 > kv.num_slots:
-        return f"prompt and max_tokens need {request.max_num_tokens - 1} KV slots; the engine has {kv.num_slots}"
-    return ""
+class PriorityQueue(list[Request]):
+    """Offers the same as :class:`FCFSQueue`, sorted by :func:`priority_key`.
+
+    It is a list, because a heap would have to be searched for a request that is aborted.
+    """
+
+    def append(self, request: Request) -> None:
+        bisect.insort(self, request, key=priority_key)
+
+    prepend = append
+
+    def peek(self) -> Request:
+        return self[0]
+
+    def remove(self, request: Request) -> None:
+        index = bisect.bisect_left(self, priority_key(request), key=priority_key)
+        assert self[index] is request
+        del self[index]
+
+    def values(self) -> Iterator[Request]:
+        """Yield the requests in order."""
+        return iter(self)
+
+
+class WaitingRequests:
+    """Keeps all waiting requests, each tenant's in a queue of its own, and therein those of each adapter.
+
+    It is bounded by the callers: the engine's front accepts no more requests than it has slots.
+    """
+
+    def __init__(self, queue_type: type[FCFSQueue] | type[PriorityQueue] = FCFSQueue) -> None:
+        # By tenant and adapter; none is empty.
+        self._queues: defaultdict[tuple[str, bytes], FCFSQueue | PriorityQueue] = defaultdict(queue_type)
+        self._num_requests = 0
+        self.num_tokens = 0
+        """The tokens of all requests here, which have no computed tokens, except those that loaded blocks."""
+
+    def __len__(self) -> int:
+        return self._num_requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(queue.values() for queue in self._queues.values())
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """The tenants that have a request here."""
+        return {tenant for tenant, _ in self._queues}
+
+    def append(self, request: Request) -> None:
+        """Add a new request."""
+        self._queues[request.tenant, request.adapter].append(request)
+        self._num_requests += 1
+        self.num_tokens += request.num_tokens
+
+    def prepend(self, request: Request) -> None:
+        """Add a request that has waited before, here or for something else: before the others of its tenant, unless the
+        policy sorts it."""
+        self._queues[request.tenant, request.adapter].prepend(request)
+        self._num_requests += 1
+        self.num_tokens += request.num_tokens
+
+    def peek(self, seats: Mapping[str, int] | None) -> Request | None:
+        """Return the request that may begin next, or None if none waits.
+
+        Among the tenants whose heads have the lowest priority value, it is the head of the tenant with the fewest
+        ``seats``; among equals, the one that arrived first. So a head waits only for heads that arrived before it, once
+        no request of its own tenant runs any more: no request waits for ever. ``seats`` is needed for several tenants.
+        """
+        queues = self._queues
+        if len(queues) < 2:
+            return next(iter(queues.values())).peek() if queues else None
+        assert seats is not None, "several tenants wait"
+        return min((queue.peek() for queue in queues.values()), key=_in_turn(seats))
+
+    def heads(self, seats: Mapping[str, int] | None) -> list[Request]:
+        """Return the first request of each tenant and adapter, in the order in which :meth:`peek` would choose them."""
+        return sorted((queue.peek() for queue in self._queues.values()), key=_in_turn(seats or Counter()))
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that is here."""
+        owner = request.tenant, request.adapter
+        queue = self._queues[owner]
+        queue.remove(request)
+        if not queue:
+            del self._queues[owner]
+        self._num_requests -= 1
+        self.num_tokens -= request.num_tokens
+
+
+def _in_turn(seats: Mapping[str, int]) -> Callable[[Request], tuple[int, int, int, str]]:
+    """Return a key that sorts the heads of queues by who begins next."""
+    return lambda head: (head.priority, seats[head.tenant], head.times.arrival_ns, head.request_id)
+
+
+class LiveRequests:
+    """Owns the requests that have not ended. No other code changes which of them run.
+
+    Attributes:
+        by_id: All of them.
+        are_several: Whether at least two tenants have a live request. An engine with a single tenant spends nothing on
+            shares.
+        waiting: Those in the queue.
+        running: Those that have a row in the worker, in the order of the policy. It is always the same list.
+    """
+
+    def __init__(self, *, by_priority: bool) -> None:
+        """``by_priority``: whether priorities order the requests, instead of their arrival."""
+        self.by_id: dict[str, Request] = {}
+        self.are_several = False
+        self._num_of_tenant: dict[str, int] = {}
+        self.waiting = WaitingRequests(PriorityQueue if by_priority else FCFSQueue)
+        self.running: list[Request] = []
+        self._by_priority = by_priority
+
+    def add(self, request: Request) -> None:
+        """Add a request, which is in no queue yet."""
+        self.by_id[request.request_id] = request
+        self._num_of_tenant[request.tenant] = self._num_of_tenant.get(request.tenant, 0) + 1
+        self.are_several = len(self._num_of_tenant) > 1
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that has ended; the caller takes it out of its queue."""
+        del self.by_id[request.request_id]
+        if self._num_of_tenant[request.tenant] == 1:
+            del self._num_of_tenant[request.tenant]
+        else:
+            self._num_of_tenant[request.tenant] -= 1
+        self.are_several = len(self._num_of_tenant) > 1
+
+    def run(self, request: Request) -> None:
+        """Add a request that is in no queue to those that run."""
+        if self._by_priority:
+            bisect.insort(self.running, request, key=priority_key)
+        else:
+            self.running.append(request)
+
+    def take_out(self, request: Request) -> None:
+        """Remove a request from those that run or from the queue, whichever has it; none has one that waits for
+        something else."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            self.waiting.remove(request)
+
+    def drop_ended(self) -> None:
+        """Remove the requests that ended while they ran."""
+        self.running[:] = [request for request in self.running if not request.is_finished]
+
+    def take_running(self) -> list[Request]:
+        """Let no request run. Returns those that did, the last one first: each goes to the head of its queue."""
+        taken = self.running[::-1]
+        self.running.clear()
+        return taken
 
 
 class _Blocked(NamedTuple):

@@ -2,7 +2,7 @@ import pytest
 
 from tests.engine_core.helpers import make_request
 from tokenloom.engine_core.data.request import Request
-from tokenloom.engine_core.scheduling.request_queues import FCFSQueue, PriorityQueue, WaitingRequests
+from tokenloom.engine_core.scheduling.live_requests import FCFSQueue, PriorityQueue, WaitingRequests
 
 Queue = FCFSQueue | PriorityQueue | WaitingRequests
 

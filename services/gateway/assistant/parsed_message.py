@@ -85,6 +85,11 @@ class OutputReader:
             self._parser = ParsedMessage(plan, reasoning_is_open=reasoning_is_open, may_reason=may_reason)
         self.is_plain = plan is None
 
+    @property
+    def is_within_call(self) -> bool:
+        """Return whether the output ends within a call."""
+        return self._parser is not None and self._parser.is_within_call
+
     def feed(self, text: str, *, ends: bool) -> MessageDelta:
         """Return what more text adds. ``ends``: it is the last text."""
         if self._parser is not None:
@@ -106,6 +111,11 @@ class ParsedMessage:
         self._tools = plan.open_tools and plan.open_tools()
         self._thoughts = plan.open_reasoning(reasoning_is_open) if plan.open_reasoning and may_reason else None
         self._skips_call = False
+
+    @property
+    def is_within_call(self) -> bool:
+        """Return whether the output ends within a call."""
+        return self._tools is not None and self._tools.is_within_call
 
     def feed(self, text: str, *, ends: bool) -> MessageDelta:
         """Return what more text adds. ``ends``: it is the last text."""

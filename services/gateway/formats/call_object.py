@@ -54,6 +54,7 @@ class CallList:
 
     Attributes:
         is_over: Whether the list has ended.
+        is_within_call: Whether a call has begun and not ended.
     """
 
     def __init__(self, mark: str = "") -> None:
@@ -62,6 +63,10 @@ class CallList:
         self._lead = [mark] if mark else []
         self._is_open = False
         self._call: CallObject | None = None
+
+    @property
+    def is_within_call(self) -> bool:
+        return self._call is not None
 
     def feed(self, text: str) -> tuple[list[ToolPart], str]:
         """Return what is certain now, and the text after the list."""
@@ -80,10 +85,8 @@ class CallList:
         return parts, text[at:]
 
     def finish(self) -> list[ToolPart]:
-        """Return the rest when the text ends before the list."""
-        if self._call is not None:
-            return self._call.finish()
-        return [Content("".join(self._lead))] if self._lead and not self.is_over else []
+        """Return the rest when the text ends before the list; the beginning of a call is no text."""
+        return [] if self._call is None else self._call.finish()
 
     def _between(self, char: str, parts: list[ToolPart]) -> int:
         """Read one character outside of the objects; return 1, or 0 if the character begins an object."""
@@ -141,12 +144,23 @@ class CallObject:
         return self._take(), ""
 
     def finish(self) -> list[ToolPart]:
-        """Return the rest when the text ends before the call."""
+        """Return the rest when the text ends before the call. What was cut before its name is no text if it can only be
+        a call: clients would show the user its markup."""
         if not self.is_over:
             if self.began and self._arguments and not self._has_sent:
                 self._parts.append(CallArguments(self._arguments))
-            self._end()
+            if self._names is None or self._raw[0].strip() or self._begins_name():
+                self.is_over = True
+            else:
+                self._end()
         return self._take()
+
+    def _begins_name(self) -> bool:
+        """Return whether the text ends within the name of a call that may be made."""
+        if self.began or self._key != "name" or self._step != self._in_value:
+            return False
+        begun = "".join(self._token)[1:]
+        return any(name.startswith(begun) for name in self._names or ())
 
     def _take(self) -> list[ToolPart]:
         """Return the parts, with adjacent arguments joined."""
@@ -238,9 +252,14 @@ class CallObject:
 
 
 def _string(token: Iterable[str]) -> str | None:
-    """Return the value of a JSON string, given its characters; None for another value."""
+    """Return the value of a JSON string, given its characters; None for another value.
+
+    A model may write half a surrogate pair, which is no character and cannot be sent: U+FFFD takes its place.
+    """
     try:
         value = json.loads("".join(token))
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return None
+    return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

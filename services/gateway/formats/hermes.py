@@ -18,6 +18,10 @@ class HermesParser:
         self._call: CallObject | None = None
         self._unclosed = False  # after a call whose closing mark may follow
 
+    @property
+    def is_within_call(self) -> bool:
+        return self._call is not None
+
     def feed(self, text: str) -> list[ToolPart]:
         parts: list[ToolPart] = []
         self._text += text

@@ -24,6 +24,10 @@ class Llama3JsonParser:
         self._may_call = True
         self._called = False
 
+    @property
+    def is_within_call(self) -> bool:
+        return self._call is not None
+
     def feed(self, text: str) -> list[ToolPart]:
         parts: list[ToolPart] = []
         if self._call is None and self._may_call and not text.strip(self._separators()):

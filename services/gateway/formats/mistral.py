@@ -11,6 +11,7 @@ from .tool_parser import Words
 START = "[TOOL_CALLS]"
 # Between a name and its arguments, in some versions: an id of the model's own, and a mark.
 _HEAD = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_CUT_HEAD = re.compile(r"\s*[A-Za-z0-9_.-]{0,64}\s*(?:\[[A-Z_]*(?:\]\s*\w*)?(?:\s*\[[A-Z]*\]?)?\s*)?")
 _LONGEST_HEAD = 160
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -27,6 +28,10 @@ class _NamedCall:
         self.is_over = False
         self._head = ""
         self._arguments: JsonExtent | None = None
+
+    @property
+    def is_within_call(self) -> bool:
+        return self._arguments is not None and not self.is_over
 
     def feed(self, text: str) -> tuple[list[ToolPart], str]:
         parts: list[ToolPart] = []
@@ -50,7 +55,8 @@ class _NamedCall:
         return [*parts, CallArguments("".join(written))] if text else parts, ""
 
     def finish(self) -> list[ToolPart]:
-        return [Content(START + self._head)] if self._arguments is None else []
+        is_text = self._arguments is None and not _CUT_HEAD.fullmatch(self._head)
+        return [Content(START + self._head)] if is_text else []
 
 
 class MistralParser:
@@ -62,6 +68,10 @@ class MistralParser:
         self._words = Words()
         self._calls: CallList | _NamedCall | None = None
         self._marked = False
+
+    @property
+    def is_within_call(self) -> bool:
+        return self._calls is not None and self._calls.is_within_call
 
     def feed(self, text: str) -> list[ToolPart]:
         parts: list[ToolPart] = []
@@ -95,5 +105,5 @@ class MistralParser:
         if self._calls is not None:
             return self._calls.finish()
         if self._marked:
-            return [Content(START + "".join(self._blanks))]
+            return []  # cut after the mark of a call
         return self._words.add(self._text) + self._words.finish()

@@ -52,6 +52,10 @@ class NamedCall:
     def __init__(self, name: str) -> None:
         self._begin: list[ToolPart] = [CallBegin(name)]
 
+    @property
+    def is_within_call(self) -> bool:
+        return not self._begin  # a constraint ends the output with the call
+
     def feed(self, text: str) -> list[ToolPart]:
         parts, self._begin = self._begin, []
         return [*parts, CallArguments(text)]
@@ -65,6 +69,10 @@ class RequiredCalls:
 
     def __init__(self) -> None:
         self._calls = CallList()
+
+    @property
+    def is_within_call(self) -> bool:
+        return self._calls.is_within_call
 
     def feed(self, text: str) -> list[ToolPart]:
         return self._calls.feed(text)[0]

@@ -12,6 +12,10 @@ from .strict_calls import CallMarks
 class ToolParser(Protocol):
     """Finds calls in one output as it grows. The calls do not depend on the pieces that the text arrives in."""
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether a call has begun and not ended; at the output's end: whether it was cut off."""
+
     # One parser reads streams and whole answers, because two may differ, as vLLM's can; a property test splits texts
     # everywhere and compares. Arguments go on as the model wrote them, not parsed and written again.
     def feed(self, text: str) -> list[ToolPart]:

@@ -1,9 +1,9 @@
 """Chats of the public gRPC API, put into OpenAI's form so that they are read like those over HTTP."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from google.protobuf import json_format
 
 from tokenloom.request.errors import InvalidArgument
@@ -69,7 +69,7 @@ def _tool(where: str, function: inference_pb2.Function) -> Mapping[str, object]:
 
 def _schema(where: str, source: str) -> object:
     try:
-        return json.loads(source)
+        return msgspec.json.decode(source)  # strict: what holds NaN or half a surrogate pair cannot be sent on
     except (ValueError, RecursionError):
         raise InvalidArgument(f"{where} is not JSON", where) from None
 

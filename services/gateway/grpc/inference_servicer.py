@@ -261,5 +261,6 @@ def _split_text(response: inference_pb2.GenerateResponse, turn: ParsedMessage, *
     for call in calls_of(added):
         new = response.tool_calls.add(index=call.index, id=call.call_id)
         new.function.name, new.function.arguments = call.name, call.arguments
-    if turn.num_calls and response.finish_reason == types_pb2.FINISH_REASON_STOP:
+    is_cut = response.stop_reason and turn.is_within_call
+    if turn.num_calls and response.finish_reason == types_pb2.FINISH_REASON_STOP and not is_cut:
         response.finish_reason = types_pb2.FINISH_REASON_TOOL_CALLS

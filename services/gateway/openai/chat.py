@@ -208,9 +208,12 @@ class ChatAnswer:
         return choice | routed_member(finished)
 
     def _finish_reason(self, index: int, finished: output_processor_pb2.RequestFinished) -> str:
-        """Return ``tool_calls`` for an output that ended by itself and calls tools."""
-        reason = finish_reason(finished)
-        return "tool_calls" if reason == "stop" and self._turns[index].calls else reason
+        """Return ``tool_calls`` for an output that ended by itself and calls tools; one that the client's stop string
+        cut within a call does not."""
+        reason, turn = finish_reason(finished), self._turns[index]
+        if reason != "stop" or not turn.calls or (finished.stop_reason and turn.is_within_call):
+            return reason
+        return "tool_calls"
 
     def _content(self, delta: Delta, turn: "_Turn") -> JsonBlocks:
         """Return a delta's log probabilities, which may be shaped already."""
@@ -261,6 +264,11 @@ class _Turn:
         if calls := calls_of(delta):
             added["tool_calls"] = [self._add_call(call) for call in calls]
         return added
+
+    @property
+    def is_within_call(self) -> bool:
+        """Return whether the output ends within a call."""
+        return self._reader.is_within_call
 
     def message(self) -> dict[str, object]:
         """Return all of it, as a ``message``."""

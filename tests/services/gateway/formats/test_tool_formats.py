@@ -55,7 +55,10 @@ EXAMPLES: list[tuple[str, str, Told]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', ("", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", [("f", '{"a": 1}')])),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, ', ("", [("f", '{"a": [1, ')])),  # cut off
-    ("hermes", '<tool_call>{"name": "f', ('<tool_call>{"name": "f', [])),
+    ("hermes", '<tool_call>{"name": "f', ("", [])),  # cut before its name: no text for the user
+    ("hermes", "Well.<tool_call>\n{", ("Well.", [])),
+    ("hermes", '<tool_call>{"name": "f"', ("", [("f", "")])),
+    ("hermes", '<tool_call>{"name": "f\\ud83d", "arguments": "\\ud83d"}', ("", [("f\ufffd", "\ufffd")])),
     ("hermes", "<tool_call>none</tool_call>", ("<tool_call>none</tool_call>", [])),
     ("hermes", '<tool_call>{"x": 1}</tool_call>', ('<tool_call>{"x": 1}</tool_call>', [])),
     ("hermes", f"<tool_call>{CALL}<tool_call>{CALL}", ("", [("add", ARGUMENTS)] * 2)),  # never closed
@@ -69,6 +72,10 @@ EXAMPLES: list[tuple[str, str, Told]] = [
     ),
     ("llama3_json", '{"name": "Ada", "parameters": {}}', ('{"name": "Ada", "parameters": {}}', [])),  # no such tool
     ("llama3_json", ' {"answer": 42} is it', (' {"answer": 42} is it', [])),
+    ("llama3_json", '{"name": "get_we', ("", [])),
+    ("llama3_json", '<|python_tag|>{"na', ("", [])),
+    ("llama3_json", '{"name": "Ad', ('{"name": "Ad', [])),  # of an answer in JSON
+    ("llama3_json", '{"na', ('{"na', [])),
     ("llama3_json", "It is {}.", ("It is {}.", [])),
     ("llama3_json", "<|py", ("<|py", [])),
     ("mistral", f"[TOOL_CALLS][{CALL}]", ("", [("add", ARGUMENTS)])),
@@ -80,11 +87,16 @@ EXAMPLES: list[tuple[str, str, Told]] = [
         ("", [("f", "{}"), ("add", '{"a": {}}')]),
     ),
     ("mistral", "[TOOL_CALLS]what is this?", ("[TOOL_CALLS]what is this?", [])),
-    ("mistral", "[TOOL_CALLS]f[ARGS]", ("[TOOL_CALLS]f[ARGS]", [])),
+    ("mistral", "[TOOL_CALLS]f[ARGS]", ("", [])),
+    ("mistral", "[TOOL_CALLS]f[CALL_ID]a1[AR", ("", [])),
+    ("mistral", "Well. [TOOL_CALLS] ", ("Well.", [])),
+    ("mistral", '[TOOL_CALLS] [{"na', ("", [])),
     ("mistral", "[TOOL_CALLS][]", ("[TOOL_CALLS][]", [])),
     ("mistral", "[TOOL", ("[TOOL", [])),
     ("required", f"[{CALL}, {CALL}]", ("", [("add", ARGUMENTS)] * 2)),
     ("required", '[{"name": "f", "parameters": {"a": ', ("", [("f", '{"a": ')])),
+    ("required", '[{"name": "get', ("", [])),
+    ("required", f'[{CALL}, {{"na', ("", [("add", ARGUMENTS)])),
     ("named", ARGUMENTS, ("", [("f", ARGUMENTS)])),
     ("named", "", ("", [("f", "")])),
 ]

@@ -76,6 +76,10 @@ def test_every_choice(choice: pb.ToolChoice | None, expected: ToolChoice) -> Non
         ({"tools": [pb.Tool()]}, "tools[0].function.name"),
         ({"tools": [pb.Tool(function=pb.Function(name="f", parameters="{"))]}, "tools[0].function.parameters"),
         ({"tools": [pb.Tool(function=pb.Function(name="f", parameters="5"))]}, "tools[0].function.parameters"),
+        (
+            {"tools": [pb.Tool(function=pb.Function(name="f", parameters=r'{"title": "\ud83d"}'))]},
+            "tools[0].function.parameters",
+        ),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
         ({"tools": TOOLS, "tool_choice": pb.ToolChoice()}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": pb.ToolChoice(function="other")}, "tool_choice"),

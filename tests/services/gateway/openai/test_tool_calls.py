@@ -316,3 +316,60 @@ async def test_marks_that_are_special_tokens_reach_the_parsers(
         assert (await answer).json()["choices"][0]["message"]["content"] == "Yes."
         text = request.submit.text
         assert (text.HasField("skip_special_tokens") and not text.skip_special_tokens) is kept
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("output", "fields", "reason"),
+    [
+        ('<tool_call>\n{"name": "get_weather", "arguments": {"city": "', {}, "stop"),
+        ("".join(CALL) + "\nDone", {}, "tool_calls"),  # the stop string came after the call
+        ('{"city": "', {"tool_choice": NAMED}, "stop"),
+        ('[{"name": "get_time", "parameters": {}}, {"name": "get_weather", ', {"tool_choice": "required"}, "stop"),
+    ],
+)
+async def test_a_call_that_a_stop_string_cuts_off_is_no_complete_one(
+    socket_dir: Path, output: str, fields: dict[str, Any], reason: str, stream: bool
+) -> None:
+    async with gateway(socket_dir) as (mesh, http):
+        answer, request = await asked(mesh, http, tools=TOOLS, stop=["Oslo"], stream=stream, **fields)
+        request.answer(output, stop_reason="Oslo")
+        response = await answer
+    choice = events(response)[-1]["choices"][0] if stream else response.json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, "Oslo")
+
+
+async def test_a_call_that_is_cut_before_its_name_is_no_text(socket_dir: Path) -> None:
+    async with gateway(socket_dir) as (mesh, http):
+        for cut in range(1, len(CALL[1])):
+            answer, request = await asked(mesh, http, tools=TOOLS)
+            request.answer("I ask.\n", "<tool_call>" + CALL[1][11:cut], reason=types_pb2.FINISH_REASON_LENGTH)
+            (choice,) = (await answer).json()["choices"]
+            assert choice["message"] == {"role": "assistant", "content": "I ask."}
+            assert choice["finish_reason"] == "length"
+
+
+HALF_NAME = '<tool_call>{"name": "f\\ud83d", "arguments": {"a": 1}}</tool_call>'
+HALF_ARGUMENTS = '<tool_call>{"name": "f", "arguments": "\\ud83d"}</tool_call>'
+HALF_VALUE = '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>'
+
+
+@pytest.mark.parametrize("output", [HALF_NAME, HALF_ARGUMENTS, HALF_VALUE])
+async def test_half_a_surrogate_pair_that_the_model_writes_is_replaced_in_every_api(
+    socket_dir: Path, output: str
+) -> None:
+    function = {"name": "f", "parameters": {"type": "object"}}
+    tool = {"type": "function", "function": function}
+    user = [{"role": "user", "content": "hi"}]
+    async with gateway(socket_dir) as (mesh, http):
+        mesh.outputs.auto = (output,)
+        for stream in (False, True):
+            for path, body in (
+                ("/v1/chat/completions", {"messages": user, "tools": [tool]}),
+                ("/v1/messages", {"messages": user, "max_tokens": 9, "tools": [{"name": "f", "input_schema": {}}]}),
+                ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **function}]}),
+                ("/api/chat", {"model": MODEL, "messages": user, "tools": [tool]}),
+            ):
+                response = await http.post(path, json={**body, "stream": stream})
+                assert response.status_code == 200, response.text
+                assert "internal" not in response.text

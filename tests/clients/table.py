@@ -67,6 +67,21 @@ CLIENTS = (
     Client("litellm", "litellm_client.py", ("litellm[mcp]==1.106.2",)),
     Client("tritonclient", "triton_client.py", ("tritonclient[grpc]==2.73.0",)),
     Client("buf curl", "buf_curl.mjs", ("@bufbuild/buf@1.75.0",)),
+    Client(
+        "openapi-python-client",
+        "generators/openapi_python_client.py",
+        ("openapi-python-client==0.29.1", "openapi-spec-validator==0.9.0", "ruff==0.17.6"),
+    ),
+    Client(
+        "openapi-typescript",
+        "generators/openapi_typescript_client.mjs",
+        ("openapi-typescript@7.13.0", "openapi-fetch@0.17.0", "typescript@5.9.3", "@types/node@20.19.43"),
+    ),
+    Client(
+        "@hey-api/openapi-ts",
+        "generators/hey_api_client.mjs",
+        ("@hey-api/openapi-ts@0.95.0", "typescript@5.9.3", "@types/node@20.19.43", "esbuild@0.28.2"),
+    ),
     Client("schemathesis", "schemathesis_client.py", ("schemathesis==4.32.5",)),
     Client("lm_eval", "lm_eval_client.py", ("lm_eval[api]==0.4.13", "transformers==5.23.0")),
     Client(

@@ -71,7 +71,7 @@ def test_every_part_tells_what_it_is(pages: Pages) -> None:
 def test_metrics_have_a_text_and_only_known_prefixes(pages: Pages) -> None:
     for entry in entries(pages):
         assert entry.text.endswith("."), entry
-        assert entry.name.startswith(("vllm:", "tokenloom_")), entry
+        assert entry.name.startswith(("vllm:", "tokenloom_", "gen_ai_server_")), entry
 
 
 @NEEDS_PROMTOOL

@@ -31,6 +31,8 @@ class Route:
     """Of an answer that is not JSON."""
     streams: bool = False
     """Whether it may answer with server-sent events."""
+    streams_lines: bool = False
+    """Whether it may answer with lines of JSON, each like a whole answer."""
     may_be_away: bool = False
     """Whether a 503 response has the same body."""
     is_open: bool = False

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
@@ -15,6 +13,7 @@ from ..http.error_form import ErrorForm
 from ..openai.body_reader import AnswerOptions, Body, inherited, renamed_twice
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
+from ..openapi.ollama_schemas import OllamaRequest
 from ..openapi.request_schemas import CommonFields
 from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
@@ -26,22 +25,6 @@ OPTIONS = {name: name for name in _SAME} | {"repeat_penalty": "repetition_penalt
 """Options that have an effect, and their names in chats."""
 _FIELDS = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {"response_format": "format"}
 """What the client calls the fields of a chat."""
-
-
-class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Continues a conversation (``messages``), or answers one prompt."""
-
-    model: str
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    prompt: str = ""
-    system: str | None = None
-    stream: bool | None = None
-    format: str | dict[str, Any] | None = None
-    options: dict[str, Any] | None = None
-    think: bool | str | None = None
-    raw: bool | None = None
-    keep_alive: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
@@ -13,21 +10,12 @@ from tokenloom.v1 import types_pb2
 from ..encoding.sse import encode_json
 from ..generation.running_pooling import RunningPooling
 from ..openai.body_reader import Body, BodyReader
+from ..openapi.ollama_schemas import OllamaEmbedRequest
 from ..openapi.pooling_schemas import PoolingFields
 from ..pooling.pooling_api import Shape, ignored_fields, make_job, split_inputs
 from ..pooling.vector_json import result_blocks
 from ..records.pooling_input import PoolingInput, check_count
 from ..tenants.tenant import Tenant
-
-
-class OllamaEmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for one vector for each input (``input``), or for one prompt."""
-
-    model: str
-    input: Any = None
-    prompt: str | None = None
-    truncate: bool | None = None
-    dimensions: Any = None
 
 
 @dataclass(frozen=True, slots=True)

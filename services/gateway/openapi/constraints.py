@@ -59,9 +59,9 @@ _CALL = {
     "required": ["function"],
 }
 TURN: Mapping[str, Any] = {
-    "type": "object",
     "anyOf": [
         {
+            "type": "object",
             "properties": {
                 "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
                 "content": _CONTENT,
@@ -71,6 +71,7 @@ TURN: Mapping[str, Any] = {
             "required": ["role", "content"],
         },
         {
+            "type": "object",
             "properties": {
                 "role": {"const": "assistant"},
                 "content": {"anyOf": [_CONTENT, {"type": "array", "maxItems": 0}, {"type": "null"}]},
@@ -111,7 +112,15 @@ NO_EMBEDS: Mapping[str, Any] = {
 """Describes ``prompt_embeds`` if no engine accepts embeddings."""
 
 
-_OF_CHATS: dict[str, Any] = {"add_special_tokens": {"enum": [False, None]}}
+REQUIRED: Mapping[str, str] = {
+    "ClassifyRequest": "input",
+    "DetokenizeRequest": "tokens",
+    "EmbeddingRequest": "input",
+    "PoolingRequest": "input",
+}
+"""Fields without which a body is refused, though their types have a default."""
+# Not an enum of false and null: generators of clients make types of enums, and cannot of this one.
+_OF_CHATS: dict[str, Any] = {"add_special_tokens": {"not": {"const": True}}}
 
 
 def of_bodies(*, embeds: bool) -> Mapping[str, Mapping[str, Any]]:

@@ -1,5 +1,6 @@
 """Generates the OpenAPI 3.1 document of the HTTP API from the types of its bodies."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
@@ -17,6 +18,48 @@ _JSON = "application/json"
 _FORM = "multipart/form-data"
 _KEY: list[dict[str, list[str]]] = [{"key": []}]
 _ADMIN_KEY: list[dict[str, list[str]]] = [{"adminKey": []}]
+_TAGS: Mapping[str, str] = {
+    "openai": "OpenAI's API with vLLM's additional fields.",
+    "anthropic": "Anthropic's Messages API.",
+    "ollama": "Ollama's API.",
+    "pooling": "Vectors, classes, scores and rankings of texts.",
+    "batches": "Files of requests, and batches that answer them.",
+    "server": "Tokens, health, and what the gateway serves.",
+    "admin": "What an admin key is needed for.",
+}
+_BEGINNINGS: Mapping[str, str] = {
+    "/v1/messages": "anthropic",
+    "/api/": "ollama",
+    **dict.fromkeys(("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank"), "pooling"),
+    **dict.fromkeys(("/classify", "/pooling", "/score", "/rerank"), "pooling"),
+    "/v1/": "openai",
+}
+"""The groups of routes, by how their paths begin; the first one that fits."""
+_TURNS = [{"role": "user", "content": "What is the capital of France?"}]
+_DEMO = "tokenloom-demo"
+_PAIR = {"text_1": "a question", "text_2": ["an answer", "another one"]}
+_RANKED = {"query": "a question", "documents": ["an answer", "another one"]}
+EXAMPLES: Mapping[str, Any] = {
+    "/v1/chat/completions": {"messages": _TURNS, "max_tokens": 32},
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0},
+    "/v1/responses": {"input": "What is the capital of France?", "max_output_tokens": 32},
+    "/v1/messages": {"model": _DEMO, "max_tokens": 32, "messages": _TURNS},
+    "/v1/messages/count_tokens": {"model": _DEMO, "messages": _TURNS},
+    "/api/chat": {"model": _DEMO, "messages": _TURNS, "stream": False},
+    "/api/generate": {"model": _DEMO, "prompt": "Once upon a time", "stream": False},
+    "/api/embed": {"model": _DEMO, "input": ["A text.", "Another one."]},
+    "/api/embeddings": {"model": _DEMO, "prompt": "A text."},
+    "/api/show": {"model": _DEMO},
+    "/api/pull": {"model": _DEMO, "stream": False},
+    "/tokenize": {"prompt": "Once upon a time"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/v1/embeddings": {"input": ["A text.", "Another one."]},
+    "/classify": {"input": ["A text."]},
+    "/pooling": {"input": ["A text."]},
+    **dict.fromkeys(("/score", "/v1/score"), _PAIR),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _RANKED),
+}
+"""A body for each route that has one, as the document shows it."""
 
 
 def document(*, admin: bool, embeds: bool, batches: bool = False) -> dict[str, Any]:
@@ -25,6 +68,10 @@ def document(*, admin: bool, embeds: bool, batches: bool = False) -> dict[str, A
     routes = [each for each in ROUTES if each.summary and each.is_admin <= admin and each.is_of_batches <= batches]
     types = {type_ for each in routes for type_ in (each.answer, each.body, _error(each)) if type_ is not None}
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda each: each.__name__), ref_template=_REF)
+    for name, field in constraints.REQUIRED.items():
+        schemas[name].setdefault("required", []).append(field)
+    schemas = copy.deepcopy(schemas)  # parts of it are constants, which stand in several places
+    _fit_generators(schemas)
     for name, constraint in constraints.of_bodies(embeds=embeds).items():
         _add(schemas[name], constraint)
     if not embeds:
@@ -38,8 +85,11 @@ def document(*, admin: bool, embeds: bool, batches: bool = False) -> dict[str, A
             "title": TITLE,
             "version": version("tokenloom"),
             "description": "OpenAI's API with vLLM's additional fields. Every response carries `x-request-id`, the "
-            "client's own if it sent one. Errors have OpenAI's form, those of `/v1/messages` Anthropic's.",
+            "client's own if it sent one. Errors have OpenAI's form, those of `/v1/messages` Anthropic's, "
+            "those of `/api` Ollama's.",
         },
+        "servers": [{"url": "/", "description": "This gateway."}],
+        "tags": [{"name": name, "description": text} for name, text in _TAGS.items() if name in _used_tags(routes)],
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -59,6 +109,34 @@ def document(*, admin: bool, embeds: bool, batches: bool = False) -> dict[str, A
     }
 
 
+def _fit_generators(schemas: Any) -> None:
+    """Write what generators of clients would misread in a form that means the same to all."""
+    if isinstance(schemas, dict):
+        # It says only that a field may be absent, and validators refuse it where null is no value.
+        if schemas.get("default", "") is None:
+            del schemas["default"]
+        # An object without a word about its members has none, to generators of TypeScript.
+        if schemas.get("type") == "object" and not schemas.keys() & {"properties", "anyOf", "allOf", "oneOf"}:
+            schemas.setdefault("additionalProperties", True)
+        schemas = list(schemas.values())
+    if isinstance(schemas, list):
+        for each in schemas:
+            _fit_generators(each)
+
+
+def _used_tags(routes: list[Route]) -> set[str]:
+    return {_tag(each) for each in routes}
+
+
+def _tag(each: Route) -> str:
+    """Return the group of a route."""
+    if each.is_admin:
+        return "admin"
+    if each.is_of_batches:
+        return "batches"
+    return next((tag for beginning, tag in _BEGINNINGS.items() if each.path.startswith(beginning)), "server")
+
+
 def _add(schema: dict[str, Any], constraint: Mapping[str, Any]) -> None:
     """Add a rule to a schema."""
     schema.setdefault("allOf", []).append(constraint)
@@ -69,16 +147,15 @@ def _operation(each: Route) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": f"{each.method.lower()}_{name}",
         "summary": each.summary,
+        "tags": [_tag(each)],
         "responses": dict(_responses(each)),
         "security": _ADMIN_KEY if each.is_admin else [] if each.is_open else [{}, *_KEY],
     }
-    if each.is_admin:
-        operation["tags"] = ["admin"]
     if each.body is not None:
-        operation["requestBody"] = {
-            "required": True,
-            "content": {_FORM if each.is_form else _JSON: {"schema": _ref(each.body)}},
-        }
+        content: dict[str, Any] = {"schema": _ref(each.body)}
+        if (example := EXAMPLES.get(each.path)) is not None:
+            content["example"] = example
+        operation["requestBody"] = {"required": True, "content": {_FORM if each.is_form else _JSON: content}}
     if parameters := list(_parameters(each)):
         operation["parameters"] = parameters
     return operation
@@ -113,6 +190,8 @@ def _responses(each: Route) -> Iterator[tuple[str, dict[str, Any]]]:
                 "required": ["data"],
             }
         }
+    if each.streams_lines and each.answer is not None:
+        content["application/x-ndjson"] = {"schema": _ref(each.answer)}
     yield "200", {"description": each.summary, "content": content}
     if each.may_be_away and each.answer is not None:
         yield "503", {"description": "Not available", "content": {_JSON: {"schema": _ref(each.answer)}}}

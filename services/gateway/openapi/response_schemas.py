@@ -308,3 +308,55 @@ class EnginesSleeping(msgspec.Struct):
 
     is_sleeping: Annotated[bool, Meta(description="True if all of them are.")]
     engines: Annotated[dict[str, bool], Meta(description="State by name of the engine.")]
+
+
+class MeshPart(msgspec.Struct):
+    """A replica of a part that is no engine."""
+
+    kind: Annotated[str, Meta(description="gateway, coordinator, tokenizer or output_processor.")]
+    name: Annotated[str, Meta(description="Kind and number.")]
+    state: Annotated[str, Meta(description="serving, draining or lost.")]
+
+
+class KvLinkState(msgspec.Struct):
+    """What one engine has sent to another."""
+
+    source: Annotated[str, Meta(description="Name of the engine that sent.")]
+    target: Annotated[str, Meta(description="Name of the engine that received.")]
+    prompts: Annotated[int, Meta(description="Prompts of which KV blocks moved.")]
+    tokens: Annotated[int, Meta(description="Tokens of these blocks.")]
+    wait_ms: Annotated[float, Meta(description="Milliseconds that requests waited for them.")]
+
+
+class MeshState(msgspec.Struct):
+    """The mesh as this gateway sees it now, without addresses."""
+
+    models: Annotated[list[str], Meta(description="Every served model.")]
+    version: Annotated[str, Meta(description="Version of the tokenloom package.")]
+    model: Annotated[str, Meta(description="The model that is described.")]
+    max_model_len: Annotated[int | None, Meta(description="Limit of prompt and output tokens.")]
+    max_logprobs: Annotated[int | None, Meta(description="Limit of log probabilities per token.")]
+    missing: Annotated[list[str], Meta(description="Services without which requests are not answered now.")]
+    live: Annotated[int, Meta(description="Outputs in progress at this gateway.")]
+    placement: Annotated[str | None, Meta(description="Rule by which engines are chosen.")]
+    parts: Annotated[list[MeshPart], Meta(description="The parts other than engines.")]
+    engines: Annotated[list[dict[str, Any]], Meta(description="Engines by name, with state, load and KV usage.")]
+    kv_links: Annotated[list[KvLinkState], Meta(description="Which engine sent KV blocks to which.")]
+
+
+class TrafficColumns(msgspec.Struct):
+    """Ten minutes of this gateway's traffic: a list for each value, with one entry per interval, the oldest first."""
+
+    interval_seconds: Annotated[float, Meta(description="Length of an interval.")]
+    ended_at: Annotated[float, Meta(description="Unix time at which the last interval ended.")]
+    ttft_p50_ms: Annotated[list[float | None], Meta(description="Median milliseconds to the first token.")]
+    ttft_p95_ms: Annotated[list[float | None], Meta(description="95th percentile of these.")]
+    itl_p50_ms: Annotated[list[float | None], Meta(description="Median milliseconds between tokens.")]
+    itl_p95_ms: Annotated[list[float | None], Meta(description="95th percentile of these.")]
+    output_tokens_per_second: Annotated[list[float], Meta(description="Output tokens per second.")]
+    prompt_tokens_per_second: Annotated[list[float], Meta(description="Prompt tokens per second.")]
+    hit_share: Annotated[list[float | None], Meta(description="Share of prompt tokens that were cached.")]
+    refused: Annotated[list[dict[str, int]], Meta(description="Requests that ended in an error, by reason.")]
+    running: Annotated[list[int], Meta(description="Requests in the batches of all engines.")]
+    waiting: Annotated[list[int], Meta(description="Requests that wait at all engines.")]
+    kv_usage: Annotated[list[float], Meta(description="Share of KV blocks in use, 0 to 1.")]

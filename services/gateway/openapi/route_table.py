@@ -13,6 +13,7 @@ from ..http.route import Route
 from ..request_log.finished_request import LastRequests
 from . import batch_schemas as batches
 from . import lora_schemas as lora
+from . import ollama_schemas as ollama
 from . import pooling_schemas as pooling
 from . import request_schemas as bodies
 from . import response_schemas as answers
@@ -246,21 +247,68 @@ LAST_REQUESTS = _route("GET", "/requests", "The last requests of this gateway", 
 START_PROFILE = _route("POST", "/start_profile", "Start recording steps", answers.EnginesDone, is_admin=True)
 STOP_PROFILE = _route("POST", "/stop_profile", "Write the recorded steps", answers.EnginesDone, is_admin=True)
 
-# What the document leaves out: pages, Ollama's API, and what only the page reads.
+_MODEL = {"model": {"type": "string", "description": "Name of a served model; default: the first one."}}
+MESH = _route("GET", "/mesh", "The parts of the mesh, for the page", answers.MeshState, query=_MODEL)
+TRAFFIC = _route("GET", "/traffic", "The last ten minutes, for the page", answers.TrafficColumns, query=_MODEL)
+OLLAMA_CHAT = _route(
+    "POST",
+    "/api/chat",
+    "Answer in a conversation, in Ollama's form",
+    ollama.OllamaResponse,
+    ollama.OllamaRequest,
+    streams_lines=True,
+    error=ollama.OllamaErrorResponse,
+)
+OLLAMA_GENERATE = _route(
+    "POST",
+    "/api/generate",
+    "Answer one prompt, in Ollama's form",
+    ollama.OllamaResponse,
+    ollama.OllamaRequest,
+    streams_lines=True,
+    error=ollama.OllamaErrorResponse,
+)
+OLLAMA_EMBED = _route(
+    "POST",
+    "/api/embed",
+    "Vectors of texts, in Ollama's form",
+    ollama.OllamaVectors,
+    ollama.OllamaEmbedRequest,
+    error=ollama.OllamaErrorResponse,
+)
+OLLAMA_EMBEDDINGS = _route(
+    "POST",
+    "/api/embeddings",
+    "The vector of one text, in Ollama's older form",
+    ollama.OllamaVector,
+    ollama.OllamaEmbedRequest,
+    error=ollama.OllamaErrorResponse,
+)
+OLLAMA_SHOW = _route(
+    "POST",
+    "/api/show",
+    "One model, in Ollama's form",
+    ollama.OllamaModelDescription,
+    ollama.OllamaModelRequest,
+    error=ollama.OllamaErrorResponse,
+)
+OLLAMA_VERSION = _route("GET", "/api/version", "Version of Ollama's API", ollama.OllamaVersion)
+OLLAMA_TAGS = _route("GET", "/api/tags", "The served models, in Ollama's form", ollama.OllamaModelList)
+OLLAMA_PS = _route("GET", "/api/ps", "The models in memory, in Ollama's form", ollama.OllamaModelList)
+OLLAMA_PULL = _route(
+    "POST",
+    "/api/pull",
+    "Whether a model is served, in Ollama's form",
+    ollama.OllamaPulled,
+    ollama.OllamaModelRequest,
+    streams_lines=True,
+    error=ollama.OllamaErrorResponse,
+)
+
+# What the document leaves out: pages, and what Ollama's clients may ask for and a mesh refuses.
 ROOT = _route("GET", "/", is_open=True)  # clients ask for HEAD / to learn whether a server is there
 DOCUMENT = _route("GET", "/openapi.json", is_open=True)
 DOCUMENT_PAGE = _route("GET", "/docs", is_open=True)
-MESH = _route("GET", "/mesh")
-TRAFFIC = _route("GET", "/traffic")
-OLLAMA_CHAT = _route("POST", "/api/chat")
-OLLAMA_GENERATE = _route("POST", "/api/generate")
-OLLAMA_EMBED = _route("POST", "/api/embed")
-OLLAMA_EMBEDDINGS = _route("POST", "/api/embeddings")
-OLLAMA_SHOW = _route("POST", "/api/show")
-OLLAMA_VERSION = _route("GET", "/api/version")
-OLLAMA_TAGS = _route("GET", "/api/tags")
-OLLAMA_PS = _route("GET", "/api/ps")
-OLLAMA_PULL = _route("POST", "/api/pull")
 OLLAMA_MANAGEMENT = (
     *(_route("POST", f"/api/{name}") for name in ("create", "copy", "push")),
     _route("DELETE", "/api/delete"),

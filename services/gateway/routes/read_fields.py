@@ -2,9 +2,8 @@
 
 import msgspec
 
-from ..ollama.ollama import OllamaRequest
-from ..ollama.ollama_embed import OllamaEmbedRequest
 from ..openai.body_reader import NOT_SUPPORTED_YET, RENAMED, SAMPLING_FIELDS
+from ..openapi.ollama_schemas import OllamaEmbedRequest, OllamaRequest
 from ..openapi.pooling_schemas import ClassifyRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..openapi.request_schemas import (
     ChatCompletionRequest,

@@ -11,7 +11,7 @@ from pathlib import Path
 SERVICES = Path(__file__).parents[1] / "services"
 
 KEPT = {
-    "coordinator/lease/file_lease.py:acquire": "asks the system for a lock, and an error is the lock's holder",
+    "coordinator/lease/lease.py:acquire": "asks the system for a lock, and an error is the lock's holder",
     "coordinator/lease/kubernetes_lease.py:acquire": "LeaseApi turns every error of a request into ApiError",
     "coordinator/lease/kubernetes_lease.py:keep": "a lease that is not renewed is lost, and the coordinator ends",
     "coordinator/lease/kubernetes_lease.py:_try": "LeaseApi turns every error of a request into ApiError",

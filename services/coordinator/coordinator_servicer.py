@@ -1,17 +1,22 @@
-"""Serves the coordinator's RPCs from the registry."""
+"""Serves the coordinator's RPCs from the registry. Gives each process of a service that has enrolled its position among
+them."""
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
 from tokenloom.request.errors import InvalidArgument, NotFound, ResourceExhausted, TokenloomError
+from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello, make_hello
+from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1 import coordinator_pb2_grpc
 from tokenloom.v1.coordinator_pb2 import (
@@ -36,10 +41,8 @@ from .engines.data_parallel_groups import Commands, DataParallelGroups
 from .engines.engine_registry import Registry
 from .engines.engine_stream import EngineStream, to_duration
 from .engines.report_checks import check_identity, check_report
-from .enrolled_replicas import EnrolledReplicas
 from .feed.snapshot_feed import SnapshotFeed
-from .picks.pick_metrics import PickMetrics
-from .picks.pick_slices import PickSlices
+from .picks.pick_slices import PickMetrics, PickSlices
 from .picks.placed import Placed
 from .report_interval import ReportPace
 
@@ -53,6 +56,50 @@ WATCH_SECONDS = 0.1
 GATHER_SECONDS = 0.5
 """How long a change of positions waits for others: parts of a mesh start, and are replaced, several at a time."""
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
+
+
+class EnrolledReplicas:
+    """Holds the processes whose ``Enroll`` lasts. A process that calls twice counts once."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Counter[str]] = {}  # by service, of each process
+        self._positions: dict[str, dict[str, ReplicaPosition]] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+        self._is_closed = False
+
+    @contextmanager
+    def enrolled(self, service: str, name: str) -> Iterator[None]:
+        """Count a process while the body runs."""
+        calls = self._calls.setdefault(service, Counter())
+        # The new stream of a process that reconnects may open before the old one has ended; the count bridges the two.
+        calls[name] += 1
+        self._announce(service)
+        try:
+            yield
+        finally:
+            calls[name] -= 1
+            if not calls[name]:
+                del calls[name]
+                self._announce(service)
+
+    def position(self, service: str, name: str) -> ReplicaPosition:
+        """Return the position of a process that is enrolled."""
+        if (found := self._positions.get(service)) is None:
+            found = self._positions[service] = subset.positions(self._calls[service])
+        return found[name]
+
+    def changed(self, service: str) -> asyncio.Event:
+        """Return the event that the next change of the service's positions sets."""
+        return self._changed.setdefault(service, asyncio.Event())
+
+    def close(self) -> None:
+        """Announce no change any more: calls that end because the coordinator stops do not move the others."""
+        self._is_closed = True
+
+    def _announce(self, service: str) -> None:
+        self._positions.pop(service, None)
+        if not self._is_closed and (changed := self._changed.pop(service, None)) is not None:
+            changed.set()
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):

@@ -1,6 +1,8 @@
-"""Runs the coordinator as a service."""
+"""Runs the coordinator as a service. Before, it stands by while another coordinator is active: follows it, and waits
+for the lease."""
 
 import asyncio
+import logging
 from pathlib import Path
 
 from prometheus_client import Gauge
@@ -8,20 +10,40 @@ from prometheus_client import Gauge
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.liveness import StallAwareClock
+from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.placement.rules import RULES
+from tokenloom.services.runtime.registry.registry_view import watch_registry
+from tokenloom.services.runtime.tasks import first_of
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from .caches.cache_followers import CacheFollowers
 from .coordinator_servicer import CoordinatorServicer, add_to_server
 from .coordinator_settings import CoordinatorSettings
 from .engines.engine_placement import Policy
-from .engines.engine_registry import Registry
-from .engines.predecessor import Predecessor
-from .lease.file_lease import FileLease
+from .engines.engine_registry import Predecessor, Registry
 from .lease.kubernetes_api import LeaseApi
 from .lease.kubernetes_lease import KubernetesLease
-from .lease.lease import LeaderLease
-from .picks.pick_metrics import PickMetrics
-from .standby import take_over
+from .lease.lease import FileLease, LeaderLease
+from .picks.pick_slices import PickMetrics
+
+log = logging.getLogger(__name__)
+
+
+async def take_over(lease: LeaderLease, channels: Channels, address: str, predecessor: Predecessor) -> None:
+    """Return when this process holds the lease. ``predecessor``: takes what the coordinator at ``address`` shows until
+    then."""
+    log.info("waiting for the lease")
+    # Only the holder opens the port, which all share: a caller reaches the active one, and no peer knows that
+    # there are several. Another answers 2.0 to 2.7 s after the death of a Lease's holder, 0.25 to 0.45 s after that of
+    # a lock's.
+    await first_of(lease.acquire(), _follow(predecessor, channels, address))
+    log.info("active; %d engines of the former coordinator are known", len(predecessor.engine_ids))
+
+
+async def _follow(predecessor: Predecessor, channels: Channels, address: str) -> None:
+    """Follow whatever coordinator is active, without end."""
+    async with channels.open(address, "coordinator") as channel:
+        await watch_registry(CoordinatorStub(channel), predecessor.take, without_loads=True)
 
 
 class CoordinatorService:

@@ -1,23 +1,24 @@
-"""Follows the prefix caches of the engines that publish their events."""
+"""Follows the prefix caches of the engines that publish their events. Applies the changes of each cache to the index of
+prefixes."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
+from tokenloom.request.prefix_schedule import specimen_hash
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.engine_pb2 import WatchKVEventsRequest
+from tokenloom.v1.engine_pb2 import WatchKVEventsRequest, WatchKVEventsResponse
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
 from ..engines.engine_record import EngineRecord
 from ..engines.engine_stream import to_duration
 from ..prefixes.prefix_index import PrefixIndex
-from .engine_cache import EngineCache
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,60 @@ INTERVALS = 5
 """An engine sends changes of its cache at every fifth report at most: 1,000 messages a second from all engines."""
 _MISSED = {grpc.StatusCode.ABORTED, grpc.StatusCode.INVALID_ARGUMENT}
 """Batches that are wanted are no longer kept, or belong to another incarnation."""
+
+
+SLICE_BLOCKS = 1024
+"""Blocks applied between two turns of the event loop: a few milliseconds."""
+
+
+class EngineCache:
+    """Follows one incarnation of an engine, which stays in its row of the index.
+
+    Attributes:
+        wanted: The batch that comes next; None: whatever comes next.
+    """
+
+    def __init__(self, prefixes: PrefixIndex, identity: EngineIdentity, row: int) -> None:
+        self._prefixes = prefixes
+        self._identity = identity
+        self._row = row
+        self.wanted: int | None = None
+
+    def objection(self, first: WatchKVEventsResponse) -> str:
+        """Return why the first response says that the others are of no use; empty: they are."""
+        if first.engine_epoch != self._identity.epoch:
+            return "another incarnation has its address"
+        if first.prefix_changes.specimen_hash != specimen_hash(self._identity.fingerprint.block_size):
+            return "it hashes blocks otherwise than tokenizers do"
+        return ""
+
+    def forget(self) -> None:
+        """Drop all blocks, because changes were missed: picks and later changes teach them anew."""
+        self._prefixes.open(self._row, self._identity.num_kv_blocks)
+        self.wanted = None
+
+    def take(self, response: WatchKVEventsResponse) -> Iterator[None]:
+        """Apply a response. Yields after each slice of work; until the last one the response does not count as taken,
+        and may be applied again."""
+        changes = response.prefix_changes
+        # After a gap an evicted block could stay in the index for ever. To know too little costs one computation of a
+        # prompt; to know what is not there sends prompts to the wrong engine again and again.
+        if self.wanted not in (None, changes.first_sequence):
+            self.forget()
+        if changes.all_cleared:
+            self._prefixes.open(self._row, self._identity.num_kv_blocks)
+        removed = list(changes.removed)
+        for begin in range(0, len(removed), SLICE_BLOCKS):
+            self._prefixes.remove(removed[begin : begin + SLICE_BLOCKS], self._row)
+            yield
+        num_stored = 0
+        for chain in changes.stored:
+            self._prefixes.store(chain.parent if chain.HasField("parent") else None, chain.blocks, self._row)
+            num_stored += len(chain.blocks) + 1
+            if num_stored >= SLICE_BLOCKS:
+                num_stored = 0
+                yield
+        self.wanted = response.sequence + 1
 
 
 class CacheFollowers:

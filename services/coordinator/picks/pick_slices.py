@@ -1,11 +1,15 @@
-"""Answers picks in slices, so that however many come at one moment, the engines' reports are read in between."""
+"""Answers picks in slices, so that however many come at one moment, the engines' reports are read in between. Counts
+picks and the time that they are here."""
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from prometheus_client import CollectorRegistry
+
 from tokenloom.request.wire_errors import of_exception
+from tokenloom.services.runtime.telemetry.fast_metrics import Histogram, LabelledCounter
 from tokenloom.v1.coordinator_pb2 import PickRequest
 
 from .placed import Placed, error_part
@@ -14,6 +18,34 @@ SLICE_SECONDS = 0.005
 """Picks of all streams together take no longer in one turn of the event loop, except for the last one of a slice."""
 SINGLE_SECONDS = SLICE_SECONDS / 2
 """As long as picks without a stream take together."""
+
+
+_MILLISECONDS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
+
+
+class PickMetrics:
+    """Holds the metrics of one coordinator's picks.
+
+    Attributes:
+        outcomes: Counts them by outcome.
+        seconds: Of the picks of streams.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.outcomes = LabelledCounter(
+            registry,
+            "tokenloom_picks",
+            "Picks: WHOLE, PREFILL, DECODE or an error's reason. Most requests of a mesh with one engine need none.",
+            "outcome",
+            ("WHOLE", "PREFILL", "DECODE"),
+        )
+        self.seconds = Histogram(
+            registry,
+            "tokenloom_pick_seconds",
+            "Time from reading a message with picks until the last of its answers was sent.",
+            {},
+            [bound / 1000 for bound in _MILLISECONDS],
+        )
 
 
 class PickSlices:

@@ -15,7 +15,7 @@ from tokenloom.services.runtime.placement import pairing, prefix_homes
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds, is_of_engine
 from tokenloom.services.runtime.placement.pool import has_rank, make_pool
-from tokenloom.services.runtime.placement.rendezvous import name_hash
+from tokenloom.services.runtime.placement.prefix_homes import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Ask, Rule
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (

@@ -7,7 +7,7 @@ import numpy as np
 
 from tokenloom.v1.types_pb2 import EngineRole
 
-from . import rendezvous
+from . import prefix_homes as rendezvous
 from .candidates import Candidates
 from .engine_columns import EngineColumns, Rows
 from .pool import Pool

@@ -1,12 +1,15 @@
 """Names the engines at which a prefix is at home. Every process names the same ones, without asking another: output
 processors place by them while the coordinator is away, and with ``--placement cost`` the coordinator prefers them, so
-that cached prefixes are found there. No I/O."""
+that cached prefixes are found there. Every process chooses the same engine for a name (rendezvous hashing: Thaler and
+Ravishankar, 1998), and an engine that joins or leaves moves few names. No I/O."""
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import numpy as np
+from numpy.typing import NDArray
 
-from . import rendezvous
+from . import prefix_homes as rendezvous
 from .candidates import Candidates
 from .engine_columns import EngineColumns, FloatColumn, Rows
 from .pool import Pool
@@ -89,3 +92,23 @@ def _best(
         if loads[best] <= limit:
             return int(best)
     return int(order[loads[order].argmin()])
+
+
+_MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+def name_hash(name: str) -> int:
+    """Return 64 bits of a name, the same in every process."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def weights(members: NDArray[np.uint64], name: int) -> NDArray[np.uint64]:
+    """Return the weight of each member for a name: the highest is chosen. ``members``, ``name``: hashes of names.
+
+    The bits are mixed as in SplitMix64 (Steele, Lea and Flood, 2014), on all members at once.
+    """
+    mixed = members ^ np.uint64(name)
+    mixed = (mixed ^ (mixed >> _SHIFTS[0])) * _MULTIPLIERS[0]
+    mixed = (mixed ^ (mixed >> _SHIFTS[1])) * _MULTIPLIERS[1]
+    return mixed ^ (mixed >> _SHIFTS[2])

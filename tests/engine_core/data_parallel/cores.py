@@ -22,7 +22,7 @@ from tokenloom.engine_core.data.messages import (
     UtilityCall,
 )
 from tokenloom.engine_core.wire.frames import to_raw
-from tokenloom.services.coordinator.engines.wave_starts import WaveStarts
+from tokenloom.services.coordinator.engines.data_parallel_groups import WaveStarts
 
 CORE = """
 import argparse, os

@@ -24,7 +24,7 @@ from tokenloom.engine_core.data_parallel.messages import (
     Welcome,
 )
 from tokenloom.engine_core.data_parallel.wave_loop import STEPS_BETWEEN_VOTES, Waves, WaveState
-from tokenloom.services.coordinator.engines.wave_starts import WaveStarts
+from tokenloom.services.coordinator.engines.data_parallel_groups import WaveStarts
 
 
 class Clock:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable
 
 from tokenloom.request.prefix_schedule import specimen_hash
-from tokenloom.services.coordinator.caches.engine_cache import SLICE_BLOCKS, EngineCache
+from tokenloom.services.coordinator.caches.cache_followers import SLICE_BLOCKS, EngineCache
 from tokenloom.services.coordinator.prefixes.prefix_index import PrefixIndex
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import PrefixChain, PrefixChanges, WatchKVEventsResponse

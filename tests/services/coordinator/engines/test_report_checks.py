@@ -22,7 +22,7 @@ from tokenloom.services.coordinator.engines.report_checks import (
     check_identity,
     check_report,
 )
-from tokenloom.services.coordinator.picks.pick_metrics import PickMetrics
+from tokenloom.services.coordinator.picks.pick_slices import PickMetrics
 from tokenloom.services.runtime.placement.rules import cost, score
 from tokenloom.v1.coordinator_pb2 import EngineReport, PickRequest
 from tokenloom.v1.types_pb2 import Fingerprint, Hello

@@ -1,6 +1,6 @@
 """What the picks in an engine's queue have to compute."""
 
-from tokenloom.services.coordinator.picks.arrived_picks import ArrivedPicks
+from tokenloom.services.coordinator.engines.engine_record import ArrivedPicks
 from tokenloom.v1.coordinator_pb2 import EngineReport
 
 

@@ -1,6 +1,6 @@
 """Picks expire in the order of their numbers."""
 
-from tokenloom.services.coordinator.picks.expiring_picks import ExpiringPicks
+from tokenloom.services.coordinator.picks.placed import ExpiringPicks
 
 
 def test_picks_expire_once_and_in_order() -> None:

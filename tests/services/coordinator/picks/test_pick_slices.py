@@ -15,8 +15,7 @@ from tests.services.coordinator.test_coordinator_servicer import first_report
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServicer
 from tokenloom.services.coordinator.engines.engine_registry import Registry
-from tokenloom.services.coordinator.picks.pick_metrics import PickMetrics
-from tokenloom.services.coordinator.picks.pick_slices import SLICE_SECONDS, PickSlices
+from tokenloom.services.coordinator.picks.pick_slices import SLICE_SECONDS, PickMetrics, PickSlices
 from tokenloom.services.coordinator.picks.placed import Placed, engine_part
 from tokenloom.services.runtime.liveness import StallAwareClock
 from tokenloom.v1.coordinator_pb2 import (

@@ -6,8 +6,7 @@ from tokenloom.services.runtime.placement import prefix_homes
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pool import Pool, make_pool
-from tokenloom.services.runtime.placement.prefix_homes import NUM_HOMES
-from tokenloom.services.runtime.placement.rendezvous import name_hash
+from tokenloom.services.runtime.placement.prefix_homes import NUM_HOMES, name_hash
 from tokenloom.services.runtime.placement.rules import Ask
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 

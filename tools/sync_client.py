@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 CLIENT = Path(__file__).parent.parent / "tokenloom" / "client"
-MODULES = ("client", "session")
 _WORDS = {
     r"\basync (def|for|with)\b": r"\1",
     r"\bawait ": "",
@@ -32,26 +31,20 @@ _SENTENCES = {
 }
 
 
-def blocking(module: str) -> str:
-    """Return the text of a module of the blocking client, such as ``session``, from that of its pair."""
-    text = (CLIENT / f"async_{module}.py").read_text()
+def blocking() -> str:
+    """Return the text of the blocking client from that of its pair."""
+    text = (CLIENT / "async_client.py").read_text()
     for sentence, other in _SENTENCES.items():
         text = text.replace(sentence, other)
     for word, other in _WORDS.items():
         text = re.sub(word, other, text)
-    text = f"# Generated from async_{module}.py by tools/sync_client.py.\n{text}"
-    path = str(CLIENT / f"sync_{module}.py")
+    text = f"# Generated from async_client.py by tools/sync_client.py.\n{text}"
+    path = str(CLIENT / "sync_client.py")
     for command in (("check", "--quiet", "--fix", "--select", "I,F401"), ("format", "--quiet")):
         arguments = (sys.executable, "-m", "ruff", *command, "--stdin-filename", path, "-")
         text = subprocess.run(arguments, input=text, check=True, capture_output=True, text=True).stdout
     return text
 
 
-def main() -> None:
-    """Write the modules."""
-    for module in MODULES:
-        (CLIENT / f"sync_{module}.py").write_text(blocking(module))
-
-
 if __name__ == "__main__":
-    main()
+    (CLIENT / "sync_client.py").write_text(blocking())

@@ -4,9 +4,8 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 from tokenloom.supervisor.layout import MeshOptions
-from tokenloom.supervisor.mesh import Mesh
+from tokenloom.supervisor.mesh import Mesh, run_mesh_in_loop
 from tokenloom.supervisor.output import LineCopier, Tail
-from tokenloom.supervisor.run import run_mesh_in_loop
 
 
 class MeshBroke(Exception):

@@ -30,7 +30,8 @@ from tokenloom.services.coordinator.coordinator_settings import CoordinatorSetti
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.core.core_main import make_transports
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
-from tokenloom.services.engine.records.engine_settings import EngineSettings, reasoning_config, structured_output_config
+from tokenloom.services.engine.records.engine_settings import EngineSettings
+from tokenloom.services.engine.records.grammar_config import reasoning_config, structured_output_config
 from tokenloom.services.engine.running_engine import RunningEngine
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.host import Host

@@ -18,7 +18,7 @@ from tests.mesh.asking import ask
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.ready_channel import ready_channel
 from tokenloom.cli.failures import CommandFailed
-from tokenloom.cli.mesh.scale_run import run as scale
+from tokenloom.cli.mesh.coordinator import run as scale
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.v1.engine_pb2 import ReconfigureRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub

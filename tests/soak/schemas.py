@@ -18,7 +18,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.engine.records.engine_settings import structured_output_config
+from tokenloom.services.engine.records.grammar_config import structured_output_config
 
 MAX_TOKENS = 1200
 BATCH = 30

@@ -23,7 +23,7 @@ _GROUPS = {
         "mesh.local_mesh:ps",
         "mesh.local_mesh:top",
         "mesh.plan",
-        "mesh.scale",
+        "mesh.plan:scale",
         "serve.config",
         "doctor",
         "certs",

@@ -9,14 +9,12 @@ neither torch nor a model.
 from tokenloom.offline.outputs import Logprob
 from tokenloom.request import errors
 
-from .async_client import AsyncClient, AsyncStream
-from .async_session import AsyncSession
+from .async_client import AsyncClient, AsyncSession, AsyncStream
 from .options import ChatOptions, Message, Options
 from .pooled import Pooled
 from .results import Chunk, Generation, Model, Output, Usage
 from .retries import Retries
-from .sync_client import Client, Stream
-from .sync_session import Session
+from .sync_client import Client, Session, Stream
 from .tool_calls import ToolCall, ToolCallDelta
 
 __all__ = [

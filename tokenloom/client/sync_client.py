@@ -1,5 +1,5 @@
 # Generated from async_client.py by tools/sync_client.py.
-"""Implements the client for code that blocks: each answer is read over as many calls as it takes."""
+"""Implements the client, and its sessions, for code that blocks: each answer is read over as many calls as it takes."""
 
 import itertools
 import time
@@ -9,16 +9,17 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
 from tokenloom.request import errors
-from tokenloom.v1 import inference_pb2, inference_pb2_grpc
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from . import connection
 from .answer_course import AnswerCourse, NextCall
 from .client_request import chat_request, check_streamed, prompt_request
-from .options import ChatArguments, Message, Prompt, PromptArguments, takes
+from .options import ChatArguments, Message, Prompt, PromptArguments, TurnArguments, takes
 from .pooled import Pooled, PoolInput, classify_request, embed_request, pool_request, read_pooled, score_request
 from .results import AnswerCollector, Chunk, ChunkReader, Generation, Model, read_model
 from .retries import Retries
 from .sync_calls import (
+    CANNOT_WRITE,
     CLOSE_SECONDS,
     Call,
     CallError,
@@ -31,7 +32,6 @@ from .sync_calls import (
     sleep,
     was_cut,
 )
-from .sync_session import Session
 
 T = TypeVar("T")
 Open: TypeAlias = Callable[[NextCall, float, Any], Call]
@@ -128,6 +128,75 @@ class Stream(Iterator[Chunk]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+class Session:
+    """Turns in one thread, one after the other, each of which continues what was said in those before. Use as ``with``.
+
+    Nothing is tried again: the gateway holds the session, and a turn that fails ends it.
+    """
+
+    def __init__(self, turns: SyncTurns) -> None:
+        self._turns = turns
+        self._is_answering = False
+
+    @takes(TurnArguments)
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+        """Continue with a text or token ids and wait for the whole answer. Raises any of :mod:`errors`."""
+        request = prompt_request(prompt, options)
+        collector = AnswerCollector(request)
+        for response in self._turn(request):
+            collector.add(response)
+        return collector.result()
+
+    @takes(TurnArguments)
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
+        """Like :meth:`generate`, but yield chunks. If they are not read to the end, the next turn skips the rest."""
+        request = prompt_request(prompt, options)
+        check_streamed(request)
+        return self._chunks(request)
+
+    def close(self) -> None:
+        """End the session and cancel a turn that is not answered yet. Idempotent."""
+        if self._is_answering:
+            self._turns.cancel()
+        else:
+            self._turns.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _chunks(self, request: inference_pb2.GenerateRequest) -> Iterator[Chunk]:
+        reader = ChunkReader(request)
+        for response in self._turn(request):
+            yield reader.read(response)
+
+    def _turn(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
+        while self._is_answering:
+            self._read()
+        try:
+            self._turns.write(request)
+        except CANNOT_WRITE:
+            self._read()  # says why the session ended
+            raise
+        self._is_answering = True
+        while self._is_answering:
+            yield self._read()
+
+    def _read(self) -> inference_pb2.GenerateResponse:
+        try:
+            response = self._turns.read()
+        except CallError as error:
+            self._is_answering = False
+            raise error_of(error) from error
+        if response is None:
+            self._is_answering = False
+            raise errors.Unavailable("the gateway ended the session")
+        self._is_answering = response.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED
+        return response
 
 
 class Client:

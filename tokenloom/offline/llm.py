@@ -14,7 +14,8 @@ from tokenloom.model_files.model_path import resolve, served_name
 from tokenloom.request.errors import TokenloomError
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
-from tokenloom.services.engine.records.engine_settings import for_checkpoint, reasoning_mode
+from tokenloom.services.engine.records.engine_settings import for_checkpoint
+from tokenloom.services.engine.records.grammar_config import reasoning_mode
 from tokenloom.services.engine.records.identity import pooling_limits
 from tokenloom.v1 import types_pb2
 

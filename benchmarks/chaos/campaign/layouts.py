@@ -7,10 +7,9 @@ from pathlib import Path
 
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.supervisor.layout import MeshOptions, parts_of
-from tokenloom.supervisor.mesh import Mesh
+from tokenloom.supervisor.mesh import Mesh, MeshOutcome, supervise
 from tokenloom.supervisor.output import LineCopier, WriteLine
 from tokenloom.supervisor.ports import held_ports
-from tokenloom.supervisor.run import MeshOutcome, supervise
 from tokenloom.supervisor.state_dir import mesh_directory
 
 from ..faults.fault import SPLIT, WHOLE, Kind

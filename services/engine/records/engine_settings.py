@@ -1,7 +1,5 @@
-"""Options of an engine: those of its front, and the whole configuration of its core, whose grammars and reasoning are
-completed with what a checkpoint says."""
+"""Options of an engine: those of its front, and the whole configuration of its core."""
 
-import hashlib
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -11,23 +9,18 @@ from msgspec.structs import replace
 from tokenloom.engine_core.data.config import (
     EngineConfig,
     LoraConfig,
-    ReasoningConfig,
     SchedulerConfig,
     SpeculativeConfig,
     StructuredOutputConfig,
     TLSFiles,
     WorkerConfig,
 )
-from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_file
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME, expanded, resolve
-from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.request.chat_template import check_chat_template, read_chat_template
 from tokenloom.request.errors import NotFound
-from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, format_of_template, marks_of, reasoning_format
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.runtime.host.service_settings import Count, OptionalAddress, ServiceSettings
 from tokenloom.services.runtime.peers.certificate_files import dns_name
-from tokenloom.v1 import types_pb2
 
 DrainMode: TypeAlias = Literal["finish", "migrate"]
 
@@ -110,7 +103,7 @@ def for_checkpoint(config: EngineConfig, checkpoint: str, chat_template: str | N
     if not checkpoint:
         return replace(config, worker=worker, structured_output=None)
     # Imported here because it takes protobuf, and the help of a command needs only the options.
-    from .engine_settings import reasoning_config, structured_output_config
+    from .grammar_config import reasoning_config, structured_output_config
 
     path = Path(checkpoint)
     grammars = structured_output_config(path, config.structured_output)
@@ -136,62 +129,3 @@ def _with_path(speculative: SpeculativeConfig | None, checkpoint: Path) -> Specu
         return replace(speculative, model=str(resolve(speculative.model)))
     except NotFound as error:
         raise ValueError(f"speculative_config: {error}") from None
-
-
-def structured_output_config(
-    checkpoint: Path, chosen: StructuredOutputConfig | None = None
-) -> StructuredOutputConfig | None:
-    """Complete the configuration for the model in this directory or GGUF file.
-
-    Returns None if the model has no ``tokenizer.json``, so that its outputs cannot be constrained.
-    """
-    file = tokenizer_file(checkpoint)
-    if file is None:
-        return None
-    return replace(
-        chosen or StructuredOutputConfig(),
-        tokenizer=str(file),
-        tokenizer_digest=hashlib.sha256(file.read_bytes()).digest(),
-        eos_token_ids=CheckpointInfo.load(checkpoint).eos_token_ids,
-    )
-
-
-def reasoning_config(checkpoint: Path, chosen: ReasoningConfig, chat_template: str | None = None) -> ReasoningConfig:
-    """Complete the configuration with the tokens that mark the reasoning of the model in this directory.
-
-    ``chat_template``: its source, if it is not the checkpoint's own.
-
-    Raises ``ValueError`` if the model's tokenizer cannot write the marks of a parser that was chosen by name.
-    """
-    template = CheckpointInfo.load(checkpoint).chat_template if chat_template is None else chat_template
-    found = reasoning_format(chosen.parser, format_of_template(template))
-    if found is None:
-        return chosen
-    if (marks := _marks(checkpoint, found)) is not None:
-        return replace(chosen, marks=marks)
-    problem = f"the model's tokenizer cannot write {found.start} and {found.end}"
-    if chosen.parser != "auto":
-        raise ValueError(f"reasoning_parser is {chosen.parser}, but {problem}; set it to none")
-    OF_PROCESS.begin("no_reasoning", problem)
-    return chosen
-
-
-def reasoning_mode(config: ReasoningConfig, *, finds_reasoning: bool) -> types_pb2.ReasoningMode:
-    """Return how an engine treats reasoning. ``finds_reasoning``: it knows the marks of the model."""
-    if not finds_reasoning:
-        return types_pb2.REASONING_MODE_UNSPECIFIED
-    if config.enable_in_reasoning:
-        return types_pb2.REASONING_MODE_CONSTRAINED
-    return types_pb2.REASONING_MODE_FREE
-
-
-def _marks(checkpoint: Path, found: ReasoningFormat) -> ReasoningMarks | None:
-    try:
-        tokenizer = load_tokenizer(checkpoint)
-    except NotFound:
-        return None
-    marks = marks_of(found, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
-    # A tokenizer without the mark encodes it into unknown tokens, which any unknown text would match. So the ids are
-    # decoded again and compared.
-    written = [tokenizer.decode(list(mark), skip_special_tokens=False).strip() for mark in (marks.start, marks.end)]
-    return marks if written == [found.start, found.end] else None

@@ -12,7 +12,8 @@ from tokenloom.model_files.checkpoint import Stamp
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
-from .engine_settings import EngineSettings, reasoning_mode
+from .engine_settings import EngineSettings
+from .grammar_config import reasoning_mode
 
 
 class Identity:

@@ -26,7 +26,7 @@ from tokenloom.engine_core.structured_output.grammar_backend import Grammar
 from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.engine.records.engine_settings import structured_output_config
+from tokenloom.services.engine.records.grammar_config import structured_output_config
 
 VOCAB_SIZE = 2048
 EOS = 0

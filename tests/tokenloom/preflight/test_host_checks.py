@@ -17,8 +17,8 @@ from tokenloom.preflight.host import check_addresses, check_certificate, check_r
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.process import unix_socket
 from tokenloom.supervisor.certificates import make_certificates
+from tokenloom.supervisor.mesh import MeshOutcome
 from tokenloom.supervisor.ports import PortTaken, reserved_ports
-from tokenloom.supervisor.run import MeshOutcome
 from tokenloom.supervisor.state_dir import MeshRecord, mesh_directory, write_record
 
 

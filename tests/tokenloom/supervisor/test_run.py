@@ -9,10 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tokenloom.supervisor.mesh import Mesh
+from tokenloom.supervisor.mesh import Mesh, MeshOutcome, supervise
 from tokenloom.supervisor.output import LineCopier
 from tokenloom.supervisor.part_spec import PartSpec
-from tokenloom.supervisor.run import MeshOutcome, supervise
 
 MakeSpec = Callable[..., PartSpec]
 

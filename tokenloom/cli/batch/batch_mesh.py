@@ -5,9 +5,8 @@ import asyncio
 import typer
 
 from tokenloom.supervisor.layout import MeshOptions
-from tokenloom.supervisor.mesh import Mesh
+from tokenloom.supervisor.mesh import Mesh, run_mesh
 from tokenloom.supervisor.output import LineCopier, Tail
-from tokenloom.supervisor.run import run_mesh
 
 from ..failures import INTERRUPTED
 from ..model_directory import model_directory

@@ -1,11 +1,20 @@
-"""Finds the coordinator of a mesh, and what a command proves its name with to it."""
+"""Finds the coordinator of a mesh, proves a name to it, and asks it for another size of a data-parallel group."""
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
+import grpc
+import grpc.aio
+
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.runtime.peers.callers import OPERATOR
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
+from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.supervisor.state_dir import read_part_state
+from tokenloom.v1 import coordinator_pb2_grpc
+from tokenloom.v1.coordinator_pb2 import EngineEntry, ScaleRequest, Snapshot, WatchRequest
 
 from ..failures import CommandFailed
 from .local_mesh import find_mesh
@@ -31,3 +40,76 @@ def tls_of(certs: Path | None, *names: str) -> MeshTLS | None:
         return MeshTLS(CertificateFiles(certs / "ca.crt", certs / f"{name}.crt", certs / f"{name}.key", "certs"))
     except InvalidArgument as error:
         raise CommandFailed(error.message) from None
+
+
+_LOOK_SECONDS = 10.0
+_SCALE_SECONDS = 90.0
+"""More than the coordinator gives the ranks to agree."""
+_POLL_SECONDS = 0.2
+_NOT_JOINED = grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def run(coordinator: str, certs: Path | None, group: str, size: int, wait: float) -> str:
+    """Change the size of a group and return what has changed, for a person.
+
+    Args:
+        coordinator: Its address.
+        certs: Folder with the operator's certificate; None: the mesh uses plain text.
+        group: Its name.
+        size: Ranks that it should have.
+        wait: Seconds in which ranks that are missing may join.
+
+    Raises ``CommandFailed`` if the group does not get that size.
+    """
+    async with Channels(tls_of(certs, OPERATOR)).open(coordinator, "coordinator") as channel:
+        stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+        try:
+            async with asyncio.timeout(_LOOK_SECONDS):
+                before = await _members(stub, group)
+            await _scale(stub, ScaleRequest(data_parallel_group=group, data_parallel_size=size), wait)
+        except grpc.aio.AioRpcError as error:
+            raise CommandFailed(f"the coordinator at {coordinator} answered: {error.details()}") from None
+        except TimeoutError:
+            raise CommandFailed(f"the coordinator at {coordinator} did not answer in time") from None
+    return report(group, size, before)
+
+
+def report(group: str, size: int, before: Sequence[EngineEntry]) -> str:
+    """Say what a change of size has done. ``before``: the ranks of the group before the change."""
+    had = max((entry.report.group_size for entry in before), default=0)
+    change = f"{size} rank{'s' * (size != 1)}"
+    text = f"data-parallel group {group}: " + (f"{change}, as before" if had == size else f"{had} → {change}")
+    beyond = sorted(
+        (entry.identity.data_parallel_rank, entry.identity.engine_id)
+        for entry in before
+        if size <= entry.identity.data_parallel_rank < had
+    )
+    if beyond:
+        names = ", ".join(f"{name} (rank {rank})" for rank, name in beyond)
+        text += f"\nwithout requests now, may be stopped: {names}"
+    return text
+
+
+async def _members(stub: "coordinator_pb2_grpc.CoordinatorAsyncStub", group: str) -> list[EngineEntry]:
+    call = stub.Watch(WatchRequest())
+    try:
+        snapshot = await call.read()
+    finally:
+        call.cancel()
+    if not isinstance(snapshot, Snapshot):
+        raise CommandFailed("the coordinator ended the stream of its registry; try again")
+    return [entry for entry in snapshot.engines if entry.identity.data_parallel_group == group]
+
+
+async def _scale(stub: "coordinator_pb2_grpc.CoordinatorAsyncStub", request: ScaleRequest, wait: float) -> None:
+    """Call ``Scale``, again while ranks have not joined and may still do. Raises ``AioRpcError``."""
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + wait
+    while True:
+        try:
+            await stub.Scale(request, timeout=_SCALE_SECONDS)
+            return
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not _NOT_JOINED or loop.time() >= ends_at:
+                raise
+        await asyncio.sleep(_POLL_SECONDS)

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from tokenloom.model_files.model_path import DEMO_ADAPTERS, DEMO_MODEL
 from tokenloom.supervisor.layout import MeshOptions
-from tokenloom.supervisor.mesh import Mesh
+from tokenloom.supervisor.mesh import Mesh, run_mesh
 from tokenloom.supervisor.output import LineCopier, Tail
-from tokenloom.supervisor.run import run_mesh
 
 from ..chat.chat_client import Answer, stream_chat, timeline_table
 from ..failures import INTERRUPTED, reported

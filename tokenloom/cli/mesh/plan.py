@@ -1,6 +1,8 @@
-"""``tokenloom plan`` says how many engines of each role a running mesh needs, and changes roles if it is asked to.
+"""``tokenloom plan`` says how many engines of each role a running mesh needs, and changes roles if it is asked to;
+``tokenloom scale`` changes how many ranks a data-parallel group has, and loses no request.
 
-It starts and stops no engines. The replicas that it wants are printed, and exported for KEDA or an autoscaler.
+Neither starts or stops engines. The replicas that a plan wants are printed, and exported for KEDA or an autoscaler; new
+ranks of a group are started before, and those that have left are stopped afterwards.
 """
 
 import asyncio
@@ -9,9 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from tokenloom.planner.demand import Goals
-from tokenloom.planner.planner import Limits
 
 from ..failures import reported
 
@@ -43,10 +42,38 @@ def plan(
     With --apply, engines change their roles. No engine is started or stopped: the plan names the replicas that are
     wanted, and --metrics exports them to what scales the engines. Fewer are wanted only after 5 minutes of watching.
     """
-    from .coordinator import coordinator_of  # here, because they take gRPC, which the help does not need
+    # Here, because they take gRPC, which the help does not need.
+    from tokenloom.planner.demand import Goals
+    from tokenloom.planner.planner import Limits
+
+    from .coordinator import coordinator_of
     from .plan_run import PlanOutput, run
 
     with reported(), contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         address = coordinator or coordinator_of(port)
         goals, limits = Goals(ttft_seconds=ttft, itl_seconds=itl), Limits(most=most)
         asyncio.run(run(address, certs, goals, limits, every=every, apply=apply, output=PlanOutput(as_json, metrics)))
+
+
+def scale(
+    group: Annotated[str, typer.Argument(help="The group; `serve --data-parallel-size` calls its own data-parallel.")],
+    size: Annotated[int, typer.Argument(min=1, help="Ranks that the group should have.")],
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for ranks that were started and have not joined yet.")
+    ] = 0.0,
+    coordinator: Annotated[
+        str | None, typer.Option(help="Address of the coordinator; otherwise that of the newest local mesh.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="The local mesh on this HTTP port.")] = None,
+    certs: Annotated[Path | None, typer.Option(help="Folder with ca.crt, operator.crt and operator.key.")] = None,
+) -> None:
+    """Change how many ranks a data-parallel group of a running mesh has, under load.
+
+    To grow, start the new ranks first: engines with the options of the others, --data-parallel-size SIZE and their
+    --data-parallel-rank. After the group has shrunk, the ranks beyond SIZE have no requests and may be stopped.
+    """
+    from .coordinator import coordinator_of, run  # here, because they take gRPC, which the help does not need
+
+    with reported():
+        address = coordinator or coordinator_of(port)
+        typer.echo(asyncio.run(run(address, certs, group, size, wait)))

@@ -11,10 +11,9 @@ from msgspec import structs
 
 from tokenloom.request.chat_template import read_chat_template
 from tokenloom.supervisor.layout import MeshOptions, ServedModel, with_names
-from tokenloom.supervisor.mesh import Mesh
+from tokenloom.supervisor.mesh import Mesh, run_mesh
 from tokenloom.supervisor.output import LineCopier, bare, prefixed, unbuffered
 from tokenloom.supervisor.part_health import context_length
-from tokenloom.supervisor.run import run_mesh
 
 from ..failures import reported
 from ..model_directory import model_directory

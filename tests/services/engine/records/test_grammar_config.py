@@ -8,7 +8,7 @@ import pytest
 from tokenloom.engine_core.data.config import ReasoningConfig
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.engine.records.engine_settings import reasoning_config, reasoning_mode
+from tokenloom.services.engine.records.grammar_config import reasoning_config, reasoning_mode
 from tokenloom.v1 import types_pb2
 
 MARKS = ("<think>", "</think>")

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh.scale_run import report
+from tokenloom.cli.mesh.coordinator import report
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport
 
 

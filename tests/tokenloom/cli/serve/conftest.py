@@ -6,7 +6,7 @@ import pytest
 
 from tokenloom.cli.serve import serving
 from tokenloom.supervisor.layout import MeshOptions
-from tokenloom.supervisor.run import MeshOutcome
+from tokenloom.supervisor.mesh import MeshOutcome
 
 
 @pytest.fixture

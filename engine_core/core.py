@@ -18,7 +18,6 @@ from .data.errors import ExecutorFailedError
 from .data.handshake import WarmUp
 from .data.kv_groups import KVCacheConfig
 from .data.messages import (
-    AcceptTokens,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -167,10 +166,6 @@ class EngineCore:
         if self.adapters is not None:
             self.adapters.drop_unneeded()
         self.settle_pause()
-
-    def accept_tokens(self, message: AcceptTokens) -> None:
-        """Give a request the first tokens that it was added ahead of."""
-        self.scheduler.accept_tokens(message)
 
     def has_work(self) -> bool:
         """Return whether ``step`` would do anything.
@@ -331,7 +326,7 @@ class EngineCore:
         self._expert_loads = result.expert_loads
         if self._iterations is not None:
             self._iterations.end(self.num_steps, step.scheduled)
-        outputs = self.scheduler.update_from_output(step.scheduled, result)
+        outputs = self.scheduler.results.apply(step.scheduled, result)
         if result.draft_token_ids:
             self.post_step(result)
         return outputs

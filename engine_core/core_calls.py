@@ -63,7 +63,7 @@ class CoreCalls:
     def accept(self, message: AcceptTokens) -> EngineCoreOutputs | None:
         """Give a request the first tokens that it was added ahead of. Returns its end if that fails."""
         try:
-            self._core.accept_tokens(message)
+            self._core.scheduler.accept_tokens(message)
             return None
         except Exception:  # a bug: the other requests go on
             log.exception("request %s cannot take its first tokens", message.request_id)

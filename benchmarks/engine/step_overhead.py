@@ -81,7 +81,7 @@ class _Loop:
         planned = time.perf_counter_ns()
         result = self._prepare(scheduled)
         prepared = time.perf_counter_ns()
-        outputs = self._scheduler.update_from_output(scheduled, result)
+        outputs = self._scheduler.results.apply(scheduled, result)
         self.num_decoding = len(outputs)
         return planned - started, prepared - planned, time.perf_counter_ns() - prepared
 

@@ -32,14 +32,10 @@ class TierIndex:
     def __init__(self, num_slots: int) -> None:
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(num_slots - 1, -1, -1))
-
-    def find(self, block_hash: bytes) -> int | None:
-        """Return the slot of this content; None if it has none."""
-        return self._slots.get(block_hash)
-
-    def touch(self, block_hash: bytes) -> None:
-        """Mark this content as recently used."""
-        self._slots.move_to_end(block_hash)
+        self.find: Callable[[bytes], int | None] = self._slots.get
+        """Returns the slot of this content; None if it has none."""
+        self.touch: Callable[[bytes], None] = self._slots.move_to_end
+        """Marks this content as recently used."""
 
     def add(self, block_hash: bytes) -> int:
         """Assign a slot to new content, replacing the least recently used content if necessary."""

@@ -9,9 +9,9 @@ from ..data.config import EngineConfig, SchedulerConfig
 from ..data.core_params import ModelPooling
 from ..data.kv_events import KVEventLog
 from ..data.kv_groups import KVCacheConfig
-from ..data.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
+from ..data.messages import AcceptTokens, EngineCoreRequest, ErrorKind, SchedulerStats
 from ..data.request import Request, RequestStatus, finish_status
-from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.kv_cache_manager import KVManager, make_kv_manager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
 from ..structured_output.compiler import CompileQueueFull
@@ -47,7 +47,7 @@ class SchedulingPolicy(enum.StrEnum):
 class Scheduler:
     """Schedules requests in the order of its policy: running before waiting, preempting from the tail.
 
-    ``schedule`` and ``update_from_output`` alternate; requests are added and aborted between steps. The time of a step
+    ``schedule`` and ``results.apply`` alternate; requests are added and aborted between steps. The time of a step
     does not grow with the length of sequences.
     """
 
@@ -244,10 +244,6 @@ class Scheduler:
         """Learn how long a step took, before its tokens are known."""
         if self._planner.prompt_share is not None:
             self._planner.prompt_share.observe(scheduled.total_num_scheduled_tokens, seconds)
-
-    def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Process the result of a step. Returns one output for each request with new tokens."""
-        return self.results.apply(scheduled, result)
 
     def update_from_connector(self, output: KVConnectorOutput) -> None:
         """Process the transfers that ended: requests that waited for them continue, lent blocks become free again."""

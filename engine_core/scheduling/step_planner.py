@@ -59,15 +59,13 @@ class PromptShare:
         others n times, the step may compute n times as many tokens.
         """
         within_delay = int(self._rate * _DELAY / num_decoding)
+        least = self._least
+        if self._rate:
+            least = max(-(-least // 2), min(least, int(self._rate * _PAUSE)))
         return max(
-            self._least_tokens() * max(num_decoding, num_prompts) // num_decoding,
+            least * max(num_decoding, num_prompts) // num_decoding,
             within_delay * max(num_decoding, 1 + _BEHIND * (num_prompts - 1)) // num_decoding,
         )
-
-    def _least_tokens(self) -> int:
-        if not self._rate:
-            return self._least
-        return max(-(-self._least // 2), min(self._least, int(self._rate * _PAUSE)))
 
 
 class PauseState(enum.IntEnum):

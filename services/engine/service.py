@@ -52,7 +52,7 @@ class EngineService:
         self._drain = engine.drain
         if engine.coordinator is not None:
             log.info("waiting for the coordinator")
-            await engine.coordinator.wait_joined()
+            await engine.coordinator.joined.wait()
         if engine.group is not None:
             await engine.group.wait_member()
         return engine

@@ -38,6 +38,6 @@ def step(scheduler: Scheduler, token_id: int = 50) -> tuple[SchedulerOutput, lis
         request = scheduler.requests[request_id]
         sampled.append([token_id] if request.kv.num_computed_tokens == request.num_tokens else [])
     result = ModelRunnerOutput(list(scheduled.num_scheduled_tokens), sampled)
-    outputs = scheduler.update_from_output(scheduled, result)
+    outputs = scheduler.results.apply(scheduled, result)
     check_scheduler(scheduler)
     return scheduled, outputs

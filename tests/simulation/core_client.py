@@ -141,7 +141,7 @@ class CoreClient:
             case EngineCoreRequest():
                 answer = self._calls.add(message)
             case AcceptTokens():
-                self.core.accept_tokens(message)
+                self.core.scheduler.accept_tokens(message)
                 return
             case UtilityCall():
                 self._calls.call(message, self._pending.take)

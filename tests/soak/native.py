@@ -142,7 +142,7 @@ def run_scheduler(rng: random.Random) -> None:
         if scheduled.num_scheduled_tokens:
             begun.append((scheduled, execute(both, scheduled, rng)))
         if begun and (len(begun) == depth or not scheduled.num_scheduled_tokens):
-            scheduler.update_from_output(*begun.pop(0))
+            scheduler.results.apply(*begun.pop(0))
         if not with_embeds and number % 4 == 0:  # blocks of embeddings have other hashes, and the check takes long
             check_scheduler(scheduler)
 

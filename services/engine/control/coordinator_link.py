@@ -79,7 +79,8 @@ class CoordinatorLink:
         self._is_outdated = False
         self._interval = MIN_REPORT_SECONDS
         self._urgent = load.urgent  # set when a report must not wait for the interval
-        self._joined = asyncio.Event()
+        self.joined = asyncio.Event()
+        """Set when the engine has joined for the first time."""
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
 
     def set_role(self, role: types_pb2.EngineRole) -> None:
@@ -96,10 +97,6 @@ class CoordinatorLink:
         """Join again, because the identity has changed."""
         self._is_outdated = True
         self._report_now()
-
-    async def wait_joined(self) -> None:
-        """Wait until the engine has joined for the first time."""
-        await self._joined.wait()
 
     async def run(self, commands: Commands) -> None:
         """Join, and join again after failures. Returns only if a newer engine of this name has joined.
@@ -149,7 +146,7 @@ class CoordinatorLink:
                 answer = await _read(call)
             check_hello(answer.hello)
             log.info("joined coordinator %s", answer.hello.peer_id)
-            self._joined.set()
+            self.joined.set()
             await first_of(self._write_reports(call), self._read_commands(call, commands))
         finally:
             call.cancel()  # gRPC does not end a stream that is merely dropped
@@ -184,7 +181,9 @@ class CoordinatorLink:
     async def _read_commands(self, call: _Call, commands: Commands) -> NoReturn:
         while True:
             command = await _read(call)
-            self._take_interval(command)
+            if command.HasField("report_interval"):
+                seconds = command.report_interval.ToNanoseconds() / 1e9
+                self._interval = min(max(seconds, MIN_REPORT_SECONDS), MAX_REPORT_SECONDS)
             if command.HasField("adapters"):
                 commands.change_adapters(command.adapters)
             if command.HasField("drain"):
@@ -195,11 +194,6 @@ class CoordinatorLink:
                 commands.wait_aside(command.waits_aside)
             if command.HasField("data_parallel_size"):
                 commands.resize_group(command.data_parallel_size)
-
-    def _take_interval(self, command: coordinator_pb2.EngineCommand) -> None:
-        if command.HasField("report_interval"):
-            seconds = command.report_interval.ToNanoseconds() / 1e9
-            self._interval = min(max(seconds, MIN_REPORT_SECONDS), MAX_REPORT_SECONDS)
 
     def _report(self) -> coordinator_pb2.EngineReport:
         """Return a consistent report: a pick and the request that it placed are in the same one."""

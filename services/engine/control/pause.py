@@ -27,14 +27,10 @@ class Pause:
     def __init__(self, core: CoreLink, load: LoadTracker) -> None:
         self._core = core
         self._load = load
-        self._mode = engine_pb2.PAUSE_MODE_UNSPECIFIED
+        self.mode = engine_pb2.PAUSE_MODE_UNSPECIFIED
+        """The mode of the pause; unspecified if the engine is not paused."""
         self._is_leaving = False
         self._num_begun = 0
-
-    @property
-    def mode(self) -> engine_pb2.PauseMode:
-        """The mode of the pause; unspecified if the engine is not paused."""
-        return self._mode
 
     async def begin(self, mode: engine_pb2.PauseMode, *, clear_cache: bool = False) -> int:
         """Pause, and return when no request runs any more. If cancelled before that, the engine stays paused.
@@ -54,8 +50,8 @@ class Pause:
             raise InvalidArgument("mode must be ABORT, WAIT or KEEP", "mode")
         if self._is_leaving:
             raise FailedPrecondition("the engine is draining")
-        if self._mode not in (engine_pb2.PAUSE_MODE_UNSPECIFIED, mode):
-            raise FailedPrecondition(f"the engine is paused in mode {MODES[self._mode]}; resume it first")
+        if self.mode not in (engine_pb2.PAUSE_MODE_UNSPECIFIED, mode):
+            raise FailedPrecondition(f"the engine is paused in mode {MODES[self.mode]}; resume it first")
         self._set(mode)
         self._num_begun += 1
         return self._num_begun
@@ -74,7 +70,7 @@ class Pause:
     def leave(self) -> bool:
         """Allow no new pause, because the engine drains. Return whether it is paused: then live requests never end."""
         self._is_leaving = True
-        return self._mode != engine_pb2.PAUSE_MODE_UNSPECIFIED
+        return self.mode != engine_pb2.PAUSE_MODE_UNSPECIFIED
 
     # Both run to their end although the operator may leave: what the core has made must be noted here.
 
@@ -96,5 +92,5 @@ class Pause:
             self._set(engine_pb2.PAUSE_MODE_UNSPECIFIED)
 
     def _set(self, mode: engine_pb2.PauseMode) -> None:
-        self._mode = mode
+        self.mode = mode
         self._load.set_paused(mode != engine_pb2.PAUSE_MODE_UNSPECIFIED)

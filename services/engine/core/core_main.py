@@ -3,7 +3,6 @@
 A client of the core starts it. The configuration arrives in the handshake; the flags give its address and set up logs.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -16,9 +15,8 @@ with uncollected_imports():
     from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
     from tokenloom.engine_core.process.core_process import run_engine_core
     from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
-    from tokenloom.services.runtime.telemetry import logs
 
-    from .workers import WORKER_COMMAND, make_own_worker
+    from .workers import WORKER_COMMAND, make_own_worker, read_flags
 
 
 def make_transports(config: EngineConfig) -> list[KVTransport]:
@@ -48,13 +46,7 @@ def make_transports(config: EngineConfig) -> list[KVTransport]:
 
 def main() -> int:
     """Run the core until it ends."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--handshake", required=True, help="ZMQ address of the client")
-    parser.add_argument("--instance-id", default="engine-0", help="name of the engine, for its log")
-    parser.add_argument("--log-level", default="info")
-    parser.add_argument("--log-format", default="human", choices=("human", "json"))
-    arguments = parser.parse_args()
-    logs.setup("engine_core", f"{arguments.instance_id}/core", level=arguments.log_level, style=arguments.log_format)
+    arguments = read_flags(__doc__, "--handshake", "engine_core")
     command = (
         *WORKER_COMMAND,
         *("--instance-id", arguments.instance_id),

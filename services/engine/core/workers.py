@@ -1,17 +1,33 @@
 """Makes the worker that a configuration names."""
 
+import argparse
 import sys
 from collections.abc import Callable
 
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.executor.worker import Worker
 from tokenloom.process.uncollected_imports import uncollected_imports
+from tokenloom.services.runtime.telemetry import logs
 
 WORKER_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.worker_main")
 """Starts a worker's process; the executor appends ``--address ADDRESS``."""
 
 
 Maker = Callable[[EngineConfig], Worker]
+
+
+def read_flags(doc: str | None, address: str, name: str) -> argparse.Namespace:
+    """Read the flags of a process of an engine, and set up its log as that of its part ``name``. ``address``: the flag
+    that names the address of the process that started it."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument(address, required=True, help="ZMQ address of the process that starts this one")
+    parser.add_argument("--instance-id", default="engine-0", help="name of the engine, for its log")
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="human", choices=("human", "json"))
+    flags = parser.parse_args()
+    part = f"{flags.instance_id}/{name.removeprefix('engine_')}"
+    logs.setup(name, part, level=flags.log_level, style=flags.log_format)
+    return flags
 
 
 def make_worker(config: EngineConfig) -> Worker:

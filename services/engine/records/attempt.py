@@ -112,7 +112,7 @@ def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: flo
         "gen_ai.usage.input_tokens": tokens.prompt,
         "gen_ai.usage.output_tokens": tokens.output - tokens.accepted,
         "tokenloom.finish_reason": attempt.finish_reason.name.lower(),
-        "tokenloom.leg": _leg(attempt),
+        "tokenloom.leg": "prefill" if attempt.kv.lease_id else "decode" if attempt.kv.wait_ns else "whole",
     }
     # Made at the end, from times that the core reports in any case: the core knows nothing of traces, and a token costs
     # nothing more. A request that dies with its engine leaves no span of that engine.
@@ -130,9 +130,3 @@ def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: flo
         span.child("decode", first, round(times.last_token * 1e9))
     failed = attempt.finish_reason is FinishReason.ERROR
     span.end(error="the attempt failed" if failed else "", ended_ns=round(ended * 1e9))
-
-
-def _leg(attempt: Attempt) -> str:
-    if attempt.kv.lease_id:
-        return "prefill"
-    return "decode" if attempt.kv.wait_ns else "whole"

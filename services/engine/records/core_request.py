@@ -130,16 +130,6 @@ def _check_kv(add: engine_pb2.AddRequest) -> None:
         raise InvalidArgument(f"kv_source covers {source.num_tokens} tokens, the request has {num_tokens}", "kv_source")
 
 
-def _read_repetition_detection(wire: types_pb2.RepetitionDetection) -> RepetitionDetectionParams:
-    return RepetitionDetectionParams(
-        max_pattern_size=wire.max_pattern_size, min_pattern_size=wire.min_pattern_size, min_count=wire.min_count
-    )
-
-
-def _read_bad_words(words: Iterable[types_pb2.TokenIds]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(word.ids) for word in words)
-
-
 def _read_structured_outputs(constraint: types_pb2.StructuredOutputs) -> StructuredOutput:
     kind = GrammarKind(constraint.WhichOneof("constraint"))
     if kind in (GrammarKind.JSON, GrammarKind.JSON_OBJECT):
@@ -156,8 +146,10 @@ def _read_structured_outputs(constraint: types_pb2.StructuredOutputs) -> Structu
 _READERS: dict[str, Callable[[Any], Any]] = {
     **{name: tuple for name, row in rows(SamplingFields) if isinstance(row, inspect.ListType)},
     **{name: dict for name, row in rows(SamplingFields) if isinstance(row, inspect.DictType)},
-    "bad_words": _read_bad_words,
-    "repetition_detection": _read_repetition_detection,
+    "bad_words": lambda words: tuple(tuple(word.ids) for word in words),
+    "repetition_detection": lambda wire: RepetitionDetectionParams(
+        max_pattern_size=wire.max_pattern_size, min_pattern_size=wire.min_pattern_size, min_count=wire.min_count
+    ),
     "structured_outputs": _read_structured_outputs,
 }
 

@@ -5,7 +5,6 @@ from random import Random
 
 import msgspec
 
-from tokenloom.engine_core.data.draft_counts import DraftCounts
 from tokenloom.engine_core.data.messages import (
     AcceptTokens,
     EngineCoreOutput,
@@ -155,9 +154,8 @@ class Attempts:
         if output.finish_reason is FinishReason.ERROR:
             self.fail(attempt.slot, _failure(output))
         elif output.finish_reason is not None:
-            self._finish(
-                attempt, output.finish_reason, stop_token_id=output.stop_token_id, drafts=_wire_drafts(output.drafts)
-            )
+            drafts = None if output.drafts is None else types_pb2.DraftCounts(**msgspec.structs.asdict(output.drafts))
+            self._finish(attempt, output.finish_reason, stop_token_id=output.stop_token_id, drafts=drafts)
 
     def stop_at(self, slot: int, num_tokens: int) -> Attempt | None:
         """End an attempt in which the peer found a stop string, with at most ``num_tokens`` tokens. An end that has not
@@ -247,10 +245,6 @@ class Attempts:
             lease_id=attempt.kv.lease_id,
             num_tokens=num_tokens,
         )
-
-
-def _wire_drafts(drafts: DraftCounts | None) -> types_pb2.DraftCounts | None:
-    return None if drafts is None else types_pb2.DraftCounts(**msgspec.structs.asdict(drafts))
 
 
 def _wire_logprobs(logprobs: Logprobs) -> types_pb2.Logprobs:

@@ -135,7 +135,7 @@ class AsyncInprocClient:
             case EngineCoreRequest():
                 answer = self._calls.add(message)
             case AcceptTokens():
-                self._core.accept_tokens(message)
+                self._core.scheduler.accept_tokens(message)
                 return
             case UtilityCall():
                 self._calls.call(message, self._answer)

@@ -312,7 +312,7 @@ class Pair:
         request.error = output.error
         if output.finish_reason is FinishReason.PREFILLED:
             if request.decode_added:
-                request.decode.core.accept_tokens(AcceptTokens(_decode_name(request), list(request.tokens)))
+                request.decode.core.scheduler.accept_tokens(AcceptTokens(_decode_name(request), list(request.tokens)))
             else:
                 self._acquire(request, awaits_tokens=False)
         elif output.finish_reason is not None and request.decode_added:

@@ -247,11 +247,11 @@ def test_accepted_tokens_that_end_the_request_end_it_wherever_it_is(turns: int) 
         pair.pump(pair.prefill)
         pair.pump(pair.decode)
         pair.decode.copies.run_one()
-    pair.decode.core.accept_tokens(AcceptTokens("a/decode", [1, 2, 3, 4, 5, 6]))
+    pair.decode.core.scheduler.accept_tokens(AcceptTokens("a/decode", [1, 2, 3, 4, 5, 6]))
     outputs = [output for output in pair.decode.core.step().outputs if output.finish_reason is not None]
     assert [(output.finish_reason, output.token_index) for output in outputs] == [(FinishReason.LENGTH, 5)]
     pair.abort(request)
-    pair.decode.core.accept_tokens(AcceptTokens("a/decode", [1]))
+    pair.decode.core.scheduler.accept_tokens(AcceptTokens("a/decode", [1]))
     pair.settle()
     for engine in pair.engines:
         check_idle(engine.core.scheduler)

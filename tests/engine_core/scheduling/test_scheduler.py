@@ -134,7 +134,7 @@ def test_tokens_behind_an_end_are_dropped() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("a", [1], 9, stop=(7,)))
     scheduled = scheduler.schedule()
-    (output,) = scheduler.update_from_output(scheduled, ModelRunnerOutput(["a"], [[5, 7, 9]]))
+    (output,) = scheduler.results.apply(scheduled, ModelRunnerOutput(["a"], [[5, 7, 9]]))
     assert (output.new_token_ids, output.finish_reason) == ([5, 7], FinishReason.STOP)
     check_idle(scheduler)
 
@@ -215,7 +215,7 @@ def test_an_abort_during_a_step_frees_and_says_nothing() -> None:
     scheduler.add_request(make_request("a", [1] * 5))
     scheduled = scheduler.schedule()
     scheduler.abort_requests(["a"])
-    assert scheduler.update_from_output(scheduled, ModelRunnerOutput(["a"], [[50]])) == []
+    assert scheduler.results.apply(scheduled, ModelRunnerOutput(["a"], [[50]])) == []
     check_idle(scheduler)
 
 
@@ -250,6 +250,6 @@ def test_what_the_worker_saw_in_the_logits_comes_with_the_token_drawn_from_them(
     scheduled = scheduler.schedule()
     stats = LogitsStats(3.0, -2.0, 0.5, 1.0)
     result = ModelRunnerOutput(["a", "b"], [[50], [51]], num_nans_in_logits={"b": 7}, logits_stats={"a": stats})
-    outputs = scheduler.update_from_output(scheduled, result)
+    outputs = scheduler.results.apply(scheduled, result)
     assert [output.num_nans_in_logits for output in outputs] == [0, 7]
     assert [output.logits_stats for output in outputs] == [stats, None]

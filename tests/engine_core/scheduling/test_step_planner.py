@@ -87,7 +87,7 @@ def end_step(scheduler: Scheduler, scheduled: SchedulerOutput) -> None:
     """Answer a token for each request of a step that has a placeholder for one."""
     requests = [scheduler.requests[each] for each in scheduled.num_scheduled_tokens]
     sampled = [[50] if each.num_output_placeholders else [] for each in requests]
-    scheduler.update_from_output(scheduled, ModelRunnerOutput(list(scheduled.num_scheduled_tokens), sampled))
+    scheduler.results.apply(scheduled, ModelRunnerOutput(list(scheduled.num_scheduled_tokens), sampled))
 
 
 def test_prompts_get_a_token_each_in_the_steps_of_all_stages() -> None:

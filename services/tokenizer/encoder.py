@@ -1,12 +1,12 @@
 """Turns text into token ids and back, in threads, so that a long text never blocks the event loop."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -50,7 +50,7 @@ class TextEncoder:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
         self._waiting = 0
 
-    async def encode(
+    def encode(
         self,
         texts: Sequence[str],
         *,
@@ -60,7 +60,7 @@ class TextEncoder:
         want_token_strings: bool = False,
         second_texts: Sequence[str] = (),
         cut: PromptTruncation | None = None,
-    ) -> list[TokenizedPrompt]:
+    ) -> Coroutine[Any, Any, list[TokenizedPrompt]]:
         """Return the ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
 
         Args:
@@ -73,30 +73,28 @@ class TextEncoder:
         if second_texts and len(second_texts) != len(texts):
             raise errors.InvalidArgument("second_texts must be empty or as many as texts.", "second_texts")
         for text in (*texts, *second_texts):
-            self._check_size(text)
+            if 4 * len(text) > self._max_text_bytes:  # a character has at most four bytes: most need not be measured
+                self._check_size(text)
         pairs = list(zip_longest(texts, second_texts))
-        return await self._in_thread(
-            self._encode, pairs, add_special_tokens, want_hashes, salt, want_token_strings, cut
-        )
+        return self._in_thread(self._encode, pairs, add_special_tokens, want_hashes, salt, want_token_strings, cut)
 
-    async def encode_chat(
+    def encode_chat(
         self, rendered: Rendered, *, want_hashes: bool, salt: bytes, want_token_strings: bool = False
-    ) -> TokenizedPrompt:
-        """Return the ids of a rendered conversation, whose template has written the special tokens.
+    ) -> Coroutine[Any, Any, list[TokenizedPrompt]]:
+        """Return the ids of a rendered conversation, whose template has written the special tokens: one prompt.
 
         Raises as :meth:`encode` does.
         """
         if not rendered.masks:
-            (prompt,) = await self.encode(
+            return self.encode(
                 [rendered.text],
                 add_special_tokens=False,
                 want_hashes=want_hashes,
                 salt=salt,
                 want_token_strings=want_token_strings,
             )
-            return prompt
         self._check_size(unmasked(rendered.text, rendered.masks))
-        return await self._in_thread(self._encode_masked, rendered, want_hashes, salt, want_token_strings)
+        return self._in_thread(self._encode_masked, rendered, want_hashes, salt, want_token_strings)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of a complete sequence; ids that the tokenizer does not know have none."""
@@ -138,18 +136,18 @@ class TextEncoder:
 
     def _encode_masked(
         self, rendered: Rendered, want_hashes: bool, salt: bytes, want_token_strings: bool
-    ) -> TokenizedPrompt:
+    ) -> list[TokenizedPrompt]:
         ids, strings = self._plain_texts.encode(rendered)
-        return TokenizedPrompt(
+        prompt = TokenizedPrompt(
             token_ids=ids,
             token_strings=strings if want_token_strings else (),
             block_hash_prefixes=prefix_hashes(ids, self._block_size, salt) if want_hashes else (),
             plain_text_tokens=sorted(rendered.masks.values()),
         )
+        return [prompt]
 
     def _check_size(self, text: str) -> None:
-        # A character has at most four bytes: most texts need not be measured.
-        if 4 * len(text) > self._max_text_bytes and len(text.encode()) > self._max_text_bytes:
+        if len(text.encode()) > self._max_text_bytes:
             raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes.", "prompt")
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:

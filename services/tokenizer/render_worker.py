@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO, TypedDict
 
 from .chat_template import ChatTemplate, MaskingTemplate, TemplateRefused, TemplateTooLong
-from .spelled_tokens import Rendered, TokenFinder
+from .spelled_tokens import TokenFinder
 from .template_probe import probe_forms
 
 LENGTH = struct.Struct(">I")
@@ -83,7 +83,18 @@ def main() -> None:
 
 def _answer(template: MaskingTemplate, job: RenderJob) -> bytes:
     try:
-        rendered = _render(template, job)
+        messages, tools, kwargs = job["messages_json"], job["tools_json"], job["template_kwargs_json"]
+        conversation = _objects(messages)
+        if job["continue_final_message"] and not conversation:
+            raise ValueError("there is no final message to continue")
+        rendered = template.render(
+            conversation,
+            [] if tools in {"", "[]"} else _objects(tools),
+            {} if kwargs in {"", "{}"} else _objects(f"[{kwargs}]")[0],
+            (messages, tools, kwargs),
+            add_generation_prompt=job["add_generation_prompt"],
+            continue_final_message=job["continue_final_message"],
+        )
         return pack(RenderReply(text=rendered.text, masks=rendered.masks, reasoning_start=rendered.reasoning_start))
     except TemplateRefused as error:
         return pack(RenderReply(refused=_printable(str(error))))
@@ -95,20 +106,6 @@ def _answer(template: MaskingTemplate, job: RenderJob) -> bytes:
         return pack(RenderReply(refused="The messages contain half a surrogate pair, which is not a character."))
     except (ValueError, RecursionError) as error:
         return pack(RenderReply(refused=f"The messages are not the expected JSON: {_printable(str(error))}"))
-
-
-def _render(template: MaskingTemplate, job: RenderJob) -> Rendered:
-    messages = _objects(job["messages_json"])
-    if job["continue_final_message"] and not messages:
-        raise ValueError("there is no final message to continue")
-    return template.render(
-        messages,
-        _objects(job["tools_json"] or "[]"),
-        _objects(f"[{job['template_kwargs_json'] or '{}'}]")[0],
-        (job["messages_json"], job["tools_json"], job["template_kwargs_json"]),
-        add_generation_prompt=job["add_generation_prompt"],
-        continue_final_message=job["continue_final_message"],
-    )
 
 
 def _objects(text: str) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ class TokenizerServicer(TokenizerServicerBase):
             raise errors.InvalidArgument("This model has no chat template; send a plain prompt instead.", "messages")
         started = time.monotonic()
         rendered = await self._renderer.render(_job(request))
-        prompt = await self._encoder.encode_chat(
+        (prompt,) = await self._encoder.encode_chat(
             rendered,
             want_hashes=request.want_hashes,
             salt=request.cache_salt,

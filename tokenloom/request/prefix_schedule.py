@@ -50,6 +50,8 @@ def specimen_hash(block_size: int, seed: bytes = b"") -> bytes:
 
 _STRIDES: Final = ((128, 1), (16, 2), (16, 4), (32, 8), (64, 32))
 """So many hashes, each of which stands for so many blocks more than the one before it."""
+_NUM_LEADING: Final = _STRIDES[0][0]
+"""So many blocks at the beginning are all named."""
 
 LEADING_BLOCKS: Final = (0, *accumulate(chain.from_iterable(repeat(stride, count) for count, stride in _STRIDES)))
 """How many leading blocks of a prompt the first hashes stand for, by the number of hashes. Shape [257]."""
@@ -65,7 +67,12 @@ def scheduled(hashes: Sequence[T]) -> list[T]:
     """Return the hashes of the blocks that are named. ``hashes``: of all blocks of a prompt, from the first on."""
     # Tokenizers and the coordinator share the schedule, so hashes need no positions. With 256 neighbouring blocks they
     # would end at 4,096 tokens, and long prompts with a common beginning would look alike.
-    return [hashes[blocks - 1] for blocks in LEADING_BLOCKS[1:] if blocks <= len(hashes)]
+    named, num_blocks = list(hashes[:_NUM_LEADING]), len(hashes)
+    for blocks in LEADING_BLOCKS[_NUM_LEADING + 1 :]:
+        if blocks > num_blocks:
+            break
+        named.append(hashes[blocks - 1])
+    return named
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes = b"") -> list[int]:
@@ -78,7 +85,10 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes = b"") 
 
 def shortened(hashes: Sequence[bytes]) -> list[int]:
     """Return the prefixes of the hashes of the blocks that are named. ``hashes``: of all blocks of a prompt."""
-    return [int.from_bytes(each[:_HASH_BYTES], "little") for each in scheduled(hashes)]
+    prefixes = []
+    for each in scheduled(hashes):
+        prefixes.append(int.from_bytes(each[:_HASH_BYTES], "little"))
+    return prefixes
 
 
 def named_within(num_before: int, num_blocks: int) -> Sequence[int]:

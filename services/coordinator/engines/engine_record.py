@@ -137,8 +137,7 @@ class EngineRecord:
 
     def update(self, report: EngineReport, coordinator_epoch: int, now: float) -> bool:
         """Take a report. Returns False when nothing of interest changed: only the number of the step."""
-        before = self.shown, self.score
-        previous = self.report
+        previous, shown_before, num_counted = self.report, self.shown, len(self._counted)
         if report.step != previous.step or report.running + report.waiting == 0 or previous.state == _PAUSED:
             self._columns.progressed_at[self.row] = now
         if report.adapters or self.adapters:
@@ -151,7 +150,7 @@ class EngineRecord:
                 self._queue.add(self._uncount(pick.number)[1])
         self._queue.trim(report.waiting)
         self._take(report, now)
-        return before != (self.shown, self.score)
+        return shown_before != self.shown or num_counted != len(self._counted)
 
     def count(self, number: int, prompt_tokens: int, uncached_tokens: int) -> None:
         """Count a leg that was placed here until a report names exactly this pick or :meth:`expire` is called for
@@ -186,7 +185,8 @@ class EngineRecord:
         columns, row = self._columns, self.row
         hangs = now - columns.progressed_at[row] > STANDSTILL_SECONDS and self.report.state != _PAUSED
         silence = now - columns.reported_at[row]
-        columns.set_late(row, bool(silence > LATE_SECONDS))
+        if (is_late := bool(silence > LATE_SECONDS)) != columns.is_late[row]:
+            columns.set_late(row, is_late)
         self.own_state = _DEAD if hangs or silence > SILENT_SECONDS else self.report.state
         columns.is_serving[row] = self.own_state == _SERVING
         return before != self.own_state
@@ -231,18 +231,15 @@ class EngineRecord:
         columns.start_rate[row] = report.starts_per_second
         columns.reported_at[row] = now
         columns.num_reports += 1
-        self._recount()
-        self.refresh(now)
-
-    def _recount(self) -> None:
-        """Write to the columns what counted picks change."""
-        columns, row, ahead = self._columns, self.row, self.waiting_tokens
-        columns.waiting[row] = self.num_waiting
+        # And what the picks on their way change.
+        ahead = report.waiting_tokens + self._counted_tokens
+        columns.waiting[row] = report.waiting + len(self._counted)
         columns.waiting_tokens[row] = ahead
         columns.uncached_tokens[row] = (
-            self.report.prefilling_tokens + self._queue.uncached_tokens(self.report) + self._counted_uncached
+            report.prefilling_tokens + self._queue.uncached_tokens(report) + self._counted_uncached
         )
-        columns.free_tokens[row] = self.report.free_kv_blocks * self.identity.fingerprint.block_size - ahead
+        columns.free_tokens[row] = report.free_kv_blocks * self.identity.fingerprint.block_size - ahead
+        self.refresh(now)
 
 
 _OF_ENGINE_ALONE = ("computed_tokens_per_second", "prefilling_tokens", "start_wave", "wave_complete")

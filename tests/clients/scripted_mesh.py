@@ -49,10 +49,10 @@ def next_turn(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     results = [message["content"] for message in messages if message["role"] == "tool"]
     if results:
         return f"The tool says: {results[-1]}"
-    names = [tool["function"]["name"] for tool in tools]
-    for name in CALLS.keys() & set(names):
-        call = json.dumps({"name": name, "arguments": CALLS[name]})
-        return f"I call a tool.\n<tool_call>\n{call}\n</tool_call>"
+    for name in (tool["function"]["name"] for tool in tools):
+        if (arguments := CALLS.get(name.rpartition("-")[2])) is not None:  # after a plugin's name
+            call = json.dumps({"name": name, "arguments": arguments})
+            return f"I call a tool.\n<tool_call>\n{call}\n</tool_call>"
     if any("SEARCH/REPLACE" in message["content"] for message in messages):
         return _EDIT
     return "Hello."

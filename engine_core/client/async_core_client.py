@@ -309,6 +309,9 @@ class AsyncMPClient:
         self._context = zmq.asyncio.Context()
         self._socket = AsyncSocket(self._process.connection)
         self._kv = self._context.socket(zmq.PAIR)
+        # When a client is collected that was dropped without :meth:`close`, ZMQ would wait without end for a core that
+        # does not take its KV calls: a run of the explorer hung so for an hour, and a process would at its exit.
+        self._kv.linger = 0
         if config.kv.transports:
             self._kv.bind(self._process.kv_address)
         self._decoder = Decoder(EngineCoreOutputs)

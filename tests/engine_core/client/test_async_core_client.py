@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -365,3 +367,30 @@ async def test_a_call_that_cannot_be_sent_fails_alone_and_so_does_one_too_many(
     with pytest.raises(EngineDeadError):
         await second
     assert not calls._waiting
+
+
+def test_a_client_that_is_dropped_with_unread_kv_calls_does_not_keep_its_process(tmp_path: Path) -> None:
+    code = """
+import asyncio, gc, sys, warnings
+import msgspec, zmq
+from tests.engine_core.client.test_async_core_client import CONFIG
+from tokenloom.engine_core.client.async_core_client import AsyncMPClient
+from tokenloom.engine_core.data.kv_messages import KVRenew
+warnings.simplefilter("ignore")
+
+async def main():
+    kv = msgspec.structs.replace(CONFIG.kv, transports=("socket",))
+    client = AsyncMPClient(msgspec.structs.replace(CONFIG, kv=kv), ())
+    core = zmq.Context().socket(zmq.PAIR)
+    core.linger, core.rcvhwm = 0, 1
+    core.connect(client._process.kv_address)
+    call = KVRenew(1, bytes(1 << 20))
+    for _ in range(16):
+        await asyncio.wait_for(client.kv_send(call), 5)
+
+asyncio.run(main())
+gc.collect()
+print("ended")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert ran.stdout == "ended\n", ran.stderr

@@ -30,7 +30,8 @@ class Llama3JsonParser:
 
     def feed(self, text: str) -> list[ToolPart]:
         parts: list[ToolPart] = []
-        if self._call is None and self._may_call and not text.strip(self._separators()):
+        is_open = self._text[-1:] not in self._separators()  # after what may begin a mark
+        if self._call is None and self._may_call and not is_open and not text.strip(self._separators()):
             self._blanks.append(text)
             return parts
         self._take_blanks()

@@ -22,7 +22,10 @@ class ThinkParser:
 
     def feed(self, text: str) -> list[TextPart]:
         """Return what is certain after more text."""
-        if (self._inside or not self._begun) and not text.strip():
+        # After what may begin a mark, space decides that it does not: otherwise what an event holds would depend on the
+        # pieces in which the text came, and a stream that is resumed after it would repeat a character.
+        is_open = bool(self._text) and not self._text[-1].isspace()
+        if (self._inside or not self._begun) and not is_open and not text.strip():
             self._blanks.append(text)
             return []
         self._take_blanks()

@@ -56,3 +56,10 @@ def test_names() -> None:
     assert told(opener(FORMATS["deepseek_r1"])(False), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
     assert told(opener(FORMATS["qwen3"])(True), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
     assert told(opener(FORMATS["qwen3"])(False), ["Yes."]) == ("", "Yes.")
+
+
+def test_what_is_held_does_not_depend_on_the_pieces() -> None:
+    whole, single = ThinkParser(inside=True), ThinkParser(inside=True)
+    seen = "".join(part.text for part in whole.feed("1 < "))
+    assert seen == "1 <"
+    assert "".join(part.text for char in "1 < " for part in single.feed(char)) == seen

@@ -102,6 +102,9 @@ docs: install ## write the pages of docs/ that come from the code
 models-docs: install ## write docs/reference/models.md after trying every causal language model of transformers (5 minutes)
 	$(BIN)/python -m tests.soak.models.models_page
 
+schema-docs: install ## write docs/reference/schemas.md: what becomes of schemas as pydantic, zod and others write them
+	$(BIN)/python -m tests.tokenloom.request.schema_pool.pool_page
+
 metrics-docs: install ## write docs/reference/metrics.md from a running mesh
 	$(BIN)/python -m tests.observability.catalogue
 
@@ -261,4 +264,4 @@ house-check: install ## fail if a figure of the source tree is beyond its limit 
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check wheel-check pictures site help
+.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check wheel-check pictures site help

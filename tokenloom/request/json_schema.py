@@ -36,6 +36,8 @@ _BESIDE = ("minContains", "maxContains", "then", "else")
 """Keywords that mean nothing without another one, which is left out."""
 _NAMING = ("if", "dependentSchemas", "dependencies")
 """Keywords that may name more properties of an object."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_MAX_BOUND, _MIN_STEP = 1e18, 1e-9
 _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "prefixItems", "items", "contains")
 
 
@@ -134,6 +136,7 @@ class _Fitting:
             self._lose("type", where)
         if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] not in _FORMATS):
             del schema["format"]
+        self._fit_numbers(schema, where)
         if isinstance(pattern := schema.get("pattern"), str):
             portable = portable_pattern(pattern)
             if portable is None:
@@ -144,6 +147,16 @@ class _Fitting:
                 self._lose("pattern", where)
         if not str(schema.get("$schema", "http://json-schema.org/")).partition("://")[2].startswith("json-schema.org/"):
             del schema["$schema"]
+
+    def _fit_numbers(self, schema: dict[str, Any], where: str) -> None:
+        """Leave out bounds and steps of which no expression of digits is made."""
+        for name in _BOUNDS:
+            if abs(_number(schema.get(name))) >= _MAX_BOUND:
+                del schema[name]
+                self._lose(name, where)
+        if 0 < _number(schema.get("multipleOf")) < _MIN_STEP:
+            del schema["multipleOf"]
+            self._lose("multipleOf", where)
 
     def _fit_properties(self, schema: dict[str, Any], where: str) -> None:
         """Leave out the properties whose names no grammar finds; others may then have any value."""
@@ -326,6 +339,11 @@ def _differ(root: Any, one: Any, other: Any) -> bool:
         _differ(root, *(_followed(root, properties[name]) for properties in named))
         for name in required[0] & required[1] & named[0].keys() & named[1].keys()
     )
+
+
+def _number(value: object) -> int | float:
+    """Return a number; 0 for anything else."""
+    return value if isinstance(value, int | float) else 0
 
 
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:

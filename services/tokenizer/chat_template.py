@@ -226,7 +226,12 @@ def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _has_text_arguments(message: Mapping[str, Any]) -> bool:
-    return any(isinstance(call["function"].get("arguments"), str) for call in message.get("tool_calls") or ())
+    return any(map(_is_text_call, message.get("tool_calls") or ()))
+
+
+def _is_text_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("arguments"), str)
 
 
 def _without_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -234,9 +239,7 @@ def _without_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not _has_text_arguments(message):
         return message
     calls = [
-        {**call, "function": {**call["function"], "arguments": {}}}
-        if isinstance(call["function"]["arguments"], str)
-        else call
+        {**call, "function": {**call["function"], "arguments": {}}} if _is_text_call(call) else call
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}

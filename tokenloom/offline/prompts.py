@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tokenloom.model_files.checkpoint import CheckpointInfo
-from tokenloom.request.chat_template import read_chat_template
+from tokenloom.request.chat_template import past_arguments, read_chat_template
 from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.request.reasoning import ReasoningStart
 from tokenloom.services.tokenizer.chat_template import ChatTemplate, MaskingTemplate
@@ -131,15 +131,27 @@ def _join(parts: Sequence[object]) -> TokenizedPrompt:
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """Return a turn for chat templates, with parts of text joined by line breaks (vLLM). Raises ``ValueError``."""
+    """Return a turn for chat templates, with parts of text joined by line breaks (vLLM), and arguments of past calls as
+    objects. Raises ``ValueError``."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("each message must be a mapping with a role")
-    content = message.get("content")
+    content, turn = message.get("content"), dict(message)
+    if message.get("tool_calls"):
+        turn["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    if "reasoning" in turn:  # vLLM's newer name; templates use the older one
+        turn.setdefault("reasoning_content", turn.pop("reasoning"))
     if content is None or isinstance(content, str):
-        return dict(message)
+        return turn
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise ValueError(f"content must be a string or a list of parts of type text, not {type(content).__name__}")
-    return {**message, "content": "\n".join(_part(part) for part in content)}
+    return {**turn, "content": "\n".join(_part(part) for part in content)}
+
+
+def _call(call: Any) -> Any:
+    """Return a past call with its arguments as templates take them."""
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": past_arguments(function.get("arguments"))}}
 
 
 def whole_text(name: str, text: str) -> str:

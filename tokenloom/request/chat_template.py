@@ -1,7 +1,10 @@
-"""Reads a chat template that a user names: a file, or Jinja itself."""
+"""Reads a chat template that a user names, a file or Jinja itself, and what templates take as arguments of calls."""
 
 import os
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from .errors import InvalidArgument
 
@@ -28,6 +31,22 @@ def read_chat_template(given: str) -> str:
     raise InvalidArgument(
         f"chat template: no such file: {given!r}; name a file, or give a template, which contains {{{{ or {{%", FIELD
     )
+
+
+def past_arguments(arguments: object) -> dict[str, Any] | str:
+    """Return the arguments of a past call as an object, which each template writes in its own way; as text if they are
+    none. OpenAI's API sends JSON in a string; an object is accepted too."""
+    # Not refused: the model wrote them, and an answer that was cut or malformed would end the conversation.
+    if isinstance(arguments, dict):
+        return arguments
+    if not isinstance(arguments, str):
+        return {} if arguments is None else msgspec.json.encode(arguments).decode()
+    try:
+        # Strict: of NaN or half a surrogate pair, a lenient reader would make what cannot be written again.
+        value = msgspec.json.decode(arguments or b"{}")
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def check_chat_template(given: str) -> str:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
+from tokenloom.request.chat_template import past_arguments
 from tokenloom.request.errors import InvalidArgument
 
 from ..encoding import sse
@@ -140,26 +139,12 @@ def _tool_call(where: str, call: object) -> dict[str, object]:
     if not isinstance(call, dict) or not isinstance(function, dict) or not is_function:
         raise InvalidArgument(f'{where} must be {{"id": …, "type": "function", "function": {{…}}}}', where)
     name = _string(f"{where}.function.name", function.get("name"))
-    arguments = read_arguments(function.get("arguments"))
+    arguments = past_arguments(function.get("arguments"))
+    if isinstance(arguments, dict):
+        arguments = raw_arguments(arguments)
     turn: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     call_id = call.get("id")
     return turn | {"id": _string(f"{where}.id", call_id)} if call_id not in (None, "") else turn
-
-
-def read_arguments(arguments: object) -> dict[str, Any] | str:
-    """Return the arguments of a past call as an object, which each template writes in its own way; as text if they are
-    none. OpenAI's API sends JSON in a string; an object is accepted too."""
-    # Not refused: the model wrote them, and an answer that was cut or malformed would end the conversation.
-    if isinstance(arguments, dict):
-        return raw_arguments(arguments)
-    if not isinstance(arguments, str):
-        return {} if arguments is None else msgspec.json.encode(arguments).decode()
-    try:
-        # Strict: of NaN or half a surrogate pair, a lenient reader would make what cannot be written again.
-        value = msgspec.json.decode(arguments or b"{}")
-    except (msgspec.DecodeError, RecursionError, UnicodeError):
-        return arguments
-    return raw_arguments(value) if isinstance(value, dict) else arguments
 
 
 def _string(where: str, value: object) -> str:

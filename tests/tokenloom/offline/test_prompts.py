@@ -66,6 +66,17 @@ def test_text_parts_are_joined():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "expected"), [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ('{"a": "Par', '{"a": "Par'), (None, {})]
+)
+def test_arguments_of_past_calls_are_objects_for_templates(arguments, expected):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turn = plain_message({"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call]})
+    assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": expected}
+    assert turn["reasoning_content"] == "Hm."
+    assert call["function"]["arguments"] is arguments
+
+
+@pytest.mark.parametrize(
     "message",
     [
         "hi",

@@ -15,11 +15,10 @@ from tokenloom.engine_core.data.scheduler_output import CachedRequestData, Sched
 from ..pooling.pooler import PooledRows
 from ..sampler.host.logits_processors import make_logits_processors
 from ..sampler.host.logprobs import LogprobRows
-from .batch_kernels import Gathered, make_gatherer, make_kernel_sampler
+from .batch_kernels import Gathered, StepArrays, StepRows, make_gatherer, make_kernel_sampler
 from .block_table import BlockTable, RowChanges
 from .expected_tokens import UNKNOWN_TOKEN, Places
 from .prompt_rows import PromptEmbeds, PromptLogprobRows, TokenRows, only_tokens
-from .step_arrays import StepArrays, StepRows
 
 Ints = npt.NDArray[np.int64]
 _NONE: Mapping[str, list[int]] = MappingProxyType({})

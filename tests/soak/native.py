@@ -40,9 +40,8 @@ from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
-from tokenloom.gpu_worker.batch.batch_kernels import KernelSampler
+from tokenloom.gpu_worker.batch.batch_kernels import KernelSampler, StepRows
 from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
-from tokenloom.gpu_worker.batch.step_arrays import StepRows
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.kernels.prebuilt import Variant
 from tokenloom.gpu_worker.layers.panel_linear import PanelLinear

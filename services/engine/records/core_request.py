@@ -78,9 +78,13 @@ def to_core_request(
 
 def _read_sampling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits, random: Random) -> CoreSamplingParams:
     """Check what a request generates from, and return its parameters."""
-    check_generates(limits)
+    if not limits.generates:  # unset it means true, which the check knows
+        check_generates(limits)
     prompt, params = add.prompt, add.sampling_params
-    validation.check_generate(prompt.token_ids, params, limits, accepted_token_ids=add.accepted_token_ids)
+    validation.check_sampling(params, limits)
+    validation.check_prompt(prompt.token_ids, params, limits)
+    if add.accepted_token_ids:
+        validation.check_accepted(add.accepted_token_ids, len(prompt.token_ids), limits)
     if prompt.embeds:
         check_embeds(prompt, params, limits)
     return to_core_sampling(params, limits, limits.max_model_len - len(prompt.token_ids), random)

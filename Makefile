@@ -28,7 +28,10 @@ PLATFORM_TESTS := tests/gpu_worker/kernels/test_quantized_paths.py tests/gpu_wor
 	tests/gpu_worker/kernels/test_not_finite_levels.py \
 	tests/gpu_worker/kernels/triton/test_machine_code.py tests/parity/ranks
 OTHER_TESTS := $(BENCHMARK_TESTS) $(PLATFORM_TESTS)
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder
+# Processes that run tests side by side on two cores. Those of `make test` wait for other processes, disks and timers for
+# half of their time, so a fourth one finds work; three run whole meshes of processes.
+PROCESSES = 3
+PYTEST = $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 # With AGAIN=1, tests that failed run once more one after the other, and only those that fail again count. This holds for
 # pytest's exit status 1; every other one means that the run itself broke (2 interrupted, 3 internal error, 4 wrong use,
 # 5 no tests, more than 128 a signal), and then tests that never ran would count as passed.
@@ -59,6 +62,7 @@ endef
 demo: install ## start the whole mesh, chat once through it, show where the time went, stop everything
 	@$(BIN)/tokenloom demo
 
+test: PROCESSES = 4
 test: install ## run the tests, except those of the three commands below; they need neither a GPU nor a network
 	$(call RUN_TESTS,$(addprefix --ignore=,$(LONG_TESTS) $(OTHER_TESTS)))
 

@@ -18,7 +18,7 @@ from tokenloom.request import errors
 from tokenloom.services.output_processor import gateway_stream
 from tokenloom.services.output_processor.gateway_stream import own_copy
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
-from tokenloom.services.runtime.peers import hello
+from tokenloom.services.runtime.streams import server_stream
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, SampleJournal
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs
@@ -240,7 +240,7 @@ async def test_without_credit_steps_are_merged(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("heartbeat", [0.02])
 async def test_a_gateway_that_grants_no_credit_is_given_up(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hello, "NO_CREDIT_SECONDS", 0.4)
+    monkeypatch.setattr(server_stream, "NO_CREDIT_SECONDS", 0.4)
     gateway = await mesh.gateway(credit=0)
     stream, (slot,) = await mesh.started(gateway, submit(1))
     stream.send((slot, 0, mesh.ids("Once")[:1]))

@@ -13,8 +13,8 @@ from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.services.runtime.streams import server_stream
 from tokenloom.v1 import types_pb2
 from tokenloom.v1.engine_pb2 import EngineFrame, GetEngineInfoRequest, KVSource, StopAt
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
@@ -312,7 +312,7 @@ class TestCredit:
         assert received.token_ids[2] == expected_tokens([3, 4], 4, VOCAB_SIZE)
 
     async def test_a_peer_that_takes_nothing_is_given_up(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hello, "NO_CREDIT_SECONDS", 0.4)
+        monkeypatch.setattr(server_stream, "NO_CREDIT_SECONDS", 0.4)
         async with Peer(host.address, credit=0) as peer:
             await peer.send(make_add(1, [1, 2], ENDLESS))
             code, details = await peer.status()

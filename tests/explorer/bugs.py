@@ -16,7 +16,7 @@ from tokenloom.services.gateway.generation.charge import Charge, Charges
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.kserve import kserve_servicer
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
-from tokenloom.services.gateway.records.resume_token import ResumeToken
+from tokenloom.services.gateway.records.request_ids import ResumeToken
 
 from .runner import size_of
 

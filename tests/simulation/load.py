@@ -9,7 +9,7 @@ from tokenloom.services.gateway.generation.delivered import Delivered
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.mesh.collector import Delta
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
-from tokenloom.services.gateway.records.resume_token import NEW, ClientPosition, ResumeToken
+from tokenloom.services.gateway.records.request_ids import NEW, ClientPosition, ResumeToken
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import output_processor_pb2, types_pb2
 

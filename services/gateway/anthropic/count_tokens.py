@@ -6,8 +6,7 @@ from ..encoding.sse import encode_json
 from ..formats.tool_request import read_tools
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
-from ..http.time_limit import limited
-from ..mesh.tokenizer_client import TokenizerClient
+from ..mesh.tokenizer_client import TokenizerClient, limited
 from ..openai.body_reader import Body, BodyReader
 from ..openai.chat_messages import read_chat
 from ..openapi.request_schemas import CountTokensRequest

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from tokenloom.request import errors
 
-from ..http.error_form import ErrorForm
+from ..http.http_exchange import ErrorForm
 
 _TYPES: Mapping[int, str] = {
     400: "invalid_request_error",

@@ -21,11 +21,10 @@ from ..openai.body_reader import AnswerOptions, Body
 from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, parse_event_id
 from ..records.generate_request import Chat, GenerateRequest
 from ..records.model_names import ModelNames
-from ..records.resume_token import NEW, ResumeToken, fingerprint, token_of_key, tokens_of
+from ..records.request_ids import NEW, ResumeToken, fingerprint, token_of_key, tokens_of
 from ..tenants.tenant import Tenant
 from . import orca
-from .answer_stream import AnswerShaper, AnswerStream, Slices
-from .silent_streams import SilentStreams
+from .answer_stream import AnswerShaper, AnswerStream, SilentStreams, Slices
 
 log = logging.getLogger(__name__)
 

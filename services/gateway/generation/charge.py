@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..metrics.usage_counts import Used
-from ..records.resume_token import ResumeToken
+from ..records.request_ids import ResumeToken
 
 KEPT_SECONDS: Final = 60.0
 """For so long output processors keep an answer that has ended (``--keep-lost-requests``). A later call with the same

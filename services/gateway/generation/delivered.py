@@ -6,7 +6,7 @@ from tokenloom.request import errors, logprob_columns
 from tokenloom.v1.output_processor_pb2 import SlotTextLogprobs
 
 from ..mesh.collector import Delta
-from ..records.resume_token import ClientPosition
+from ..records.request_ids import ClientPosition
 
 
 class Delivered:

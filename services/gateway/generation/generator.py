@@ -16,18 +16,17 @@ from ..mesh.mesh_view import MeshLoad
 from ..metrics.gateway_metrics import GatewayMetrics
 from ..records.generate_request import GenerateRequest
 from ..records.pooling_input import PoolingInput, task_name
-from ..records.resume_token import NEW, ResumeToken
+from ..records.request_ids import NEW, ResumeToken
 from ..request_log.request_record import record_generation
 from ..tenants.tenant import Tenant
 from .admission import AdmittedCall, AdmittedRequest, RequestAdmission
 from .beam_run import BeamTexts
 from .charge import Charges
-from .pooling_preparation import check_task, encode
 from .preparation import MeshLinks, Preparer, RequestContext, add_hashes
 from .request_trace import GatewayTrace, traced
 from .resumable import ResumableRequests
 from .running_generation import RunningGeneration
-from .running_pooling import MOST_AT_ONCE, RunningPooling
+from .running_pooling import MOST_AT_ONCE, RunningPooling, check_task, encode
 
 _CONNECTION_ENDED = (asyncio.CancelledError, grpc.aio.BaseError)
 """Raised within a call whose client has gone: a gateway cannot distinguish a lost connection from a cancelled call."""

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.tasks import Tasks
 
-from ..records.resume_token import ResumeToken
+from ..records.request_ids import ResumeToken
 from .admission import AdmittedCall
 
 

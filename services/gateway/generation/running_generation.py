@@ -11,7 +11,7 @@ from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.output_pool import Cancel, OutputPool
 from ..metrics.gateway_metrics import GatewayMetrics, RequestWatch
 from ..metrics.usage_counts import Used
-from ..records.resume_token import NEW, ResumeToken
+from ..records.request_ids import NEW, ResumeToken
 from .beam_run import BeamRun, BeamTexts
 from .charge import Charge
 from .preparation import Prepared

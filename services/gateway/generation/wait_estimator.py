@@ -7,7 +7,7 @@ from typing import Final
 
 from tokenloom.request.errors import ResourceExhausted
 
-from ..mesh.capacity import Capacity
+from ..mesh.mesh_view import Capacity
 from ..records.generate_request import Chat, EmbeddedPrompt, GenerateRequest
 from ..settings.gateway_settings import ALWAYS_QUEUED
 

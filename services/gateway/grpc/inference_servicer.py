@@ -19,16 +19,15 @@ from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..records.generate_request import GenerateRequest
 from ..records.model_names import NamedAdapter
-from ..records.resume_token import NEW, ResumeToken
+from ..records.request_ids import NEW, ResumeToken
 from ..request_log.request_record import CURRENT_RECORD
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..tenants.api_keys import call_tenant
 from ..tenants.tenant_shares import TenantShare, TenantShares
 from .client_stream import next_request
-from .inference_request import InputSession, read_request
+from .inference_request import InputSession, read_cancellation, read_request, read_resume_token, read_resumption
 from .pooling_calls import InputsRequest, PoolingCall, classify_params, embed_params, pool_params
-from .resumption import read_cancellation, read_resume_token, read_resumption
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -22,8 +22,18 @@ from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..tenants.api_keys import call_tenant
 from ..tenants.tenant_shares import TenantShares
-from .kserve_embedding import EMBEDDING, asks_for_embedding, read_embedding, write_embedding
-from .kserve_inference import INPUTS, OUTPUTS, VERSION, Inference, check_version, read_inference
+from .kserve_inference import (
+    EMBEDDING,
+    INPUTS,
+    OUTPUTS,
+    VERSION,
+    Inference,
+    asks_for_embedding,
+    check_version,
+    read_embedding,
+    read_inference,
+    write_embedding,
+)
 from .kserve_tensors import write_output
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.validation import max_logprobs
@@ -10,9 +11,101 @@ from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import SERVED_FIELDS, fingerprint_difference
 from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
+from tokenloom.v1.coordinator_pb2 import EngineEntry
+from tokenloom.v1.types_pb2 import EngineRole
 
-from .capacity import Capacity
-from .engine_words import rule_word
+
+def engine_words(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
+    """Return ``role`` and ``state`` of an engine as the coordinator last reported them, such as ``decode``, and what it
+    does without."""
+    report = entry.report
+    fall_backs = {each.kind: each.detail for each in report.fall_backs}
+    return {
+        "role": types_pb2.EngineRole.Name(report.role).removeprefix("ENGINE_ROLE_").lower(),
+        "state": "aside" if "other_weights" in fall_backs else _state(report.state),
+        **({"fall_backs": fall_backs} if fall_backs else {}),
+    }
+
+
+def rule_word(rule: coordinator_pb2.PlacementRule) -> str | None:
+    """Return the value of ``--placement`` of the coordinator; None: it is of a release that does not show it."""
+    words = {
+        coordinator_pb2.PlacementRule.PLACEMENT_RULE_SCORE: "score",
+        coordinator_pb2.PlacementRule.PLACEMENT_RULE_COST: "cost",
+    }
+    return words.get(rule)
+
+
+def placement_values(entry: coordinator_pb2.EngineEntry, rule: str | None) -> dict[str, float]:
+    """Return what a rule compares of an engine, and what it computes that from; see ``PlacementRule``."""
+    report = entry.report
+    values: dict[str, float] = {"waiting": entry.waiting, "running": report.running, "score": entry.score}
+    if rule == "cost":
+        values |= {
+            "seats": report.seats,
+            "step_seconds": report.step_seconds,
+            "uncached_tokens": entry.uncached_tokens,
+            "uncached_tokens_per_second": entry.uncached_tokens_per_second,
+            "expected_seconds": entry.expected_seconds,
+        }
+    return values
+
+
+def _state(state: int) -> str:
+    """Return the name of a state; that of a newer release's coordinator may be unknown."""
+    names = {number: name for name, number in coordinator_pb2.EngineState.items()}
+    return names[state].removeprefix("ENGINE_STATE_").lower() if state in names else f"unknown ({state})"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The capacity and the load of all serving engines together.
+
+    Attributes:
+        seats: Requests that may run at the same time; 0: not known.
+        prefill_tokens_per_second: Prompt tokens that leave the queues while only compute limits them; 0: not known.
+        starts_per_second: Requests that leave the queues while they wait for seats; 0: not known.
+        live: Requests that run or wait.
+        waiting_tokens: Prompt tokens that are not computed yet.
+    """
+
+    seats: int = 0
+    prefill_tokens_per_second: float = 0.0
+    starts_per_second: float = 0.0
+    live: int = 0
+    waiting_tokens: int = 0
+
+    @classmethod
+    def of(cls, engines: Sequence[EngineEntry]) -> "Capacity":
+        """Return the capacity of these engines. Engines that decode provide the seats, engines that prefill compute
+        the prompts; if a role is missing, the engines of the other one do its work."""
+        decoding = _of_roles(engines, EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_DECODE)
+        prefilling = _of_roles(engines, EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL)
+        return cls(
+            seats=sum(entry.report.seats for entry in decoding),
+            prefill_tokens_per_second=_total(prefilling, attrgetter("report.prefill_tokens_per_second")),
+            starts_per_second=_total(decoding, attrgetter("report.starts_per_second")),
+            live=sum(entry.report.running + entry.waiting for entry in engines),
+            waiting_tokens=sum(entry.waiting_tokens for entry in prefilling),
+        )
+
+    def without_load(self) -> "Capacity":
+        """Return the same capacity with nothing to do: the load is not known any more."""
+        return replace(self, live=0, waiting_tokens=0)
+
+
+def _of_roles(engines: Sequence[EngineEntry], *roles: EngineRole) -> Sequence[EngineEntry]:
+    return [entry for entry in engines if entry.report.role in roles] or engines
+
+
+def _total(engines: Iterable[EngineEntry], rate_of: Callable[[EngineEntry], float]) -> float:
+    """Return the sum of a rate. An engine whose rate is not known counts as the mean of the others."""
+    rates = list(map(rate_of, engines))
+    # An engine that just joined has measured nothing. As zero it would make the mesh look slower the more engines it
+    # gets.
+    known = [rate for rate in rates if rate > 0]
+    return sum(known) * len(rates) / len(known) if known else 0.0
+
 
 LOST_SECONDS = 300.0
 """How long an engine that left without draining counts as missing, unless it returns."""

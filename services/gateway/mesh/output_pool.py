@@ -17,9 +17,8 @@ from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
 from ..records.request_ids import UNKNOWN_MARK, mark_in, marked, rank
-from .output_link import OutputLink
 from .pending_request import PendingRequest, Sink
-from .process_stream import ProcessStream
+from .process_stream import OutputLink, ProcessStream
 
 Cancel: TypeAlias = Callable[[], None]
 

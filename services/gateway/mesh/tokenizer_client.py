@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -228,3 +229,13 @@ class TokenizerClient:
         else:
             self._alive.discard(address)
             self._fall_backs.begin("other_tokenizer", f"it differs from the first one: {difference}", address)
+
+
+@asynccontextmanager
+async def limited(seconds: float) -> AsyncIterator[None]:
+    """Run the ``async with`` block for at most so long. Raises :class:`errors.DeadlineExceeded` otherwise."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise errors.DeadlineExceeded(f"the request took longer than {seconds:g} s") from None

@@ -9,7 +9,7 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
 from ..generation.running_generation import RunningGeneration
-from ..http.error_form import ErrorForm
+from ..http.http_exchange import ErrorForm
 from ..openai.body_reader import AnswerOptions, Body, inherited, renamed_twice
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi

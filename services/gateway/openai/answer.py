@@ -8,7 +8,7 @@ from tokenloom.request.routed_rows import to_npy
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..encoding import sse
-from ..encoding.json_blocks import joined
+from ..encoding.sse import joined
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..metrics.gateway_metrics import FINISH_REASONS

@@ -10,7 +10,7 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import CallDelta, OutputReader, calls_of, reasoning_of, text_of
 from ..encoding import sse
-from ..encoding.json_blocks import JsonBlocks
+from ..encoding.sse import JsonBlocks
 from ..formats.tool_request import NO_TOOLS, read_tool_request
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta

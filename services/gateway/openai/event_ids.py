@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from tokenloom.request.errors import InvalidArgument
 
 from ..mesh.collector import Delta
-from ..records.request_ids import is_request_id
-from ..records.resume_token import ClientPosition
+from ..records.request_ids import ClientPosition, is_request_id
 
 MAX_OUTPUTS = 64
 """Events of answers with more outputs have no ids, which would be longer than the events."""

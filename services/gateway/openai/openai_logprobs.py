@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from tokenloom.v1 import output_processor_pb2
 
-from ..encoding.json_blocks import JsonBlocks
-from ..encoding.sse import encode_json
+from ..encoding.sse import JsonBlocks, encode_json
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have; as in vLLM."""

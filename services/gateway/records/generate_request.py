@@ -12,8 +12,7 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_embeds import FIELD, Part
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
-from ..tenants.cache_salts import SALT_BYTES
-from ..tenants.tenant import Tenant
+from ..tenants.tenant import SALT_BYTES, Tenant
 from .model_names import NamedAdapter
 
 SHEDDABLE_PRIORITY: Final = 1 << 20

@@ -1,9 +1,13 @@
-"""Makes the ids of requests. An id names the output processor that the request was given to, so that any gateway finds
-the request; nothing else can be read from it.
+"""Makes the ids of requests, and the tokens by which clients resume and repeat them. An id names the output processor
+that the request was given to, so that any gateway finds the request; nothing else can be read from it.
 """
 
 import hashlib
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tokenloom.request.errors import InvalidArgument
 
 MARK_DIGITS = 8
 UNKNOWN_MARK = "0" * MARK_DIGITS
@@ -45,3 +49,58 @@ def rank(request_id: str, mark: str) -> tuple[bool, bytes]:
     gateway computes alike (rendezvous hashing)."""
     digest = hashlib.blake2s(f"{request_id} {mark}".encode(), digest_size=8).digest()
     return mark != mark_in(request_id), digest
+
+
+MAX_KEY_LENGTH = 255
+
+
+@dataclass(frozen=True, slots=True)
+class ClientPosition:
+    """Says how much of one output the client has."""
+
+    num_tokens: int
+    num_chars: int
+    """Characters of the text, before it was parsed."""
+    finished: bool = False
+    """The client has the end too."""
+    num_prompt_logprobs: int = 0
+    """Tokens of the prompt whose log probabilities the client has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeToken:
+    """What a client's call claims. Without a fingerprint its request ends with the call or the gateway."""
+
+    request_id: str = ""
+    """Empty: a new one is made."""
+    fingerprint: bytes = b""
+    """Of the body, so that the request can be resumed with an equal body only."""
+    resumes: bool = False
+    """Continue a request; it must be running or have ended a short time ago."""
+    takes_over: bool = False
+    """Continue the request if it is known, otherwise begin it."""
+    num_delivered: tuple[int, ...] = ()
+    """Tokens of each output that the client has, where it resumes a request."""
+
+
+NEW = ResumeToken()
+
+
+def token_of_key(tenant: str, key: str, fingerprint: bytes, field: str) -> ResumeToken:
+    """Return the claim of a call with an idempotency key. Raises ``InvalidArgument`` naming ``field``."""
+    if not 0 < len(key) <= MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()):
+        raise InvalidArgument(f"{field} must be 1 to {MAX_KEY_LENGTH} printable ASCII characters", field)
+    return ResumeToken(id_of_key(tenant, key), fingerprint, takes_over=True)
+
+
+def fingerprint(method: str, body: bytes | bytearray) -> bytes:
+    """Return what identifies a body. ``method``: what the body was sent to."""
+    key = hashlib.blake2b(method.encode(), digest_size=16).digest()
+    return hashlib.blake2b(body, key=key, digest_size=16).digest()
+
+
+def tokens_of(positions: Mapping[int, ClientPosition]) -> tuple[int, ...]:
+    """Return how many tokens of each output a client has. ``positions``: by output; it has nothing of the others."""
+    return tuple(
+        positions[index].num_tokens if index in positions else 0 for index in range(max(positions, default=-1) + 1)
+    )

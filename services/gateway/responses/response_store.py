@@ -9,7 +9,7 @@ from tokenloom.request import errors
 from tokenloom.request.limits import DividedLimit, Reservation
 
 from ..encoding.sse import encode_json
-from ..records.resume_token import NEW, ResumeToken
+from ..records.request_ids import NEW, ResumeToken
 from .input_items import Turn
 
 MAX_RUNNING = 256

@@ -1,27 +1,48 @@
-"""Lists the routes of the HTTP API, except those for operators."""
+"""Lists the routes of the HTTP API, except those for operators, and the fields that they read of bodies."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import cache
+from importlib import resources
+
+import msgspec
 
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.v1 import types_pb2
 
 from ..anthropic.count_tokens import CountTokens
 from ..anthropic.error_body import ANTHROPIC
 from ..anthropic.messages import MessagesApi
+from ..encoding.sse import encode_json
+from ..endpoints.answer_stream import SilentStreams
 from ..endpoints.generation_endpoint import GenerationApi, GenerationEndpoint
-from ..endpoints.silent_streams import SilentStreams
-from ..http.error_form import RESPONSES, ErrorForm
+from ..http.http_exchange import RESPONSES, ErrorForm, HttpExchange
 from ..http.json_body import BodyParser
 from ..http.response_counts import ResponseCounts
 from ..http.route import Route, Routes
 from ..http.turn_share import ANSWERS_PER_TURN, TurnShare
 from ..ollama.ollama import OLLAMA
-from ..openai.body_reader import BodyReader
+from ..ollama.ollama_embed import OllamaEmbedApi
+from ..openai.body_reader import NOT_SUPPORTED_YET, RENAMED, SAMPLING_FIELDS, BodyReader
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
 from ..openapi import route_table
+from ..openapi.document import document
+from ..openapi.ollama_schemas import OllamaEmbedRequest, OllamaRequest
+from ..openapi.pooling_schemas import ClassifyRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from ..openapi.request_schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    CountTokensRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from ..page.page_routes import page_routes
+from ..pooling.pooling_api import PoolingApi, PoolingEndpoint
+from ..pooling.scores import RerankApi, ScoreApi
+from ..pooling.vectors import ClassifyApi, EmbeddingsApi, PoolApi
 from ..responses.response_store import ResponseStore
 from ..responses.responses import ResponsesApi
 from ..responses.responses_endpoint import ResponsesEndpoint
@@ -29,8 +50,6 @@ from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..settings.gateway_settings import GatewaySettings
 from .ollama_routes import ollama_routes, ollama_status_routes
-from .openapi_routes import document_routes
-from .pooling_routes import pooling_routes
 from .status_routes import StatusRoutes
 from .tokenize_routes import TokenizeRoutes
 
@@ -95,3 +114,77 @@ def api_routes(
         **tokenize.routes(),
         **pooling_routes(mesh, parser, reader, limit),
     }
+
+
+def pooling_routes(mesh: ServedMesh, parser: BodyParser, reader: BodyReader, max_body_bytes: int) -> Routes:
+    """Return the routes of one model. ``max_body_bytes``: limits their bodies."""
+    limits = mesh.generator.limits
+    score, rerank = ScoreApi(reader, limits), RerankApi(reader, limits)
+    apis: dict[Route, PoolingApi] = {
+        route_table.EMBEDDINGS: EmbeddingsApi(reader),
+        route_table.POOLING: PoolApi(reader, limits),
+        route_table.CLASSIFY: ClassifyApi(reader, limits),
+        **dict.fromkeys(route_table.SCORES, score),
+        **dict.fromkeys(route_table.RERANKS, rerank),
+        route_table.OLLAMA_EMBED: OllamaEmbedApi(reader, is_older=False),
+        route_table.OLLAMA_EMBEDDINGS: OllamaEmbedApi(reader, is_older=True),
+    }
+    return {
+        route: PoolingEndpoint(api, mesh.generator, mesh.models, parser, max_body_bytes) for route, api in apis.items()
+    }
+
+
+@cache
+def _document(*, admin: bool, embeds: bool, batches: bool) -> bytes:
+    return encode_json(document(admin=admin, embeds=embeds, batches=batches))
+
+
+@cache
+def _page() -> bytes:
+    return resources.files(__package__).joinpath("openapi.html").read_bytes()
+
+
+async def _docs(exchange: HttpExchange) -> None:
+    # The page runs only its own script and connects only to its own server.
+    policy = b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+    headers = [(b"content-security-policy", policy)]
+    await exchange.respond(200, _page(), b"text/html; charset=utf-8", headers)
+
+
+def document_routes(limits_of: Callable[[], types_pb2.ModelLimits | None], *, admin: bool, batches: bool) -> Routes:
+    """Return the routes of the document. ``limits_of``: returns those of the served model, if they are known.
+    ``admin``: the gateway has admin routes; ``batches``: it has files and batches."""
+
+    async def openapi(exchange: HttpExchange) -> None:
+        limits = limits_of()
+        embeds = limits is not None and limits.hidden_size > 0
+        await exchange.respond(200, _document(admin=admin, embeds=embeds, batches=batches))
+
+    return {route_table.DOCUMENT: openapi, route_table.DOCUMENT_PAGE: _docs}
+
+
+_BODIES: tuple[type[msgspec.Struct], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    ResponsesRequest,
+    OllamaRequest,
+    OllamaEmbedRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    ClassifyRequest,
+    ScoreRequest,
+    RerankRequest,
+)
+READ_FIELDS = frozenset(
+    {
+        *(name for model in _BODIES for name in model.__struct_fields__),
+        *SAMPLING_FIELDS,
+        *NOT_SUPPORTED_YET,
+        *RENAMED,
+    }
+)
+"""The fields whose values some endpoint reads."""

@@ -15,8 +15,7 @@ from ..encoding.sse import encode_json
 from ..generation.generator import Generator
 from ..http.http_exchange import HttpExchange
 from ..http.route import Handler, Route, Routes
-from ..mesh.engine_words import engine_words
-from ..mesh.mesh_view import MeshView
+from ..mesh.mesh_view import MeshView, engine_words
 from ..openapi import route_table
 from ..records.model_names import ModelNames
 from ..serving.mesh_health import MeshHealth, PartState

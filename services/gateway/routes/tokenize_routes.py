@@ -14,8 +14,7 @@ from ..formats.tool_request import read_tools
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
 from ..http.route import Routes
-from ..http.time_limit import limited
-from ..mesh.tokenizer_client import TokenizerClient
+from ..mesh.tokenizer_client import TokenizerClient, limited
 from ..openai.body_reader import Body, BodyReader
 from ..openai.chat_messages import read_chat
 from ..openapi import route_table

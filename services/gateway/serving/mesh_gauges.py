@@ -11,8 +11,7 @@ from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.v1.coordinator_pb2 import EngineEntry
 
 from ..generation.wait_estimator import WaitEstimator
-from ..mesh.engine_words import placement_values
-from ..mesh.mesh_view import MeshView, load_of
+from ..mesh.mesh_view import MeshView, load_of, placement_values
 
 
 class ModelRegistries:

@@ -17,8 +17,7 @@ from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.servicer_edge import Authorize
 
-from .cache_salts import CacheSalts
-from .tenant import NO_TENANT, Tenant, TenantLimits
+from .tenant import NO_TENANT, CacheSalts, Tenant, TenantLimits
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]

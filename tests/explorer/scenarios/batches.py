@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from tests.explorer.clients import Answer, Clients, two_tenants
 from tests.explorer.world import PATIENCE, World
 from tokenloom.services.gateway.batches import batch_store
-from tokenloom.services.gateway.batches.open_batches import Batches
+from tokenloom.services.gateway.batches.batches_api import Batches
 from tokenloom.services.gateway.http.app import App
 from tokenloom.services.gateway.http.internal_call import InternalResponse
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings

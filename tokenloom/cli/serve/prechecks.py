@@ -22,7 +22,7 @@ from tokenloom.preflight.small_files import CannotServe
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
-from tokenloom.services.gateway.tenants.cache_salts import CacheSalts
+from tokenloom.services.gateway.tenants.tenant import CacheSalts
 from tokenloom.services.runtime.addresses import Address
 from tokenloom.services.runtime.host.options import flag
 from tokenloom.supervisor import state_dir

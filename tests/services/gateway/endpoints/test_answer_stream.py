@@ -7,8 +7,7 @@ from typing import cast
 import pytest
 
 from tests.loop_clock import pass_time, settle
-from tokenloom.services.gateway.endpoints.answer_stream import AnswerShaper, AnswerStream
-from tokenloom.services.gateway.endpoints.silent_streams import LOOK_SECONDS, SilentStreams
+from tokenloom.services.gateway.endpoints.answer_stream import LOOK_SECONDS, AnswerShaper, AnswerStream, SilentStreams
 from tokenloom.services.gateway.generation.running_generation import RunningGeneration
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.response_writer import Headers

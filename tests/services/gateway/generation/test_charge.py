@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tokenloom.services.gateway.generation.charge import KEPT_SECONDS, Charge, Charges
 from tokenloom.services.gateway.metrics.usage_counts import Used
-from tokenloom.services.gateway.records.resume_token import NEW, ResumeToken
+from tokenloom.services.gateway.records.request_ids import NEW, ResumeToken
 
 
 def test_a_call_that_resumes_counts_what_is_beyond_the_others() -> None:

@@ -21,8 +21,7 @@ from tokenloom.services.gateway.generation.charge import KEPT_SECONDS
 from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
 from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
-from tokenloom.services.gateway.records.request_ids import id_of_key
-from tokenloom.services.gateway.records.resume_token import ResumeToken
+from tokenloom.services.gateway.records.request_ids import ResumeToken, id_of_key
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, TenantLimits
 from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
 from tokenloom.v1 import inference_pb2, types_pb2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
-from tokenloom.services.gateway.tenants.cache_salts import CacheSalts
+from tokenloom.services.gateway.tenants.tenant import CacheSalts
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as kserve_pb

@@ -6,7 +6,7 @@ import pytest
 
 from tokenloom.request.errors import ResourceExhausted
 from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator, WaitLimit, estimate_prompt_tokens
-from tokenloom.services.gateway.mesh.capacity import Capacity
+from tokenloom.services.gateway.mesh.mesh_view import Capacity
 from tokenloom.services.gateway.records.generate_request import Chat, EmbeddedPrompt, GenerateRequest
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import types_pb2

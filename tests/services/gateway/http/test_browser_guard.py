@@ -8,7 +8,7 @@ import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request import errors
-from tokenloom.services.gateway.http.browser_guard import BrowserGuard
+from tokenloom.services.gateway.http.app import BrowserGuard
 from tokenloom.services.runtime.addresses import parse
 
 PAGE = "https://chat.example"

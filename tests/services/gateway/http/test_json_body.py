@@ -21,7 +21,7 @@ from tokenloom.services.gateway.http import json_body
 from tokenloom.services.gateway.http.json_body import BodyParser, check_amount
 from tokenloom.services.gateway.openai.body_reader import WITHOUT_EFFECT
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
-from tokenloom.services.gateway.routes.read_fields import READ_FIELDS
+from tokenloom.services.gateway.routes.api_routes import READ_FIELDS
 
 SIZE = 8 << 20
 COMPLETIONS = "/v1/completions"

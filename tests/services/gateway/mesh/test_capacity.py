@@ -1,6 +1,6 @@
 """What the serving engines can do together."""
 
-from tokenloom.services.gateway.mesh.capacity import Capacity
+from tokenloom.services.gateway.mesh.mesh_view import Capacity
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineReport
 from tokenloom.v1.types_pb2 import EngineRole
 

@@ -10,9 +10,8 @@ import pytest
 
 from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import SOON
-from tokenloom.services.gateway.mesh.output_link import OutputLink
 from tokenloom.services.gateway.mesh.output_pool import MAX_WITHDRAWN, SEARCH_SECONDS, OutputPool
-from tokenloom.services.gateway.mesh.process_stream import ProcessStream
+from tokenloom.services.gateway.mesh.process_stream import OutputLink, ProcessStream
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.v1.types_pb2 import Hello

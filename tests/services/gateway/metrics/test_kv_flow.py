@@ -1,6 +1,6 @@
 """Prompts whose KV blocks moved between engines are counted by the pair of engines."""
 
-from tokenloom.services.gateway.metrics.kv_flow import MAX_LINKS, KvFlow
+from tokenloom.services.gateway.metrics.gateway_metrics import MAX_LINKS, KvFlow
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 

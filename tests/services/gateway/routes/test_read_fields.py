@@ -8,7 +8,7 @@ import pytest
 
 from tokenloom.services import gateway
 from tokenloom.services.gateway.openapi.batch_schemas import CreateBatchRequest, UploadFileRequest
-from tokenloom.services.gateway.routes.read_fields import READ_FIELDS
+from tokenloom.services.gateway.routes.api_routes import READ_FIELDS
 
 OTHERS = {CreateBatchRequest, UploadFileRequest}
 """Bodies that another parser reads."""

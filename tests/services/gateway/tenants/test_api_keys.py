@@ -11,8 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
-from tokenloom.services.gateway.tenants.cache_salts import CacheSalts
-from tokenloom.services.gateway.tenants.tenant import NO_TENANT
+from tokenloom.services.gateway.tenants.tenant import NO_TENANT, CacheSalts
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 

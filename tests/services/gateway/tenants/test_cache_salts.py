@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.tenants.cache_salts import SALT_BYTES, CacheSalts
+from tokenloom.services.gateway.tenants.tenant import SALT_BYTES, CacheSalts
 
 SECRET = "0123456789abcdef"
 

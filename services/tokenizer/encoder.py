@@ -86,13 +86,10 @@ class TextEncoder:
         Raises as :meth:`encode` does.
         """
         if not rendered.masks:
-            return self.encode(
-                [rendered.text],
-                add_special_tokens=False,
-                want_hashes=want_hashes,
-                salt=salt,
-                want_token_strings=want_token_strings,
-            )
+            if 4 * len(rendered.text) > self._max_text_bytes:
+                self._check_size(rendered.text)
+            pairs = [(rendered.text, None)]
+            return self._in_thread(self._encode, pairs, False, want_hashes, salt, want_token_strings, None)
         self._check_size(unmasked(rendered.text, rendered.masks))
         return self._in_thread(self._encode_masked, rendered, want_hashes, salt, want_token_strings)
 

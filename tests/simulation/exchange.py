@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from tokenloom.services.runtime.local_streams.frames import Metadata, decode_status, encode_status, status
+from tokenloom.services.runtime.local_streams.socket_end import Metadata, decode_status, encode_status, status
 from tokenloom.services.runtime.tasks import Tasks
 
 from .network import Find

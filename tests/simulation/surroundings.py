@@ -14,8 +14,8 @@ from tokenloom.services.runtime.host.listener import ServiceListener
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.host.servicer_edge import Edge
 from tokenloom.services.runtime.local_streams.channel import LocalCall
-from tokenloom.services.runtime.local_streams.frames import Kind, encode_frame
 from tokenloom.services.runtime.local_streams.server import CallDetails, ServerCall
+from tokenloom.services.runtime.local_streams.socket_end import Kind, encode_frame
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.message_limit import MAX_MESSAGE_BYTES
 from tokenloom.services.runtime.peers.tls import MeshTLS

@@ -42,7 +42,7 @@ from tokenloom.engine_core.wire.frames import (
 )
 from tokenloom.gpu_worker.kv_connector.socket_frames import receive_frame, receive_into, send, send_frame
 from tokenloom.request.errors import Internal, TokenloomError
-from tokenloom.services.runtime.local_streams.frames import HEADER, Kind, decode_status, encode_status, split_frames
+from tokenloom.services.runtime.local_streams.socket_end import HEADER, Kind, decode_status, encode_status, split_frames
 
 COUNTS = (1, 2, 3, 7, IOV_MAX - 2, IOV_MAX - 1, IOV_MAX, IOV_MAX + 1, 2 * IOV_MAX, 2 * IOV_MAX + 1)
 SIZES = (0, 1, 3, 255, 256, 257, 4096)

@@ -15,9 +15,9 @@ from tokenloom.v1.types_pb2 import EngineRole, FinishReason, Logprobs, Pooled, T
 from ..placement.engine_link import EngineAttempt
 from ..placement.engine_search import EngineSearch, Lifetime
 from ..placement.placement import FirstPick, PendingPick, Placer
-from .add_request import make_pooling_add
 from .outbox import Outbox
 from .request_span import RequestSpan
+from .request_stages import make_pooling_add
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ import grpc.aio
 from tokenloom.request.errors import Internal, TokenloomError
 from tokenloom.request.wire_errors import status_of
 
-from .frames import OK_STATUS, Kind, decode_status, encode_frame, status
-from .socket_end import SocketEnd, is_stopped
+from .socket_end import OK_STATUS, Kind, SocketEnd, decode_status, encode_frame, is_stopped, status
 
 log = logging.getLogger(__name__)
 

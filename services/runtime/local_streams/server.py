@@ -14,8 +14,7 @@ from tokenloom.request.errors import Internal, InvalidArgument, TokenloomError
 from tokenloom.request.wire_errors import status_of
 
 from ..tasks import Tasks
-from .frames import OK_STATUS, Kind, Metadata, encode_frame, encode_status
-from .socket_end import SocketEnd
+from .socket_end import HEADER, OK_STATUS, Kind, Metadata, SocketEnd, encode_frame, encode_status
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +133,7 @@ class ServerCall(SocketEnd):
         elif len(payload := self._serialize(handler.result())) > self._max_message_bytes:
             self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of {len(payload)} bytes exceeds the limit")
         else:
-            self._finish(encode_frame(Kind.MESSAGE, payload) + _OK)
+            self._finish(HEADER.pack(len(payload), Kind.MESSAGE) + payload + _OK)
 
     def _finish(self, frames: bytes) -> None:
         """Send the last frames, unless they were sent, and drop what the caller sends. The socket stays open until the

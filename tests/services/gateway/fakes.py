@@ -18,7 +18,7 @@ from tokenloom.services.gateway.service import GatewayService
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
 from tokenloom.services.runtime.host.service import running
-from tokenloom.services.runtime.local_streams.frames import status
+from tokenloom.services.runtime.local_streams.socket_end import status
 from tokenloom.services.runtime.peers import hello
 from tokenloom.v1 import (
     coordinator_pb2,

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.local_streams.frames import status
+from tokenloom.services.runtime.local_streams.socket_end import status
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,

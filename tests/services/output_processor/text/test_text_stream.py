@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tokenloom.services.output_processor.text.text_stream import TableStream, WindowStream, open_text_stream
+from tokenloom.services.output_processor.text.detokenizer import TableStream, WindowStream, open_text_stream
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
 LARGEST_ID = 400  # beyond every vocabulary of these tests: models are padded, tokenizers are not

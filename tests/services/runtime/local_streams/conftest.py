@@ -15,8 +15,8 @@ import uvloop
 from tokenloom.services.runtime.host.servicer_edge import writing
 from tokenloom.services.runtime.local_streams import socket_end
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
-from tokenloom.services.runtime.local_streams.frames import Kind, encode_frame
 from tokenloom.services.runtime.local_streams.server import CallDetails, LocalServer
+from tokenloom.services.runtime.local_streams.socket_end import Kind, encode_frame
 from tokenloom.services.runtime.peers.channels import open_channel
 
 METHOD = "/test.Test/Stream"

@@ -17,8 +17,8 @@ from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.local_streams.channel import LocalCall, LocalChannel
-from tokenloom.services.runtime.local_streams.frames import Kind, encode_frame
 from tokenloom.services.runtime.local_streams.server import ServerCall
+from tokenloom.services.runtime.local_streams.socket_end import Kind, encode_frame
 from tokenloom.services.runtime.peers.channels import Channels, open_channel
 from tokenloom.v1 import coordinator_pb2 as pb
 from tokenloom.v1 import coordinator_pb2_grpc

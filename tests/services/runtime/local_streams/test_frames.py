@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenloom.request.errors import Internal, ResourceExhausted
-from tokenloom.services.runtime.local_streams.frames import (
+from tokenloom.services.runtime.local_streams.socket_end import (
     Kind,
     decode_status,
     encode_frame,

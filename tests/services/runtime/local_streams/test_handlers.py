@@ -12,7 +12,7 @@ import pytest
 
 from tests.services.runtime.local_streams.conftest import LIMIT, OPEN, SOON, echo, end_of, serving, stream, write_for
 from tokenloom.request.errors import ResourceExhausted
-from tokenloom.services.runtime.local_streams.frames import Kind, decode_status, encode_frame
+from tokenloom.services.runtime.local_streams.socket_end import Kind, decode_status, encode_frame
 
 
 class Caller:

@@ -18,7 +18,7 @@ from tests.services.runtime.local_streams.conftest import METHOD, OPEN, SOON, ca
 from tests.services.runtime.local_streams.test_handlers import Watched
 from tokenloom.services.runtime.local_streams import socket_end
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
-from tokenloom.services.runtime.local_streams.frames import Kind, encode_frame, split_frames
+from tokenloom.services.runtime.local_streams.socket_end import Kind, encode_frame, split_frames
 
 ROOT = Path(__file__).parents[4]
 

@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from tokenloom.services.gateway.records.compat import FOREIGN_APIS
+from tokenloom.services.gateway.records.compat import EXCLUSIONS, FOREIGN_APIS
 from tokenloom.services.runtime.host.foreign_flags import foreign_flags
 
 _HEAD = """# From vLLM
@@ -72,6 +72,16 @@ field. *ignored*: the request succeeds, and the response header `x-tokenloom-ign
 field to a gateway and compares the outcome with this list.
 """
 
+_EXCLUSIONS = """
+## Request fields that exclude each other
+
+Each works by itself. *refused*: together they get status 400. *gives way*: the field of the second column has no effect
+beside the first, and is named in `x-tokenloom-ignored`. A test sends every pair of fields of each API.
+
+| one of | beside one of | outcome | why |
+|---|---|---|---|
+"""
+
 _METRICS = """## Metrics
 
 These have vLLM's names, labels and meanings:
@@ -103,7 +113,19 @@ def from_vllm() -> str:
     flags = _flags_of_one_name()
     same = _listed([f"vllm:{name}" for name in SAME_METRICS])
     metrics = "".join(f"| `vllm:{name}` | {text} |\n" for name, text in OTHER_METRICS.items())
-    parts = (_HEAD, flags, *_flags(), "\n", _FIELDS, *_fields(), "\n", _METRICS.format(same=same), metrics, _OTHERS)
+    parts = (
+        _HEAD,
+        flags,
+        *_flags(),
+        "\n",
+        _FIELDS,
+        *_fields(),
+        *_exclusions(),
+        "\n",
+        _METRICS.format(same=same),
+        metrics,
+        _OTHERS,
+    )
     return "".join(parts)
 
 
@@ -140,6 +162,13 @@ def _fields() -> Iterator[str]:
         for outcome, fields in (("refused", api.refused), ("ignored", api.ignored)):
             for name, note in fields.items():
                 yield f"| `{name}` | {outcome} | {_cell(note)} |\n"
+
+
+def _exclusions() -> Iterator[str]:
+    yield _EXCLUSIONS
+    for each in EXCLUSIONS:
+        one, other = (" ".join(f"`{name}`" for name in names.split()) for names in (each.one, each.other))
+        yield f"| {one} | {other} | {'gives way' if each.gives_way else 'refused'} | {each.reason} |\n"
 
 
 def _marked(answer: str) -> str:

@@ -281,3 +281,56 @@ FOREIGN_APIS = (
 # clients learn from each response which of their fields had no effect.
 IGNORED_FIELDS = frozenset(name for api in FOREIGN_APIS for name in api.ignored if name == top_field(name))
 """The fields of bodies that some API ignores; not the members of such fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """Fields that work each by itself, and not together."""
+
+    one: str
+    """The fields of which one, separated by white space, stands beside one of ``other``."""
+    other: str
+    reason: str
+    gives_way: bool = False
+    """Whether those of ``other`` have no effect then, and are named in ``x-tokenloom-ignored``; otherwise the request
+    is refused with status 400."""
+
+
+EXCLUSIONS = (
+    Exclusion("response_format", "structured_outputs", "Each is the constraint of the whole output."),
+    Exclusion("stop include_stop_str_in_output", "detokenize", "Stop strings are found in the text."),
+    Exclusion(
+        "stream stream_options stream_interval", "prompt_logprobs", "They come with the whole answer, before its text."
+    ),
+    Exclusion("use_beam_search length_penalty", "stream stream_options stream_interval", "Beams are known at the end."),
+    Exclusion(
+        "use_beam_search length_penalty",
+        "stop include_stop_str_in_output spaces_between_special_tokens",
+        "Beams end with an end token, and their text is made at the end.",
+    ),
+    Exclusion(
+        "use_beam_search length_penalty",
+        "frequency_penalty presence_penalty repetition_penalty logit_bias min_tokens allowed_token_ids bad_words",
+        "Beams are compared by the model's own probabilities.",
+    ),
+    Exclusion(
+        "use_beam_search length_penalty",
+        "response_format structured_outputs thinking_token_budget repetition_detection prompt_logprobs "
+        "logprob_token_ids",
+        "Each step of a search is a request of one token, which knows nothing of the beam's past.",
+    ),
+    Exclusion("background", "stream store", "A response in the background is stored, and fetched later."),
+    Exclusion("input", "messages", "Vectors are of texts or of one conversation."),
+    Exclusion(
+        "tool_choice",
+        "response_format structured_outputs text",
+        "A call that is forced wins, as with vLLM: the arguments are all of the output.",
+        gives_way=True,
+    ),
+    Exclusion(
+        "structured_outputs",
+        "guided_json guided_regex guided_choice guided_grammar",
+        "They are its old names, which some clients send as well.",
+        gives_way=True,
+    ),
+)

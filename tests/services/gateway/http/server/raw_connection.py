@@ -7,6 +7,7 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.server import ServerState
 
+from tests.services.gateway.fakes import HEADERS
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server.connections import Connections
@@ -17,6 +18,12 @@ from tokenloom.services.gateway.http.turn_share import TurnShare
 MIB = 1 << 20
 READ_BYTES = 256 * 1024
 """What an event loop reads at once."""
+CHUNKED = b"POST / HTTP/1.1\r\n" + HEADERS + b"Transfer-Encoding: chunked\r\n\r\n"
+CHUNK = CHUNKED + b"2\r\n{}\r\n"
+
+
+def head(fields: bytes, path: bytes = b"/") -> bytes:
+    return b"POST %b HTTP/1.1\r\n%bContent-Length: 0\r\n%b\r\n" % (path, HEADERS, fields)
 
 
 class Transport:

@@ -321,7 +321,8 @@ async def replaying(directory: Path, parser: str) -> AsyncIterator[Replay]:
     tokenizer = mesh.tokenizer = mesh.second_tokenizer = ReplayTokenizer()
     mesh.coordinator.limits = LIMITS
     mesh.seconds = None
-    gateway = mesh.gateway(tool_call_parser=parser, reasoning_parser="qwen3")
+    stored = 4 << 20  # bytes of responses: the last ones are referred to
+    gateway = mesh.gateway(tool_call_parser=parser, reasoning_parser="qwen3", max_stored_response_bytes=stored)
     async with gateway, mesh.http() as http, mesh.inference() as inference:
         model = Model(mesh)
         serving = asyncio.create_task(model.serve())

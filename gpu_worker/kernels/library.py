@@ -14,6 +14,8 @@ from .compiler import KernelsUnavailable, build
 
 _MATRIX_UNIT = "matrix unit (AMX)"
 _P, _I64, _I32, _F = c_void_p, c_int64, c_int32, c_float
+_TYPES = {"P": _P, "q": _I64, "i": _I32, "f": _F, "s": c_char_p}
+"""By the letters of signatures."""
 _loaded: list[CDLL] = []
 """As many as there are kinds of kernels."""
 
@@ -132,25 +134,15 @@ def load_attention(head_size: int, march: str = "native", softcap: bool = False,
     """
     switches = {"SOFTCAP": softcap, "KV_INT8": int8}
     macros = {"HEAD_SIZE": head_size} | {name: 1 for name, is_on in switches.items() if is_on}
-    library = _load(build("attention", march, None, **macros))
-    library.attend.argtypes = [_P]
-    library.write_kv.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64]
-    library.attend.restype = library.write_kv.restype = None
-    return library
+    return _load(build("attention", march, None, **macros), attend="P", write_kv="iPPPPPqqqqq")
 
 
 @functools.cache
 def load_fused(march: str = "native") -> CDLL:
     """Load the operations between a layer's matrices. Raises :class:`KernelsUnavailable`."""
-    library = _load(build("fused", march))
-    library.add_norm.argtypes = [_I32, _P, _P, _P, _P, _I64, _I64, _F, _F, _I32]
-    library.rotate_and_write.argtypes = [_P]
-    library.silu_mul.argtypes = library.gelu_mul.argtypes = [_I32, _P, _P, _I64, _I64, _I32]
-    library.rotations.argtypes = [*[_P] * 4, *[_I64] * 2, _F, _I32]
-    named = (library.add_norm, library.rotate_and_write, library.silu_mul, library.gelu_mul, library.rotations)
-    for function in named:
-        function.restype = None
-    return library
+    gates = dict.fromkeys(("silu_mul", "gelu_mul"), "iPPqqi")
+    library = build("fused", march)
+    return _load(library, add_norm="iPPPPqqffi", rotate_and_write="P", rotations="PPPPqqfi", **gates)
 
 
 @load_once
@@ -163,24 +155,21 @@ def load_floats(march: str = "native") -> CDLL:
 def load_int8(march: str = "native") -> CDLL:
     """Load products with int8 matrices. Raises :class:`KernelsUnavailable`, also if the CPU has no
     matrix unit."""
-    library = _load(build("int8", march))
-    _check_can_multiply(library, _MATRIX_UNIT)
-    library.multiply_int8.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I32]
-    library.multiply_int8.restype = None
-    return library
+    library = _load(build("int8", march), multiply_int8="iPPPPPqqqi")
+    return _checked(library, _MATRIX_UNIT)
 
 
 @load_once
 def load_quantized(march: str = "native") -> CDLL:
     """Load products with matrices of 4 and 8 bits, and rounding to 4 bits. Raises
     :class:`KernelsUnavailable`, also if the CPU has no AVX2."""
-    library = _load(build("quantized", march))
-    _check_can_multiply(library, "AVX2")
-    library.multiply_quantized.argtypes = [*[_I32] * 2, *[_P] * 6, *[_I64] * 4, _F, _I32, _I32]
-    library.round_to_4_bits.argtypes = [_I32, _P, _I64, _I64, _P, _I64, _P, _P, _I32]
-    library.pack_quantized.argtypes = [_I32, *[_P] * 2, *[_I64] * 2, _I32, _I32]
-    library.multiply_quantized.restype = library.round_to_4_bits.restype = library.pack_quantized.restype = None
-    return library
+    library = _load(
+        build("quantized", march),
+        multiply_quantized="iiPPPPPPqqqqfii",
+        round_to_4_bits="iPqqPqPPi",
+        pack_quantized="iPPqqii",
+    )
+    return _checked(library, "AVX2")
 
 
 @load_once
@@ -207,54 +196,41 @@ def load_bfloat16_tiles(march: str = "native") -> CDLL:
 @load_once
 def load_drafts(march: str = "native") -> CDLL:
     """Load the steps of small draft models. Raises :class:`KernelsUnavailable`."""
-    library = _load(build("drafts", march))
-    library.matrix_bytes.argtypes, library.matrix_bytes.restype = [_I64, _I64, _I32], _I64
-    library.arrange_matrix.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
-    library.draft_greedily.argtypes, library.draft_greedily.restype = [_P], _I64
-    library.arrange_matrix.restype = None
-    return library
+    library = build("drafts", march)
+    return _load(library, matrix_bytes="qqi:q", arrange_matrix="PPqqi", draft_greedily="P:q")
 
 
 @load_once
 def load_replay(march: str = "native") -> CDLL:
     """Load what runs recorded steps. Raises :class:`KernelsUnavailable`."""
-    library = _load(build("replay", march))
-    library.find_signature.argtypes, library.find_signature.restype = [c_char_p], _I64
-    library.replay.argtypes = [_P, _I64]
-    library.gather_rows.argtypes = [*[_P] * 3, *[_I64] * 3]
-    library.copy_rows.argtypes = [_P, _I64, _P, *[_I64] * 3]
-    library.add_to.argtypes = [_I32, *[_P] * 2, _I64]
-    library.scale.argtypes = [_I32, _P, _F, _I64]
-    library.widen.argtypes = [*[_P] * 2, _I64]
-    functions = (library.replay, library.gather_rows, library.copy_rows, library.add_to, library.scale, library.widen)
-    for function in functions:
-        function.restype = None
-    return library
+    return _load(
+        build("replay", march),
+        find_signature="s:q",
+        replay="Pq",
+        gather_rows="PPPqqq",
+        copy_rows="PqPqqq",
+        add_to="iPPq",
+        scale="iPfq",
+        widen="PPq",
+    )
 
 
 @load_once
 def load_batch(march: str = "native") -> CDLL:
     """Load what gathers the arrays of steps. Raises :class:`KernelsUnavailable`."""
-    library = _load(build("batch", march))
-    library.gather.argtypes, library.gather.restype = [_P], _I64
-    return library
+    return _load(build("batch", march), gather="P:q")
 
 
 @load_once
 def load_draw(march: str = "native") -> CDLL:
     """Load what draws the tokens of steps. Raises :class:`KernelsUnavailable`."""
-    library = _load(build("draw", march))
-    library.append_drawn.argtypes, library.append_drawn.restype = [_P], _I32
-    return library
+    return _load(build("draw", march), append_drawn="P:i")
 
 
 @load_once
 def load_sums(march: str = "native") -> CDLL:
     """Load what adds the tensors of ranks on one machine. Raises :class:`KernelsUnavailable`."""
-    library = _load(build("sums", march))
-    library.shared_bytes.argtypes, library.shared_bytes.restype = [_I64], _I64
-    library.sum_ranks.argtypes, library.sum_ranks.restype = [_P, _P, _I64, _I32, _I32, _I32], None
-    return library
+    return _load(build("sums", march), shared_bytes="q:q", sum_ranks="PPqiii")
 
 
 def loaded_libraries() -> Sequence[CDLL]:
@@ -265,22 +241,14 @@ def loaded_libraries() -> Sequence[CDLL]:
 @load_once
 def load_lora(march: str = "native") -> CDLL:
     """Load the products with the matrices of LoRA adapters. Raises :class:`KernelsUnavailable`."""
-    library = _load(build("lora", march))
-    library.rank_step.restype = library.panel_outputs.restype = _I64
-    library.add_lora.argtypes = [_P] * 4
-    library.add_lora.restype = None
-    return library
+    return _load(build("lora", march), rank_step=":q", panel_outputs=":q", add_lora="PPPP")
 
 
 @load_once
 def load_pool(march: str = "native") -> CDLL:
     """Load what sets how the kernels of this process share their work among threads. Raises
     :class:`KernelsUnavailable`."""
-    library = _load(build("pool", march))
-    library.set_waiting.argtypes = [_I32, _I64]
-    library.set_most_threads.argtypes = library.keep_apart.argtypes = [_I32]
-    library.set_waiting.restype = library.set_most_threads.restype = library.keep_apart.restype = None
-    return library
+    return _load(build("pool", march), set_waiting="iq", set_most_threads="i", keep_apart="i")
 
 
 @functools.cache
@@ -290,27 +258,28 @@ def warn_unavailable(reason: str) -> None:
 
 
 def _load_panels(source: str, march: str, needed: str) -> CDLL:
-    library = _load(build(source, march))
-    _check_can_multiply(library, needed)
-    for size in (library.panel_outputs, library.word_outputs, library.word_inputs, library.whole_inputs):
-        size.restype = _I64
-    library.multiply.argtypes = [*[_P] * 4, *[_I64] * 3, _I32]
-    library.pack.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
-    library.multiply.restype = library.pack.restype = None
-    return library
+    sizes = dict.fromkeys(("panel_outputs", "word_outputs", "word_inputs", "whole_inputs"), ":q")
+    return _checked(_load(build(source, march), multiply="PPPPqqqi", pack="PPqqi", **sizes), needed)
 
 
-def _check_can_multiply(library: CDLL, needed: str) -> None:
+def _checked(library: CDLL, needed: str) -> CDLL:
     library.can_multiply.restype = _I32
     if not library.can_multiply():
         raise KernelsUnavailable(f"the CPU has no {needed}")
+    return library
 
 
-def _load(path: Path) -> CDLL:
+def _load(path: Path, **signatures: str) -> CDLL:
+    """Load a library. ``signatures``: of its functions, a letter for each argument, and behind a colon one for the
+    result, if there is one."""
     try:
         library = CDLL(str(path))  # ctypes releases the interpreter lock during its calls
     except OSError as error:
         raise KernelsUnavailable(f"{path.name} cannot be loaded: {error}") from None
+    for name, signature in signatures.items():
+        arguments, _, result = signature.partition(":")
+        function = getattr(library, name)
+        function.argtypes, function.restype = [_TYPES[letter] for letter in arguments], _TYPES.get(result)
     _loaded.append(library)
     return library
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -190,75 +190,66 @@ class LogitsProcessors:
         return edit
 
 
-class AllowedTokens:
-    """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
+State = TypeVar("State")
+LogitsRow = npt.NDArray[np.float32]
+"""[vocab]: a view of the logits of one row."""
 
-    parameters: tuple[str, ...] = ("allowed_token_ids",)
+
+class RowProcessor(Generic[State]):
+    """Fulfils most of :class:`LogitsProcessor` for a kind that changes each row by itself, from a state of the row."""
 
     def __init__(self) -> None:
-        self._token_ids: dict[int, npt.NDArray[np.int64]] = {}
-        self._bitmasks: dict[int, Words] = {}
-
-    def add(
-        self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        self._token_ids[row] = np.array(params.allowed_token_ids, dtype=np.int64)
+        self._states: dict[int, State] = {}
 
     def remove(self, row: int) -> None:
-        del self._token_ids[row]
-        self._bitmasks.pop(row, None)
+        del self._states[row]
 
     def append(self, row: int, token_id: int) -> None:
         pass
 
     def apply(self, logits: npt.NDArray[np.float32], index_of: Mapping[int, int]) -> None:
-        for row, token_ids in self._token_ids.items():
+        for row, state in self._states.items():
             if (index := index_of.get(row)) is not None:
-                allowed = logits[index, token_ids]
-                logits[index] = -np.inf
-                logits[index, token_ids] = allowed
-
-    def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
-        if row not in self._bitmasks:
-            self._bitmasks[row] = pack_bits(self._token_ids[row])
-        edit.allowed.append(self._bitmasks[row])
+                self._change(logits[index], state)
 
     def follows_output(self, row: int) -> bool:
         return False
 
+    def _change(self, logits: LogitsRow, state: State) -> None:
+        """Change the logits of one row in place."""
+        raise NotImplementedError
 
-class BadWords:
-    """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
 
-    parameters: tuple[str, ...] = ("bad_words",)
+class AllowedTokens(RowProcessor[npt.NDArray[np.int64]]):
+    """Leaves the tokens of a list, and no others."""
+
+    parameters: tuple[str, ...] = ("allowed_token_ids",)
 
     def __init__(self) -> None:
-        self._requests: dict[int, _Request] = {}
+        super().__init__()
+        self._bitmasks: dict[int, Words] = {}
 
     def add(
         self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
-        self._requests[row] = _Request(params.bad_words, output_token_ids)
+        self._states[row] = np.array(params.allowed_token_ids, dtype=np.int64)
 
     def remove(self, row: int) -> None:
-        del self._requests[row]
+        super().remove(row)
+        self._bitmasks.pop(row, None)
 
-    def append(self, row: int, token_id: int) -> None:
-        self._requests[row].append(token_id)
-
-    def apply(self, logits: npt.NDArray[np.float32], index_of: Mapping[int, int]) -> None:
-        for row, request in self._requests.items():
-            if (index := index_of.get(row)) is not None:
-                logits[index, request.masked()] = -np.inf
+    def _change(self, logits: LogitsRow, state: npt.NDArray[np.int64]) -> None:
+        allowed = logits[state]
+        logits[:] = -np.inf
+        logits[state] = allowed
 
     def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
-        edit.masked.append(np.array(self._requests[row].masked(), dtype=np.int64))
+        if row not in self._bitmasks:
+            self._bitmasks[row] = pack_bits(self._states[row])
+        edit.allowed.append(self._bitmasks[row])
 
-    def follows_output(self, row: int) -> bool:
-        return self._requests[row].has_prefixes
 
-
-class _Request:
+class _Words:
     """Indexes one request's words by the token before the last, so that a step looks only at words that may end now."""
 
     def __init__(self, words: Sequence[Sequence[int]], output_token_ids: Sequence[int]) -> None:
@@ -267,18 +258,14 @@ class _Request:
         for word in words:
             if len(word) > 1:
                 self._after[word[-2]].append((list(word[:-1]), word[-1]))
-        self._longest = max((len(word) - 1 for word in words), default=0)
-        self._tail = list(output_token_ids[-self._longest :]) if self._longest else []
+        self.longest_prefix = max((len(word) - 1 for word in words), default=0)
+        """Of the words without their last tokens; 0: no word has more than one token."""
+        self._tail = list(output_token_ids[-self.longest_prefix :]) if self.longest_prefix else []
 
     def append(self, token_id: int) -> None:
-        if self._longest:
+        if self.longest_prefix:
             self._tail.append(token_id)
-            del self._tail[: -self._longest]
-
-    @property
-    def has_prefixes(self) -> bool:
-        """Return whether any word has more than one token."""
-        return self._longest > 0
+            del self._tail[: -self.longest_prefix]
 
     def masked(self) -> list[int]:
         """Return the tokens that would complete a word."""
@@ -288,106 +275,98 @@ class _Request:
         return self._always + [last for prefix, last in begun if self._tail[-len(prefix) :] == prefix]
 
 
-class MinTokens:
-    """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
+class BadWords(RowProcessor[_Words]):
+    """Masks the tokens that would complete words of a list."""
 
-    parameters: tuple[str, ...] = ("min_tokens",)
-
-    def __init__(self) -> None:
-        self._stop_token_ids: dict[int, npt.NDArray[np.int64]] = {}
-        self._num_missing: dict[int, int] = {}
-        self._min_tokens: dict[int, int] = {}
+    parameters: tuple[str, ...] = ("bad_words",)
 
     def add(
         self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
-        self._stop_token_ids[row] = np.array(params.stop_token_ids or (), dtype=np.int64)
-        self._min_tokens[row] = params.min_tokens
-        self._num_missing[row] = params.min_tokens - len(output_token_ids)
-
-    def remove(self, row: int) -> None:
-        del self._stop_token_ids[row], self._num_missing[row], self._min_tokens[row]
+        self._states[row] = _Words(params.bad_words, output_token_ids)
 
     def append(self, row: int, token_id: int) -> None:
-        self._num_missing[row] -= 1
+        self._states[row].append(token_id)
 
-    def apply(self, logits: npt.NDArray[np.float32], index_of: Mapping[int, int]) -> None:
-        for row, num_missing in self._num_missing.items():
-            if num_missing > 0 and (index := index_of.get(row)) is not None:
-                logits[index, self._stop_token_ids[row]] = -np.inf
+    def _change(self, logits: LogitsRow, state: _Words) -> None:
+        logits[state.masked()] = -np.inf
 
     def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
-        if output_index < self._min_tokens[row]:
-            edit.masked.append(self._stop_token_ids[row])
+        edit.masked.append(np.array(self._states[row].masked(), dtype=np.int64))
 
     def follows_output(self, row: int) -> bool:
-        return False
+        return self._states[row].longest_prefix > 0
 
 
-class LogitBias:
-    """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
+@dataclass(slots=True)
+class _Minimum:
+    stop_token_ids: npt.NDArray[np.int64]
+    min_tokens: int
+    num_missing: int
+
+
+class MinTokens(RowProcessor[_Minimum]):
+    """Masks the tokens that end a request until its output has a number of tokens."""
+
+    parameters: tuple[str, ...] = ("min_tokens",)
+
+    def add(
+        self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        stop_token_ids = np.array(params.stop_token_ids or (), dtype=np.int64)
+        self._states[row] = _Minimum(stop_token_ids, params.min_tokens, params.min_tokens - len(output_token_ids))
+
+    def append(self, row: int, token_id: int) -> None:
+        self._states[row].num_missing -= 1
+
+    def _change(self, logits: LogitsRow, state: _Minimum) -> None:
+        if state.num_missing > 0:
+            logits[state.stop_token_ids] = -np.inf
+
+    def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
+        if output_index < self._states[row].min_tokens:
+            edit.masked.append(self._states[row].stop_token_ids)
+
+
+class LogitBias(RowProcessor[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]):
+    """Adds numbers to the logits of single tokens."""
 
     parameters: tuple[str, ...] = ("logit_bias",)
-
-    def __init__(self) -> None:
-        self._biases: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
 
     def add(
         self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         bias = params.logit_bias or {}
-        self._biases[row] = (
-            np.fromiter(bias.keys(), dtype=np.int64, count=len(bias)),
-            np.fromiter(bias.values(), dtype=np.float32, count=len(bias)),
-        )
+        token_ids = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))
+        self._states[row] = token_ids, np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
 
-    def remove(self, row: int) -> None:
-        del self._biases[row]
-
-    def append(self, row: int, token_id: int) -> None:
-        pass
-
-    def apply(self, logits: npt.NDArray[np.float32], index_of: Mapping[int, int]) -> None:
-        for row, (token_ids, biases) in self._biases.items():
-            if (index := index_of.get(row)) is not None:
-                logits[index, token_ids] += biases
+    def _change(self, logits: LogitsRow, state: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]) -> None:
+        token_ids, biases = state
+        logits[token_ids] += biases
 
     def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
-        edit.bias = self._biases[row]
-
-    def follows_output(self, row: int) -> bool:
-        return False
+        edit.bias = self._states[row]
 
 
-class Penalties:
-    """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
+class Penalties(RowProcessor[tuple[SeenTokens, CoreSamplingParams]]):
+    """Lowers the logits of tokens that prompt or output contain."""
 
     parameters: tuple[str, ...] = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[SeenTokens, CoreSamplingParams]] = {}
 
     def add(
         self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
-        self._seen[row] = SeenTokens(prompt_token_ids, output_token_ids), params
-
-    def remove(self, row: int) -> None:
-        del self._seen[row]
+        self._states[row] = SeenTokens(prompt_token_ids, output_token_ids), params
 
     def append(self, row: int, token_id: int) -> None:
-        self._seen[row][0].append(token_id)
+        self._states[row][0].append(token_id)
 
-    def apply(self, logits: npt.NDArray[np.float32], index_of: Mapping[int, int]) -> None:
-        for row, (seen, params) in self._seen.items():
-            if (index := index_of.get(row)) is not None:
-                seen.penalize(logits[index], params)
+    def _change(self, logits: LogitsRow, state: tuple[SeenTokens, CoreSamplingParams]) -> None:
+        seen, params = state
+        seen.penalize(logits, params)
 
     def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
-        edit.penalties = self._seen[row]
-
-    def follows_output(self, row: int) -> bool:
-        return False
+        edit.penalties = self._states[row]
 
 
 def make_logits_processors() -> LogitsProcessors:

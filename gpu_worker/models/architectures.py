@@ -23,9 +23,8 @@ from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
 from ..parallel.ranks import ONLY_RANK, Ranks, Stage
 from .decoder import DecoderModel
-from .gpt2 import GPT2Model
+from .learned_positions import LearnedPositionsModel
 from .model import LanguageModel
-from .opt import OPTModel
 
 _PRODUCTS = {
     torch.bfloat16: ("bfloat16", "bfloat16_dots", "bfloat16_tiles"),
@@ -70,13 +69,10 @@ def load_model(
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks, source)
     with parallel_build(kernels), opened as checkpoint:
         model: LanguageModel
-        match config.family:
-            case "gpt2":
-                model = GPT2Model(checkpoint, config, stage)
-            case "opt":
-                model = OPTModel(checkpoint, config, stage)
-            case _:
-                model = DecoderModel(checkpoint, config, ops or TorchOps(), device, stage)
+        if config.family in ("gpt2", "opt"):
+            model = LearnedPositionsModel(checkpoint, config, stage)
+        else:
+            model = DecoderModel(checkpoint, config, ops or TorchOps(), device, stage)
         if ranks.place.is_whole:  # other ranks read the rest, and :meth:`ModelLoader.load` has checked the whole
             checkpoint.refuse_rest()
     return model

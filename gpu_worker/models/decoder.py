@@ -18,7 +18,7 @@ from ..parallel.sharding import Dimension, joined, length
 from ..pooling.class_head import ClassHead, load_score_head
 from .experts import Experts
 from .mlp import MLP
-from .model import LanguageModel
+from .model import LanguageModel, replace_layers
 
 
 class AddNorm:
@@ -239,12 +239,11 @@ class DecoderModel:
             if config.samples:
                 self._lm_head = make_output(output, config.quantization)
         kind = DecoderLayer if config.traits.norm_order == "before" else PostNormLayer
-        for layer in range(config.num_layers):
-            if len(self._layers) == config.num_layers:
-                del self._layers[0]
-                checkpoint.return_dropped()
-            prefix = f"model.layers.{config.first_layer + layer}"
-            self._layers.append(kind(checkpoint, prefix, config, ops, layer, self.routes))
+
+        def load(layer: int) -> DecoderLayer | PostNormLayer:
+            return kind(checkpoint, f"model.layers.{config.first_layer + layer}", config, ops, layer, self.routes)
+
+        replace_layers(self._layers, config.num_layers, checkpoint, load)
         self._norm = AddNorm(checkpoint, "model.norm", config, ops)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))

@@ -1,6 +1,7 @@
 """Defines what the model runner needs of a model."""
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -70,3 +71,15 @@ class StepModel(Protocol):
     ) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+Layer = TypeVar("Layer")
+
+
+def replace_layers(layers: list[Layer], count: int, checkpoint: Checkpoint, load: Callable[[int], Layer]) -> None:
+    """Load ``count`` layers into ``layers``; each old one is dropped before its successor is loaded."""
+    for number in range(count):
+        if len(layers) == count:
+            del layers[0]
+            checkpoint.return_dropped()
+        layers.append(load(number))

@@ -98,7 +98,8 @@ class ModelRunner:
         self._loras = parts.loras
         self._device = parts.device
         self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
-        self._kv_caches: list[KVCache] = []
+        self.kv_caches: list[KVCache] = []
+        """The cache of each layer."""
         self.make_kv_caches()
         self._executed: _Executed | None = None  # set between ``execute`` and ``sample``
 
@@ -113,21 +114,16 @@ class ModelRunner:
         if self._recorded is not None:
             self._recorded.forget()
 
-    @property
-    def kv_caches(self) -> list[KVCache]:
-        """The cache of each layer."""
-        return self._kv_caches
-
     def make_kv_caches(self) -> None:
         """Allocate empty KV caches, if there are none."""
-        if not self._kv_caches:
-            self._kv_caches = self._make_kv_caches()
+        if not self.kv_caches:
+            self.kv_caches = self._make_kv_caches()
         if self._speculation is not None:
             self._speculation.proposer.make_kv_caches()
 
     def drop_kv_caches(self) -> None:
         """Drop the KV caches with their content; no step may run before :meth:`make_kv_caches`."""
-        self._kv_caches = []
+        self.kv_caches = []
         self._forget_recordings()
         if self._speculation is not None:
             self._speculation.proposer.drop_kv_caches()
@@ -211,7 +207,7 @@ class ModelRunner:
             if not self._recorded.computes_every_step:
                 return None
             adapted = True
-        return self._recorded.compute(self._model, inputs, self._kv_caches, adapted=adapted)
+        return self._recorded.compute(self._model, inputs, self.kv_caches, adapted=adapted)
 
     def _compute_adapted(self, loras: LoraSlots, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         loras.begin(self._batch.adapters, inputs)
@@ -228,7 +224,7 @@ class ModelRunner:
         token_ids, positions = self._to_device(inputs.token_ids), self._to_device(inputs.positions)
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, self._to_device(rows.copy())) for start, rows in inputs.embeds]
-        return self._model.forward(token_ids, positions, self._kv_caches, plan, embeds)
+        return self._model.forward(token_ids, positions, self.kv_caches, plan, embeds)
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return to_device(array, self._device)
@@ -343,7 +339,7 @@ class ModelRunner:
         plan = self._backend.plan(*arrays)
         positions_tensor = self._to_device(positions)
         hidden = self._model.forward(
-            torch.zeros_like(positions_tensor), positions_tensor, self._kv_caches[:num_layers], plan
+            torch.zeros_like(positions_tensor), positions_tensor, self.kv_caches[:num_layers], plan
         )
         if self._speculation is not None:
             self._speculation.proposer.dummy_run(positions, hidden, arrays)
@@ -352,7 +348,7 @@ class ModelRunner:
     def record_ahead(self) -> None:
         """Record the steps whose recordings take long. No request may hold a block."""
         if self._recorded is not None and self._routes is None:
-            self._recorded.record_ahead(self._model, self._kv_caches)
+            self._recorded.record_ahead(self._model, self.kv_caches)
 
     def dummy_decode(self, num_requests: int, block_size: int) -> torch.Tensor:
         """Compute the first token of so many requests, each in a block of its own, as a step does that decodes: from a

@@ -102,7 +102,8 @@ class ModelSlot:
 
     def __init__(self, path: Path, loader: ModelLoader) -> None:
         """Load the checkpoint directory ``path``. Raises ``ValueError`` naming what is missing or not supported."""
-        self._path = path
+        self.path = path
+        """Where the weights are from."""
         self._loader = loader
         # Recorded before loading, so that a file that changes during the load is noticed later.
         self._stamps: FileStamps | None = file_stamps(path, loader.load_format)
@@ -110,11 +111,6 @@ class ModelSlot:
         self._declared = self.model.declared if isinstance(self.model, CheckedModel) else self.model.config
         self._on_host: OnHost | None = None
         self._checked: tuple[Path, FileStamps] | None = None  # what :meth:`replace` may load
-
-    @property
-    def path(self) -> Path:
-        """Where the weights are from."""
-        return self._path
 
     @property
     def is_loaded(self) -> bool:
@@ -147,8 +143,8 @@ class ModelSlot:
         if self._on_host is not None:
             self.model, self._on_host = self._on_host.restore(), None
             return
-        check_unchanged(self._path, self._stamps, self._loader.load_format)
-        self.model = self._loader.load(self._path)
+        check_unchanged(self.path, self._stamps, self._loader.load_format)
+        self.model = self._loader.load(self.path)
 
     def check(self, path: Path) -> None:
         """Check that :meth:`replace` could load the checkpoint ``path``, without reading its tensors. Changes nothing.
@@ -198,7 +194,7 @@ class ModelSlot:
                 f"loading {path} failed after the old weights were dropped ({type(error).__name__}: {error}); call "
                 "reload_weights again"
             ) from error
-        self._path, self._stamps = path, stamps
+        self.path, self._stamps = path, stamps
 
     def _compare(self, path: Path) -> None:
         ours, theirs = self._declared, self._loader.read_config(path)

@@ -142,6 +142,12 @@ def padded(heads: Tensor, size: int) -> Tensor:
     return F.pad(heads, (0, missing)) if missing else heads
 
 
+def token_rows(heads: Tensor) -> Tensor:
+    """Return [T, heads, size] in which the heads of a token are contiguous; tokens may be strided."""
+    size = heads.shape[2]
+    return heads if heads.stride(2) == 1 and heads.stride(1) == size else heads.contiguous()
+
+
 def write_slots(key: Tensor, value: Tensor, kv_cache: KVCache, blocks: Tensor, offsets: Tensor) -> None:
     """Store [T, num_kv_heads, head_size] keys and values at block ``blocks`` [T], position ``offsets`` [T] in it."""
     if kv_cache.dtype == torch.int8:
@@ -160,3 +166,17 @@ def elements(blocks: Tensor) -> Tensor:
     if blocks.dtype == FP8_KV:
         return blocks.float()
     return dequantize(blocks) if blocks.dtype == torch.int8 else blocks
+
+
+class LocalBackend:
+    """Holds what the backends share whose caches are those of one rank: a model's shapes, and where its caches lie."""
+
+    reads_tails = False
+
+    def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
+        self._config = config
+        self.block_size = block_size
+        self.device = device
+
+    def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
+        return allocate_kv_caches(self._config, num_blocks, self.block_size, self.device, memory)

@@ -9,14 +9,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-
 from ..checkpoint.model_config import ModelConfig
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import AttentionArgs, load_attention
 from ..kernels.threads import kernel_threads
 from .attention_backend import IntArray, KVCache, ScoreRule
-from .cache import allocate_kv_caches, padded, pointers
+from .cache import LocalBackend, padded, pointers, token_rows
 from .shared_prefix import Int32s, SharedPrefixes, SharedPrefixFinder
 
 
@@ -66,23 +64,20 @@ _FEWEST_ROWS = 24
 _WIDEST_WINDOW = 1 << 30
 
 
-class CPUBackend:
+class CPUBackend(LocalBackend):
     """Makes plans that hold the step's arrays as the kernel reads them.
 
     Raises :class:`KernelsUnavailable` without a compiler, and for shapes that the kernel does not support.
     """
 
     name = "cpu"
-    reads_tails = False
 
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native") -> None:
         if block_size % _LANES:
             raise KernelsUnavailable(f"block size {block_size} is not a multiple of {_LANES}")
         if config.num_heads > config.num_kv_heads * _MOST_GROUPED_HEADS:
             raise KernelsUnavailable(f"more than {_MOST_GROUPED_HEADS} query heads share a KV head")
-        self._config = config
-        self._block_size = block_size
-        self._device = device
+        super().__init__(config, block_size, device)
         self._march = march
         self._is_int8 = config.kv_dtype == torch.int8
         self._kernels = load_attention(config.cache_head_size, march, int8=self._is_int8)
@@ -91,9 +86,6 @@ class CPUBackend:
     def limiting_kernels(self) -> CDLL:
         """Return the kernels that limit scores. The first call compiles them; warming up the model makes it."""
         return load_attention(self._config.cache_head_size, self._march, softcap=True, int8=self._is_int8)
-
-    def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
-        return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device, memory)
 
     def plan(
         self,
@@ -127,7 +119,7 @@ class CPUPlan:
             shared_lens=prefixes.lengths.ctypes.data,
             num_requests=arrays.num_requests,
             num_kv_heads=config.num_kv_heads,
-            block_size=backend._block_size,
+            block_size=backend.block_size,
             table_stride=tables.shape[1],
             is_bf16=self._is_bf16,
             num_threads=kernel_threads(),
@@ -137,7 +129,7 @@ class CPUPlan:
         return self._slots
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
-        key, value = (_rows(padded(x, self._cache_head_size)) for x in (key, value))
+        key, value = (token_rows(padded(x, self._cache_head_size)) for x in (key, value))
         self._kernels.write_kv(
             self._is_bf16,
             key.data_ptr(),
@@ -152,7 +144,7 @@ class CPUPlan:
         )
 
     def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
-        query = _rows(padded(query, self._cache_head_size))
+        query = token_rows(padded(query, self._cache_head_size))
         out = torch.empty(query.shape, dtype=query.dtype)
         args = self._args
         args.query, args.out = query.data_ptr(), out.data_ptr()
@@ -167,9 +159,3 @@ class CPUPlan:
             kernels, args.softcap = self._backend.limiting_kernels(), rule.softcap
         kernels.attend(byref(args))
         return out if self._head_size == self._cache_head_size else out[..., : self._head_size]
-
-
-def _rows(heads: Tensor) -> Tensor:
-    """Return [T, heads, size] in which the heads of a token are contiguous; tokens may be strided."""
-    size = heads.shape[2]
-    return heads if heads.stride(2) == 1 and heads.stride(1) == size else heads.contiguous()

@@ -36,8 +36,9 @@ class GroupedBackend:
         ``ModelConfig.kv_sources``; a layer that is in no group gets the cache of its source."""
         self._groups = list(groups)
         self._sources = list(sources)
-        self._backends = [make_backend() for _ in groups]
-        for group, backend in zip(groups, self._backends, strict=True):
+        self.parts = [make_backend() for _ in groups]
+        """The backend of each group."""
+        for group, backend in zip(groups, self.parts, strict=True):
             if group.window is not None and isinstance(backend, CPUBackend):
                 backend.prefixes = SharedPrefixFinder(block_size, sys.maxsize)  # windows share none
         self._group_of: dict[int, int] = {}
@@ -45,21 +46,16 @@ class GroupedBackend:
         and after sleep, so the entries are few."""
 
     @property
-    def parts(self) -> Sequence[AttentionBackend]:
-        """Return the backend of each group."""
-        return self._backends
-
-    @property
     def name(self) -> str:
-        return self._backends[0].name
+        return self.parts[0].name
 
     @property
     def reads_tails(self) -> bool:
-        return self._backends[0].reads_tails
+        return self.parts[0].reads_tails
 
     def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
         """Allocate a zeroed cache for each layer of a group. Returns one view for each layer of the model."""
-        tensors = self._backends[0].allocate(num_blocks, memory)
+        tensors = self.parts[0].allocate(num_blocks, memory)
         caches: dict[int, KVCache] = {}
         for index, group in enumerate(self._groups):
             for tensor, layer in zip(tensors, group.layers, strict=False):
@@ -84,7 +80,7 @@ class GroupedBackend:
                 slot_mapping[index],
                 foreign_tails,
             )
-            for index, backend in enumerate(self._backends)
+            for index, backend in enumerate(self.parts)
         ]
         return self.join(plans)
 

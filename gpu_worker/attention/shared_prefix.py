@@ -117,14 +117,9 @@ def _split(requests: list[int], depth: int, full_blocks: IntArray, tables: IntAr
     found = []
     for members in by_block.values():
         if len(members) >= fewest:
-            whole = _Group(members, _common_blocks(members, full_blocks, tables))
+            rows = tables[members, : int(full_blocks[members].min())]
+            differing = np.flatnonzero((rows != rows[0]).any(axis=0))
+            whole = _Group(members, int(differing[0]) if len(differing) else rows.shape[1])
             parts = _split(members, whole.length, full_blocks, tables, fewest)
             found += parts if sum(part.saved for part in parts) > whole.saved else [whole]
     return found
-
-
-def _common_blocks(members: list[int], full_blocks: IntArray, tables: IntArray) -> int:
-    width = int(full_blocks[members].min())
-    rows = tables[members, :width]
-    differing = np.flatnonzero((rows != rows[0]).any(axis=0))
-    return int(differing[0]) if len(differing) else width

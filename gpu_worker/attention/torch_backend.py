@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-
 from ..checkpoint.model_config import FP8_KV, ModelConfig
 from .attention_backend import IntArray, KVCache, ScoreRule
-from .cache import allocate_kv_caches, as_bytes, elements, padded, write_slots, zero_scales
+from .cache import LocalBackend, as_bytes, elements, padded, write_slots, zero_scales
 
 
 def attend_dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule) -> Tensor:
@@ -47,19 +45,11 @@ _QUERY_ROWS = 256
 """How many queries of a prefill one call takes: it bounds the mask, and early rows skip later keys."""
 
 
-class TorchBackend:
+class TorchBackend(LocalBackend):
     """Makes plans of :class:`Segment` (part of a prefill) and :class:`DecodeGroup` (a few decodes)."""
 
     name = "torch"
     reads_tails = True
-
-    def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
-        self._config = config
-        self._block_size = block_size
-        self._device = device
-
-    def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
-        return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device, memory)
 
     def plan(
         self,
@@ -70,8 +60,8 @@ class TorchBackend:
         foreign_tails: IntArray | None = None,
     ) -> "TorchPlan":
         batch = AttentionBatch(np.diff(cu_query_lens), cu_query_lens[:-1].copy(), seq_lens.copy(), block_tables.copy())
-        tails = _tails(batch, self._block_size, foreign_tails)
-        return TorchPlan(batch, slot_mapping, tails, self._config, self._block_size, self._device)
+        tails = _tails(batch, self.block_size, foreign_tails)
+        return TorchPlan(batch, slot_mapping, tails, self._config, self.block_size, self.device)
 
 
 @dataclass(frozen=True)
@@ -274,7 +264,10 @@ def _attend_segment(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, segmen
     key, value = _gather(kv_cache, flat_cache, segment.cache_rows, 1, query.dtype)
     query, key, value = query.transpose(0, 1)[None], key[:, :, : segment.num_keys], value[:, :, : segment.num_keys]
     if not rule.is_plain:
-        return attend_dense(query, key, value, _mask_of(segment), rule)[0].transpose(0, 1)
+        mask, size = segment.mask, segment.num_keys
+        if mask is None:  # it is plainly causal
+            mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
+        return attend_dense(query, key, value, mask, rule)[0].transpose(0, 1)
     out = F.scaled_dot_product_attention(
         query,
         key,
@@ -285,14 +278,6 @@ def _attend_segment(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, segmen
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
-
-
-def _mask_of(segment: Segment) -> Tensor:
-    """Return the segment's mask, built here if it is plainly causal."""
-    if segment.mask is not None:
-        return segment.mask
-    device = segment.cache_rows.device
-    return torch.ones(segment.num_keys, segment.num_keys, dtype=torch.bool, device=device).tril()
 
 
 def _attend_group(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, group: DecodeGroup, rule: ScoreRule) -> Tensor:
@@ -307,19 +292,10 @@ def _attend_group(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, group: D
     return out.reshape(num_requests, num_heads, head_size)
 
 
-class ReferenceBackend:
+class ReferenceBackend(LocalBackend):
     """Computes one request and one softmax at a time."""
 
     name = "reference"
-    reads_tails = False
-
-    def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
-        self._config = config
-        self._block_size = block_size
-        self._device = device
-
-    def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
-        return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device, memory)
 
     def plan(
         self,
@@ -329,8 +305,8 @@ class ReferenceBackend:
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
     ) -> "ReferencePlan":
-        slots = torch.from_numpy(slot_mapping.astype(np.int64)).to(self._device)
-        return ReferencePlan(cu_query_lens.tolist(), seq_lens.tolist(), block_tables.tolist(), slots, self._block_size)
+        slots = torch.from_numpy(slot_mapping.astype(np.int64)).to(self.device)
+        return ReferencePlan(cu_query_lens.tolist(), seq_lens.tolist(), block_tables.tolist(), slots, self.block_size)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-
 from ..checkpoint.model_config import FP8_KV, ModelConfig
 from ..device.device_link import copy_packed
 from ..kernels.compiler import KernelsUnavailable
@@ -16,7 +14,7 @@ from ..kernels.triton.kv_cache import write_kv
 from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.paged_attention import attend, merge_splits
 from .attention_backend import AttentionPlan, IntArray, KVCache, ScoreRule
-from .cache import allocate_kv_caches
+from .cache import LocalBackend, token_rows
 
 _PROGRAMS = 264
 """Two for each multiprocessor of an H100: enough loads are in flight to use its memory's speed."""
@@ -82,20 +80,17 @@ _LARGEST_HEAD = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class TritonBackend:
+class TritonBackend(LocalBackend):
     """Makes plans of arrays on the device. Raises :class:`KernelsUnavailable` for shapes that the kernel lacks."""
 
     name = "triton"
-    reads_tails = False
 
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
         if config.cache_head_size > _LARGEST_HEAD:
             raise KernelsUnavailable(f"heads of {config.head_size} are larger than {_LARGEST_HEAD}")
         if config.kv_dtype not in (config.dtype, FP8_KV) or config.dtype not in _DTYPES:
             raise KernelsUnavailable(f"{config.kv_dtype} in the KV cache of a {config.dtype} model")
-        self._config = config
-        self.block_size = block_size
-        self.device = device
+        super().__init__(config, block_size, device)
 
     @property
     def group(self) -> int:
@@ -109,9 +104,6 @@ class TritonBackend:
     def shape(self, most_queries: int) -> ProgramShape:
         """Return the shape of the programs of a step whose requests have at most so many queries each."""
         return program_shape(most_queries, self.group, power_of_2(self._config.cache_head_size, 16), self._config.dtype)
-
-    def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
-        return allocate_kv_caches(self._config, num_blocks, self.block_size, self.device, memory)
 
     def plan(
         self,
@@ -163,7 +155,7 @@ class TritonPlan:
         return self.tensors.slots
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
-        key, value = _rows(key), _rows(value)
+        key, value = token_rows(key), token_rows(value)
         num_tokens, num_kv_heads, head = key.shape
         launch(
             write_kv,
@@ -183,7 +175,7 @@ class TritonPlan:
         )
 
     def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
-        query = _rows(query)
+        query = token_rows(query)
         num_tokens, num_heads, head = query.shape
         padded_head, splits, tensors = power_of_2(kv_cache.shape[4], 16), self.splits, self.tensors
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -228,12 +220,6 @@ class TritonPlan:
             constants = {"HEAD": head, "PADDED_HEAD": padded_head, "SPLITS": splits}
             launch(merge_splits, (num_tokens * num_heads,), partial, sums, out, **constants, num_warps=2)
         return out
-
-
-def _rows(heads: Tensor) -> Tensor:
-    """Return [T, heads, size] in which the heads of a token are contiguous; tokens may be strided."""
-    size = heads.shape[2]
-    return heads if heads.stride(2) == 1 and heads.stride(1) == size else heads.contiguous()
 
 
 def _int32(values: IntArray) -> IntArray:

@@ -49,54 +49,46 @@ class BlockTable:
         self.num_blocks_in_all = num_blocks
         self.block_size = block_size
         self.num_groups = num_groups
-        self._block_ids = np.zeros((max_num_seqs, -(-max_model_len // block_size) * num_groups), dtype=np.int32)
-        self._counts = np.zeros(max_num_seqs, dtype=np.int64)
+        self.block_ids = np.zeros((max_num_seqs, -(-max_model_len // block_size) * num_groups), dtype=np.int32)
+        """The tables of all rows, as they are at any later time."""
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        """How many blocks each row has, as they are at any later time."""
         self.changes: RowChanges | None = None
         """Collects what is written; None: no device keeps a copy."""
 
-    @property
-    def block_ids(self) -> npt.NDArray[np.int32]:
-        """Return the tables of all rows, as they are at any later time."""
-        return self._block_ids
-
-    @property
-    def num_blocks(self) -> Ints:
-        """Return how many blocks each row has, as they are at any later time."""
-        return self._counts
-
     def replace(self, row: int, block_ids: Sequence[int]) -> None:
         """Replace the whole table of a row."""
-        self._counts[row] = 0
+        self.num_blocks[row] = 0
         self.append(row, block_ids)
 
     def append(self, row: int, block_ids: Sequence[int]) -> None:
         if block_ids:
-            start = self._counts[row]
-            self._counts[row] = start + len(block_ids)
-            self._block_ids[row, start : self._counts[row]] = block_ids
+            start = self.num_blocks[row]
+            self.num_blocks[row] = start + len(block_ids)
+            self.block_ids[row, start : self.num_blocks[row]] = block_ids
             if len(block_ids) > 1:  # the kernel that gathers a step looks at those of its tokens alone
                 assert 0 <= min(block_ids) <= max(block_ids) < self.num_blocks_in_all, (
                     f"no blocks of the cache: {block_ids}"
                 )
             if self.changes is not None:
-                self.changes.add_blocks(row * self._block_ids.shape[1] + int(start), block_ids)
+                self.changes.add_blocks(row * self.block_ids.shape[1] + int(start), block_ids)
 
     def gather(self, rows: Ints) -> npt.NDArray[np.int32]:
         """Return the tables of these rows, [n, blocks of the longest]. Entries beyond a row's count are undefined."""
-        return self._block_ids[rows, : self._counts[rows].max(initial=0)]
+        return self.block_ids[rows, : self.num_blocks[rows].max(initial=0)]
 
     def num_slots(self, row: int) -> int:
         """Return how many tokens the blocks of a row hold."""
-        return self._counts.item(row) * self.block_size
+        return self.num_blocks.item(row) * self.block_size
 
     def num_slots_of(self, rows: Ints) -> Ints:
         """Return how many tokens the blocks of these rows hold, [n]."""
-        return self._counts[rows] // self.num_groups * self.block_size
+        return self.num_blocks[rows] // self.num_groups * self.block_size
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:
         """Return the slots of n (row, position) pairs, [n], or [num_groups, n] if there are several groups."""
         columns = positions // self.block_size
         if self.num_groups > 1:
             columns = columns * self.num_groups + np.arange(self.num_groups)[:, None]
-        block_ids = self._block_ids[rows, columns].astype(np.int64)
+        block_ids = self.block_ids[rows, columns].astype(np.int64)
         return block_ids * self.block_size + positions % self.block_size

@@ -12,7 +12,7 @@ from tokenloom.engine_core.data.core_params import CorePoolingParams, CoreSampli
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 
-from ..pooling.pooler import PooledRows
+from ..pooling.pooler import PooledPrompt, PooledRows
 from ..sampler.host.logits_processors import make_logits_processors
 from ..sampler.host.logprobs import LogprobRows
 from .batch_kernels import Gathered, StepArrays, StepRows, make_gatherer, make_kernel_sampler
@@ -84,18 +84,20 @@ class InputBatch:
         """``num_blocks``: those of the cache."""
         self.block_table = BlockTable(max_num_seqs, max_model_len, block_size, num_groups, num_blocks)
         # Zeroed memory is mapped when it is touched, so room for the longest request costs nothing until it is used.
-        self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        """The tokens of all rows, [max_num_seqs, max_model_len], as they are at any later time."""
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_owned_blocks = np.zeros(max_num_seqs, dtype=np.int64)  # with nothing foreign behind the tokens
         self._num_owners = np.zeros(max_num_seqs, dtype=np.int64)  # requests that have got the row
         self._changes: RowChanges | None = None
-        self._max_num_seqs = max_num_seqs
-        self._gatherer = make_gatherer(self._token_ids, self._num_computed, self._num_tokens, self.block_table)
+        self.max_num_seqs = max_num_seqs
+        """How many rows there are."""
+        self._gatherer = make_gatherer(self.token_ids, self._num_computed, self._num_tokens, self.block_table)
         self._gathered: Gathered | None = None
         self._inputs: StepInputs  # those of ``_gathered``
-        self._kernel_sampler = make_kernel_sampler(self._token_ids, self._num_tokens, self._num_prompt_tokens)
+        self._kernel_sampler = make_kernel_sampler(self.token_ids, self._num_tokens, self._num_prompt_tokens)
         self.clear()
 
     def clear(self) -> None:
@@ -113,17 +115,12 @@ class InputBatch:
         self._requests: dict[str, _Request] = {}
         self._row_of: dict[str, int] = {}
         self._params: dict[int, CoreSamplingParams] = {}
-        self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
         self._members: StepRows | None = None  # of the last step; None once a row was added or removed
 
     def __len__(self) -> int:
         """Return how many rows are in use."""
         return len(self._row_of)
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Return how many rows there are."""
-        return self._max_num_seqs
 
     @property
     def gathered(self) -> StepArrays | None:
@@ -196,7 +193,7 @@ class InputBatch:
         self._num_owners[row] += 1
         if self._changes is not None:
             self._changes.add_row(row)
-        self._token_ids[row, : len(token_ids)] = token_ids
+        self.token_ids[row, : len(token_ids)] = token_ids
         self._num_tokens[row] = len(token_ids)
         self._num_computed[row] = num_computed
         # A block that was loaded in part came with a foreign tail.
@@ -216,7 +213,7 @@ class InputBatch:
         num_prompt_tokens = request.num_prompt_tokens - (len(token_ids) - len(counted))
         asks = self.logits_processors.add(row, params, counted, num_prompt_tokens)
         if params.logprobs is not None:
-            self.logprobs.add(row, params)
+            self.logprobs[row] = params
         if params.prompt_logprobs is not None:
             self.prompt_logprobs.add(row, params, token_ids, request.num_prompt_tokens)
         if params.return_routed_experts:
@@ -228,7 +225,7 @@ class InputBatch:
         if request.pooling is not None:
             # Pooling must not slow generation down: such a request is scheduled like any prompt, and one token more
             # than it has keeps each step from sampling for it.
-            self.pooled.add(row, request.pooling, len(token_ids))
+            self.pooled[row] = PooledPrompt(request.pooling, len(token_ids))
             self._num_tokens[row] += 1
         reports = params.logprobs is not None or params.prompt_logprobs is not None or params.return_routed_experts
         return asks or reports or bool(request.adapter or embeds) or request.pooling is not None
@@ -246,10 +243,10 @@ class InputBatch:
     def _remove_extras(self, row: int) -> None:
         self._extra_rows.remove(row)
         self.logits_processors.remove(row)
-        self.logprobs.remove(row)
-        self.prompt_logprobs.remove(row)
+        self.logprobs.pop(row, None)
+        self.prompt_logprobs.pop(row, None)
         self.prompt_embeds.remove(row)
-        self.pooled.remove(row)
+        self.pooled.pop(row, None)
         self.routed.discard(row)
         self.adapters.pop(row, None)
 
@@ -262,7 +259,7 @@ class InputBatch:
             # They lie behind the request's tokens, where drawn tokens replace them.
             row = self._row_of[req_id]
             end = self._num_tokens.item(row)
-            self._token_ids[row, end : end + len(token_ids)] = token_ids
+            self.token_ids[row, end : end + len(token_ids)] = token_ids
         counts, rows = num_scheduled_tokens.values(), members.rows
         if self._gatherer is not None and not self.prompt_embeds.spans:
             gathered = self._gatherer.gather(members, counts)
@@ -280,7 +277,7 @@ class InputBatch:
         which have these rows of the batch; all [R]. Raises ``AssertionError`` for tokens that a request cannot have or
         has no blocks for, and for none."""
         seq_lens = starts + lengths
-        room = np.minimum(self.block_table.num_slots_of(rows), self._token_ids.shape[1])
+        room = np.minimum(self.block_table.num_slots_of(rows), self.token_ids.shape[1])
         # Not `seq_lens > room`: the sum of a start near 2^63 and its length is negative.
         if lengths.min(initial=1) < 1 or starts.min(initial=0) < 0 or (lengths > room - starts).any():
             raise AssertionError(f"{lengths} tokens from positions {starts} on, where {req_ids} have room for {room}")
@@ -295,7 +292,7 @@ class InputBatch:
         return StepInputs(
             req_ids=req_ids,
             rows=rows,
-            token_ids=self._token_ids[token_rows, positions].astype(np.int64),
+            token_ids=self.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
             cu_query_lens=cu_query_lens,
             seq_lens=seq_lens.astype(np.int32),
@@ -310,12 +307,7 @@ class InputBatch:
         """Return the prompt and output of a request that has a row, with marks for embeddings of the prompt; see
         :meth:`.PromptEmbeds.mark`."""
         row = self._row_of[req_id]
-        return self.prompt_embeds.mark(row, self._token_ids[row, : self._num_tokens[row]])
-
-    @property
-    def token_ids(self) -> npt.NDArray[np.int32]:
-        """Return the tokens of all rows, [max_num_seqs, max_model_len], as they are at any later time."""
-        return self._token_ids
+        return self.prompt_embeds.mark(row, self.token_ids[row, : self._num_tokens[row]])
 
     def num_tokens(self, row: int) -> int:
         """Return how many tokens of prompt and output a row has."""
@@ -323,11 +315,11 @@ class InputBatch:
 
     def num_slots(self, row: int) -> int:
         """Return how many tokens of a row its blocks and the context hold."""
-        return min(self.block_table.num_slots(row), self._token_ids.shape[1])
+        return min(self.block_table.num_slots(row), self.token_ids.shape[1])
 
     def place_drafts(self, rows: Ints, positions: Ints, token_ids: Ints) -> None:
         """Put a token behind those of each of these rows, for :meth:`gather`; drawn tokens replace it."""
-        self._token_ids[rows, positions] = token_ids
+        self.token_ids[rows, positions] = token_ids
 
     def take_foreign_tails(self, step: StepInputs) -> Ints:
         """Return the indices in [0, R) of requests in whose last block foreign values follow their tokens.
@@ -363,8 +355,8 @@ class InputBatch:
     def extend(self, row: int, token_ids: Sequence[int]) -> None:
         """Append drawn tokens to a row, as :meth:`append` does, while no request asks for changed logits."""
         end = self._num_tokens.item(row)
-        kept = token_ids[: self._token_ids.shape[1] - end]
-        self._token_ids[row, end : end + len(kept)] = kept
+        kept = token_ids[: self.token_ids.shape[1] - end]
+        self.token_ids[row, end : end + len(kept)] = kept
         self._num_tokens[row] = end + len(kept)
 
     def append(self, rows: Ints, token_ids: Ints) -> None:
@@ -373,10 +365,10 @@ class InputBatch:
         The token at the last position of the context is not kept, because no token follows it.
         """
         ends = self._num_tokens[rows]
-        has_room = ends < self._token_ids.shape[1]
+        has_room = ends < self.token_ids.shape[1]
         if not has_room.all():
             rows, token_ids, ends = rows[has_room], token_ids[has_room], ends[has_room]
-        self._token_ids[rows, ends] = token_ids
+        self.token_ids[rows, ends] = token_ids
         self._num_tokens[rows] = ends + 1
         self.logits_processors.append(rows, token_ids)
 
@@ -396,15 +388,15 @@ class InputBatch:
         Returns where the tokens belong. No row may be one whose logits the host changes by its output.
         """
         places = Places(rows.copy(), self._num_tokens[rows], self._num_owners[rows])
-        has_room = places.positions < self._token_ids.shape[1]
-        self._token_ids[rows[has_room], places.positions[has_room]] = UNKNOWN_TOKEN
+        has_room = places.positions < self.token_ids.shape[1]
+        self.token_ids[rows[has_room], places.positions[has_room]] = UNKNOWN_TOKEN
         self._num_tokens[rows[has_room]] += 1
         return places
 
     def place_tokens(self, places: Places, token_ids: Ints) -> None:
         """Write the tokens [S] of an earlier step to their places, unless the row is another request's by now."""
         is_due = self._num_owners[places.rows] == places.owners
-        is_due &= places.positions < self._token_ids.shape[1]
+        is_due &= places.positions < self.token_ids.shape[1]
         rows, token_ids = places.rows[is_due], token_ids[is_due]
-        self._token_ids[rows, places.positions[is_due]] = token_ids
+        self.token_ids[rows, places.positions[is_due]] = token_ids
         self.logits_processors.append(rows, token_ids)

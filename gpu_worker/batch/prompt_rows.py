@@ -116,27 +116,17 @@ class PromptPart:
         return result
 
 
-class PromptLogprobRows:
+class PromptLogprobRows(dict[int, tuple[int, Sequence[int]]]):
     """Holds the batch rows whose prompt log probabilities are not complete. A step without such rows costs one dict
     lookup.
 
     Only requests without output are among them: the first token and the prompt's log probabilities leave together.
     """
 
-    def __init__(self) -> None:
-        self._rows: dict[int, tuple[int, Sequence[int]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._rows)
-
     def add(self, row: int, params: CoreSamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Add a request with these tokens, also when it comes back from a preemption."""
         if params.prompt_logprobs is not None and len(token_ids) == num_prompt_tokens:
-            self._rows[row] = params.prompt_logprobs, token_ids
-
-    def remove(self, row: int) -> None:
-        """Remove a request."""
-        self._rows.pop(row, None)
+            self[row] = params.prompt_logprobs, token_ids
 
     def compute(
         self,
@@ -151,11 +141,11 @@ class PromptLogprobRows:
         ``hidden`` are those positions', [n, hidden_size]. ``device_sampler`` finds the log probabilities where the
         logits are; None: the logits come to the host. Returns None if the row asks for none, or for none any more.
         """
-        if row not in self._rows:
+        if row not in self:
             return None
-        num_top, token_ids = self._rows[row]
+        num_top, token_ids = self[row]
         if start + len(hidden) == len(token_ids):
-            del self._rows[row]
+            del self[row]
         followers = token_ids[start + 1 : start + 1 + len(hidden)]
         slices: list[PendingPositions] = []
         for first in range(0, len(followers), _SLICE):

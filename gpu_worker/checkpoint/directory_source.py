@@ -4,7 +4,7 @@ of PyTorch."""
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .files.config_reader import is_pickled, weight_files
 from .files.quantized_weight import PackedWeight
-from .quantization.scheme import Found, Scheme, TensorFiles
+from .quantization.scheme import Found, Scheme
 
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
@@ -112,19 +112,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 _FLOATING = ("float32", "bfloat16", "float16", "float64")
 
 
-class WeightFiles(TensorFiles, Protocol):
-    """Holds the open weight files of a checkpoint."""
-
-    @property
-    def views(self) -> Sequence[Tensor]:
-        """Return a view of each mapped file that was read, until it is closed."""
-
-    def dtype(self, name: str) -> str:
-        """Return the name of a tensor's stored dtype: that of PyTorch for the usual floating-point dtypes."""
-
-    def close(self) -> None: ...
-
-
 class DirectorySource:
     """Fulfils :class:`.weights.WeightSource`; ``scheme`` joins the parts of quantized weights."""
 
@@ -157,6 +144,6 @@ def stored_dtype(directory: Path) -> str:
     return next((dtype for dtype in stored if dtype in _FLOATING), stored[0])
 
 
-def _open(paths: Collection[Path]) -> WeightFiles:
+def _open(paths: Collection[Path]) -> SafetensorsFiles | PytorchFiles:
     paths = list(paths)
     return PytorchFiles(paths) if is_pickled(paths[0]) else SafetensorsFiles(paths)

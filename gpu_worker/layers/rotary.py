@@ -1,7 +1,7 @@
 """Computes rotary position embeddings: the frequencies of each rope type, and the rotation of query and key heads."""
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -55,10 +55,14 @@ def _yarn(config: RopeConfig, scaling: YarnScaling) -> Tensor:
     return 1.0 / (scaling.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
 
+ComputeRotation = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""Computes cosines and sines; see :meth:`~..ops.ops.Ops.rotation`."""
+
+
 class RotaryEmbedding:
     """Computes the cosines and sines of a step once, for all its layers."""
 
-    def __init__(self, config: RopeConfig, device: torch.device, compute: "ComputeRotation") -> None:
+    def __init__(self, config: RopeConfig, device: torch.device, compute: ComputeRotation) -> None:
         """``compute``: that of the model's operations."""
         self._frequencies = inverse_frequencies(config).to(device)
         self._attention_factor = config.attention_factor
@@ -67,12 +71,6 @@ class RotaryEmbedding:
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Turn [T] positions into (cos, sin), each [T, 1, head_size / 2] float32."""
         return self._compute(positions, self._frequencies, self._attention_factor)
-
-
-class ComputeRotation(Protocol):
-    """Computes cosines and sines; see :meth:`~..ops.ops.Ops.rotation`."""
-
-    def __call__(self, positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]: ...
 
 
 def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,8 @@ adapters in host memory, and those of running requests in slots of the model's l
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,10 +49,8 @@ class AdaptedRows:
             yield slot, torch.from_numpy(rows.astype(np.int64)).to(device)
 
 
-class LoraKernel(Protocol):
-    """Is the function ``add_lora`` of ``lora.cpp``."""
-
-    def __call__(self, *args: object) -> None: ...
+LoraKernel = Callable[..., None]
+"""Is the function ``add_lora`` of ``lora.cpp``."""
 
 
 class CurrentRows:

@@ -1,7 +1,7 @@
 """Computes MLPs of which each token uses a few, chosen by a router."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,15 +17,9 @@ from ..parallel.experts.grouped_rows import GroupedRows, mix_experts, mix_rows
 from ..parallel.sharding import WHOLE
 from .mlp import MLP, MLPNames
 
-if TYPE_CHECKING:  # engines that do not move experts import none of it
+if TYPE_CHECKING:  # engines without a GPU, or that do not move experts, import none of it
+    from ..layers.triton_linear import TritonExperts
     from ..parallel.experts.planner import LayerPlacement
-
-
-class GroupedExperts(Protocol):
-    """Computes all experts of a layer."""
-
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return [T, hidden_size]: the sum of what the experts ``chosen`` [T, k] compute of x, times ``weights``."""
 
 
 def can_group(checkpoint: Checkpoint, config: ModelConfig) -> bool:
@@ -39,7 +33,7 @@ def can_group(checkpoint: Checkpoint, config: ModelConfig) -> bool:
 
 def load_grouped(
     checkpoint: Checkpoint, prefix: str, config: ModelConfig, experts: ExpertSwitches, names: MLPNames
-) -> GroupedExperts:
+) -> "TritonExperts":
     """Load the experts below ``prefix``. Raises ``ValueError`` as :meth:`Checkpoint.take`."""
     from ..layers.triton_linear import TritonExperts
 
@@ -104,7 +98,7 @@ class Experts:
         """Of this rank's places."""
         self._prepared: dict[int, MLP] = {}
         """Experts that will take over places."""
-        self._grouped: GroupedExperts | None = None
+        self._grouped: TritonExperts | None = None
         """Computes all experts at once, in the place of :attr:`_experts`."""
         if experts.own is None and self._group.size == 1 and can_group(checkpoint, config):
             self._grouped = load_grouped(checkpoint, prefix, config, experts, names)

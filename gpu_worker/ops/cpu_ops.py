@@ -8,7 +8,6 @@ from torch import Tensor
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..attention.cache import pointers
 from ..checkpoint.model_config import SCALE_BYTES
-from ..checkpoint.weights import Linear
 from ..kernels.library import HeadsArgs, load_fused
 from ..kernels.threads import kernel_threads
 from .ops import HeadNorm, Rotation
@@ -18,13 +17,13 @@ _GATES = {"silu": "silu_mul", "swish": "silu_mul", "gelu_pytorch_tanh": "gelu_mu
 """The kernels of activations; PyTorch computes others."""
 
 
-class CPUOps:
+class CPUOps(TorchOps):
     """Fulfils :class:`~.ops.Ops` for float32 and bfloat16. Raises ``KernelsUnavailable`` without a compiler."""
 
     def __init__(self, march: str = "native") -> None:
+        super().__init__()
         self._kernels = load_fused(march)
         self._gates = {name: getattr(self._kernels, kernel) for name, kernel in _GATES.items()}
-        self._torch = TorchOps()
 
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0
@@ -47,7 +46,7 @@ class CPUOps:
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         if activation not in _GATES:
-            return self._torch.gate(gate_up, activation)
+            return super().gate(gate_up, activation)
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
@@ -55,9 +54,6 @@ class CPUOps:
         kernel = self._gates[activation]
         kernel(_is_bf16(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, size, threads)
         return out
-
-    def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
-        return self.gate(linear(x), activation)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         positions = positions.contiguous()

@@ -20,11 +20,8 @@ _HEADS = 8
 _GATE_WIDTH = 1024
 
 
-class TritonOps:
+class TritonOps(TorchOps):
     """Fulfils :class:`~.ops.Ops` for float32, float16 and bfloat16."""
-
-    def __init__(self) -> None:
-        self._torch = TorchOps()
 
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0
@@ -61,10 +58,7 @@ class TritonOps:
     def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
         if isinstance(linear, (TritonLinear, Fp8Linear)) and linear.takes(x):
             return linear.gated(x, activation)
-        return self.gate(linear(x), activation)
-
-    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
-        return self._torch.rotation(positions, frequencies, factor)
+        return super().gated(linear, x, activation)
 
     def rotate_and_write(
         self,

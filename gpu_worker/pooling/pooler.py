@@ -165,28 +165,16 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
-class _Prompt:
+class PooledPrompt:
+    """Holds what a prompt asks for, and its states as far as they are computed."""
+
     params: CorePoolingParams
     num_tokens: int
     states: PromptStates | None = None
 
 
-class PooledRows:
+class PooledRows(dict[int, PooledPrompt]):
     """Holds the batch rows whose prompts are pooled. A step without such rows costs one dict lookup."""
-
-    def __init__(self) -> None:
-        self._prompts: dict[int, _Prompt] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._prompts)
-
-    def add(self, row: int, params: CorePoolingParams, num_tokens: int) -> None:
-        """Add a prompt, also when it comes back from a preemption."""
-        self._prompts[row] = _Prompt(params, num_tokens)
-
-    def remove(self, row: int) -> None:
-        """Drop a row, if it is pooled."""
-        self._prompts.pop(row, None)
 
     def pool(
         self, pooler: Pooler, rows: list[int], ends: list[int], cu_query_lens: list[int], hidden: Tensor
@@ -201,7 +189,7 @@ class PooledRows:
         """
         results = {}
         for index, row in enumerate(rows):
-            if (prompt := self._prompts.get(row)) is None:
+            if (prompt := self.get(row)) is None:
                 continue
             if prompt.states is None:
                 prompt.states = pooler.start(prompt.params)

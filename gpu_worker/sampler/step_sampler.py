@@ -3,7 +3,6 @@ of a step once its tokens are on the host."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -102,10 +101,8 @@ Ints = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
 
 
-class SampleRows(Protocol):
-    """Draws a token for each row; see :meth:`Sampler.sample`."""
-
-    def __call__(self, logits: Logits, params: Sequence[CoreSamplingParams], output_indices: Ints) -> list[int]: ...
+SampleRows = Callable[[Logits, Sequence[CoreSamplingParams], Ints], list[int]]
+"""Draws a token for each row; see :meth:`Sampler.sample`."""
 
 
 class StepSampler:

@@ -201,7 +201,7 @@ def test_nothing_that_was_in_the_pool_is_read(model, backend):
 
     expected = generate(make_runner(), "c", 6)
     runner = make_runner()
-    for cache in runner._kv_caches:
+    for cache in runner.kv_caches:
         cache.fill_(float("nan"))
     assert generate(runner, "c", 6) == expected
     assert run(runner, {"c": 17}, news=[new("c")]) == {"c": []}
@@ -220,7 +220,7 @@ def test_nothing_that_was_in_the_pool_is_read(model, backend):
 
 def poison(runner, blocks, first):
     """What other owners leave in these blocks, from the slot ``first`` of each on."""
-    for cache in runner._kv_caches:
+    for cache in runner.kv_caches:
         cache[:, blocks, :, first:] = float("nan")
 
 

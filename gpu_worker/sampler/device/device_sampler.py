@@ -138,8 +138,8 @@ class _Wishes:
     left_out: Collection[int]
 
     def arrays(self) -> list[npt.NDArray[Any]]:
-        edits = () if self.edits is None else self.edits.in_order()
-        return [*edits, *(() if self.wanted is None else self.wanted.in_order())]
+        edits = () if self.edits is None else self.edits
+        return [*edits, *(() if self.wanted is None else self.wanted)]
 
 
 _NO_WISHES: Final = _Wishes(None, None, ())
@@ -170,7 +170,7 @@ class DeviceSampler:
 
         A greedy row takes the largest logit, among equals the lowest id.
         """
-        draws = SamplingArrays.of(params, output_indices).in_order()
+        draws = SamplingArrays.of(params, output_indices)
         wishes = self._wishes(logits, output_indices, asked)
         moved = copy_packed([*draws, *wishes.arrays()], logits.device)
         return self._start(logits, moved[: len(draws)], wishes, moved[len(draws) :])
@@ -192,7 +192,7 @@ class DeviceSampler:
     def _start(
         self, logits: Tensor, columns: Sequence[Tensor], wishes: _Wishes, moved: Sequence[Tensor]
     ) -> SampledRows:
-        num_edited = 0 if wishes.edits is None else len(wishes.edits.in_order())
+        num_edited = 0 if wishes.edits is None else len(wishes.edits)
         edits, wanted = moved[:num_edited], moved[num_edited:]
         own = logits.index_select(0, wanted[0]) if wanted else logits  # before they are changed
         if edits:
@@ -254,7 +254,7 @@ class DeviceSampler:
         """Let the device find log probabilities of given tokens [n] from logits [n, vocab], and of the best:
         ``num_top`` of each row, at most ``MOST_LISTED``."""
         wanted = LogprobArrays.of(range(len(token_ids)), [(num_top, ())] * len(token_ids), logits.shape[1])
-        tokens, *columns = copy_packed([np.array(token_ids, np.int64), *wanted.in_order()[1:]], logits.device)
+        tokens, *columns = copy_packed([np.array(token_ids, np.int64), *wanted[1:]], logits.device)
         found = self._kernels.find_logprobs(logits, columns, tokens, int(wanted.num_tops.max()))
         return PendingLogprobs.fetch(wanted, found, self._link or link_of(logits.device))
 

@@ -52,7 +52,7 @@ class PendingLogprobs:
     @classmethod
     def fetch(cls, wanted: LogprobArrays, found: FoundLogprobs, link: DeviceLink) -> Self:
         """Begin to copy what the device found."""
-        copies = [_fetch(tensor, link) for tensor in found.tensors()]
+        copies = [_fetch(tensor, link) for tensor in found]
         return cls(wanted, FoundLogprobs(*copies), link.event())
 
     def wait(self) -> list[Logprobs]:

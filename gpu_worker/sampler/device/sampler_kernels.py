@@ -89,7 +89,7 @@ class TritonSamplerKernels:
             num_tops,
             also_starts,
             also_ids,
-            *found.tensors(),
+            *found,
             logits.shape[1],
             logits.stride(0),
             1 + most_listed,
@@ -103,7 +103,7 @@ class TritonSamplerKernels:
 def draw(logits: Tensor, columns: Sequence[Tensor], width: int = _WIDTH) -> Tensor:
     """Return [rows] int64: a token for each row of float32 logits [rows, vocab]; -1 if no logit of it is finite.
 
-    ``columns``: the arrays of ``SamplingArrays.in_order``, on the device.
+    ``columns``: the arrays of ``SamplingArrays``, on the device.
     """
     num_rows, vocab = logits.shape
     temperatures, top_ps, min_ps, numbers, top_ks = columns

@@ -3,7 +3,7 @@ log probabilities; and what the device answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,7 @@ from ..host.logits_processors import RowEdit, Words
 from ..host.sampler import Purpose, uniform
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingArrays:
+class SamplingArrays(NamedTuple):
     """Holds what the rows of a step ask for, one number a row each; see ``kernels.triton.sample``."""
 
     temperatures: npt.NDArray[np.float64]
@@ -39,17 +38,13 @@ class SamplingArrays:
             top_ks=np.array([max(0, each.top_k) for each in params], dtype=np.int32),
         )
 
-    def in_order(self) -> tuple[npt.NDArray[np.float64] | npt.NDArray[np.int32], ...]:
-        """Return the arrays in the order of ``sampler_kernels.draw``'s columns."""
-        return self.temperatures, self.top_ps, self.min_ps, self.numbers, self.top_ks
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Holds on the device what the rows that draw in a step ask for; see ``kernels.triton.sample``."""
 
     columns: tuple[Tensor, ...]
-    """[S] each, in the order of ``SamplingArrays.in_order``."""
+    """[S] each, in the order of ``SamplingArrays``."""
     rows: Tensor
     """[S] int64."""
     last_tokens: Tensor
@@ -65,8 +60,7 @@ Int32s = npt.NDArray[np.int32]
 Doubles = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class EditArrays:
+class EditArrays(NamedTuple):
     """Holds what ``kernels.triton.change_logits`` reads, a place for each edit."""
 
     rows: Int32s
@@ -110,22 +104,6 @@ class EditArrays:
             forced=np.array([edit.forced for edit in edits], dtype=np.int32),
         )
 
-    def in_order(self) -> tuple[npt.NDArray[Any], ...]:
-        """Return the arrays in the order of the fields."""
-        return (
-            self.rows,
-            self.starts,
-            self.token_ids,
-            self.values,
-            self.mask_of,
-            self.masks,
-            self.slot_of,
-            self.repetitions,
-            self.presences,
-            self.frequencies,
-            self.forced,
-        )
-
 
 def _join(bitmasks: Sequence[Words], width: int) -> Words:
     """Return the bitmask, [width], of the tokens that all of these allow."""
@@ -145,8 +123,7 @@ MOST_LISTED = 1024
 """Tokens of one row whose log probabilities the device lists; a row that asks for more comes to the host."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobArrays:
+class LogprobArrays(NamedTuple):
     """Holds what ``kernels.triton.logprobs`` reads, a place for each row that asks."""
 
     rows: npt.NDArray[np.int64]
@@ -173,13 +150,8 @@ class LogprobArrays:
         """Return how many tokens each row lists, [asking], without its own."""
         return self.num_tops + np.diff(self.also_starts)
 
-    def in_order(self) -> tuple[npt.NDArray[Any], ...]:
-        """Return the arrays in the order of the fields."""
-        return self.rows, self.num_tops, self.also_starts, self.also_ids
 
-
-@dataclass(frozen=True, slots=True)
-class FoundLogprobs:
+class FoundLogprobs(NamedTuple):
     """Holds what the device found, on the device or on the host; n rows ask, and K is the most tokens of a row."""
 
     token_ids: Tensor
@@ -191,12 +163,9 @@ class FoundLogprobs:
     normalizers: Tensor
     """[n] float64: the logarithm of the sum of exponentials; NaN if the largest logit is not finite."""
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.token_ids, self.logits, self.ranks, self.normalizers
-
     def read(self, arrays: LogprobArrays) -> list[Logprobs]:
         """Return one position for each row that asks, from results on the host."""
-        ids, logits, ranks, normalizers = (tensor.numpy() for tensor in self.tensors())
+        ids, logits, ranks, normalizers = (tensor.numpy() for tensor in self)
         columns = zip(arrays.num_tops.tolist(), arrays.listed.tolist(), ranks.tolist(), strict=True)
         return [
             _position(ids[place, : 1 + listed], logits[place, : 1 + listed], num_top, rank, normalizers[place])

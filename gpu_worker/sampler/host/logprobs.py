@@ -146,38 +146,19 @@ class KeptLogits:
         return by_index
 
 
-class LogprobRows:
-    """Holds the batch rows whose requests ask for log probabilities. A step without such rows costs one dict lookup."""
-
-    def __init__(self) -> None:
-        self._params: dict[int, CoreSamplingParams] = {}
-
-    def __bool__(self) -> bool:
-        """Return whether any row asks."""
-        return bool(self._params)
-
-    def __contains__(self, row: int) -> bool:
-        """Return whether this row asks."""
-        return row in self._params
-
-    def add(self, row: int, params: CoreSamplingParams) -> None:
-        """Add a request."""
-        if params.logprobs is not None:
-            self._params[row] = params
-
-    def remove(self, row: int) -> None:
-        """Remove a request."""
-        self._params.pop(row, None)
+class LogprobRows(dict[int, CoreSamplingParams]):
+    """Holds the parameters of the batch rows whose requests ask for log probabilities. A step without such rows costs
+    one dict lookup."""
 
     def wanted(self, row: int) -> tuple[int, Sequence[int]]:
         """Return how many of the best tokens a row that asks wants, and which others it names."""
-        params = self._params[row]
+        params = self[row]
         return params.logprobs or 0, params.logprob_token_ids or ()
 
     def keep(self, logits: Logits, rows: npt.NDArray[np.int64]) -> KeptLogits | None:
         """Copy the logits [n, vocab] of these batch rows, [n], before they are changed; None if no row asks."""
-        if not self._params:
+        if not self:
             return None
-        asking = [(index, self._params[row]) for index, row in enumerate(rows.tolist()) if row in self._params]
+        asking = [(index, self[row]) for index, row in enumerate(rows.tolist()) if row in self]
         indices = [index for index, _ in asking]
         return KeptLogits(indices, [params for _, params in asking], logits[indices])

@@ -151,9 +151,9 @@ def test_buffers_are_sized_by_the_context_that_fits():
     assert worker.load_model().max_model_len > 100
     worker.initialize_kv_cache(KVCacheConfig(6, 96))
     batch = worker._runner._batch
-    assert batch._token_ids.shape == (4, 96)
+    assert batch.token_ids.shape == (4, 96)
     assert batch.block_table.gather(np.arange(4)).shape[1] == 0
-    assert batch.block_table._block_ids.shape == (4, 6)
+    assert batch.block_table.block_ids.shape == (4, 6)
 
 
 @pytest.mark.parametrize(

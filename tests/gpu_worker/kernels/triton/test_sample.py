@@ -28,7 +28,7 @@ def draw_both(logits, params, width=128):
     """The output index of a row is its number."""
     indices = np.arange(len(logits))
     host = Sampler().sample(logits.copy(), params, indices)
-    columns = [torch.from_numpy(each) for each in SamplingArrays.of(params, indices).in_order()]
+    columns = [torch.from_numpy(each) for each in SamplingArrays.of(params, indices)]
     return host, draw(torch.from_numpy(logits), columns, width).tolist()
 
 

@@ -4,6 +4,7 @@ transformers."""
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -37,7 +38,10 @@ def load_model_config(
     family, has_class_head = _family(reader)
     torch_dtype = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)
-    config = _read_family(reader, family, torch_dtype, max_model_len)
+    if family in ("gpt2", "opt"):
+        config = _read_learned_positions(reader, family, torch_dtype)
+    else:
+        config = _read_decoder(reader, family, torch_dtype, max_model_len)
     reader.refuse_rest()
     check_quantization(quantization)
     return replace(config, quantization=quantization, scheme=scheme, has_class_head=has_class_head)
@@ -90,18 +94,6 @@ def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def _read_family(reader: ConfigReader, family: Family, dtype: torch.dtype, max_model_len: int | None) -> ModelConfig:
-    """Return the configuration of a model of ``family``, in an engine whose requests have at most ``max_model_len``
-    tokens. Raises ``ValueError`` naming an entry that is wrong."""
-    match family:
-        case "gpt2":
-            return _read_gpt2(reader, dtype)
-        case "opt":
-            return _read_opt(reader, dtype)
-        case _:
-            return _read_decoder(reader, family, dtype, max_model_len)
-
-
 def _read_decoder(
     reader: ConfigReader, family: Family, dtype: torch.dtype, wanted_model_len: int | None
 ) -> ModelConfig:
@@ -118,6 +110,7 @@ def _read_decoder(
     ropes = read_ropes(reader, family, head_size, num_layers, wanted_model_len)
     max_model_len = _max_model_len(reader.take_int("max_position_embeddings"), ropes)
     attention_bias = traits.may_have_attention_bias and reader.take_bool("attention_bias", False)
+    qkv_bias = traits.has_qkv_bias and (family != "qwen2_moe" or reader.take_bool("qkv_bias", True))
     config = ModelConfig(
         family=family,
         dtype=dtype,
@@ -133,7 +126,7 @@ def _read_decoder(
         hidden_act=_activation(reader, traits.activation_entry, traits.activation),
         tie_word_embeddings=reader.take_bool("tie_word_embeddings", traits.is_tied),
         ropes=ropes,
-        qkv_bias=attention_bias or (traits.has_qkv_bias and _keeps_qkv_bias(reader, family)),
+        qkv_bias=attention_bias or qkv_bias,
         attention_output_bias=attention_bias,
         mlp_bias=traits.may_have_mlp_bias and reader.take_bool("mlp_bias", False),
         attention_scales=(head_size**-0.5,) * num_layers,
@@ -141,10 +134,6 @@ def _read_decoder(
         experts=read_experts(reader, family, num_layers, reader.take_int("intermediate_size")),
     )
     return _add_gemma(reader, config) if traits.is_gemma else config
-
-
-def _keeps_qkv_bias(reader: ConfigReader, family: Family) -> bool:
-    return family != "qwen2_moe" or reader.take_bool("qkv_bias", True)
 
 
 def _add_gemma(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
@@ -169,68 +158,68 @@ def _optional_float(reader: ConfigReader, name: str, default: float | None) -> f
     return None if reader.take(name, default) is None else reader.take_float(name, default)
 
 
-def _read_gpt2(reader: ConfigReader, dtype: torch.dtype) -> ModelConfig:
-    hidden_size, num_heads = reader.take_int("n_embd"), reader.take_int("n_head")
-    num_layers = reader.take_int("n_layer")
+class _Names(NamedTuple):
+    """Holds what a family with learned positions calls its entries."""
+
+    hidden: str
+    heads: str
+    layers: str
+    inner: str
+    length: str
+    activation: str
+
+
+_NAMES = {
+    "gpt2": _Names("n_embd", "n_head", "n_layer", "n_inner", "n_positions", "gelu_new"),
+    "opt": _Names(
+        "hidden_size", "num_attention_heads", "num_hidden_layers", "ffn_dim", "max_position_embeddings", "relu"
+    ),
+}
+
+
+def _read_learned_positions(reader: ConfigReader, family: Family, dtype: torch.dtype) -> ModelConfig:
+    """Read GPT-2 or OPT."""
+    names, is_opt = _NAMES[family], family == "opt"
+    hidden_size, num_heads = reader.take_int(names.hidden), reader.take_int(names.heads)
+    num_layers = reader.take_int(names.layers)
     if hidden_size % num_heads:
-        raise reader.error("n_head", f"must divide n_embd = {hidden_size}")
-    head_size = hidden_size // num_heads
-    scale = head_size**-0.5 if reader.take_bool("scale_attn_weights", True) else 1.0
-    by_layer = reader.take_bool("scale_attn_by_inverse_layer_idx", False)
+        raise reader.error(names.heads, f"must divide {names.hidden} = {hidden_size}")
+    head_size, scale, by_layer, bias = hidden_size // num_heads, (hidden_size // num_heads) ** -0.5, False, True
+    if is_opt:
+        bias = reader.take_bool("enable_bias", True)
+    else:
+        scale = scale if reader.take_bool("scale_attn_weights", True) else 1.0
+        by_layer = reader.take_bool("scale_attn_by_inverse_layer_idx", False)
     return ModelConfig(
-        family="gpt2",
+        family=family,
         dtype=dtype,
         vocab_size=reader.take_int("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=reader.take_int("n_inner", 4 * hidden_size),
+        intermediate_size=reader.take_int(names.inner, None if is_opt else 4 * hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_size=head_size,
-        max_model_len=reader.take_int("n_positions"),
-        norm_eps=reader.take_float("layer_norm_epsilon", 1e-5),
-        hidden_act=_activation(reader, "activation_function", "gelu_new"),
-        tie_word_embeddings=reader.take_bool("tie_word_embeddings", True),
-        qkv_bias=True,
-        attention_output_bias=True,
-        mlp_bias=True,
-        attention_scales=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(num_layers)),
-        sliding_windows=(None,) * num_layers,
-    )
-
-
-def _read_opt(reader: ConfigReader, dtype: torch.dtype) -> ModelConfig:
-    hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
-    num_layers = reader.take_int("num_hidden_layers")
-    if hidden_size % num_heads:
-        raise reader.error("num_attention_heads", f"must divide hidden_size = {hidden_size}")
-    head_size, bias = hidden_size // num_heads, reader.take_bool("enable_bias", True)
-    norm_before = reader.take_bool("do_layer_norm_before", True)
-    return ModelConfig(
-        family="opt",
-        dtype=dtype,
-        vocab_size=reader.take_int("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=reader.take_int("ffn_dim"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=head_size,
-        max_model_len=reader.take_int("max_position_embeddings"),
-        norm_eps=1e-5,
-        hidden_act=_activation(reader, "activation_function", "relu"),
+        max_model_len=reader.take_int(names.length),
+        norm_eps=1e-5 if is_opt else reader.take_float("layer_norm_epsilon", 1e-5),
+        hidden_act=_activation(reader, "activation_function", names.activation),
         tie_word_embeddings=reader.take_bool("tie_word_embeddings", True),
         qkv_bias=bias,
         attention_output_bias=bias,
         mlp_bias=bias,
-        attention_scales=(head_size**-0.5,) * num_layers,
+        attention_scales=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(num_layers)),
         sliding_windows=(None,) * num_layers,
-        opt=OPTSwitches(
-            embedding_size=reader.take_int("word_embed_proj_dim", hidden_size),
-            norm_before=norm_before,
-            final_norm=norm_before and not reader.take_bool("_remove_final_layer_norm", False),
-            norms_have_weights=reader.take_bool("layer_norm_elementwise_affine", True),
-        ),
+        opt=_read_opt(reader, hidden_size) if is_opt else None,
+    )
+
+
+def _read_opt(reader: ConfigReader, hidden_size: int) -> OPTSwitches:
+    norm_before = reader.take_bool("do_layer_norm_before", True)
+    return OPTSwitches(
+        embedding_size=reader.take_int("word_embed_proj_dim", hidden_size),
+        norm_before=norm_before,
+        final_norm=norm_before and not reader.take_bool("_remove_final_layer_norm", False),
+        norms_have_weights=reader.take_bool("layer_norm_elementwise_affine", True),
     )
 
 

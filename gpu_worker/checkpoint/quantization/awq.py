@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..files.config_reader import ConfigReader
 from ..files.quantized_weight import unpack_words
-from .scheme import Codes, Found, PackedCodes, TensorFiles, check_part, groups_of, input_groups, part_shape
+from .scheme import Codes, Found, TensorFiles, check_part, find_layers, groups_of, packed_codes, part_shape
 
 _BITS, _PER_WORD = 4, 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -39,9 +39,7 @@ class Awq:
         return "awq-int4"
 
     def find(self, files: TensorFiles) -> Mapping[str, Found]:
-        suffix = ".qweight"
-        layers = [name.removesuffix(suffix) for name in files.names if name.endswith(suffix)]
-        return {f"{layer}.weight": self._find(files, layer) for layer in layers}
+        return find_layers(files, ".qweight", self._find)
 
     def _find(self, files: TensorFiles, layer: str) -> Found:
         weight, zeros, scales = (f"{layer}.{part}" for part in ("qweight", "qzeros", "scales"))
@@ -58,9 +56,7 @@ class Awq:
             zero = _unpack(files.read(zeros)[:, some]) if self.zero_point else None
             return Codes(codes, zero, files.read(scales)[:, first:last].t())
 
-        order = input_groups(inputs, group, None)
-        in_groups = None if order is not None else group
-        packed = PackedCodes((outputs, inputs), _BITS, in_groups, self.zero_point, read, order)
+        packed = packed_codes((outputs, inputs), _BITS, group, self.zero_point, read)
         return Found(packed, (weight, zeros, scales))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..files.config_reader import ConfigReader
 from ..files.quantized_weight import QuantizedWeight, unpack_words
 from .fp8 import find_floats, read_block
-from .scheme import Codes, Found, PackedCodes, TensorFiles, check_part, groups_of, input_groups, part_shape
+from .scheme import Codes, Found, PackedCodes, TensorFiles, check_part, find_layers, groups_of, packed_codes, part_shape
 
 Format = Literal["pack-quantized", "int-quantized", "float-quantized"]
 
@@ -42,9 +42,7 @@ class CompressedTensors:
         return f"compressed-tensors-{'fp' if self.format == 'float-quantized' else 'int'}{self.bits}"
 
     def find(self, files: TensorFiles) -> Mapping[str, Found]:
-        suffix = ".weight_scale"
-        layers = [name.removesuffix(suffix) for name in files.names if name.endswith(suffix)]
-        return {f"{layer}.weight": self._find(files, layer) for layer in layers}
+        return find_layers(files, ".weight_scale", self._find)
 
     def _find(self, files: TensorFiles, layer: str) -> Found:
         kinds = "weight_scale weight_packed weight_shape weight_zero_point weight_g_idx input_scale input_zero_point"
@@ -72,7 +70,6 @@ class CompressedTensors:
         order = files.read(parts["weight_g_idx"]) if parts["weight_g_idx"] in files.names else None
         if order is not None and int(order.min()) == -1:  # as written for layers without such an order
             order = None
-        order = input_groups(inputs, group, order)
 
         def read(first: int, last: int) -> Codes:
             # The last word of a row is filled up when the inputs do not divide evenly.
@@ -80,8 +77,7 @@ class CompressedTensors:
             scales = files.read(parts["weight_scale"])[first:last]
             return Codes(codes, None if self.symmetric else self._zeros(files, parts)[first:last], scales)
 
-        in_groups = None if order is not None else group
-        return PackedCodes((outputs, inputs), self.bits, in_groups, not self.symmetric, read, order)
+        return packed_codes((outputs, inputs), self.bits, group, not self.symmetric, read, order)
 
     def _zeros(self, files: TensorFiles, parts: Mapping[str, str]) -> Tensor:
         """Return the zero points [out, groups] uint8, which are packed along the outputs."""

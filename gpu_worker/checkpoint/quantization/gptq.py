@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..files.config_reader import ConfigReader
 from ..files.quantized_weight import unpack_words
-from .scheme import Codes, Found, PackedCodes, TensorFiles, check_part, groups_of, input_groups, part_shape
+from .scheme import Codes, Found, TensorFiles, check_part, find_layers, groups_of, packed_codes, part_shape
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
 """What is added to a stored zero point. The first version stores every zero point less one."""
@@ -44,9 +44,7 @@ class Gptq:
         return f"gptq-int{self.bits}"
 
     def find(self, files: TensorFiles) -> Mapping[str, Found]:
-        suffix = ".qweight"
-        layers = [name.removesuffix(suffix) for name in files.names if name.endswith(suffix)]
-        return {f"{layer}.weight": self._find(files, layer) for layer in layers}
+        return find_layers(files, ".qweight", self._find)
 
     def _find(self, files: TensorFiles, layer: str) -> Found:
         parts = {part: f"{layer}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
@@ -59,16 +57,17 @@ class Gptq:
         order = None
         if parts["g_idx"] in files.names:
             check_part(files, parts["g_idx"], inputs)
-            order = _checked_order(files.read(parts["g_idx"]), num_groups, parts["g_idx"])
-        order = input_groups(inputs, group, order)
+            order = files.read(parts["g_idx"])
+            if order.numel() and (int(order.min()) < 0 or int(order.max()) >= num_groups):
+                name = parts["g_idx"]
+                raise ValueError(f"{name} names a group that scales does not have: it must be below {num_groups}")
 
         def read(first: int, last: int) -> Codes:
             codes = unpack_words(files.read(parts["qweight"])[:, first:last].t(), self.bits)
             zeros = self._zeros(files.read(parts["qzeros"]), parts["qzeros"])[:, first:last].t()
             return Codes(codes, zeros, files.read(parts["scales"])[:, first:last].t())
 
-        in_groups = None if order is not None else group
-        packed = PackedCodes((outputs, inputs), self.bits, in_groups, not self.symmetric, read, order)
+        packed = packed_codes((outputs, inputs), self.bits, group, not self.symmetric, read, order)
         return Found(packed, tuple(parts.values()))
 
     def _zeros(self, words: Tensor, name: str) -> Tensor:
@@ -102,9 +101,3 @@ def read_gptq(reader: ConfigReader) -> Gptq:
     if spelled not in _FORMATS:
         raise reader.error("checkpoint_format", f"must be one of {', '.join(_FORMATS)}")
     return Gptq(bits, group_size, reader.take_bool("sym", True), _FORMATS[spelled])
-
-
-def _checked_order(order: Tensor, num_groups: int, name: str) -> Tensor:
-    if order.numel() and (int(order.min()) < 0 or int(order.max()) >= num_groups):
-        raise ValueError(f"{name} names a group that scales does not have: it must be below {num_groups}")
-    return order

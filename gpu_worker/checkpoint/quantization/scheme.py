@@ -47,6 +47,12 @@ class Scheme(Protocol):
         """
 
 
+def find_layers(files: TensorFiles, suffix: str, find: Callable[[TensorFiles, str], Found]) -> Mapping[str, Found]:
+    """Return what ``find`` makes of each layer that has a tensor with this suffix, by the name of the weight."""
+    layers = [name.removesuffix(suffix) for name in files.names if name.endswith(suffix)]
+    return {f"{layer}.weight": find(files, layer) for layer in layers}
+
+
 def part_shape(files: TensorFiles, name: str) -> tuple[int, ...]:
     """Return the shape of a tensor that a quantized weight needs. Raises ``ValueError`` if it is missing."""
     if name not in files.names:
@@ -106,12 +112,18 @@ def groups_of(inputs: int, group_size: int) -> tuple[int, int]:
     return group, -(-inputs // group)
 
 
-def input_groups(inputs: int, group: int, stored: Tensor | None) -> Tensor | None:
-    """Return the group of each input, or None if the groups are runs of ``group`` neighbours without a rest.
-
-    ``stored`` is what the checkpoint says about it: [in] integers, or None.
-    """
-    in_order = torch.arange(inputs, dtype=torch.int32) // group
-    if stored is None or torch.equal(stored.int(), in_order):
-        return None if inputs % group == 0 else in_order
-    return stored
+def packed_codes(
+    shape: tuple[int, int],
+    bits: int,
+    group: int,
+    has_offsets: bool,
+    read: Callable[[int, int], Codes],
+    stored: Tensor | None = None,
+) -> PackedCodes:
+    """Return the weight that ``read`` gives rows of, whose groups are runs of ``group`` neighbours unless that leaves a
+    rest, or ``stored`` [in] integers, the group of each input in the checkpoint, say otherwise."""
+    in_order = torch.arange(shape[1], dtype=torch.int32) // group
+    if stored is not None and not torch.equal(stored.int(), in_order):
+        return PackedCodes(shape, bits, None, has_offsets, read, stored)
+    whole = shape[1] % group == 0
+    return PackedCodes(shape, bits, group if whole else None, has_offsets, read, None if whole else in_order)

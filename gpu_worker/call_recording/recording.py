@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import load_replay
-from .calls import Call, Entry, RecordedExchange, UnrecordableError, describe
+from .recorder import Call, Entry, RecordedExchange, UnrecordableError, describe
 
 _ALIGNMENT = 64
 

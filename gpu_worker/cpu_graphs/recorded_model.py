@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import KVCache
 from ..batch.input_batch import StepInputs
-from ..call_recording.calls import Entry, RecordedExchange, UnrecordableError
-from ..call_recording.recorder import CallRecorder, recording
+from ..call_recording.recorder import CallRecorder, Entry, RecordedExchange, UnrecordableError, recording
 from ..call_recording.recording import Buffers, DryRun, Recording, SharedMemory
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.threads import kernel_threads

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenloom.gpu_worker.call_recording.calls import Call
-from tokenloom.gpu_worker.call_recording.recorder import CallRecorder, current_recorder, recording
+from tokenloom.gpu_worker.call_recording.recorder import Call, CallRecorder, current_recorder, recording
 from tokenloom.gpu_worker.call_recording.recording import Buffers, DryRun, Recording, SharedMemory
 from tokenloom.gpu_worker.kernels.library import load_replay
 

@@ -66,9 +66,9 @@ def params(**values):
 
 def test_only_rows_that_ask_are_kept_as_the_model_gave_them():
     rows = LogprobRows()
-    rows.add(6, params(logprobs=1))
-    rows.add(2, params())
-    rows.add(4, params(logprobs=0, logprob_token_ids=(3,)))
+    rows[6] = params(logprobs=1)
+    rows[2] = params()
+    rows[4] = params(logprobs=0, logprob_token_ids=(3,))
     logits = coarse_logits(3, 10)
     raw = logits.copy()
     kept = rows.keep(logits, np.array([4, 2, 6]))
@@ -79,8 +79,8 @@ def test_only_rows_that_ask_are_kept_as_the_model_gave_them():
 
 def test_nobody_asks():
     rows = LogprobRows()
-    rows.add(1, params(logprobs=5))
-    rows.add(2, params())
-    rows.remove(1)
-    rows.remove(2)
+    rows[1] = params(logprobs=5)
+    rows[2] = params()
+    del rows[1]
+    del rows[2]
     assert rows.keep(coarse_logits(1, 10), np.array([1])) is None

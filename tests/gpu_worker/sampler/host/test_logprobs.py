@@ -67,7 +67,6 @@ def params(**values):
 def test_only_rows_that_ask_are_kept_as_the_model_gave_them():
     rows = LogprobRows()
     rows[6] = params(logprobs=1)
-    rows[2] = params()
     rows[4] = params(logprobs=0, logprob_token_ids=(3,))
     logits = coarse_logits(3, 10)
     raw = logits.copy()
@@ -80,7 +79,5 @@ def test_only_rows_that_ask_are_kept_as_the_model_gave_them():
 def test_nobody_asks():
     rows = LogprobRows()
     rows[1] = params(logprobs=5)
-    rows[2] = params()
     del rows[1]
-    del rows[2]
     assert rows.keep(coarse_logits(1, 10), np.array([1])) is None

@@ -7,15 +7,14 @@ the mapping is released at once, because it would keep the memory of the dead pr
 import contextlib
 import socket
 import threading
-import weakref
 
 import msgspec
 
 from tokenloom.engine_core.kv_cache.pool_memory import DeviceMemory, PeerMemory
-from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
+from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, KVTransferError, checked_pairs
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from .listener import KVListener, connect, hang_up, serve_offers
+from .listener import OfferTransport, hang_up, serve_offers
 from .socket_frames import decoded
 
 _MAX_OFFER_BYTES = 64 << 10
@@ -31,16 +30,10 @@ class _Offer(msgspec.Struct, array_like=True):
     handle: bytes
 
 
-class DeviceTransport:
+class DeviceTransport(OfferTransport):
     """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_transport.KVTransport` for pools on GPUs."""
 
     name = "cuda"
-    serves_on_demand = False
-
-    def __init__(self) -> None:
-        self._listener: KVListener | None = None
-        self._readers = weakref.WeakSet[DeviceReader]()
-        self._lock = threading.Lock()
 
     def serve(self, pool: KVPool) -> bytes | None:
         """Return the offer, or None for a pool of the host and one that cannot be shared."""
@@ -62,32 +55,11 @@ class DeviceTransport:
         self._listener, endpoint = serve_offers(keep, name="kv-cuda", max_connections=_MAX_CONNECTIONS)
         return endpoint
 
-    def attend(self, seconds: float) -> None:
-        """Do nothing: readers copy from the memory on their own."""
-
-    def open(self, endpoint: bytes, layout: str) -> KVReader:
-        connection = connect(endpoint)
-        try:
-            offer = decoded(connection.recv(_MAX_OFFER_BYTES), _Offer)
-            if offer.layout != layout:
-                raise KVTransferError("layout", f"the owner's blocks are {offer.layout}, this engine's {layout}")
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, (OSError, msgspec.DecodeError)):
-                raise KVTransferError("transport", f"the owner's memory was not passed: {error}") from error
-            raise
-        reader = DeviceReader(connection, offer)
-        with self._lock:
-            self._readers.add(reader)
-        return reader
-
-    def close(self) -> None:
-        with self._lock:
-            readers = list(self._readers)
-        for reader in readers:
-            reader.close()
-        if self._listener is not None:
-            self._listener.close()
+    def _receive(self, connection: socket.socket, layout: str) -> "DeviceReader":
+        offer = decoded(connection.recv(_MAX_OFFER_BYTES), _Offer)
+        if offer.layout != layout:
+            raise KVTransferError("layout", f"the owner's blocks are {offer.layout}, this engine's {layout}")
+        return DeviceReader(connection, offer)
 
 
 class DeviceReader:

@@ -10,11 +10,12 @@ import ssl
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import msgspec
 
-from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
+from tokenloom.engine_core.kv_transfer.kv_transport import KVReader, KVTransferError
 
 from .socket_frames import decoded
 
@@ -196,3 +197,43 @@ def _user_of(connection: socket.socket) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
     return uid
+
+
+class OfferTransport:
+    """Fulfils the part of :class:`tokenloom.engine_core.kv_transfer.kv_transport.KVTransport` that is alike where an
+    owner passes its memory to readers of the host."""
+
+    serves_on_demand = False
+
+    def __init__(self) -> None:
+        self._listener: KVListener | None = None
+        self._readers = weakref.WeakSet[KVReader]()
+        self._lock = threading.Lock()
+
+    def attend(self, seconds: float) -> None:
+        """Do nothing: readers copy from the memory on their own."""
+
+    def open(self, endpoint: bytes, layout: str) -> KVReader:
+        connection = connect(endpoint)
+        try:
+            reader = self._receive(connection, layout)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, (OSError, msgspec.DecodeError)):
+                raise KVTransferError("transport", f"the owner's memory was not passed: {error}") from error
+            raise
+        with self._lock:
+            self._readers.add(reader)
+        return reader
+
+    def close(self) -> None:
+        with self._lock:
+            readers = list(self._readers)
+        for reader in readers:
+            reader.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _receive(self, connection: socket.socket, layout: str) -> KVReader:
+        """Receive an owner's offer, and return what reads from it. The connection is closed, or is the reader's."""
+        raise NotImplementedError

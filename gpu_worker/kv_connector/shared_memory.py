@@ -27,7 +27,6 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
     BlockIds,
     Bytes,
     KVPool,
-    KVReader,
     KVRegion,
     KVTransferError,
     checked_pairs,
@@ -35,7 +34,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
     region_planes,
 )
 
-from .listener import SECONDS, KVListener, connect, hang_up, serve_offers
+from .listener import SECONDS, OfferTransport, hang_up, serve_offers
 from .socket_frames import decoded
 from .staging import StagedPart, Stagings
 
@@ -173,16 +172,10 @@ class _Offer(msgspec.Struct, array_like=True):
     """Whether the memory is a window, through which a device's blocks are asked for, instead of the pool."""
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(OfferTransport):
     """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_transport.KVTransport` for pools in shared memory."""
 
     name = "shm"
-    serves_on_demand = False
-
-    def __init__(self) -> None:
-        self._listener: KVListener | None = None
-        self._readers = weakref.WeakSet[SharedMemoryReader]()
-        self._lock = threading.Lock()
 
     def serve(self, pool: KVPool) -> bytes | None:
         """Return the offer, or None for a pool of the host whose memory is not shared."""
@@ -208,29 +201,12 @@ class SharedMemoryTransport:
         self._listener, endpoint = serve_offers(pass_memory, name="kv-shm", max_connections=_MAX_CONNECTIONS)
         return endpoint
 
-    def attend(self, seconds: float) -> None:
-        """Do nothing: readers copy from the memory on their own."""
-
-    def open(self, endpoint: bytes, layout: str) -> KVReader:
-        connection = connect(endpoint)
+    def _receive(self, connection: socket.socket, layout: str) -> "SharedMemoryReader":
+        offer, fd = _receive(connection)
         try:
-            reader = _open(connection, layout)
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, (OSError, msgspec.DecodeError)):
-                raise KVTransferError("transport", f"the owner's memory was not passed: {error}") from error
-            raise
-        with self._lock:
-            self._readers.add(reader)
-        return reader
-
-    def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        with self._lock:
-            readers = list(self._readers)
-        for reader in readers:
-            reader.close()
+            return map_offer(connection, fd, offer, layout)
+        finally:
+            os.close(fd)  # the mapping stays
 
 
 class SharedMemoryReader:
@@ -341,15 +317,6 @@ class _WindowBlocks:
     def close(self) -> None:
         hang_up(self._connection)
         self._window.close()
-
-
-def _open(connection: socket.socket, layout: str) -> SharedMemoryReader:
-    """Receive the offer and map the memory. The connection is closed, or belongs to the reader."""
-    offer, fd = _receive(connection)
-    try:
-        return map_offer(connection, fd, offer, layout)
-    finally:
-        os.close(fd)  # the mapping stays
 
 
 def map_offer(connection: socket.socket, fd: int, offer: _Offer, layout: str) -> SharedMemoryReader:

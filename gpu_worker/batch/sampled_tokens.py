@@ -48,11 +48,10 @@ class SampledTokens:
         """Take the tokens that ``step`` needs, and those drawn before them."""
         # In order, although only a later step may be touched: the tokens travel over one connection, one step after the
         # other.
-        while self._expected and any(self._touches(step, each) for each in self._expected):
+        touched = (
+            [*step.num_scheduled_tokens, *step.finished_req_ids, *step.preempted_req_ids] if self._expected else []
+        )
+        while any(not each.req_ids.isdisjoint(touched) for each in self._expected):
             oldest = self._expected.popleft()
             tokens = self._peers.receive(oldest.rows.shape, torch.int64, self._output_rank)
             self._batch.append(oldest.rows, tokens.numpy())
-
-    def _touches(self, step: SchedulerOutput, expected: _Expected) -> bool:
-        touched = (step.num_scheduled_tokens, step.finished_req_ids, step.preempted_req_ids)
-        return any(req_id in expected.req_ids for ids in touched for req_id in ids)

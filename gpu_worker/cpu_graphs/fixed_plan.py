@@ -55,16 +55,13 @@ class _FixedArrays:
 
     def _find_groups(self, query_starts: IntArray, seq_lens: IntArray, tables: IntArray) -> None:
         self.num_groups = 0
-        finder = self._backend.prefixes
+        finder, fixed = self._backend.prefixes, self._arrays.prefixes
         if len(seq_lens) >= finder.fewest_members:
-            self._share(finder.find(np.diff(query_starts), seq_lens.copy(), tables.copy()))
-
-    def _share(self, prefixes: SharedPrefixes) -> None:
-        fixed = self._arrays.prefixes
-        fixed.members[: len(prefixes.members)] = prefixes.members
-        fixed.starts[: len(prefixes.starts)] = prefixes.starts
-        fixed.lengths[: len(prefixes.lengths)] = prefixes.lengths
-        self.num_groups = len(prefixes.lengths)
+            found = finder.find(np.diff(query_starts), seq_lens.copy(), tables.copy())
+            fixed.members[: len(found.members)] = found.members
+            fixed.starts[: len(found.starts)] = found.starts
+            fixed.lengths[: len(found.lengths)] = found.lengths
+            self.num_groups = len(found.lengths)
 
 
 class FixedPlan:

@@ -172,14 +172,14 @@ class RecordedModel:
         results: Sequence[Tensor],
     ) -> None:
         """Run ``made`` once, without other ranks. Raises :class:`UnrecordableError` if it computes something else."""
-        rehearsal = DryRun(calls, exchanged)
+        dry_run = DryRun(calls, exchanged)
         if exchanged:
-            made = Recording(rehearsal.calls, buffers, self._memory.bytes, results)
+            made = Recording(dry_run.calls, buffers, self._memory.bytes, results)
             plan = self._plan.bind(made.structs)
         plan.adapt()
         made.run()
         same = (_are_same(found, each) for found, each in zip(made.results, results, strict=True))
-        if not (rehearsal.was_right() and all(same)):
+        if not (dry_run.was_right() and all(same)):
             raise UnrecordableError("the recording computes something else")
 
 

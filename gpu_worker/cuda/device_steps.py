@@ -119,7 +119,7 @@ class StepBuffers:
         for (name, array), size in zip(arrays.items(), sizes, strict=True):
             end = begin + array.nbytes
             packed[begin:end].view(array.dtype)[:] = array.reshape(-1)
-            sent[name] = self._on_device[begin:end].view(_dtype_of(array)).view(array.shape)
+            sent[name] = self._on_device[begin:end].view(_DTYPES[array.dtype]).view(array.shape)
             begin += size
         self._link.send(self._on_device[:total], twin.memory[:total])
         twin.copied = self._link.event()
@@ -146,10 +146,6 @@ _DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float64): torch.float64,
 }
-
-
-def _dtype_of(array: npt.NDArray[Any]) -> torch.dtype:
-    return _DTYPES[array.dtype]
 
 
 class DeviceSteps:
@@ -237,15 +233,12 @@ class DeviceSteps:
             hidden = self._forward(model, inputs, kv_caches, exact, most_queries)
             logits = None
         else:
-            hidden, logits = self._graphs_or_fail().run(size, model, kv_caches)
+            assert self._graphs is not None, "a size comes from the graphs"
+            hidden, logits = self._graphs.run(size, model, kv_caches)
             hidden, logits = hidden[:num_tokens], None if logits is None else logits[:num_tokens]
         if logits is None:
             logits = _logits(model, hidden, sent.get("logit rows"))
         return hidden, logits
-
-    def _graphs_or_fail(self) -> StepGraphs:
-        assert self._graphs is not None, "a size comes from the graphs"
-        return self._graphs
 
     def _send(self, inputs: StepInputs, work: npt.NDArray[np.int32], logit_rows: Any) -> dict[str, Tensor]:
         """Send a step, and what has changed in the rows, with one copy."""

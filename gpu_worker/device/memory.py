@@ -12,7 +12,9 @@ _MADV_PAGEOUT = 21  # needs Linux 5.4; an older kernel refuses it, and the pages
 
 def available_memory(root: Path = Path("/")) -> int:
     """Return the host's available memory, or what the control group still allows if that is less."""
-    return min([_meminfo(root)["MemAvailable"], *_cgroup_room(root)])
+    lines = (line.partition(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    available = next(int(rest.split()[0]) for name, _, rest in lines if name == "MemAvailable")
+    return min([available * _KIB, *_cgroup_room(root)])
 
 
 def peak_of(call: Callable[[], None]) -> int:
@@ -70,11 +72,6 @@ def status_bytes(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * _KIB
     raise AssertionError(f"/proc/self/status has no {field}")
-
-
-def _meminfo(root: Path) -> dict[str, int]:
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    return {name: int(rest.split()[0]) * _KIB for name, _, rest in (line.partition(":") for line in lines)}
 
 
 def _cgroup_room(root: Path) -> Iterator[int]:

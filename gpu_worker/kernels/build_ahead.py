@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,12 +50,8 @@ def build_ahead(
 
 def needed_glibc(library: Path) -> tuple[int, int]:
     """Return the newest version of the C library that a library names."""
-    return max(_versions(library), default=(0, 0))
-
-
-def _versions(library: Path) -> Iterator[tuple[int, int]]:
-    for major, minor in _GLIBC.findall(library.read_bytes()):
-        yield int(major), int(minor)
+    found = _GLIBC.findall(library.read_bytes())
+    return max(((int(major), int(minor)) for major, minor in found), default=(0, 0))
 
 
 def _compile(compiler: str, variant: Variant, level: Level, library: Path) -> None:

@@ -169,7 +169,9 @@ def serve_offers(
 
     def check(connection: socket.socket) -> None:
         token = connection.recv(len(endpoint.token))
-        if _user_of(connection) == own_user and hmac.compare_digest(token, endpoint.token):
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        user = struct.unpack("3i", credentials)[1]
+        if user == own_user and hmac.compare_digest(token, endpoint.token):
             serve(connection)
 
     listener = KVListener(server, check, name=name, max_connections=max_connections)
@@ -191,12 +193,6 @@ def connect(endpoint: bytes) -> socket.socket:
         connection.close()
         raise KVTransferError("transport", f"the owner of the memory was not reached: {error}") from error
     return connection
-
-
-def _user_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    uid: int = struct.unpack("3i", credentials)[1]
-    return uid
 
 
 class OfferTransport:

@@ -144,7 +144,9 @@ class PackedLinear:
 @functools.cache
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether packing works on this machine and multiplies correctly."""
-    if device.type != "cpu" or dtype not in _TOLERANCE or (dtype == torch.bfloat16 and _lacks_bfloat16()):
+    # Otherwise oneDNN would emulate bfloat16 products, which takes longer than float32 arithmetic.
+    has_bfloat16 = platform.machine() != "x86_64" or processor_features() & _BFLOAT16
+    if device.type != "cpu" or dtype not in _TOLERANCE or (dtype == torch.bfloat16 and not has_bfloat16):
         return False
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*size, generator=generator).to(dtype) for size in ((48, 32), (48,), (3, 32)))
@@ -155,8 +157,3 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     tolerance = _TOLERANCE[dtype]
     expected = F.linear(x, weight, bias)
     return all(torch.allclose(y, expected[: len(y)], rtol=tolerance, atol=10 * tolerance) for y in found)
-
-
-def _lacks_bfloat16() -> bool:
-    """Return whether oneDNN would have to emulate bfloat16 products, which takes longer than float32 arithmetic."""
-    return platform.machine() == "x86_64" and not processor_features() & _BFLOAT16

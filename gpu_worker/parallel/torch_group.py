@@ -224,14 +224,9 @@ def _store(address: str, rank: int, size: int, timeout: timedelta) -> tuple[Any,
         return _c10d.FileStore(address, size), _LOOPBACK
     host, _, port = address.rpartition(":")
     store = _c10d.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout)
-    return store, _address_towards(host, int(port))
-
-
-def _address_towards(host: str, port: int) -> str:
-    """Return the address of the interface that reaches ``host``; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # finds the interface; nothing is sent
+        probe.connect((host, int(port)))
+        return store, str(probe.getsockname()[0])
 
 
 def _gloo(store: Any, rank: int, size: int, host: str) -> Any:

@@ -160,12 +160,8 @@ def _check_apart(config: EngineConfig, platform: Platform) -> None:
             f"{option}: fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper or newer), "
             f"which {platform.hardware or kind} has not"
         )
-    if config.kv.transports:
-        _check_transports(config, kind)
-
-
-def _check_transports(config: EngineConfig, kind: str) -> None:
-    """Raise ``ValueError`` for what moves no KV of a device yet."""
+    if not config.kv.transports:
+        return
     if "nixl" in config.kv.transports:
         raise ValueError(f"kv_transports: nixl moves no KV on {kind} yet: choose cuda, shm or socket")
     if config.parallel.world_size > 1 or config.parallel.distributed_executor_backend in ("mp", "ray"):

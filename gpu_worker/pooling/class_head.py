@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,7 @@ def class_activation(path: Path) -> Callable[[Tensor], Tensor]:
             return same
         case "multi_label_classification":
             return torch.sigmoid
-    return torch.sigmoid if num_classes(path) == 1 else _softmax
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(-1)
+    return torch.sigmoid if num_classes(path) == 1 else partial(torch.softmax, dim=-1)
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -75,13 +75,13 @@ class CompressedTensors:
             # The last word of a row is filled up when the inputs do not divide evenly.
             codes = unpack_words(files.read(parts["weight_packed"])[first:last], self.bits)[:, :inputs]
             scales = files.read(parts["weight_scale"])[first:last]
-            return Codes(codes, None if self.symmetric else self._zeros(files, parts)[first:last], scales)
+            if self.symmetric:
+                return Codes(codes, None, scales)
+            # The zero points are packed along the outputs.
+            zeros = unpack_words(files.read(parts["weight_zero_point"]).t(), self.bits).t()
+            return Codes(codes, zeros[first:last], scales)
 
         return packed_codes((outputs, inputs), self.bits, group, not self.symmetric, read, order)
-
-    def _zeros(self, files: TensorFiles, parts: Mapping[str, str]) -> Tensor:
-        """Return the zero points [out, groups] uint8, which are packed along the outputs."""
-        return unpack_words(files.read(parts["weight_zero_point"]).t(), self.bits).t()
 
     def _integers(self, files: TensorFiles, parts: Mapping[str, str]) -> "PackedIntegers":
         outputs, inputs = shape = part_shape(files, parts["weight"])

@@ -240,7 +240,9 @@ class AttentionRecorder:
         except UnreadableMask:
             raise UnservableModel("changes its attention mask (as ALiBi, chunks or documents do)") from None
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
-        scores = ScoreRule(scale, window, options.get("softcap"), _sinks(options))
+        sinks = options.get("s_aux")
+        own_sinks = sinks.detach().float() if isinstance(sinks, Tensor) else None
+        scores = ScoreRule(scale, window, options.get("softcap"), own_sinks)
         sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
         self.rules.append(LayerRule(module, *sizes, scores, self._source_of(key, window)))
         self._keys.append(key)
@@ -262,11 +264,6 @@ def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
     unknown = sorted(name for name in options.keys() - _KNOWN if isinstance(options[name], Tensor))
     if unknown:
         raise UnservableModel(f"passes {', '.join(unknown)} to attention")
-
-
-def _sinks(options: dict[str, Any]) -> Tensor | None:
-    sinks = options.get("s_aux")
-    return sinks.detach().float() if isinstance(sinks, Tensor) else None
 
 
 def record(body: nn.Module, model: Any, max_model_len: int, device: torch.device) -> list[LayerRule]:

@@ -48,9 +48,9 @@ class SampledTokens:
         """Take the tokens that ``step`` needs, and those drawn before them."""
         # In order, although only a later step may be touched: the tokens travel over one connection, one step after the
         # other.
-        touched = (
-            [*step.num_scheduled_tokens, *step.finished_req_ids, *step.preempted_req_ids] if self._expected else []
-        )
+        if not self._expected:
+            return
+        touched = [*step.num_scheduled_tokens, *step.finished_req_ids, *step.preempted_req_ids]
         while any(not each.req_ids.isdisjoint(touched) for each in self._expected):
             oldest = self._expected.popleft()
             tokens = self._peers.receive(oldest.rows.shape, torch.int64, self._output_rank)

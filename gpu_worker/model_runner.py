@@ -76,20 +76,20 @@ class ModelRunner:
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``count_nans``: whether NaN logits of every step
         are counted. The logits of one step of ``logits_metrics_interval`` are measured; 0: none."""
-        self._recorded = parts.recordings
+        self._recordings = parts.recordings
         self.set_model(model, parts.pooler)
         self._backend = backend
         self._batch = batch
         self._ranks = parts.ranks
-        self._drawn = None if self._ranks.place.is_alone else SampledTokens(self._ranks, batch)
+        self._sampled_tokens = None if self._ranks.place.is_alone else SampledTokens(self._ranks, batch)
         self._samples = self._ranks.place.samples
-        self._expected = ExpectedTokens(batch)
+        self._expected_tokens = ExpectedTokens(batch)
         self._sampler = StepSampler(
             batch,
             parts.device_sampler,
             count_nans=count_nans,
             logits_metrics_interval=logits_metrics_interval,
-            publish=None if self._drawn is None else self._drawn.publish,
+            publish=None if self._sampled_tokens is None else self._sampled_tokens.publish,
         )
         self._speculation = None
         if parts.proposer is not None:
@@ -111,8 +111,8 @@ class ModelRunner:
         self._forget_recordings()
 
     def _forget_recordings(self) -> None:
-        if self._recorded is not None:
-            self._recorded.forget()
+        if self._recordings is not None:
+            self._recordings.forget()
 
     def make_kv_caches(self) -> None:
         """Allocate empty KV caches, if there are none."""
@@ -134,12 +134,12 @@ class ModelRunner:
         An exception makes the runner forget every request; the scheduler must then start them anew.
         """
         try:
-            if self._drawn is not None:
-                self._drawn.settle(step)
+            if self._sampled_tokens is not None:
+                self._sampled_tokens.settle(step)
             # Before the batch changes: a row that ends or moves in this step may still be owed a token of an earlier
             # one.
-            if self._expected.steps:
-                self._expected.settle()
+            if self._expected_tokens.steps:
+                self._expected_tokens.settle()
             self._batch.update(step)
             if self._loras is not None and step.lora_slots is not None:
                 self._loras.occupy(step.lora_slots)
@@ -164,7 +164,7 @@ class ModelRunner:
                 # every step.
                 kept = hidden if self._speculation is not None else None
                 pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
-                sampling_rows = self._recorded.sampling_rows if self._recorded is not None else None
+                sampling_rows = self._recordings.sampling_rows if self._recordings is not None else None
                 self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled, sampling_rows)
         except BaseException:
             self._forget_requests()
@@ -186,7 +186,7 @@ class ModelRunner:
 
     def _forget_requests(self) -> None:
         self._batch.clear()
-        self._expected.clear()
+        self._expected_tokens.clear()
 
     def _compute(self, inputs: StepInputs, *, adapted: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last hidden states of the step, and the logits of the rows that draw a token. ``adapted``: rows
@@ -201,13 +201,13 @@ class ModelRunner:
         self, inputs: StepInputs, *, adapted: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the same from a recording; None: the step cannot be recorded."""
-        if self._recorded is None:
+        if self._recordings is None:
             return None
         if self._routes is not None:
-            if not self._recorded.computes_every_step:
+            if not self._recordings.computes_every_step:
                 return None
             adapted = True
-        return self._recorded.compute(self._model, inputs, self.kv_caches, adapted=adapted)
+        return self._recordings.compute(self._model, inputs, self.kv_caches, adapted=adapted)
 
     def _compute_adapted(self, loras: LoraSlots, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         loras.begin(self._batch.adapters, inputs)
@@ -285,7 +285,7 @@ class ModelRunner:
             output.routed_experts, output.expert_loads = executed.routed_experts, self._expert_loads(self._routes)
         if not len(inputs.sampled):
             output.sampled_token_ids = [[] for _ in inputs.req_ids]
-            ended = self._recorded.event() if self._recorded is not None else None
+            ended = self._recordings.event() if self._recordings is not None else None
             # A chunk of a prompt draws nothing, so nothing else waits for the device, and a transfer could fill blocks
             # that the step still writes.
             if ended is not None and self._speculation is None:
@@ -294,7 +294,7 @@ class ModelRunner:
             assert self._speculation is not None, "drafts come only if speculation is configured"
             self._speculation.verify(inputs, logits, grammar, output)
         elif (rows := executed.sampling_rows) is not None and self._samples_on_device:
-            return self._sampler.start(inputs, logits, grammar, rows, output, self._expected) or output
+            return self._sampler.start(inputs, logits, grammar, rows, output, self._expected_tokens) or output
         else:
             self._sampler.sample(inputs, logits, grammar, output)
         if self._speculation is not None:
@@ -313,9 +313,9 @@ class ModelRunner:
 
     def _follow(self, inputs: StepInputs) -> ModelRunnerOutput:
         """End a step whose tokens another rank draws."""
-        assert self._drawn is not None
+        assert self._sampled_tokens is not None
         if len(inputs.sampled):
-            self._drawn.expect(inputs.req_ids, rows_of(inputs, inputs.sampled))
+            self._sampled_tokens.expect(inputs.req_ids, rows_of(inputs, inputs.sampled))
         return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
 
     @torch.inference_mode()
@@ -347,8 +347,8 @@ class ModelRunner:
 
     def record_ahead(self) -> None:
         """Record the steps whose recordings take long. No request may hold a block."""
-        if self._recorded is not None and self._routes is None:
-            self._recorded.record_ahead(self._model, self.kv_caches)
+        if self._recordings is not None and self._routes is None:
+            self._recordings.record_ahead(self._model, self.kv_caches)
 
     def dummy_decode(self, num_requests: int, block_size: int) -> torch.Tensor:
         """Compute the first token of so many requests, each in a block of its own, as a step does that decodes: from a

@@ -133,13 +133,13 @@ class Gatherer:
             most_requests=most,
         )
         self._where = byref(self._args)
-        self._members: StepRows | None = None  # of the last step
+        self._step_rows: StepRows | None = None  # of the last step
         self._ones: list[int] = []  # as many as that step had requests
         self._num_ones = most  # lengths, from the first one on, that are 1
         self._point_to(self._few)
         self._decodes: tuple[int, Gathered] | None = None  # the last ones of these members, and their tables' width
 
-    def gather(self, members: StepRows, lengths: Collection[int]) -> Gathered:
+    def gather(self, step_rows: StepRows, lengths: Collection[int]) -> Gathered:
         """Gather the arrays of a step that computes so many tokens of each of these requests.
 
         Returns the same object while the same requests decode and the shapes of their arrays stay. Raises
@@ -148,9 +148,9 @@ class Gatherer:
         args, count, values = self._args, len(lengths), list(lengths)
         # What the last step has left in the arguments is not written again: 32 greedy rows take 618 thousand
         # instructions this way, here and in the drawer, and took 640.
-        if members is not self._members or count != len(self._ones):
-            self._members, self._ones, self._decodes = members, [1] * count, None
-            args.rows, args.num_requests = members.rows_at, count
+        if step_rows is not self._step_rows or count != len(self._ones):
+            self._step_rows, self._ones, self._decodes = step_rows, [1] * count, None
+            args.rows, args.num_requests = step_rows.rows_at, count
         if values != self._ones:
             num_tokens = sum(values)
             if num_tokens > len(self._few[0]) or self._in_use is not self._few:
@@ -162,7 +162,7 @@ class Gatherer:
                 self._choose_arrays(count)
                 self._num_ones, self._lengths[:count] = count, 1
         if (gathered := self._gather(self._where)) != count:
-            raise AssertionError(self._wrong(members, gathered))
+            raise AssertionError(self._wrong(step_rows, gathered))
         if args.num_sampled != num_tokens:
             return self._view(count, num_tokens)
         last = self._decodes
@@ -171,14 +171,14 @@ class Gatherer:
             last = self._decodes = args.width, self._view(count, num_tokens)
         return last[1]
 
-    def _wrong(self, members: StepRows, index: int) -> str:
+    def _wrong(self, step_rows: StepRows, index: int) -> str:
         """Say what is wrong with a request of a step, or (index -1) with the step."""
         if index < 0:
             return f"a step of {self._args.num_requests} requests, of which {self._args.most_requests} fit"
-        row = members.rows.item(index)
+        row = step_rows.rows.item(index)
         _, computed, _, tables, num_blocks = self._inputs
         return (
-            f"request {members.req_ids[index]}: {self._lengths[index]} tokens from position {computed[row]} on, with "
+            f"request {step_rows.req_ids[index]}: {self._lengths[index]} tokens from position {computed[row]} on, with "
             f"{num_blocks[row]} blocks of {self._args.block_size} tokens: {tables[row, : num_blocks[row]].tolist()}; "
             f"a request has at most {self._args.tokens_stride} tokens, the cache {self._args.num_blocks_in_all} blocks"
         )
@@ -241,11 +241,11 @@ class KernelSampler:
         )
         self._where = byref(self._args)
         # What the last call had; kept, because the arguments point to it.
-        self._members: StepRows | None = None
+        self._step_rows: StepRows | None = None
         self._places = self._found = self._drawn[:0]
         self._layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
-    def append(self, members: StepRows, places: Ints, logits: Tensor) -> Ints | None:
+    def append(self, step_rows: StepRows, places: Ints, logits: Tensor) -> Ints | None:
         """Draw a token for each of the requests ``places`` [n] of a step from logits [n, vocab] of the host, as
         :meth:`~..sampler.sampler.Sampler.sample` does, and append it to its row; a full row keeps its tokens.
 
@@ -258,23 +258,23 @@ class KernelSampler:
         if logits.dtype is not torch.float32 or layout[1][1] != 1:
             return None
         # The arguments stay while the same requests decode, as the gatherer's do.
-        if members is not self._members or places is not self._places or layout != self._layout:
-            self._point_to(members, places, layout)
+        if step_rows is not self._step_rows or places is not self._places or layout != self._layout:
+            self._point_to(step_rows, places, layout)
         args = self._args
         args.logits, args.num_threads = logits.data_ptr(), kernel_threads()
         appended = self._append(self._where)
-        assert appended >= 0, f"tokens for places {places} of {len(members.rows)} requests: one is not there"
+        assert appended >= 0, f"tokens for places {places} of {len(step_rows.rows)} requests: one is not there"
         return self._found if appended else None
 
-    def _point_to(self, members: StepRows, places: Ints, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    def _point_to(self, step_rows: StepRows, places: Ints, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
         """Let the next calls draw for these places of a step, from logits of this shape and these strides."""
         args, ((count, vocab), (stride, _)) = self._args, layout
         assert len(places) == count, f"{len(places)} tokens are to be drawn from {count} rows of logits"
         self._layout = None  # until all of them are written
-        args.rows, args.params, args.num_requests = members.rows_at, members.draws_at, len(members.rows)
+        args.rows, args.params, args.num_requests = step_rows.rows_at, step_rows.draws_at, len(step_rows.rows)
         args.places, args.num_drawn = places.ctypes.data, count
         args.vocab, args.logits_stride = vocab, stride
-        self._members, self._places, self._found, self._layout = members, places, self._drawn[:count], layout
+        self._step_rows, self._places, self._found, self._layout = step_rows, places, self._drawn[:count], layout
 
 
 def make_kernel_sampler(tokens: Int32s, known: Ints, prompts: Ints) -> KernelSampler | None:

@@ -116,7 +116,7 @@ class InputBatch:
         self._row_of: dict[str, int] = {}
         self._params: dict[int, CoreSamplingParams] = {}
         self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
-        self._members: StepRows | None = None  # of the last step; None once a row was added or removed
+        self._step_rows: StepRows | None = None  # of the last step; None once a row was added or removed
 
     def __len__(self) -> int:
         """Return how many rows are in use."""
@@ -161,10 +161,10 @@ class InputBatch:
             self._resume(cached)
             return
         row_of, table = self._row_of, self.block_table
-        members = self._members
+        step_rows = self._step_rows
         # One assignment for all rows: two calls for each decoding request had been a measurable part of a step.
-        if members is not None and members.req_ids == cached.req_ids:
-            self._num_computed[members.rows] = cached.num_computed_tokens
+        if step_rows is not None and step_rows.req_ids == cached.req_ids:
+            self._num_computed[step_rows.rows] = cached.num_computed_tokens
         else:
             self._num_computed[[row_of[req_id] for req_id in cached.req_ids]] = cached.num_computed_tokens
         if any(cached.new_block_ids):
@@ -187,7 +187,7 @@ class InputBatch:
     def _add_row(self, req_id: str, token_ids: list[int], block_ids: Sequence[int], num_computed: int) -> None:
         assert req_id not in self._row_of, f"request {req_id} already has a row"
         row = self._row_of[req_id] = self._free_rows.pop()
-        self._members = None
+        self._step_rows = None
         # A row may go to another request while a token for its former one is still on its way; the count keeps them
         # apart.
         self._num_owners[row] += 1
@@ -233,7 +233,7 @@ class InputBatch:
     def _remove_row(self, req_id: str) -> None:
         row = self._row_of.pop(req_id, None)
         if row is not None:
-            self._members = None
+            self._step_rows = None
             del self._params[row]
             self._free_rows.append(row)
             # Most requests ask for nothing of these: their end costs one look-up instead of seven.
@@ -252,23 +252,23 @@ class InputBatch:
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, list[int]] = _NONE) -> StepInputs:
         """Gather the arrays of a step that computes so many tokens of each of these requests, ``drafts`` included."""
-        members, req_ids = self._members, list(num_scheduled_tokens)
-        if members is None or members.req_ids != req_ids:
-            members = self._members = StepRows.find(req_ids, self._row_of, self._params)
+        step_rows, req_ids = self._step_rows, list(num_scheduled_tokens)
+        if step_rows is None or step_rows.req_ids != req_ids:
+            step_rows = self._step_rows = StepRows.find(req_ids, self._row_of, self._params)
         for req_id, token_ids in drafts.items():
             # They lie behind the request's tokens, where drawn tokens replace them.
             row = self._row_of[req_id]
             end = self._num_tokens.item(row)
             self.token_ids[row, end : end + len(token_ids)] = token_ids
-        counts, rows = num_scheduled_tokens.values(), members.rows
+        counts, rows = num_scheduled_tokens.values(), step_rows.rows
         if self._gatherer is not None and not self.prompt_embeds.spans:
-            gathered = self._gatherer.gather(members, counts)
+            gathered = self._gatherer.gather(step_rows, counts)
             if gathered is not self._gathered or drafts:
                 self._gathered = None if drafts else gathered
-                self._inputs = StepInputs(members.req_ids, rows, *gathered, drafts=drafts)
+                self._inputs = StepInputs(step_rows.req_ids, rows, *gathered, drafts=drafts)
             return self._inputs
         lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
-        return self.gather(members.req_ids, rows, self._num_computed[rows], lengths, drafts)
+        return self.gather(step_rows.req_ids, rows, self._num_computed[rows], lengths, drafts)
 
     def gather(
         self, req_ids: list[str], rows: Ints, starts: Ints, lengths: Ints, drafts: Mapping[str, list[int]] = _NONE
@@ -340,8 +340,10 @@ class InputBatch:
 
     def sampling(self, rows: Ints) -> tuple[list[CoreSamplingParams], Ints]:
         """Return the parameters of these rows [S], and the output indices [S] of their next tokens."""
-        members, params = self._members, self._params
-        wanted = members.params if members is not None and rows is members.rows else [params[x] for x in rows.tolist()]
+        step_rows, params = self._step_rows, self._params
+        wanted = (
+            step_rows.params if step_rows is not None and rows is step_rows.rows else [params[x] for x in rows.tolist()]
+        )
         return wanted, self.output_indices(rows)
 
     def output_indices(self, rows: Ints) -> Ints:
@@ -378,9 +380,9 @@ class InputBatch:
 
         Returns the tokens [n], which hold until the next call; None: no kernel can draw them, and nothing was appended.
         """
-        if self._kernel_sampler is None or self._members is None:
+        if self._kernel_sampler is None or self._step_rows is None:
             return None
-        return self._kernel_sampler.append(self._members, places, logits)
+        return self._kernel_sampler.append(self._step_rows, places, logits)
 
     def expect_tokens(self, rows: Ints) -> Places:
         """Append a token that only the device knows to each of these rows, as :meth:`append` does with known ones.

@@ -48,7 +48,7 @@ def check_options(config: EngineConfig) -> None:
         raise ValueError(f"block_size: {config.cache.block_size} tokens cannot be spread evenly over {context} workers")
     if parallel.world_size == 1 and not parallel.spreads_experts_over_engines:
         return
-    asked = {
+    options = {
         "speculative_config": config.speculative is not None,
         "enable_lora": config.lora.enable,
         "quantization": config.worker.quantization is not None,
@@ -60,8 +60,8 @@ def check_options(config: EngineConfig) -> None:
     several = f"{parallel.world_size} workers yet; use one worker"
     if parallel.spreads_experts_over_engines:
         several = "experts that are spread over engines yet; leave out enable_expert_parallel"
-    for name, is_asked in asked.items():
-        if is_asked:
+    for name, is_set in options.items():
+        if is_set:
             raise ValueError(f"{name}: is not supported with {several}")
 
 

@@ -184,8 +184,8 @@ class StepSampler:
             output.num_nans_in_logits = _count_nans(logits, [inputs.req_ids[index] for index in inputs.sampled])
         rows, processors = rows_of(inputs, inputs.sampled), self.batch.logits_processors
         indices = self.batch.output_indices(rows)
-        asked = self._asked(inputs, inputs.sampled, indices, grammar)
-        drawn = self.device_sampler.start_with(logits, draws.columns, indices, asked)
+        demands = self._demands(inputs, inputs.sampled, indices, grammar)
+        drawn = self.device_sampler.start_with(logits, draws.columns, indices, demands)
         # Bad words of several tokens depend on the output so far, and other ranks need the tokens: both are on the
         # host.
         if drawn.left_out or self._publish is not None or processors.follow_output(rows):
@@ -243,7 +243,7 @@ class StepSampler:
         output: ModelRunnerOutput,
     ) -> tuple[list[int], RowLogprobs | None]:
         params, indices = self.batch.sampling(rows_of(inputs, places))
-        drawn = device_sampler.start(logits, params, indices, self._asked(inputs, places, indices, grammar))
+        drawn = device_sampler.start(logits, params, indices, self._demands(inputs, places, indices, grammar))
         return self._finish(drawn, inputs, places, logits, grammar, output)
 
     def _finish(
@@ -271,26 +271,26 @@ class StepSampler:
             return tokens, None if drawn.logprobs is None else JoinedLogprobs(drawn.wait_for_logprobs())
         return tokens, JoinedLogprobs(drawn.wait_for_logprobs(), found[1], hosted.tolist())
 
-    def _asked(
+    def _demands(
         self, inputs: StepInputs, places: Ints, output_indices: Ints, grammar: GrammarOutput | None
     ) -> RowDemands:
         """Return what the requests ``places`` [n] of the step ask for beside a token, whose index each has."""
         batch = self.batch
         if batch.only_draws and grammar is None:
             return NOTHING
-        asked, rows = RowDemands({}, {}), rows_of(inputs, places)
+        demands, rows = RowDemands({}, {}), rows_of(inputs, places)
         masks = {} if grammar is None else _masks(grammar)
         forced = {} if grammar is None else grammar.forced
         columns = zip(places.tolist(), rows.tolist(), output_indices.tolist(), strict=True)
         for index, (place, row, output_index) in enumerate(columns):
             req_id = inputs.req_ids[place]
             if row in batch.logits_processors or req_id in masks or req_id in forced:
-                edit = asked.edits[index] = batch.logits_processors.describe(row, output_index)
+                edit = demands.edits[index] = batch.logits_processors.describe(row, output_index)
                 edit.allowed += masks.get(req_id, ())
                 edit.forced = forced.get(req_id, -1)
             if row in batch.logprobs:
-                asked.logprobs[index] = batch.logprobs.wanted(row)
-        return asked
+                demands.logprobs[index] = batch.logprobs.wanted(row)
+        return demands
 
     def _report_choices(self, tokens: list[int], inputs: StepInputs, places: Ints, output: ModelRunnerOutput) -> None:
         """Replace ``NO_CHOICE`` by ``NO_TOKEN``, and list the requests if masks can be the reason."""

@@ -130,7 +130,7 @@ NOTHING: Final = RowDemands({}, {})
 
 
 @dataclass(frozen=True, slots=True)
-class _Wishes:
+class _DemandArrays:
     """Holds what the device gets of :class:`RowDemands`."""
 
     edits: EditArrays | None
@@ -142,7 +142,7 @@ class _Wishes:
         return [*edits, *(() if self.wanted is None else self.wanted)]
 
 
-_NO_WISHES: Final = _Wishes(None, None, ())
+_NO_DEMANDS: Final = _DemandArrays(None, None, ())
 
 
 class DeviceSampler:
@@ -163,7 +163,7 @@ class DeviceSampler:
         logits: Tensor,
         params: Sequence[CoreSamplingParams],
         output_indices: npt.NDArray[np.int64],
-        asked: RowDemands = NOTHING,
+        demands: RowDemands = NOTHING,
     ) -> SampledRows:
         """Let the device change float32 logits [rows, vocab] in place and draw. It does not wait: there is one copy to
         the device, and then one back of each result. ``output_indices`` [rows] are those of the tokens to draw.
@@ -171,9 +171,9 @@ class DeviceSampler:
         A greedy row takes the largest logit, among equals the lowest id.
         """
         draws = SamplingArrays.of(params, output_indices)
-        wishes = self._wishes(logits, output_indices, asked)
-        moved = copy_packed([*draws, *wishes.arrays()], logits.device)
-        return self._start(logits, moved[: len(draws)], wishes, moved[len(draws) :])
+        demanded = self._demand_arrays(logits, output_indices, demands)
+        moved = copy_packed([*draws, *demanded.arrays()], logits.device)
+        return self._start(logits, moved[: len(draws)], demanded, moved[len(draws) :])
 
     @torch.inference_mode()
     def start_with(
@@ -181,18 +181,18 @@ class DeviceSampler:
         logits: Tensor,
         columns: Sequence[Tensor],
         output_indices: npt.NDArray[np.int64],
-        asked: RowDemands = NOTHING,
+        demands: RowDemands = NOTHING,
     ) -> SampledRows:
         """Do what :meth:`start` does with the columns of :class:`SamplingArrays`, which the device has. Only what rows
         ask for beside a token is copied to it."""
-        wishes = self._wishes(logits, output_indices, asked)
-        arrays = wishes.arrays()
-        return self._start(logits, columns, wishes, copy_packed(arrays, logits.device) if arrays else [])
+        demanded = self._demand_arrays(logits, output_indices, demands)
+        arrays = demanded.arrays()
+        return self._start(logits, columns, demanded, copy_packed(arrays, logits.device) if arrays else [])
 
     def _start(
-        self, logits: Tensor, columns: Sequence[Tensor], wishes: _Wishes, moved: Sequence[Tensor]
+        self, logits: Tensor, columns: Sequence[Tensor], demanded: _DemandArrays, moved: Sequence[Tensor]
     ) -> SampledRows:
-        num_edited = 0 if wishes.edits is None else len(wishes.edits)
+        num_edited = 0 if demanded.edits is None else len(demanded.edits)
         edits, wanted = moved[:num_edited], moved[num_edited:]
         own = logits.index_select(0, wanted[0]) if wanted else logits  # before they are changed
         if edits:
@@ -200,37 +200,39 @@ class DeviceSampler:
             # them to the host and cost a wait.
             self._kernels.change(logits, edits, self._words(logits))
         drawn = self._kernels.draw(logits, columns)
-        if wishes.edits is not None and (wishes.edits.slot_of >= 0).any():
+        if demanded.edits is not None and (demanded.edits.slot_of >= 0).any():
             self._kernels.count(self._words(logits), edits, drawn)
         link, logprobs = self._link or link_of(logits.device), None
-        if wishes.wanted is not None:
-            own_tokens, most_listed = drawn.index_select(0, wanted[0]), int(wishes.wanted.listed.max())
+        if demanded.wanted is not None:
+            own_tokens, most_listed = drawn.index_select(0, wanted[0]), int(demanded.wanted.listed.max())
             found = self._kernels.find_logprobs(own, wanted[1:], own_tokens, most_listed)
-            logprobs = PendingLogprobs.fetch(wishes.wanted, found, link)
-        return SampledRows(drawn, PendingTokens.fetch(drawn, link), logprobs, wishes.left_out)
+            logprobs = PendingLogprobs.fetch(demanded.wanted, found, link)
+        return SampledRows(drawn, PendingTokens.fetch(drawn, link), logprobs, demanded.left_out)
 
     def _words(self, logits: Tensor) -> Tensor:
         if self._seen is None:
             self._seen = SeenCounts(logits.device, logits.shape[1])
         return self._seen.words
 
-    def _wishes(self, logits: Tensor, output_indices: npt.NDArray[np.int64], asked: RowDemands) -> _Wishes:
+    def _demand_arrays(
+        self, logits: Tensor, output_indices: npt.NDArray[np.int64], demands: RowDemands
+    ) -> _DemandArrays:
         """Return what the rows ask for in columns, but for the rows that the device cannot serve."""
-        if not asked.edits and not asked.logprobs:
-            return _NO_WISHES
-        left_out = {row for row, (top, named) in asked.logprobs.items() if top + len(named) > MOST_LISTED}
+        if not demands.edits and not demands.logprobs:
+            return _NO_DEMANDS
+        left_out = {row for row, (top, named) in demands.logprobs.items() if top + len(named) > MOST_LISTED}
         slots: dict[int, int] = {}
-        for row, edit in asked.edits.items():
+        for row, edit in demands.edits.items():
             slot = self._slot(logits, edit, int(output_indices[row])) if row not in left_out else None
             if slot is None:
                 left_out.add(row)
             else:
                 slots[row] = slot
-        edits = [asked.edits[row] for row in slots]
-        rows = [row for row in asked.logprobs if row not in left_out]
-        return _Wishes(
+        edits = [demands.edits[row] for row in slots]
+        rows = [row for row in demands.logprobs if row not in left_out]
+        return _DemandArrays(
             EditArrays.of(list(slots), edits, list(slots.values()), logits.shape[1]) if edits else None,
-            LogprobArrays.of(rows, [asked.logprobs[row] for row in rows], logits.shape[1]) if rows else None,
+            LogprobArrays.of(rows, [demands.logprobs[row] for row in rows], logits.shape[1]) if rows else None,
             left_out,
         )
 

@@ -161,10 +161,10 @@ class Rows:
         self.tokens = np.zeros((6, 8), dtype=np.int32)
         self.known, self.prompts = np.arange(6), np.ones(6, dtype=np.int64)
         self._drawer = KernelSampler(self.tokens, self.known, self.prompts)
-        self._members = StepRows.find(list(ROWS), ROWS, dict(zip(ROWS.values(), wanted, strict=True)))
+        self._step_rows = StepRows.find(list(ROWS), ROWS, dict(zip(ROWS.values(), wanted, strict=True)))
 
     def append(self, logits: torch.Tensor, places: Sequence[int] = (0, 1, 2)) -> list[int] | None:
-        found = self._drawer.append(self._members, np.array(places), logits)
+        found = self._drawer.append(self._step_rows, np.array(places), logits)
         return None if found is None else found.tolist()
 
 
@@ -227,7 +227,7 @@ def test_a_part_of_the_requests() -> None:
 def test_each_call_draws_for_its_own_members_places_and_logits() -> None:
     """One drawer keeps arguments from call to call: one of them changes at a time here."""
     rows, other = Rows(), StepRows.find(["c", "a", "b"], ROWS, dict.fromkeys(ROWS.values(), GREEDY))
-    three, two, members = np.array([0, 1, 2]), np.array([2, 0]), rows._members
+    three, two, members = np.array([0, 1, 2]), np.array([2, 0]), rows._step_rows
     wide = torch.eye(3, 9)
     calls = [
         (members, three, torch.eye(3, 5), [0, 1, 2]),

@@ -55,7 +55,7 @@ def worker_of(core: EngineCore) -> ModelWorker:
 def num_recordings(core: EngineCore) -> int:
     runner = worker_of(core)._runner
     assert runner is not None
-    return 0 if runner._recorded is None else runner._recorded.num_recordings
+    return 0 if runner._recordings is None else runner._recordings.num_recordings
 
 
 def generate(core: EngineCore, name: str = "") -> dict[str, list[int]]:

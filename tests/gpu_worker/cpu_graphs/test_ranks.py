@@ -36,7 +36,7 @@ def recordings(core: EngineCore) -> list[RecordedModel | None]:
     for worker in core.executor.workers:
         assert isinstance(worker, ModelWorker)
         assert worker._runner is not None
-        recorded = worker._runner._recorded
+        recorded = worker._runner._recordings
         assert recorded is None or isinstance(recorded, RecordedModel)
         found.append(recorded)
     return found

@@ -97,9 +97,9 @@ def test_the_same_tokens_as_on_the_host(model, with_graphs):
 def test_the_same_tokens_where_they_come_later_than_the_next_step(model, with_graphs, monkeypatch):
     link, unknown = LateLink(), []
     runner = make_runner(model, OpCapture() if with_graphs else None, link)
-    compute = runner._recorded.compute
+    compute = runner._recordings.compute
     monkeypatch.setattr(
-        runner._recorded,
+        runner._recordings,
         "compute",
         lambda model, inputs, *rest, **options: (
             unknown.append(int((inputs.token_ids < 0).sum())) or compute(model, inputs, *rest, **options)
@@ -137,7 +137,7 @@ def test_all_graphs_are_captured_ahead_and_replayed_in_place(model):
 
 
 def tensors_of(runner):
-    tensors = runner._recorded._tensors
+    tensors = runner._recordings._tensors
     return [getattr(tensors, name) for name in StepTensors.__dataclass_fields__]
 
 

@@ -102,7 +102,7 @@ def test_recorded_steps_read_the_rows_of_each_step(model: Path, adapter: Path, t
     assert len(set(map(tuple, alone.values()))) == 3
     for adapters in ([one, two, b""], [b"", one, two], [two, two, one], [b"", b"", b""]):
         assert engine.generate([PROMPT] * 3, [8] * 3, adapters=adapters) == [alone[each] for each in adapters]
-    recorded = engine.core.executor._worker._runner._recorded  # type: ignore[attr-defined]
+    recorded = engine.core.executor._worker._runner._recordings  # type: ignore[attr-defined]
     assert recorded is None or {adapted for _, _, adapted in recorded._steps} == {False, True}
 
 

@@ -274,8 +274,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _ask_for_adapters(self) -> None:
         """Ask engines to load the adapters for which requests wait."""
-        asked, self._registry.adapters.asked = self._registry.adapters.asked, []
-        for engine_id, changes in asked:
+        to_load, self._registry.adapters.to_load = self._registry.adapters.to_load, []
+        for engine_id, changes in to_load:
             with contextlib.suppress(ResourceExhausted):  # another engine is asked later
                 if (stream := self._streams.get(engine_id)) is not None:
                     stream.command(EngineCommand(adapters=changes))

@@ -64,7 +64,7 @@ class OutputProcessorService:
                 initial_credit=INITIAL_CREDIT,
             )
 
-        sessions = GatewayStreams()
+        streams = GatewayStreams()
         links = EngineLinks(
             greet,
             host.failed,
@@ -85,7 +85,7 @@ class OutputProcessorService:
         self._closing.push_async_callback(_cancelled, host.spawn(placer.run(), name="coordinator"))
         kept = KeptRequests[SampleGroup](host.failed, settings.keep_lost_requests, settings.max_kept_bytes)
         self._closing.push_async_callback(kept.close)
-        self._closing.push_async_callback(sessions.close)  # before the placer
+        self._closing.push_async_callback(streams.close)  # before the placer
         requests = self.requests = Requests(
             placer,
             vocabulary,
@@ -98,9 +98,9 @@ class OutputProcessorService:
             tracer=host.tracer,
             clock=host.clock.nanoseconds,
         )
-        self._draining.push_async_callback(_drain, sessions, requests, settings.drain)
+        self._draining.push_async_callback(_drain, streams, requests, settings.drain)
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
-        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests, sessions))
+        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests, streams))
 
     async def drain(self) -> None:
         await self._draining.aclose()
@@ -115,30 +115,30 @@ async def _cancelled(task: "asyncio.Task[Any]") -> None:
 
 
 class _Servicer(OutputProcessorServicer):
-    def __init__(self, hello: Hello, requests: Requests, sessions: GatewayStreams) -> None:
+    def __init__(self, hello: Hello, requests: Requests, streams: GatewayStreams) -> None:
         self._hello = hello
         self._requests = requests
-        self._sessions = sessions
+        self._streams = streams
 
     async def Process(  # type: ignore[override]  # it writes to the context, because a generator costs more per frame
         self, request_iterator: AsyncIterator[ProcessInput], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        session = GatewayStream(self._hello, self._requests)
-        with self._sessions.joined(session):
-            await session.run(request_iterator, context.write)
+        stream = GatewayStream(self._hello, self._requests)
+        with self._streams.joined(stream):
+            await stream.run(request_iterator, context.write)
 
 
-async def _drain(sessions: GatewayStreams, requests: Requests, mode: Drain) -> None:
+async def _drain(streams: GatewayStreams, requests: Requests, mode: Drain) -> None:
     """Announce that this process leaves, then let live requests finish, or move them to other output processors: at
     once or, in mode ``finish``, when the drain timeout has passed."""
     # First, so that gateways know it before the first refusal: 10 of 47 requests were lost while refusals came sooner.
-    sessions.leave()
+    streams.leave()
     if mode == "migrate":
-        sessions.move()
+        streams.move()
     try:
         await requests.drain()
     finally:
-        sessions.move()
+        streams.move()
 
 
 def load_checkpoint(path: Path, settings: OutputProcessorSettings) -> tuple[CheckpointInfo, Vocabulary, Fingerprint]:

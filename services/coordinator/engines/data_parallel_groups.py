@@ -24,12 +24,12 @@ class RankState:
     Attributes:
         started: The wave that it has begun; None at rest.
         completed: The last wave that has ended for it; -1 before the first.
-        asked: The last wave that it was asked to begin; -1: none.
+        sent_start: The last wave that it was asked to begin; -1: none.
     """
 
     started: int | None = None
     completed: int = -1
-    asked: int = -1
+    sent_start: int = -1
 
 
 @dataclass(slots=True)
@@ -61,10 +61,10 @@ class WaveStarts:
         due = [
             name
             for name, state in self.ranks.items()
-            if state.started is None and state.completed < wave and state.asked < wave
+            if state.started is None and state.completed < wave and state.sent_start < wave
         ]
         for name in due:
-            self.ranks[name].asked = wave
+            self.ranks[name].sent_start = wave
         return [(name, wave) for name in due]
 
 
@@ -130,7 +130,7 @@ class DataParallelGroups:
     def not_asked(self, identity: EngineIdentity) -> None:
         """Note that a rank could not be asked to begin a wave; the next report of its group tries again."""
         if (group := self._groups.get(identity.data_parallel_group)) is not None:
-            group.starts.ranks[identity.engine_id].asked = -1
+            group.starts.ranks[identity.engine_id].sent_start = -1
 
     def leave(self, identity: EngineIdentity) -> None:
         """Forget an engine that left."""

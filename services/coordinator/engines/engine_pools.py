@@ -174,13 +174,13 @@ class EnginePools:
         """Return the engines whose weights serve the model's name."""
         return np.array([row for row in rows.tolist() if not self._by_row[row].waits_aside], np.intp)
 
-    def _computing_alike(self, key: _Key, rows: Rows, asked: Fingerprint) -> Rows:
+    def _computing_alike(self, key: _Key, rows: Rows, wanted: Fingerprint) -> Rows:
         """Return the engines that compute as the one on which the request began; without any, all of them."""
-        alike = rows[self._kinds.computing_as(asked)[self._columns.kind[rows]]]
+        alike = rows[self._kinds.computing_as(wanted)[self._columns.kind[rows]]]
         if len(alike) or not len(rows):
             return alike
         names = ", ".join(sorted({self._by_row[row].identity.fingerprint.numerics for row in rows.tolist()}))
-        self._unlike[key] = f"it began with {asked.numerics!r}; now serving: {names}"
+        self._unlike[key] = f"it began with {wanted.numerics!r}; now serving: {names}"
         return rows
 
     def _of_rank(self, rows: Rows, rank: int) -> Rows:

@@ -24,7 +24,7 @@ class WantedAdapters:
     operator's last word on a name counts: an engine that joins is asked to load and unload what differs.
 
     Attributes:
-        asked: The engines that should load an adapter for a request, with what each should do; the caller takes them.
+        to_load: The engines that should load an adapter for a request, with what each should do; the caller takes them.
         version: Grows when the adapters may have changed.
     """
 
@@ -33,7 +33,7 @@ class WantedAdapters:
         self._digests: dict[bytes, Adapter] = {}
         self._unloaded: OrderedDict[str, None] = OrderedDict()
         self._asked_at: dict[bytes, float] = {}  # of digests in _digests
-        self.asked: list[tuple[str, AdapterChanges]] = []
+        self.to_load: list[tuple[str, AdapterChanges]] = []
         self.version = 0
 
     def __iter__(self) -> Iterator[Adapter]:
@@ -98,7 +98,7 @@ class WantedAdapters:
             # One engine is asked and not all: adapters that only a few requests use would push others out of every
             # engine's slots.
             best = min(able, key=lambda record: record.score)
-            self.asked.append((best.identity.engine_id, AdapterChanges(load=[adapter])))
+            self.to_load.append((best.identity.engine_id, AdapterChanges(load=[adapter])))
         return Unavailable(f"No engine has the LoRA adapter {adapter.name!r} now; retry.")
 
     def _digest(self, name: str) -> bytes:

@@ -10,26 +10,26 @@ class HolderGroup:
     """Names the engines that hold the same consecutive blocks of a prompt, if they are several.
 
     Attributes:
-        stretches: The stretch in which each engine was given the blocks, by row.
+        hash_runs: The run in which each engine was given the blocks, by row.
         num_blocks: The blocks.
     """
 
-    __slots__ = ("_array", "num_blocks", "stretches")
+    __slots__ = ("_array", "hash_runs", "num_blocks")
 
-    def __init__(self, stretches: dict[int, int], num_blocks: int) -> None:
-        self.stretches = stretches
+    def __init__(self, hash_runs: dict[int, int], num_blocks: int) -> None:
+        self.hash_runs = hash_runs
         self.num_blocks = num_blocks
         self._array: NDArray[np.int64] | None = None
 
-    def put(self, row: int, stretch: int) -> None:
-        """Add an engine, or name its newest stretch."""
-        self.stretches[row] = stretch
+    def put(self, row: int, hash_run: int) -> None:
+        """Add an engine, or name its newest run."""
+        self.hash_runs[row] = hash_run
         self._array = None
 
     def rows(self, owner: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of the engines that hold the blocks; -1 for those that were made to forget them."""
         if self._array is None:
-            self._array = np.fromiter(self.stretches.values(), np.int64, len(self.stretches))
+            self._array = np.fromiter(self.hash_runs.values(), np.int64, len(self.hash_runs))
         rows: NDArray[np.int64] = owner.take(self._array)
         return rows
 
@@ -53,10 +53,10 @@ class BlockHolders:
         assert group is not None
         return group
 
-    def add(self, stretches: dict[int, int], num_blocks: int) -> int:
+    def add(self, hash_runs: dict[int, int], num_blocks: int) -> int:
         """Add a group and return its number."""
-        group = HolderGroup(stretches, num_blocks)
-        self.num_bytes += self.GROUP_BYTES + self.ENGINE_BYTES * len(stretches)
+        group = HolderGroup(hash_runs, num_blocks)
+        self.num_bytes += self.GROUP_BYTES + self.ENGINE_BYTES * len(hash_runs)
         if self._free:
             number = self._free.popleft()
             self._groups[number] = group
@@ -65,18 +65,18 @@ class BlockHolders:
             self._groups.append(group)
         return number
 
-    def put(self, number: int, row: int, stretch: int) -> None:
-        """Add an engine to a group, or name its newest stretch."""
+    def put(self, number: int, row: int, hash_run: int) -> None:
+        """Add an engine to a group, or name its newest run."""
         group = self[number]
-        self.num_bytes += self.ENGINE_BYTES * (row not in group.stretches)
-        group.put(row, stretch)
+        self.num_bytes += self.ENGINE_BYTES * (row not in group.hash_runs)
+        group.put(row, hash_run)
 
     def leave(self, number: int, num_blocks: int) -> None:
         """Note that so many blocks belong to the group no more, and remove it with the last one."""
         group = self[number]
         group.num_blocks -= num_blocks
         if group.num_blocks <= 0:
-            self.num_bytes -= self.GROUP_BYTES + self.ENGINE_BYTES * len(group.stretches)
+            self.num_bytes -= self.GROUP_BYTES + self.ENGINE_BYTES * len(group.hash_runs)
             self._groups[number] = None
             self._free.append(number)
 

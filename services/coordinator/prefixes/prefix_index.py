@@ -17,14 +17,14 @@ MAX_BLOCKS = 1 << 16
 """Blocks remembered of one engine at most."""
 _MIN_ENTRIES = 1 << 12
 _LOG_SHARE = 0.75  # of the bytes; the rest is for groups
-_MAX_STRETCHES = 1 << 16  # begun in one generation
+_MAX_RUNS = 1 << 16  # begun in one generation
 _GROUP = 1 << 31  # values from here on number groups
 _OLD = 1 << 40  # added to values of the old generation
 _SWEPT_GROUPS = 256  # freed at each pick: all at once would take too long
 
 
 class _Generation:
-    """Holds blocks. Their values: 0: no engine has the block; below ``_GROUP``: the stretch of the only engine that has
+    """Holds blocks. Their values: 0: no engine has the block; below ``_GROUP``: the run of the only engine that has
     it; otherwise a group."""
 
     def __init__(self, max_blocks: int, *, is_searchable: bool) -> None:
@@ -83,18 +83,18 @@ class PrefixIndex:
     def __init__(self, max_bytes: int) -> None:
         self._max_log_bytes = int(max_bytes * _LOG_SHARE / 2)
         self._max_group_bytes = int(max_bytes * (1 - _LOG_SHARE) / 2)
-        self._stretches = HashRuns()
+        self._hash_runs = HashRuns()
         self._is_searchable = False  # what is remembered from the first eviction on
         self._young, self._old = (_Generation(0, is_searchable=False) for _ in range(2))
         self._swept: list[BlockHolders] = []
 
     def open(self, row: int, num_blocks: int) -> None:
         """Add an engine, or forget what was remembered of the one in its row. ``num_blocks``: what its cache holds."""
-        self._stretches.open(row, min(num_blocks, MAX_BLOCKS))
+        self._hash_runs.open(row, min(num_blocks, MAX_BLOCKS))
 
     def close(self, row: int) -> None:
         """Remove an engine."""
-        self._stretches.close(row)
+        self._hash_runs.close(row)
 
     def find(self, hashes: Sequence[int]) -> Path:
         """Look a prompt up. ``hashes``: of its blocks, from the first on."""
@@ -104,7 +104,7 @@ class PrefixIndex:
         """Return how many leading blocks of a prompt each engine has, by row, shape [num_rows]; None if no engine has
         any. A hash stands for the blocks that :data:`.LEADING_BLOCKS` says."""
         counts: IntColumn | None = None
-        owner = self._stretches.owner
+        owner = self._hash_runs.owner
         for begin, end, value, _ in path.runs:
             generation, value = (self._old, value - _OLD) if value >= _OLD else (self._young, value)
             if value == 0:
@@ -125,7 +125,7 @@ class PrefixIndex:
 
     def add(self, path: Path, row: int) -> None:
         """Remember that an engine will have the blocks of a prompt, or as many as its cache holds."""
-        num_blocks = min(len(path.words), self._stretches.limit(row))
+        num_blocks = min(len(path.words), self._hash_runs.limit(row))
         if not num_blocks:
             return
         # Two generations instead of a list in the order of use: 65,536 blocks of a thousand engines took 8.7 GiB as
@@ -135,7 +135,7 @@ class PrefixIndex:
             # The path names positions in the generation that has just become the old one, so it is looked up again.
             path = self._find(path.words)
         num_known, log = path.num_known, self._young.log
-        newest = self._stretches.newest(row)
+        newest = self._hash_runs.newest(row)
         appended = log.append(path.words[num_known:num_blocks]) if num_blocks > num_known else 0
         for begin, end, before, position in path.runs:
             end = min(end, num_blocks)
@@ -147,7 +147,7 @@ class PrefixIndex:
             elif after == before:
                 continue
             log.values[position : position + end - begin] = after
-        self._stretches.trim(row)
+        self._hash_runs.trim(row)
         if self._swept and not self._swept[-1].take(_SWEPT_GROUPS):
             self._swept.pop()
 
@@ -200,33 +200,35 @@ class PrefixIndex:
 
     def _with(self, value: int, row: int, newest: int, num_blocks: int) -> int:
         """Return the value, in the young generation, of blocks that the engine in ``row`` has too from now on."""
-        stretches, groups, is_old = self._stretches, self._young.groups, value >= _OLD
+        hash_runs, groups, is_old = self._hash_runs, self._young.groups, value >= _OLD
         if is_old:
             value -= _OLD
         if value >= _GROUP:
             return self._with_group(value, row, newest, num_blocks, is_old)
-        owner = int(stretches.owner[value]) if value else -1
+        owner = int(hash_runs.owner[value]) if value else -1
         if value != newest:
-            stretches.move(row, num_blocks, value if owner == row else None)
+            hash_runs.move(row, num_blocks, value if owner == row else None)
         if owner in (-1, row):
             return newest
         return _GROUP + groups.add({owner: value, row: newest}, num_blocks)
 
     def _with_group(self, value: int, row: int, newest: int, num_blocks: int, is_old: bool) -> int:
         groups, group = self._young.groups, (self._old if is_old else self._young).groups[value - _GROUP]
-        before = group.stretches.get(row)
+        before = group.hash_runs.get(row)
         if before != newest:
-            self._stretches.move(row, num_blocks, before)
+            self._hash_runs.move(row, num_blocks, before)
         if not is_old:
             if before == newest:
                 return value
             if num_blocks == group.num_blocks:
                 groups.put(value - _GROUP, row, newest)
                 return value
-            members = dict(group.stretches)
+            members = dict(group.hash_runs)
             groups.leave(value - _GROUP, num_blocks)
         else:  # what was forgotten must not come into the young generation
-            members = {each: stretch for each, stretch in group.stretches.items() if self._stretches.has(each, stretch)}
+            members = {
+                each: hash_run for each, hash_run in group.hash_runs.items() if self._hash_runs.has(each, hash_run)
+            }
         members[row] = newest
         return _GROUP + groups.add(members, num_blocks)
 
@@ -237,19 +239,19 @@ class PrefixIndex:
         for value in np.unique(present).tolist():
             if not self._has(generation, value, row):
                 continue
-            of_value, stretch, after = positions[present == value], value, 0
+            of_value, hash_run, after = positions[present == value], value, 0
             if value >= _GROUP:
-                others = dict(groups[value - _GROUP].stretches)
-                stretch = others.pop(row)
+                others = dict(groups[value - _GROUP].hash_runs)
+                hash_run = others.pop(row)
                 groups.leave(value - _GROUP, len(of_value))
                 after = _GROUP + groups.add(others, len(of_value))
-            self._stretches.drop(row, len(of_value), stretch)
+            self._hash_runs.drop(row, len(of_value), hash_run)
             values[of_value] = after
 
     def _has(self, generation: _Generation, value: int, row: int) -> bool:
         """Return whether an engine has the blocks with this value."""
-        stretch = value if value < _GROUP else generation.groups[value - _GROUP].stretches.get(row, 0)
-        return self._stretches.has(row, stretch)
+        hash_run = value if value < _GROUP else generation.groups[value - _GROUP].hash_runs.get(row, 0)
+        return self._hash_runs.has(row, hash_run)
 
     def _become_searchable(self) -> None:
         """Follow evictions from now on: that takes more memory and time, and is not needed without them."""
@@ -262,7 +264,7 @@ class PrefixIndex:
         return (
             not self._young.log.has_room(num_new)
             or self._young.groups.num_bytes > self._max_group_bytes
-            or self._stretches.num_new > _MAX_STRETCHES
+            or self._hash_runs.num_new > _MAX_RUNS
         )
 
     def _rotate(self) -> None:
@@ -271,9 +273,9 @@ class PrefixIndex:
         # A block takes 15 bytes, or 26 with the table of single blocks that evictions need; so with evictions the same
         # memory holds 4 to 8 million blocks instead of 7 to 14.
         block_bytes = SEARCHABLE_BLOCK_BYTES if self._is_searchable else BLOCK_BYTES
-        max_blocks = max(min(self._stretches.num_blocks, int(self._max_log_bytes / block_bytes)), _MIN_ENTRIES)
+        max_blocks = max(min(self._hash_runs.num_blocks, int(self._max_log_bytes / block_bytes)), _MIN_ENTRIES)
         self._old, self._young = self._young, _Generation(max_blocks, is_searchable=self._is_searchable)
-        self._stretches.recycle()
+        self._hash_runs.recycle()
 
 
 def _runs(log: BlockLog, piece: LoggedBlocks, offset: int) -> list[Run]:

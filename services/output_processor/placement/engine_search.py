@@ -133,7 +133,7 @@ class EngineSearch:
             self.overload = error
         return cause is Cause.GONE or cause is Cause.FULL
 
-    async def wait_for_budget(self, news: asyncio.Event) -> None:
+    async def wait_for_budget(self, engine_came: asyncio.Event) -> None:
         """Return when the budget of retries permits the next attempt.
 
         Raises what refused a sample that was not admitted, instead of letting it wait; otherwise as :meth:`pause`.
@@ -141,10 +141,10 @@ class EngineSearch:
         while not self._debt.pay():
             if self.overload is not None:
                 raise self.overload
-            await self.pause(news)
+            await self.pause(engine_came)
 
-    async def pause(self, news: asyncio.Event, cause: errors.TokenloomError | None = None) -> None:
-        """Wait for ``news`` of another engine, or until the next round is due.
+    async def pause(self, engine_came: asyncio.Event, cause: errors.TokenloomError | None = None) -> None:
+        """Wait for ``engine_came``, which is set when another engine serves, or until the next round is due.
 
         Raises ``Unavailable`` when no time is left, with the message of ``cause``.
         """
@@ -160,7 +160,7 @@ class EngineSearch:
         self.is_admitted = True
         try:
             async with asyncio.timeout(delay):
-                await news.wait()
+                await engine_came.wait()
         except TimeoutError:
             pass
 

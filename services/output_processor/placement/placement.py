@@ -82,7 +82,7 @@ class Placer:
         self._subset_size = subset_size
         self._subset: Subset | None = None  # None until the position is known
         self._is_closed = False
-        self._news = asyncio.Event()  # set once when another engine serves, and replaced
+        self._engine_came = asyncio.Event()  # set once when another engine serves, and replaced
 
     async def run(self) -> None:
         """Stay in touch with the coordinator until cancelled."""
@@ -98,8 +98,8 @@ class Placer:
 
     def _take(self, view: RegistryView) -> None:
         if self._snapshot.update(view):
-            news, self._news = self._news, asyncio.Event()
-            news.set()
+            engine_came, self._engine_came = self._engine_came, asyncio.Event()
+            engine_came.set()
 
     def at_once(self, submit: Submit) -> EngineAttempt | None:
         """Place the beginning of a request on the only engine of the mesh, without the coordinator: any pick would
@@ -169,12 +169,12 @@ class Placer:
         if search.exclude:
             self._cooldown.add(search.exclude[-1])  # the one that has just failed or refused this sample
         if search.must_wait:
-            await search.pause(self._news)
-        await search.wait_for_budget(self._news)
+            await search.pause(self._engine_came)
+        await search.wait_for_budget(self._engine_came)
         while True:
             if self._is_closed:
                 raise errors.TryElsewhere("The output processor has stopped; retry.")
-            news = self._news
+            engine_came = self._engine_came
             try:
                 return await self._place_now(request, submit, search.exclude, response)
             except (errors.Unavailable, errors.ResourceExhausted) as error:
@@ -185,7 +185,7 @@ class Placer:
                 cause = error
             response = None
             search.exclude = []
-            await search.pause(news, cause)
+            await search.pause(engine_came, cause)
 
     async def _place_now(
         self,
@@ -237,7 +237,7 @@ class Placer:
     async def close(self) -> None:
         """Close the links and the channel, and end the placements. :meth:`run` must be cancelled before."""
         self._is_closed = True
-        self._news.set()
+        self._engine_came.set()
         await self._links.close()
         await self._channel.close()
 

@@ -143,11 +143,11 @@ class KeptRequests(Generic[R]):
             return
         self.attached(request)
         num_bytes = request.num_bytes
-        if not request.is_complete or not self._seconds or (room := self._make_room(num_bytes)) is None:
+        if not request.is_complete or not self._seconds or (reservation := self._reserve(num_bytes)) is None:
             del self._by_id[request_id]
             return
         until = asyncio.get_running_loop().time() + self._seconds
-        self._ended[request_id] = request, room, until
+        self._ended[request_id] = request, reservation, until
         if self._purge_timer is None:
             self._purge_timer = asyncio.get_running_loop().call_at(until, self._purge)
 
@@ -181,15 +181,15 @@ class KeptRequests(Generic[R]):
                 return
             self._forget(request_id)
 
-    def _make_room(self, num_bytes: int) -> Reservation | None:
-        """Take room for the output of a request, that of the oldest ones if need be; None: it never fits."""
+    def _reserve(self, num_bytes: int) -> Reservation | None:
+        """Reserve memory for the output of a request, in place of the oldest ones if need be; None: it never fits."""
         if num_bytes > self._max_bytes:
             return None
-        while (room := self._bytes.take(num_bytes)) is None:
+        while (reservation := self._bytes.take(num_bytes)) is None:
             self._forget(next(iter(self._ended)))
-        return room
+        return reservation
 
     def _forget(self, request_id: str) -> None:
-        _, room, _ = self._ended.pop(request_id)
-        room.release()
+        _, reservation, _ = self._ended.pop(request_id)
+        reservation.release()
         del self._by_id[request_id]

@@ -72,11 +72,11 @@ def test_an_adapter_that_no_engine_has_is_loaded_where_the_load_is_least() -> No
     for _ in range(3):
         with pytest.raises(Unavailable, match="'pirate'"):
             pick(made, PIRATE.digest)
-    assert made.adapters.asked == [("c", AdapterChanges(load=[PIRATE]))]
+    assert made.adapters.to_load == [("c", AdapterChanges(load=[PIRATE]))]
     clock.now += LOAD_SECONDS
     with pytest.raises(Unavailable):
         pick(made, PIRATE.digest)
-    assert len(made.adapters.asked) == 2
+    assert len(made.adapters.to_load) == 2
     assert record.adapters == frozenset()
     made.report(made.join(able("c"), report()), report(adapters=[PIRATE]))
     assert pick(made, PIRATE.digest) == "c"
@@ -88,7 +88,7 @@ def test_a_pick_for_an_unloaded_adapter_fails_at_once() -> None:
     made.join(able("a"), report())
     with pytest.raises(ModelNotFound, match="unloaded or replaced"):
         pick(made, PIRATE.digest)
-    assert not made.adapters.asked
+    assert not made.adapters.to_load
 
 
 def test_nothing_is_missing_before_the_engines_had_time_to_join() -> None:

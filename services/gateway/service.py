@@ -246,8 +246,8 @@ async def open_servers(
     if meshes.is_one:
         routes = routes_of(meshes.first)
     else:
-        door = ModelRouter(meshes, routes_of, max_body_bytes=settings.max_body_bytes)
-        routes = {**door.routes(), **ModelsRoutes(meshes).routes()}
+        router = ModelRouter(meshes, routes_of, max_body_bytes=settings.max_body_bytes)
+        routes = {**router.routes(), **ModelsRoutes(meshes).routes()}
     routes = {**status_routes(settings, host, meshes, counts), **routes, **batch_routes}
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
     routes |= await _admin_routes(settings, host, meshes, finished.recent)

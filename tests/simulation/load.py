@@ -139,7 +139,7 @@ class Client:
     async def _take(self, generator: Generator) -> None:
         delivered = self._delivered()
         async with generator.open(
-            make_job(self.answer.ask, max(self._seconds_left(), 0.01)), claim=self._claim()
+            make_job(self.answer.ask, max(self._seconds_left(), 0.01)), token=self._token()
         ) as generation:
             self._request_id = generation.request_id if self.answer.ask.resumes else ""
             while not generation.done:
@@ -148,7 +148,7 @@ class Client:
                         if is_new:
                             self._add(part)
 
-    def _claim(self) -> ResumeToken:
+    def _token(self) -> ResumeToken:
         if not self.answer.ask.resumes:
             return NEW
         return ResumeToken(self._request_id, _FINGERPRINT, resumes=bool(self._request_id))

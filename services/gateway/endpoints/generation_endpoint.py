@@ -28,7 +28,7 @@ from .answer_stream import AnswerShaper, AnswerStream, SilentStreams, Slices
 
 log = logging.getLogger(__name__)
 
-Asked = tuple[GenerateRequest, AnswerOptions, ResumeToken]
+ReadRequest = tuple[GenerateRequest, AnswerOptions, ResumeToken]
 """What a client asks for."""
 
 RANK_HEADER = b"x-data-parallel-rank"
@@ -73,15 +73,15 @@ class GenerationEndpoint:
     """Looks at its streams."""
     stream_headers: HeaderPairs = sse.HEADERS
 
-    async def __call__(self, exchange: HttpExchange, asked: list[Asked] | None = None) -> None:
-        """Answer a request. ``asked``: what was read of it; None: it is read here."""
+    async def __call__(self, exchange: HttpExchange, held: list[ReadRequest] | None = None) -> None:
+        """Answer a request. ``held``: what was read of it; None: it is read here."""
         # The list alone holds what was read and is emptied: the prompts must not live as long as the answer.
-        asked = [await self.read(exchange)] if asked is None else asked
-        options, claim = asked[0][1:]
+        held = [await self.read(exchange)] if held is None else held
+        options, token = held[0][1:]
         headers = trace_headers(exchange)
         try:
             with exchange.until_disconnected():
-                async with self.generator.open(asked.pop()[0], headers, claim) as generation:
+                async with self.generator.open(held.pop()[0], headers, token) as generation:
                     if log.isEnabledFor(logging.DEBUG):
                         RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
                     answer = self.api.answer(generation, options)
@@ -94,10 +94,10 @@ class GenerationEndpoint:
         except errors.InvalidArgument as error:
             raise error.renamed(options.field_names) from error
 
-    async def read(self, exchange: HttpExchange) -> Asked:
+    async def read(self, exchange: HttpExchange) -> ReadRequest:
         """Return what the body asks for, and which request of the mesh it is."""
         body = await exchange.read_body(self.max_body_bytes)
-        headers, claim = exchange.headers, NEW
+        headers, token = exchange.headers, NEW
         job, options = await self.parser.read(body.data, partial(self._job, exchange.tenant))
         if not self.api.is_resumable and b"last-event-id" in headers:
             raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
@@ -108,11 +108,11 @@ class GenerationEndpoint:
         if (rank := headers.get(RANK_HEADER)) is not None:
             job = replace(job, data_parallel_rank=read_rank(rank))
         if b"last-event-id" in headers or b"idempotency-key" in headers:
-            options, claim = _read_resume_token(exchange, body.data, job, options)
+            options, token = _read_resume_token(exchange, body.data, job, options)
         # After the fingerprint, which is made of the bytes of the body. They must not live as long as the answer; after
         # an error, the application drops them.
         body.close()
-        return job, options, claim
+        return job, options, token
 
     def _job(self, tenant: Tenant, body: Body) -> tuple[GenerateRequest, AnswerOptions]:
         adapter = self.names.find(body.get("model"))
@@ -173,9 +173,9 @@ def _read_resume_token(
     last_id, key = exchange.headers.get(b"last-event-id"), exchange.headers.get(b"idempotency-key")
     # The path belongs to the body: the same JSON at another endpoint is another request.
     digest = fingerprint(exchange.path, body)
-    claim = NEW if key is None else token_of_key(job.tenant.name, key.decode("latin-1"), digest, KEY_FIELD)
+    token = NEW if key is None else token_of_key(job.tenant.name, key.decode("latin-1"), digest, KEY_FIELD)
     if last_id is None:
-        return options, claim
+        return options, token
     text = last_id.decode("latin-1").strip()
     if text not in NO_EVENT:
         event = parse_event_id(text)
@@ -184,11 +184,11 @@ def _read_resume_token(
         if len(event.entries) and max(event.entries) >= _num_outputs(job):
             raise errors.InvalidArgument(f"{FIELD} is of an answer with more outputs than the body asks for", FIELD)
         delivered = tokens_of(event.positions)
-        claim = ResumeToken(event.request_id, digest, resumes=True, num_delivered=delivered)
-        return replace(options, event_ids=True, resumed=event), claim
+        token = ResumeToken(event.request_id, digest, resumes=True, num_delivered=delivered)
+        return replace(options, event_ids=True, resumed=event), token
     if not options.stream or _num_outputs(job) > MAX_OUTPUTS:
-        return options, claim
-    return replace(options, event_ids=True), claim if claim.fingerprint else ResumeToken(fingerprint=digest)
+        return options, token
+    return replace(options, event_ids=True), token if token.fingerprint else ResumeToken(fingerprint=digest)
 
 
 def _num_outputs(job: GenerateRequest) -> int:

@@ -29,10 +29,10 @@ class RequestAdmission:
     has room for every request that this rule admits.
     """
 
-    def __init__(self, shares: TenantShares, backlog: WaitEstimator, most_urgent_priority: int = 0) -> None:
+    def __init__(self, shares: TenantShares, estimator: WaitEstimator, most_urgent_priority: int = 0) -> None:
         """``most_urgent_priority``: the lowest priority that a client gets, whatever it asks for."""
         self._shares = shares
-        self._backlog = backlog
+        self._estimator = estimator
         self._refusals = RefusalLog(asyncio.get_running_loop().time)
         self._most_urgent_priority = most_urgent_priority
         self._draining = False
@@ -72,7 +72,7 @@ class RequestAdmission:
         self._num_places += 1
         leave = partial(self._leave, num_outputs, is_new=self._num_old is not None)
         num_tokens = estimate_prompt_tokens(job)
-        return AdmittedRequest(share, self._backlog, seats, leave, num_tokens=num_tokens, grammar=grammar)
+        return AdmittedRequest(share, self._estimator, seats, leave, num_tokens=num_tokens, grammar=grammar)
 
     def check_open(self) -> None:
         """Raise ``Unavailable`` while the gateway drains."""
@@ -97,20 +97,20 @@ class RequestAdmission:
             self._num_old -= 1
             if not self._num_old:
                 self._old_ended.set()
-        self._backlog.end(num_outputs)
+        self._estimator.end(num_outputs)
         if not self._num_places:  # other meshes of this gateway may have outputs in work
             self._idle.set()
 
     def _check_wait(self, job: GenerateRequest, share: TenantShare, timeout: float) -> None:
         """Raise ``ResourceExhausted`` for a request that would wait for too long."""
-        backlog, queue_share = self._backlog, 1.0
-        if self._shares.is_shared and backlog.pending:
+        estimator, queue_share = self._estimator, 1.0
+        if self._shares.is_shared and estimator.pending:
             # As much of the queue runs before the request for each tenant that waits as this tenant has there itself.
             num_others = sum(other.pending_outputs > 0 for other in self._shares if other is not share)
-            queue_share = min((num_others + 1) * share.pending_outputs / backlog.pending, 1.0)
+            queue_share = min((num_others + 1) * share.pending_outputs / estimator.pending, 1.0)
         priority = max(job.priority, self._most_urgent_priority)
         try:
-            backlog.check(WaitLimit(priority, timeout, queue_share, job.is_sheddable))
+            estimator.check(WaitLimit(priority, timeout, queue_share, job.is_sheddable))
         except errors.ResourceExhausted as error:
             if job.is_sheddable:  # it is tried again until there is capacity: no client was refused
                 raise
@@ -138,8 +138,8 @@ class RefusalLog:
 
 
 class AdmittedRequest:
-    """Holds what one request has of its tenant's share, until it is closed. It counts in the backlog until each of its
-    outputs has its first token.
+    """Holds what one request has of its tenant's share, until it is closed. Its outputs count as pending until each has
+    its first token.
 
     Attributes:
         num_outputs: Outputs that may be in work at the same time.
@@ -149,7 +149,7 @@ class AdmittedRequest:
     def __init__(
         self,
         share: TenantShare,
-        backlog: WaitEstimator,
+        estimator: WaitEstimator,
         seats: Reservation,
         leave: Callable[[], None],
         *,
@@ -165,7 +165,7 @@ class AdmittedRequest:
         self.num_outputs = self._num_pending = seats.amount
         self.num_used = 0
         self._share = share
-        self._backlog = backlog
+        self._estimator = estimator
         self._seats = seats
         self._leave = leave
         self._num_pending_tokens = num_tokens
@@ -173,7 +173,7 @@ class AdmittedRequest:
         self._begun: set[int] = set()
         self._tokens: Reservation | None = None
         self._has_tokens = self._is_closed = False
-        backlog.add(self.num_outputs, num_tokens)
+        estimator.add(self.num_outputs, num_tokens)
         share.pending_outputs += self.num_outputs
 
     def __enter__(self) -> Self:
@@ -192,7 +192,7 @@ class AdmittedRequest:
             return
         self._tokens = self._share.take_tokens(num_prompt, num_output, is_bounded=is_bounded)
         self._has_tokens = True
-        self._backlog.pending_tokens += num_prompt - self._num_pending_tokens
+        self._estimator.pending_tokens += num_prompt - self._num_pending_tokens
         self._num_pending_tokens = num_prompt  # known now, and no estimate any more
 
     def begin_output(self, index: int) -> None:
@@ -222,7 +222,7 @@ class AdmittedRequest:
             self._num_pending -= num_outputs
             self._num_pending_tokens -= num_tokens
             self._share.pending_outputs -= num_outputs
-            self._backlog.begin(num_outputs, num_tokens)
+            self._estimator.begin(num_outputs, num_tokens)
 
 
 class AdmittedCall:

@@ -34,15 +34,15 @@ class Charge:
         self._has_prompt = self._prompt_is_elsewhere = has_prompt
         self._num_cached = 0
 
-    def trust(self, claim: ResumeToken) -> None:
+    def trust(self, token: ResumeToken) -> None:
         """Believe of what was counted elsewhere only as much as the client of every call says it has: a client that
         names a position it never had must not get what is before it for nothing."""
         for index, elsewhere in enumerate(self._elsewhere):
-            has = claim.num_delivered[index] if index < len(claim.num_delivered) else 0
+            has = token.num_delivered[index] if index < len(token.num_delivered) else 0
             if has < elsewhere:
                 self._counted[index] -= elsewhere - has
                 self._elsewhere[index] = has
-        if self._prompt_is_elsewhere and not claim.resumes:
+        if self._prompt_is_elsewhere and not token.resumes:
             self._has_prompt = self._prompt_is_elsewhere = False
 
     def add(self, num_prompt: int, num_cached: int, positions: Sequence[int]) -> Used:
@@ -75,7 +75,7 @@ class Charges:
         self._by_id: dict[tuple[str, str], Charge] = {}  # bounded by what is admitted, and by `most`
         self._complete: dict[tuple[str, str], float] = {}  # those that can be repeated, with the end of that, ascending
 
-    def of(self, tenant: str, request_id: str, claim: ResumeToken) -> Charge:
+    def of(self, tenant: str, request_id: str, token: ResumeToken) -> Charge:
         """Return the charge of a request for a call, which must :meth:`leave` at its end.
 
         A request that is resumed, and that this gateway does not know, was begun through another one, which has counted
@@ -84,8 +84,8 @@ class Charges:
         self._forget_old()
         key = tenant, request_id
         if (charge := self._by_id.get(key)) is None:
-            charge = self._by_id[key] = Charge(claim.num_delivered, has_prompt=claim.resumes)
-        charge.trust(claim)
+            charge = self._by_id[key] = Charge(token.num_delivered, has_prompt=token.resumes)
+        charge.trust(token)
         charge.num_calls += 1
         return charge
 

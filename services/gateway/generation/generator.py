@@ -96,7 +96,7 @@ class Generator:
         self,
         job: GenerateRequest,
         trace_headers: Headers = NO_HEADERS,
-        claim: ResumeToken = NEW,
+        token: ResumeToken = NEW,
         *,
         outlives_call: bool = True,
     ) -> AsyncIterator[RunningGeneration]:
@@ -104,21 +104,21 @@ class Generator:
 
         Args:
             trace_headers: Of the trace that the client has begun.
-            claim: Which request of the mesh it is.
+            token: Which request of the mesh it is.
             outlives_call: Whether a request that can be resumed runs on when the call is cancelled, because its client
                 may only have lost the connection. False: only a decision cancels the call.
 
         Raises any of :mod:`errors`; :class:`errors.DeadlineExceeded` covers the time of the body too.
         """
-        if job.beam_search is not None and claim.fingerprint:
+        if job.beam_search is not None and token.fingerprint:
             raise errors.InvalidArgument("a beam search can be neither resumed nor repeated by a key", "beam_search")
         async with self._call(job, trace_headers) as call:
-            tenure = self._admit(job, claim, call.timeout)
+            admitted = self._admit(job, token, call.timeout)
             # Before anything is awaited: a call that is cancelled while its prompt is encoded must give its place back,
             # too.
-            call.held.callback(tenure.end)
+            call.held.callback(admitted.end)
             is_search, tenant = job.beam_search is not None, job.tenant
-            place, is_bounded = tenure.place, job.sampling.HasField("max_tokens")
+            place, is_bounded = admitted.place, job.sampling.HasField("max_tokens")
             prepared = await self._preparer.prepare(job)
             place.take_tokens(prepared.num_prompt_tokens, prepared.num_output_tokens, is_bounded=is_bounded)
             generation = RunningGeneration(
@@ -127,7 +127,7 @@ class Generator:
                 self._metrics,
                 self._reasoning_marks,
                 place.begin_output,
-                claim,
+                token,
                 model=call.model,
             )
             del job, prepared  # the client's texts, which may be large, must not live as long as its answer
@@ -140,9 +140,9 @@ class Generator:
                     generation.search(self._outputs, self._texts, timeout=call.timeout)
                 else:
                     generation.submit(self._outputs, timeout=call.timeout)
-                if claim.fingerprint:
-                    generation.charge = self._charges.of(tenant.name, generation.request_id, claim)
-                    self._resumable.add(generation, tenant.name, tenure)
+                if token.fingerprint:
+                    generation.charge = self._charges.of(tenant.name, generation.request_id, token)
+                    self._resumable.add(generation, tenant.name, admitted)
                 await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
                 yield generation
             except _CONNECTION_ENDED:
@@ -226,10 +226,10 @@ class Generator:
             except TimeoutError:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
 
-    def _admit(self, job: GenerateRequest, claim: ResumeToken, timeout: float) -> AdmittedCall:
+    def _admit(self, job: GenerateRequest, token: ResumeToken, timeout: float) -> AdmittedCall:
         """Return the call's turn in the place of its request: that of a call without a client, or a new one. Raises as
         :meth:`RequestAdmission.admit`, and ``BodyChanged`` for a request that is known with another body."""
-        before = self._resumable.find(claim, job.tenant.name) if claim.request_id else None
+        before = self._resumable.find(token, job.tenant.name) if token.request_id else None
         if before is None:
             return AdmittedCall(self._admission.admit(job, timeout))
         self._admission.check_open()
@@ -240,4 +240,5 @@ class Generator:
         used = generation.settle()
         place.num_used += used.num_tokens + generation.num_rejected_tokens
         self._metrics.observe_end(generation, tenant, used)
-        self._charges.leave(tenant.name, generation.request_id, generation.charge, is_complete=generation.is_complete)
+        if generation.fingerprint and (charge := generation.charge) is not None:
+            self._charges.leave(tenant.name, generation.request_id, charge, is_complete=generation.is_complete)

@@ -63,13 +63,13 @@ class _Entry:
     """Holds a request.
 
     Attributes:
-        tenure: Its call's turn in the request's place.
+        admitted: Its call, which holds the request's place.
         held: What is to be settled when it ends, while it is unattended; None: its call does that.
     """
 
     request: Resumable
     tenant: str
-    tenure: AdmittedCall
+    admitted: AdmittedCall
     held: ExitStack | None = None
 
 
@@ -91,9 +91,9 @@ class ResumableRequests:
         self._entries: dict[Resumable, _Entry] = {}  # in order of arrival; bounded by what is admitted
         self._by_id: dict[str, _Entry] = {}  # the latest of each id
 
-    def add(self, request: Resumable, tenant: str, tenure: AdmittedCall) -> None:
-        """Make a request known that was submitted. ``tenure``: its call's turn in its place."""
-        self._entries[request] = self._by_id[request.request_id] = _Entry(request, tenant, tenure)
+    def add(self, request: Resumable, tenant: str, admitted: AdmittedCall) -> None:
+        """Make a request known that was submitted. ``admitted``: its call, which holds its place."""
+        self._entries[request] = self._by_id[request.request_id] = _Entry(request, tenant, admitted)
 
     def remove(self, request: Resumable) -> None:
         """Forget a request that has ended. Does nothing for one that is not known."""
@@ -114,18 +114,18 @@ class ResumableRequests:
         self._tasks.spawn(self._run(entry), name=f"unattended {request.request_id}")
         return True
 
-    def find(self, claim: ResumeToken, tenant: str) -> AdmittedCall | None:
+    def find(self, token: ResumeToken, tenant: str) -> AdmittedCall | None:
         """Return the turn of an unattended request, whose place the call that resumes or repeats it takes over; None if
         the request is not known, is attended, or has no place because another call is about to resume it.
 
         Raises ``BodyChanged``, before anything is taken, if the request began with another body.
         """
-        entry = self._find(claim.request_id, tenant)
+        entry = self._find(token.request_id, tenant)
         if entry is None:
             return None
-        if claim.fingerprint != entry.request.fingerprint:
+        if token.fingerprint != entry.request.fingerprint:
             raise errors.BodyChanged("The body differs from the body that this request was begun with.")
-        return entry.tenure if entry.held is not None and entry.tenure.holds_place else None
+        return entry.admitted if entry.held is not None and entry.admitted.holds_place else None
 
     def cancel(self, request_id: str, tenant: str) -> bool:
         """End a request. Returns whether it was known."""

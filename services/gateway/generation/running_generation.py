@@ -35,7 +35,7 @@ class RunningGeneration:
         reasoning: Counts reasoning tokens; None if the marks around the model's reasoning are not known.
         finished: By output, how it ended.
         completion_tokens: By output.
-        charge: What was counted of the request, by all its calls.
+        charge: What was counted of the request, by all its calls; None: nothing yet, and no other call can have it.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class RunningGeneration:
         metrics: GatewayMetrics,
         reasoning_marks: ReasoningMarks | None = None,
         on_first_token: Callable[[int], None] | None = None,
-        claim: ResumeToken = NEW,
+        token: ResumeToken = NEW,
         *,
         model: str = "",
     ) -> None:
         """``on_first_token``: called with the index of each output that has its first token."""
         self.model = model
-        self._claim = claim
+        self._token = token
         submits = prepared.submits
         self.request_id = request_id
         self.prompts: list[Sequence[int]] = []
@@ -76,7 +76,7 @@ class RunningGeneration:
             self._is_bound_later = self.may_reason and is_constrained
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
-        self.charge = Charge()
+        self.charge: Charge | None = None
         self._submits, self._beams = submits, prepared.beams
         self._clock = prepared.clock
         self._started_ns, self._tokenize_ns = prepared.started_ns, prepared.tokenize_ns
@@ -114,11 +114,13 @@ class RunningGeneration:
     @property
     def fingerprint(self) -> bytes:
         """Of the client's body; empty if no other call may resume or repeat the request."""
-        return self._claim.fingerprint
+        return self._token.fingerprint
 
     def settle(self) -> Used:
         """Count the output so far, and return what no other call of the request has counted."""
         usage = self.usage
+        if self.charge is None:
+            self.charge = Charge()
         return self.charge.add(usage.prompt_tokens, usage.cached_tokens, self.completion_tokens)
 
     @property
@@ -161,13 +163,13 @@ class RunningGeneration:
         assert isinstance(collector, Collector), "a beam search submits its steps itself"
         left_ns = max(self._started_ns + round(timeout * 1e9) - self._clock(), 0)
         submits, self._submits = self._submits, ()  # only the pool keeps them, within its budget
-        claim = self._claim
-        self.request_id = claim.request_id or pool.name(self.request_id)
-        send = pool.resume if claim.resumes else pool.submit
+        token = self._token
+        self.request_id = token.request_id or pool.name(self.request_id)
+        send = pool.resume if token.resumes else pool.submit
         for index, submit in enumerate(submits):
             submit.request_id = self.request_id if len(submits) == 1 else f"{self.request_id}-{index}"
             submit.timeout.FromNanoseconds(left_ns)
-            submit.fingerprint, submit.take_over = claim.fingerprint, claim.takes_over
+            submit.fingerprint, submit.take_over = token.fingerprint, token.takes_over
             self._cancels.append(send(submit, collector, index * self.num_samples))
 
     def search(self, pool: OutputPool, texts: BeamTexts, *, timeout: float) -> None:

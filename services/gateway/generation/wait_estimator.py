@@ -95,16 +95,16 @@ class WaitEstimator:
         # The longer, not the sum: prompts before a request are computed while it waits for a seat.
         return max(for_compute, for_seat)
 
-    def check(self, claim: WaitLimit) -> None:
+    def check(self, limit: WaitLimit) -> None:
         """Raise ``ResourceExhausted``, with the time after which a retry may succeed, if the request would wait for too
         long: longer than its priority permits, or than it may take at all."""
-        if claim.is_sheddable:
+        if limit.is_sheddable:
             self._check_spare()
             return
-        if self.pending * claim.queue_share < self._always_queued:
+        if self.pending * limit.queue_share < self._always_queued:
             return
-        wait = self.wait_seconds() * claim.queue_share
-        allowed = min(self._allowed_seconds(claim.priority), claim.timeout)
+        wait = self.wait_seconds() * limit.queue_share
+        allowed = min(self._allowed_seconds(limit.priority), limit.timeout)
         if wait <= allowed:
             return
         # Spread, so that clients that were refused in one burst do not come back in one.

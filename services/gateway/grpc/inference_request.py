@@ -166,7 +166,7 @@ KEY_FIELD = "idempotency-key"
 def read_resume_token(
     request: inference_pb2.GenerateRequest, tenant: Tenant, metadata: Iterable[tuple[str, str | bytes]]
 ) -> ResumeToken:
-    """Return the claim of a call of Generate. Raises ``InvalidArgument`` for a malformed key."""
+    """Return the token of a call of Generate. Raises ``InvalidArgument`` for a malformed key."""
     key = next((value for name, value in metadata if name == KEY_FIELD), None)
     if key is not None:
         return token_of_key(tenant.name, str(key), _fingerprint(request), KEY_FIELD)
@@ -174,7 +174,7 @@ def read_resume_token(
 
 
 def read_resumption(request: inference_pb2.InferenceResumeRequest) -> tuple[ResumeToken, Delivered]:
-    """Return the claim of a call of Resume, and what its caller has. Raises ``InvalidArgument`` naming the field."""
+    """Return the token of a call of Resume, and what its caller has. Raises ``InvalidArgument`` naming the field."""
     if not is_request_id(request.request_id):
         raise InvalidArgument("request_id must be that of the answer to resume", "request_id")
     num_outputs = request.request.n or 1
@@ -185,8 +185,8 @@ def read_resumption(request: inference_pb2.InferenceResumeRequest) -> tuple[Resu
     if len(positions) < len(request.positions) or max(positions, default=0) >= num_outputs:
         raise InvalidArgument(f"positions must be of different indices, below {num_outputs}", "positions")
     fingerprint_of_body = _fingerprint(request.request)
-    claim = ResumeToken(request.request_id, fingerprint_of_body, resumes=True, num_delivered=tokens_of(positions))
-    return claim, Delivered(positions)
+    token = ResumeToken(request.request_id, fingerprint_of_body, resumes=True, num_delivered=tokens_of(positions))
+    return token, Delivered(positions)
 
 
 def read_cancellation(request: inference_pb2.InferenceCancelRequest, tenant: Tenant) -> str:

@@ -54,9 +54,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         mesh, adapter = self._meshes.find(request.model or None)
         with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
             job, plan, ignored = read_request(request, mesh.plans, call_tenant(), context.time_remaining())
-            claim = read_resume_token(request, call_tenant(), context.invocation_metadata() or ())
+            token = read_resume_token(request, call_tenant(), context.invocation_metadata() or ())
             await _send_head(request, ignored, context)
-            await self._answer(mesh, request, replace(job, adapter=adapter), plan, context, claim=claim)
+            await self._answer(mesh, request, replace(job, adapter=adapter), plan, context, token=token)
 
     async def Resume(  # type: ignore[override]
         self, request: inference_pb2.InferenceResumeRequest, context: Context
@@ -67,9 +67,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
             job, plan, ignored = read_request(original, mesh.plans, call_tenant(), context.time_remaining())
             job = replace(job, adapter=adapter)
-            claim, delivered = read_resumption(request)
+            token, delivered = read_resumption(request)
             await _send_head(original, ignored, context)
-            await self._answer(mesh, original, job, plan, context, claim=claim, delivered=delivered)
+            await self._answer(mesh, original, job, plan, context, token=token, delivered=delivered)
 
     async def Cancel(
         self, request: inference_pb2.InferenceCancelRequest, context: Context
@@ -116,24 +116,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         plan: MessagePlan | None,
         context: Context,
         session: InputSession | None = None,
-        claim: ResumeToken = NEW,
+        token: ResumeToken = NEW,
         delivered: Delivered | None = None,
     ) -> None:
         """Write the answer to one request.
 
         Args:
             session: Gets its tokens.
-            claim: Which request of the mesh it is.
+            token: Which request of the mesh it is.
             delivered: What the client has of the answer; None: it begins now.
         """
         trace_headers = pick_headers(context.invocation_metadata() or ())
-        async with mesh.generator.open(job, trace_headers, claim) as generation:
+        async with mesh.generator.open(job, trace_headers, token) as generation:
             if session is not None:
                 session.begin(generation.prompts[0])
             has_begun = delivered is not None and not delivered.is_over
             prompt_ids = generation.prompts[0] if request.return_prompt_token_ids and not has_begun else ()
             live = generation.num_outputs
-            text_lengths = [0] * live if claim.fingerprint else None
+            text_lengths = [0] * live if token.fingerprint else None
             turns = [] if plan is None else [_turn(plan, generation) for _ in range(live)]
             while not generation.done:
                 for delta, is_new in _parts(await generation.take(), delivered):

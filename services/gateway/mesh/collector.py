@@ -41,7 +41,9 @@ class Collector:
 
     def __init__(self, num_outputs: int) -> None:
         self._pending: dict[int, Delta] = {}
-        self._token_ids = [array("I") for _ in range(num_outputs)]
+        self._token_ids: list[array[int]] = []
+        for _ in range(num_outputs):
+            self._token_ids.append(array("I"))
         self._text_bytes = [0] * num_outputs
         self._ended = [False] * num_outputs
         self._live = num_outputs

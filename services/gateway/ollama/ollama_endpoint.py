@@ -25,12 +25,12 @@ class OllamaEndpoint:
     api: OllamaApi
 
     async def __call__(self, exchange: HttpExchange) -> None:
-        asked = [await self.endpoint.read(exchange)]
-        nothing = asked[0][1].request
+        held = [await self.endpoint.read(exchange)]
+        nothing = held[0][1].request
         if not isinstance(nothing, NothingAsked):
-            await self.endpoint(exchange, asked)
+            await self.endpoint(exchange, held)
             return
-        adapter = asked[0][0].adapter
+        adapter = held[0][0].adapter
         name = self.endpoint.names.own[0] if adapter is None else adapter.name
         turn = {"content" if self.api.is_chat else "response": ""}
         line = line_of(name, turn, is_chat=self.api.is_chat, ends=True) | {"done_reason": nothing.reason}

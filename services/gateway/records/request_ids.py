@@ -87,7 +87,7 @@ NEW = ResumeToken()
 
 
 def token_of_key(tenant: str, key: str, fingerprint: bytes, field: str) -> ResumeToken:
-    """Return the claim of a call with an idempotency key. Raises ``InvalidArgument`` naming ``field``."""
+    """Return the token of a call with an idempotency key. Raises ``InvalidArgument`` naming ``field``."""
     if not 0 < len(key) <= MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()):
         raise InvalidArgument(f"{field} must be 1 to {MAX_KEY_LENGTH} printable ASCII characters", field)
     return ResumeToken(id_of_key(tenant, key), fingerprint, takes_over=True)

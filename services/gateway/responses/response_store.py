@@ -25,14 +25,14 @@ class StoredResponse:
         response: Its object, as clients see it.
         turns: The conversation: what it answered, and the answer once it is complete.
         cancel: Ends its generation; None once it has ended.
-        claim: Of the call that began it in the background, by which a repeat of the call is known.
+        token: Of the call that began it in the background, by which a repeat of the call is known.
     """
 
     tenant: str
     response: dict[str, Any]
     turns: Sequence[Turn]
     cancel: Callable[[], object] | None = None
-    claim: ResumeToken = NEW
+    token: ResumeToken = NEW
 
 
 @dataclass(slots=True)
@@ -99,15 +99,15 @@ class ResponseStore:
         self._running[stored.response["id"]] = _Running(stored, place, num_bytes)
         self._drop_surplus()
 
-    def repeated(self, claim: ResumeToken, tenant: str) -> StoredResponse | None:
+    def repeated(self, token: ResumeToken, tenant: str) -> StoredResponse | None:
         """Return the response in the background that an earlier call with the same key has begun; None if there is
         none, or it has ended without an answer. Raises ``BodyChanged`` if that call had another body."""
-        if not claim.takes_over:
+        if not token.takes_over:
             return None
-        found = next((each for each in self._of(tenant) if each.claim.request_id == claim.request_id), None)
+        found = next((each for each in self._of(tenant) if each.token.request_id == token.request_id), None)
         if found is None or found.response["status"] in ("failed", "cancelled"):
             return None
-        if found.claim.fingerprint != claim.fingerprint:
+        if found.token.fingerprint != token.fingerprint:
             raise errors.BodyChanged("The body differs from the body that this response was begun with.")
         return found
 
@@ -121,7 +121,7 @@ class ResponseStore:
         """Keep a response that has ended; drop the oldest ones that do not fit with it."""
         response_id = stored.response["id"]
         if (running := self._running.get(response_id)) is not None:
-            stored.claim = running.stored.claim
+            stored.token = running.stored.token
         self._end_running(response_id)
         size = len(encode_json(stored.response)) + len(encode_json(stored.turns))
         shelf = self._shelves.setdefault(stored.tenant, _Shelf())

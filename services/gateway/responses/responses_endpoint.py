@@ -8,7 +8,7 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 
 from ..encoding.sse import encode_json
-from ..endpoints.generation_endpoint import Asked, GenerationEndpoint
+from ..endpoints.generation_endpoint import GenerationEndpoint, ReadRequest
 from ..generation.generator import Generator
 from ..http.http_exchange import HttpExchange
 from .response_answer import ResponseRequest, head_of, response_of
@@ -28,21 +28,21 @@ class ResponsesEndpoint:
     """Owns what runs in the background."""
 
     async def __call__(self, exchange: HttpExchange) -> None:
-        asked = [await self.endpoint.read(exchange)]
-        request = asked[0][1].request
+        held = [await self.endpoint.read(exchange)]
+        request = held[0][1].request
         assert isinstance(request, ResponseRequest)
         if not request.is_background:
-            await self.endpoint(exchange, asked)
+            await self.endpoint(exchange, held)
             return
         # A second run would take the request over from the first one, whose response would end as failed although its
         # client has that one's id.
-        if (earlier := self.store.repeated(asked[0][2], request.tenant)) is not None:
+        if (earlier := self.store.repeated(held[0][2], request.tenant)) is not None:
             await _respond(exchange, earlier.response)
             return
         response = response_of(head_of(request), "queued")
-        stored = StoredResponse(request.tenant, response, request.turns, claim=asked[0][2])
+        stored = StoredResponse(request.tenant, response, request.turns, token=held[0][2])
         self.store.begin(stored)
-        task = self.host.spawn(self._run(asked, request, stored), name=f"response {request.response_id}")
+        task = self.host.spawn(self._run(held, request, stored), name=f"response {request.response_id}")
         stored.cancel = task.cancel
         await exchange.respond(200, encode_json(response))
 
@@ -68,12 +68,12 @@ class ResponsesEndpoint:
     def _stored(self, exchange: HttpExchange) -> StoredResponse:
         return self.store.get(_id_of(exchange), exchange.tenant.name)
 
-    async def _run(self, asked: list[Asked], request: ResponseRequest, stored: StoredResponse) -> None:
+    async def _run(self, held: list[ReadRequest], request: ResponseRequest, stored: StoredResponse) -> None:
         """Generate a response in the background; store how it ended."""
-        job, options, claim = asked.pop()
+        job, options, token = held.pop()
         try:
             # No connection can be lost here: a client cancels or deletes the response, or the gateway ends.
-            async with self.generator.open(job, claim=claim, outlives_call=False) as generation:
+            async with self.generator.open(job, token=token, outlives_call=False) as generation:
                 del job
                 stored.response = response_of(head_of(request), "in_progress")
                 answer = self.api.answer(generation, options)

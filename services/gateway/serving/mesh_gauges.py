@@ -67,7 +67,7 @@ class MeshGauges:
     """
 
     mesh: MeshView
-    backlog: WaitEstimator
+    estimator: WaitEstimator
     model_name: str
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -88,7 +88,7 @@ class MeshGauges:
             yield self._gauge("tokenloom_engine_" + name, text, values, "engine")
         yield from self._placement(engines)
         text = "Estimated seconds that a request which arrives now would wait for its first token."
-        yield self._gauge("tokenloom_queue_wait_seconds", text, {"": self.backlog.wait_seconds()})
+        yield self._gauge("tokenloom_queue_wait_seconds", text, {"": self.estimator.wait_seconds()})
 
     def _placement(self, engines: Sequence[EngineEntry]) -> Iterator[GaugeMetricFamily]:
         """Yield the coordinator's rule, and what it compares of each engine."""

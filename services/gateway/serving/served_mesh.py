@@ -93,12 +93,12 @@ async def connect(
     # The gateway reads no checkpoint: the model's default sampling parameters, its parsers and its fingerprint come
     # with the tokenizer's information.
     info = await tokenizers.wait_known()
-    backlog = WaitEstimator(settings.max_queue_seconds, host.random, always_queued=settings.always_queued)
-    view.follow_capacity(info.fingerprint, backlog.observe)
+    estimator = WaitEstimator(settings.max_queue_seconds, host.random, always_queued=settings.always_queued)
+    view.follow_capacity(info.fingerprint, estimator.observe)
     outputs.start(host, info.fingerprint)
     names = spec.names or (info.fingerprint.model,)
     model = names[0]
-    metrics.registry.register(MeshGauges(view, backlog, model))
+    metrics.registry.register(MeshGauges(view, estimator, model))
     plans = await MessagePlans.choose(
         settings.tool_call_parser,
         settings.reasoning_parser,
@@ -119,7 +119,7 @@ async def connect(
         MeshLinks(tokenizers, view, outputs),
         context,
         counts,
-        RequestAdmission(shares, backlog, settings.most_urgent_priority),
+        RequestAdmission(shares, estimator, settings.most_urgent_priority),
         ResumableRequests(settings.keep_disconnected_requests, metrics.unattended, host.failed),
         reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
     )

@@ -18,11 +18,11 @@ class Gate:
     """An admission with everything that it counts."""
 
     def __init__(self) -> None:
-        self.backlog = WaitEstimator(10.0, always_queued=0)
+        self.estimator = WaitEstimator(10.0, always_queued=0)
         self.shares = TenantShares(
             LIMITS, is_shared=False, max_live=6, max_sessions=1, max_message_bytes=99, clock=lambda: 0.0
         )
-        self.admission = RequestAdmission(self.shares, self.backlog)
+        self.admission = RequestAdmission(self.shares, self.estimator)
 
     @property
     def share(self) -> TenantShare:
@@ -30,10 +30,10 @@ class Gate:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        backlog, share = self.backlog, self.share
+        estimator, share = self.estimator, self.share
         tokens = 0 if share.bucket is None else 100 - round(share.bucket.level)
         places = self.shares.outputs.taken, share.live_outputs, share.pending_outputs, share.pending_grammars
-        return (*places, backlog.live, backlog.pending, backlog.pending_tokens, tokens)
+        return (*places, estimator.live, estimator.pending, estimator.pending_tokens, tokens)
 
 
 NOTHING = (0,) * 8
@@ -69,7 +69,7 @@ async def test_a_refused_request_leaves_nothing() -> None:
             gate.admission.admit(job(grammar="b"), 60.0)
         with pytest.raises(RateLimitExceeded, match="live_outputs"):
             gate.admission.admit(job(4), 60.0)
-        gate.backlog.observe(Capacity(seats=1, starts_per_second=0.01))
+        gate.estimator.observe(Capacity(seats=1, starts_per_second=0.01))
         with pytest.raises(ResourceExhausted, match="would wait"):
             gate.admission.admit(job(), 60.0)
         assert gate.counts == before

@@ -72,15 +72,15 @@ class Held:
         before = self.requests.find(replace(CLAIM, request_id=request_id), "someone")
         return AdmittedCall(self.admission.admit(JOB, 60.0)) if before is None else before.succeed()
 
-    def begun(self, request_id: str = "a", tenure: AdmittedCall | None = None) -> tuple[FakeGeneration, ExitStack]:
+    def begun(self, request_id: str = "a", admitted: AdmittedCall | None = None) -> tuple[FakeGeneration, ExitStack]:
         generation, held = FakeGeneration(request_id), ExitStack()
-        tenure = tenure or self.admit(request_id)
-        held.callback(tenure.end)
-        self.requests.add(generation, "someone", tenure)
+        admitted = admitted or self.admit(request_id)
+        held.callback(admitted.end)
+        self.requests.add(generation, "someone", admitted)
         return generation, held
 
-    def abandoned(self, request_id: str = "a", tenure: AdmittedCall | None = None) -> FakeGeneration:
-        generation, held = self.begun(request_id, tenure)
+    def abandoned(self, request_id: str = "a", admitted: AdmittedCall | None = None) -> FakeGeneration:
+        generation, held = self.begun(request_id, admitted)
         assert self.requests.abandon(generation, held)
         held.close()
         return generation
@@ -136,9 +136,9 @@ async def test_its_end_is_counted(held: Held, end: Callable[[FakeGeneration], No
 async def test_the_call_that_resumes_it_gets_its_place(held: Held) -> None:
     first = held.abandoned()
     assert held.requests.find(CLAIM, "another tenant") is None
-    tenure = held.admit()
+    admitted = held.admit()
     assert held.num_places == 1
-    second, place = held.begun(tenure=tenure)
+    second, place = held.begun(admitted=admitted)
     first.fail(RESUMED)
     await settle()
     assert (first.log, held.num_places) == (["closed"], 1), "the second one has it"
@@ -150,9 +150,9 @@ async def test_the_call_that_resumes_it_gets_its_place(held: Held) -> None:
 async def test_a_call_that_fails_before_it_resumes_the_request_gives_the_place_back(held: Held) -> None:
     first = held.abandoned()
     await settle()
-    tenure = held.admit()
-    tenure.end()
-    tenure.end()
+    admitted = held.admit()
+    admitted.end()
+    admitted.end()
     assert (held.num_places, held.count("resumed")) == (1, 0)
     assert held.requests.find(CLAIM, "someone") is not None, "the first one has it again"
     first.finish()
@@ -163,22 +163,22 @@ async def test_a_call_that_fails_before_it_resumes_the_request_gives_the_place_b
 async def test_the_request_ends_while_a_call_is_about_to_resume_it(held: Held) -> None:
     first = held.abandoned()
     await settle()
-    tenure = held.admit()
+    admitted = held.admit()
     first.finish()
     await settle()
     assert held.num_places == 1, "the second one has it"
-    tenure.end()
+    admitted.end()
     assert held.num_places == 0
 
 
 async def test_two_calls_that_resume_the_same_request_have_a_place_each(held: Held) -> None:
     first = held.abandoned()
     await settle()
-    tenure, other = held.admit(), held.admit()
+    admitted, other = held.admit(), held.admit()
     assert held.num_places == 2
     other.end()
     assert held.num_places == 1
-    tenure.end()
+    admitted.end()
     first.finish()
     await settle()
     assert held.num_places == 0
@@ -188,7 +188,7 @@ async def test_a_place_passes_through_several_calls(held: Held) -> None:
     requests = [held.abandoned()]
     await settle()
     for _ in range(3):
-        requests.append(held.abandoned(tenure=held.admit()))
+        requests.append(held.abandoned(admitted=held.admit()))
         await settle()
         requests[-2].fail(RESUMED)
         await settle()
@@ -259,7 +259,7 @@ async def test_requests_that_are_not_kept() -> None:
 
 async def test_a_place_is_given_back_past_a_call_that_has_ended(held: Held) -> None:
     first = held.abandoned()
-    second = held.abandoned(tenure=held.admit())
+    second = held.abandoned(admitted=held.admit())
     third = held.admit()
     await settle()
     second.fail(errors.RequestLost("lost"))

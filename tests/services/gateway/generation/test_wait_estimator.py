@@ -14,15 +14,15 @@ from tokenloom.v1 import types_pb2
 HOUR = 3600.0
 
 
-def backlog(max_seconds: float = 10.0, **capacity: float) -> WaitEstimator:
-    backlog = WaitEstimator(max_seconds, random.Random(0), always_queued=0)
-    backlog.observe(Capacity(**capacity))  # type: ignore[arg-type]
-    return backlog
+def estimator(max_seconds: float = 10.0, **capacity: float) -> WaitEstimator:
+    estimator = WaitEstimator(max_seconds, random.Random(0), always_queued=0)
+    estimator.observe(Capacity(**capacity))  # type: ignore[arg-type]
+    return estimator
 
 
-def is_admitted(backlog: WaitEstimator, priority: int = 0, timeout: float = HOUR, queue_share: float = 1.0) -> bool:
+def is_admitted(estimator: WaitEstimator, priority: int = 0, timeout: float = HOUR, queue_share: float = 1.0) -> bool:
     try:
-        backlog.check(WaitLimit(priority, timeout, queue_share))
+        estimator.check(WaitLimit(priority, timeout, queue_share))
     except ResourceExhausted:
         return False
     return True
@@ -36,7 +36,7 @@ def test_before_the_capacity_is_known_every_request_is_admitted() -> None:
 
 
 def test_requests_with_seats_do_not_wait_however_slow_the_queue_is() -> None:
-    slow = backlog(seats=8, starts_per_second=0.1)
+    slow = estimator(seats=8, starts_per_second=0.1)
     for _ in range(7):
         slow.add(1, 1000)
         assert slow.wait_seconds() == 0
@@ -45,7 +45,7 @@ def test_requests_with_seats_do_not_wait_however_slow_the_queue_is() -> None:
 
 
 def test_prompts_before_it_cost_their_compute() -> None:
-    computing = backlog(seats=100, prefill_tokens_per_second=1000)
+    computing = estimator(seats=100, prefill_tokens_per_second=1000)
     computing.add(2, 4000)
     assert computing.wait_seconds() == pytest.approx(4)
     computing.begin(1, 2000)
@@ -58,7 +58,7 @@ def test_prompts_before_it_cost_their_compute() -> None:
 
 @pytest.mark.parametrize(("seats", "num_waiting"), [(1, 256), (16, 256), (1000, 1000)])
 def test_before_a_rate_is_known_so_many_may_wait(seats: int, num_waiting: int) -> None:
-    new = backlog(seats=seats)
+    new = estimator(seats=seats)
     admitted = 0
     while is_admitted(new):
         new.add(1, 10)
@@ -67,7 +67,7 @@ def test_before_a_rate_is_known_so_many_may_wait(seats: int, num_waiting: int) -
 
 
 def test_the_requests_of_other_gateways_count_once() -> None:
-    ours = backlog(seats=10)
+    ours = estimator(seats=10)
     ours.add(4, 400)
     ours.observe(Capacity(seats=10, prefill_tokens_per_second=100, starts_per_second=2, live=14, waiting_tokens=600))
     assert ours.wait_seconds() == pytest.approx(6)  # 600 tokens; and 5 requests before it at 2 a second
@@ -86,7 +86,7 @@ def test_without_a_coordinator_the_own_requests_still_count() -> None:
 
 
 def test_the_least_important_requests_are_refused_first() -> None:
-    busy = backlog(seats=10, starts_per_second=1)
+    busy = estimator(seats=10, starts_per_second=1)
     refused_at: dict[int, int] = {}
     for live in range(100):
         for priority in (-5, -1, 0, 1, 9):
@@ -99,7 +99,7 @@ def test_the_least_important_requests_are_refused_first() -> None:
 
 
 def test_a_request_that_would_miss_its_own_deadline_is_refused() -> None:
-    busy = backlog(seats=10, starts_per_second=1)
+    busy = estimator(seats=10, starts_per_second=1)
     busy.add(14, 14)
     assert busy.wait_seconds() == pytest.approx(5)
     assert is_admitted(busy, timeout=6)
@@ -107,7 +107,7 @@ def test_a_request_that_would_miss_its_own_deadline_is_refused() -> None:
 
 
 def test_a_tenant_waits_only_for_its_part_of_the_queue() -> None:
-    busy = backlog(seats=10, starts_per_second=1)
+    busy = estimator(seats=10, starts_per_second=1)
     busy.add(25, 25)
     assert busy.wait_seconds() == pytest.approx(16)
     assert not is_admitted(busy)
@@ -116,7 +116,7 @@ def test_a_tenant_waits_only_for_its_part_of_the_queue() -> None:
 
 
 def test_a_refusal_says_when_to_retry_and_spreads_the_retries() -> None:
-    busy = backlog(seats=10, starts_per_second=1)
+    busy = estimator(seats=10, starts_per_second=1)
     busy.add(29, 29)
     times = []
     for _ in range(100):

@@ -255,7 +255,7 @@ class EngineCore:
         masks, requests = None, self.scheduler.requests
         if self._grammars is not None and self._grammars.live:
             if self._grammars.awaits_tokens(scheduled, requests):
-                # The forward pass need not wait for the token in flight, only the drawing does: constrained requests
+                # The forward pass need not wait for the token in flight, only the sampling does: constrained requests
                 # overlap too.
                 self._unsampled = scheduled, transfers
             else:

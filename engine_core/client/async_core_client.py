@@ -45,7 +45,7 @@ class AsyncSocket:
         self._messages: deque[list[Frame]] = deque()  # bounded by _MAX_MESSAGES and those of one read
         self._receiving, self._sending = asyncio.Lock(), asyncio.Lock()
         self._arrival: asyncio.Future[None] | None = None
-        self._room: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
         self._unsent: Pieces | None = None
         self._has_begun = False  # whether the first byte of it is sent
         self._on_begun: Callable[[], None] | None = None
@@ -96,7 +96,7 @@ class AsyncSocket:
         self._pause_reading()
         self._pause_writing()
         _wake(self._arrival)
-        _wake(self._room)
+        _wake(self._writable)
 
     async def _flush(self, unsent: Pieces) -> None:
         while True:
@@ -105,12 +105,12 @@ class AsyncSocket:
             try:
                 is_sent = unsent.advance(self._connection.sendmsg(unsent.head()))
             except BlockingIOError:
-                await self._wait_for_room()
+                await self._wait_until_writable()
             except ConnectionError:
                 # The end of the connection says nothing about its cause; the thread that waits for the process brings
                 # the status.
-                self._room = asyncio.get_running_loop().create_future()
-                await self._room  # until :meth:`fail`
+                self._writable = asyncio.get_running_loop().create_future()
+                await self._writable  # until :meth:`fail`
             except OSError as error:
                 await self._retry_or_give_up(error)
             else:
@@ -132,16 +132,16 @@ class AsyncSocket:
         else:
             self.fail(EngineDeadError(f"a message to the engine core ended in its middle: {error}"))
 
-    async def _wait_for_room(self) -> None:
+    async def _wait_until_writable(self) -> None:
         loop = asyncio.get_running_loop()
-        self._room = room = loop.create_future()
-        loop.add_writer(self._connection.fileno(), _wake, room)
+        self._writable = writable = loop.create_future()
+        loop.add_writer(self._connection.fileno(), _wake, writable)
         self._is_writing = True
         try:
-            await room
+            await writable
         finally:
             self._pause_writing()
-            self._room = None
+            self._writable = None
 
     def _read_on(self) -> None:
         if not self._is_reading and not self._has_ended:

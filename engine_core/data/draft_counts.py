@@ -10,7 +10,7 @@ class DraftCounts(msgspec.Struct, array_like=True, gc=False):
     """Times that a request had drafts in a step."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Drafts that equalled the tokens drawn at their positions."""
+    """Drafts that equalled the tokens sampled at their positions."""
 
     def count(self, num_tokens: int, num_accepted: int) -> None:
         """Count the drafts of a request in a step."""
@@ -36,8 +36,8 @@ PROBE_TOKENS = 64
 
 
 class DraftHistory:
-    """Remembers which of a request's last drafts were right. Drafts after a wrong one do not count: no token was drawn
-    at their positions."""
+    """Remembers which of a request's last drafts were right. Drafts after a wrong one do not count: no token was
+    sampled at their positions."""
 
     __slots__ = ("_count", "_is_probe", "_paused_until", "_right", "counts")
 
@@ -56,7 +56,7 @@ class DraftHistory:
     def add(self, num_drafts: int, num_right: int, num_tokens: int) -> None:
         """Count the drafts of a step, the first ``num_right`` of which were right; ``num_tokens``: after the step."""
         self.counts.count(num_drafts, num_right)
-        # The first wrong draft is judged, those behind it are not: they continued a text that was never drawn.
+        # The first wrong draft is judged, those behind it are not: they continued a text that was never sampled.
         num_judged = min(num_drafts, num_right + 1)
         bits = ((1 << num_right) - 1) << (num_judged - num_right)
         self._right = (self._right << num_judged | bits) & ((1 << WINDOW) - 1)

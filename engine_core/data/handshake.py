@@ -37,7 +37,7 @@ class WarmUp(msgspec.Struct, frozen=True):
     prefill_tokens: int = 0
     """Tokens of the largest step, which fills the token budget with prompts."""
     sampled_rows: int = 0
-    """Most rows for which the sampler drew tokens."""
+    """Most rows for which the sampler sampled tokens."""
     activation_bytes: int = 0
     """Memory that the largest step needs in addition to weights and KV blocks."""
     free_rows: int = 0

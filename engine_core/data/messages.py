@@ -208,7 +208,7 @@ class ExpertLoads(msgspec.Struct, array_like=True, gc=False):
 
 
 class LogitsStats(msgspec.Struct, array_like=True, gc=False):
-    """Describes the model's own logits of one row, before any were changed, and how a token was drawn from them."""
+    """Describes the model's own logits of one row, before any were changed, and how a token was sampled from them."""
 
     max: float
     min: float
@@ -254,13 +254,13 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     new_prompt_logprobs: Logprobs | None = None
     """Log probabilities of the prompt without its first token; sent once, with or before the first output token."""
     num_nans_in_logits: int = 0
-    """Number of NaN logits in the rows that ``new_token_ids`` were drawn from; 0 unless they are counted."""
+    """Number of NaN logits in the rows that ``new_token_ids`` were sampled from; 0 unless they are counted."""
     events: list[EngineCoreEvent] = []
     """Scheduler events since the request's last output; only if events are logged."""
     error_field: str = ""
     """With ``error``: the wrong field of the request. A retry would fail again."""
     logits_stats: LogitsStats | None = None
-    """Statistics of the logits that the last of ``new_token_ids`` was drawn from, in steps that are measured."""
+    """Statistics of the logits that the last of ``new_token_ids`` was sampled from, in steps that are measured."""
     error_kind: ErrorKind = ErrorKind.UNAVAILABLE
     """With ``error``, unless ``error_field`` says that the request is wrong."""
     drafts: DraftCounts | None = None

@@ -113,5 +113,5 @@ class ParallelConfig(Struct, frozen=True):
 
     @property
     def output_rank(self) -> int:
-        """Return the rank that draws and reports the tokens: the first one of the last stage."""
+        """Return the rank that samples and reports the tokens: the first one of the last stage."""
         return self.world_size - self.tensor_parallel_size

@@ -30,7 +30,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ABORTED = 18
     FINISHED_ERROR = 19
     FINISHED_PREFILLED = 20
-    """The first token was drawn, and another engine continues the output."""
+    """The first token was sampled, and another engine continues the output."""
     FINISHED_REPETITION = 21
     """The output repeats itself."""
 
@@ -245,15 +245,15 @@ class Request:
             self.max_num_tokens = self.num_prompt_tokens + 1
         self.limit_status = RequestStatus.FINISHED_LENGTH_CAPPED
         self.num_output_placeholders = 0
-        """Output tokens that steps in flight will draw; the worker knows them before the scheduler does."""
+        """Output tokens that steps in flight will sample; the worker knows them before the scheduler does."""
         self.repetition_detection = params.repetition_detection
         self.draft_history: DraftHistory | None = None
         """Which of its drafts were right; None before the first ones."""
 
-        # The prefill leg draws one token: its logits exist with the last block, and the client has it before the KV has
-        # moved.
+        # The prefill leg samples one token: its logits exist with the last block, and the client has it before the KV
+        # has moved.
         if message.lease_id and self.num_tokens + 1 < self.max_num_tokens:
-            self.max_num_tokens = self.num_tokens + 1  # the engine that takes up the lease draws the rest
+            self.max_num_tokens = self.num_tokens + 1  # the engine that takes up the lease samples the rest
             self.limit_status = RequestStatus.FINISHED_PREFILLED
 
         # None: the request does not ask for them.
@@ -290,7 +290,7 @@ class Request:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens that are not scheduled yet: known ones, and ones that the worker will have drawn by then."""
+        """Tokens that are not scheduled yet: known ones, and ones that the worker will have sampled by then."""
         return self.num_tokens + self.num_output_placeholders - self.kv.num_computed_tokens
 
     @property

@@ -30,7 +30,7 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
     adapter: bytes = b""
     """The digest of its LoRA adapter; empty: the base model."""
     pooling_params: CorePoolingParams | None = None
-    """The request is pooled when its prompt is computed, and draws nothing."""
+    """The request is pooled when its prompt is computed, and samples nothing."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, gc=False):
@@ -57,8 +57,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     preempted_req_ids: list[str]
     """Requests that lost their blocks in this step; the worker forgets their rows."""
     draft_token_ids: dict[str, list[int]] = {}
-    """Drafts that this step verifies, by request. Such a request has drawn all tokens but the drafts, and computes its
-    last token and the drafts: its number of scheduled tokens is one more than its drafts."""
+    """Drafts that this step verifies, by request. Such a request has sampled all tokens but the drafts, and computes
+    its last token and the drafts: its number of scheduled tokens is one more than its drafts."""
     num_drafts_wanted: dict[str, int] = {}
     """How many drafts the worker may propose after this step, by request; none for a request that is not named."""
     lora_slots: list[bytes] | None = None
@@ -76,18 +76,18 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, gc=False):
-    """Holds the tokens that may be drawn in a step, for the requests that draw a token and may not draw every one."""
+    """Holds the tokens that may be sampled in a step, for the requests that sample one and may not sample every one."""
 
     req_ids: list[str]
     """[n] a request stands here once for each of its rows: the first is for the token after its last one, the next for
-    the token after its first draft, and so on. A request with fewer rows than tokens to draw draws only so many."""
+    the token after its first draft, and so on. A request with fewer rows than tokens to sample samples only so many."""
     bitmask: npt.NDArray[np.int32]
     """[n, ceil(vocab_size / 32)]: bit i of word w is set if token 32 * w + i is allowed. Do not change it."""
     forced: dict[str, int] = {}
-    """The only token that a request draws in its first row, even if a sampling parameter forbids it."""
+    """The only token that a request samples in its first row, even if a sampling parameter forbids it."""
 
     def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """Return [n, vocab_size]: whether each token may be drawn."""
+        """Return [n, vocab_size]: whether each token may be sampled."""
         bits = np.unpackbits(self.bitmask.view(np.uint8), axis=1, bitorder="little", count=vocab_size)
         return bits.astype(np.bool_)
 
@@ -108,7 +108,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     without_choice: list[str] = []
     """Requests whose masks allow no token; their entry in ``sampled_token_ids`` is empty."""
     logits_stats: dict[str, LogitsStats] = {}
-    """Statistics of the logits by request that drew a token, in steps that are measured."""
+    """Statistics of the logits by request that sampled a token, in steps that are measured."""
     without_finite_logit: list[str] = []
     """Requests whose logits are all NaN or infinite; their entry in ``sampled_token_ids`` is empty."""
     draft_token_ids: dict[str, list[int]] = {}
@@ -118,7 +118,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     expert_loads: ExpertLoads | None = None
     """After this step, of a model with experts."""
     pooled: dict[str, npt.NDArray[np.float32]] = {}
-    """Results of the pooling requests whose prompts are complete; they draw no token."""
+    """Results of the pooling requests whose prompts are complete; they sample no token."""
 
 
 class PendingOutput(Protocol):

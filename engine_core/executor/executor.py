@@ -61,7 +61,7 @@ class Executor(Protocol):
         """Begin the forward pass of a step; may return before its end. Errors are raised here or by the result."""
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
-        """Begin the second half of the latest step: draw its tokens among those that ``grammar`` allows."""
+        """Begin the second half of the latest step: sample its tokens among those that ``grammar`` allows."""
 
     def collective_rpc(self, method: str, *args: object) -> list[object]:
         """Call a method of ``WORKER_METHODS`` on every worker, after all steps begun so far.

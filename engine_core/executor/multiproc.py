@@ -113,7 +113,7 @@ class MultiprocExecutor:
     """Implements ``Executor``. Every rank gets every message, in the same order.
 
     Attributes:
-        output_rank: The rank that draws and reports the tokens.
+        output_rank: The rank that samples and reports the tokens.
         sampling_ranks: The ranks that answer each step: the output rank; where KV moves all of them, because no block
             may be read or filled by a transfer while any rank still computes with it.
     """

@@ -156,7 +156,7 @@ class RayWorker:
             self._failure = error
 
     def sample(self, frames: Sequence[Frame]) -> list[bytes]:
-        """End the step. Returns the frames of its ``ModelRunnerOutput``; none from ranks that draw no tokens."""
+        """End the step. Returns the frames of its ``ModelRunnerOutput``; none from ranks that sample no tokens."""
         if self._failure is not None:
             raise self._failure
         output = await_output(self._require().sample_tokens(self._samples.decode(frames).grammar))

@@ -40,9 +40,9 @@ class Worker(Protocol):
         """
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
-        """End the latest step: draw a token for each of its requests whose tokens are all computed.
+        """End the latest step: sample a token for each of its requests whose tokens are all computed.
 
-        A worker whose device draws returns a promise without waiting for it: the next step may then begin before the
+        A worker whose device samples returns a promise without waiting for it: the next step may then begin before the
         tokens are on the host. Any thread may wait for the promise.
 
         This is separate from the forward pass, so that the bitmasks of grammars are computed while the model runs.

@@ -162,7 +162,7 @@ class WorkerProc:
         if self._draws:
             self._reply(WorkerReply(call_id, output))
         elif self._pool_fd is not None:
-            # That the drawing rank has answered does not say that the others are done, and a transfer must not read or
+            # That the sampling rank has answered does not say that the others are done, and a transfer must not read or
             # fill a block with which a rank still computes. So where KV moves, all of them answer.
             self._reply(WorkerReply(call_id))
 

@@ -26,7 +26,7 @@ def hash_logprobs(
 
     Args:
         best: [n] the tokens that the hash gives.
-        taken: [n] the tokens that were drawn, or those of the prompt.
+        taken: [n] the tokens that were sampled, or those of the prompt.
         top: How many of the best tokens to list for each position.
         extra: Tokens to list after them.
     """

@@ -321,25 +321,25 @@ class HashWorker:
         row.num_computed += num_tokens
 
     def _sample(self, row: HashRow, drafts: list[int], allowed: list[_TokenIds] | None) -> list[int]:
-        """Draw the next token and, as long as the drafts equal what was drawn, those after them."""
+        """Sample the next token and, as long as the drafts equal what was sampled, those after them."""
         if row.num_computed < len(row.token_ids):
             return []
-        drawn: list[int] = []
+        sampled: list[int] = []
         most = 1 + len(drafts) if allowed is None else len(allowed)
-        while len(drawn) < most:
+        while len(sampled) < most:
             # Not from `row.token_ids`, which would be simpler: read back through the block table, a wrong block, slot
             # or position shows as another token. So tests of the engine find errors of bookkeeping without a model.
             prefix = self._cache[row.slots[: len(row.token_ids)]]
             if allowed is None:
                 token_id = _next_token(prefix, self._vocab_size)
             else:
-                choices = allowed[len(drawn)]
+                choices = allowed[len(sampled)]
                 token_id = int(choices[_next_token(prefix, len(choices))])
             row.token_ids.append(token_id)
-            drawn.append(token_id)
-            if drafts[len(drawn) - 1 : len(drawn)] != [token_id]:
+            sampled.append(token_id)
+            if drafts[len(sampled) - 1 : len(sampled)] != [token_id]:
                 break
-        return drawn
+        return sampled
 
     def _pool(self) -> dict[str, npt.NDArray[np.float32]]:
         """Pool the requests of the step whose prompts are complete."""
@@ -381,7 +381,7 @@ class HashWorker:
 
 
 def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, list[_TokenIds]]:
-    """Return, in ascending order, the tokens among which each request with a grammar draws its next tokens."""
+    """Return, in ascending order, the tokens among which each request with a grammar samples its next tokens."""
     allowed: dict[str, list[_TokenIds]] = {}
     if grammar is not None:
         for req_id, row in zip(grammar.req_ids, grammar.allowed(vocab_size), strict=True):

@@ -10,7 +10,7 @@ from .hash_worker import HashWorker, allowed_tokens
 _STRIDE = 7919
 """Prime, so that outputs run through the whole vocabulary: each token then needs to be detokenized anew."""
 _LOW_IDS = 300
-"""Ids below this are not drawn: they are special tokens and single bytes. Several bytes make a character, so not each
+"""Ids below this are not sampled: they are special tokens and single bytes. Several bytes make a character, so not each
 one would yield an event."""
 
 
@@ -57,7 +57,7 @@ class TimedWorker(HashWorker):
         return self._first_id + num_computed * _STRIDE % (self._vocab_size - self._first_id)
 
     def _known(self, step: SchedulerOutput) -> dict[str, int]:
-        """Return how many tokens each request has before the step draws one."""
+        """Return how many tokens each request has before the step samples one."""
         known = self._num_known
         for req_id in step.finished_req_ids + step.preempted_req_ids:
             known.pop(req_id, None)

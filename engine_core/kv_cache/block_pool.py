@@ -119,7 +119,7 @@ class BlockPool:
         Returns False, and changes nothing, if another block already has this content.
         """
         # Equal blocks exist twice where none could be shared: a prompt's last token is always computed, and equal
-        # requests may draw equal tokens. The first block keeps the name; the other is blank once its request ends.
+        # requests may sample equal tokens. The first block keeps the name; the other is blank once its request ends.
         if block_hash in self._by_hash:
             return False
         self._by_hash[block_hash] = block_id

@@ -210,10 +210,10 @@ class OffloadConnector:
         assert self._pool is not None
         assert self._tier is not None
         views = self._pool.views
-        for job in metadata.evictions:
+        for eviction in metadata.evictions:
             # Copied here and not by the tier's thread: the step that is about to run overwrites the block.
-            data = b"".join(view[job.block_id].data for view in views)
-            self._tier.save(TierSave(job.slot, job.block_hash, data))
+            data = b"".join(view[eviction.block_id].data for view in views)
+            self._tier.save(TierSave(eviction.slot, eviction.block_hash, data))
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
         assert isinstance(metadata, OffloadMetadata)

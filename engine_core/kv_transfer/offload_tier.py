@@ -98,7 +98,7 @@ class OffloadTier:
         self._pending_bytes = 0
         self._lock = threading.Lock()
         # Saves are bounded by their bytes, loads by the requests that wait for them.
-        self._jobs: queue.SimpleQueue[TierSave | TierLoad | None] = queue.SimpleQueue()
+        self._transfers: queue.SimpleQueue[TierSave | TierLoad | None] = queue.SimpleQueue()
         self._closed = False
         os.ftruncate(self._file.fileno(), num_slots * self._slot_bytes)
         self._thread = threading.Thread(target=self._run, name="kv-offload", daemon=True)
@@ -108,53 +108,53 @@ class OffloadTier:
         """Return whether ``num_saves`` more saves may wait."""
         return self._pending_bytes + num_saves * self._slot_bytes <= MAX_PENDING_BYTES
 
-    def save(self, job: TierSave) -> None:
-        """Write a block after all earlier jobs."""
+    def save(self, transfer: TierSave) -> None:
+        """Write a block after all earlier transfers."""
         with self._lock:
-            self._pending_bytes += len(job.data)
-        self._jobs.put(job)
+            self._pending_bytes += len(transfer.data)
+        self._transfers.put(transfer)
 
-    def load(self, job: TierLoad) -> None:
-        """Read blocks after all earlier jobs."""
-        self._jobs.put(job)
+    def load(self, transfer: TierLoad) -> None:
+        """Read blocks after all earlier transfers."""
+        self._transfers.put(transfer)
 
     def close(self) -> None:
-        """Drop waiting jobs and wait for the one in progress. Idempotent."""
+        """Drop waiting transfers and wait for the one in progress. Idempotent."""
         self._closed = True
-        self._jobs.put(None)
+        self._transfers.put(None)
         self._thread.join(_JOIN_SECONDS)
         self._file.close()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._closed:
-            if isinstance(job, TierLoad):
-                self._on_loaded(job, *self._load(job))
+        while (transfer := self._transfers.get()) is not None and not self._closed:
+            if isinstance(transfer, TierLoad):
+                self._on_loaded(transfer, *self._load(transfer))
             else:
-                self._save(job)
+                self._save(transfer)
 
-    def _save(self, job: TierSave) -> None:
+    def _save(self, transfer: TierSave) -> None:
         # First: a write that fails halfway must leave a slot that no load takes for its old content.
-        self._contents.pop(job.slot, None)
+        self._contents.pop(transfer.slot, None)
         try:
-            _write(self._file.fileno(), job.data, job.slot * self._slot_bytes)
-            self._contents[job.slot] = (job.block_hash, zlib.crc32(job.data))
+            _write(self._file.fileno(), transfer.data, transfer.slot * self._slot_bytes)
+            self._contents[transfer.slot] = (transfer.block_hash, zlib.crc32(transfer.data))
         except OSError as error:
             # Loads of this block will fail, and its tokens will be computed instead.
             OF_PROCESS.begin("offload_file", f"it could not be written: {error}")
         finally:
             with self._lock:
-                self._pending_bytes -= len(job.data)
+                self._pending_bytes -= len(transfer.data)
 
-    def _load(self, job: TierLoad) -> tuple[int, str]:
-        columns = zip(job.slots, job.block_hashes, job.block_ids, strict=True)
+    def _load(self, transfer: TierLoad) -> tuple[int, str]:
+        columns = zip(transfer.slots, transfer.block_hashes, transfer.block_ids, strict=True)
         for count, (slot, block_hash, block_id) in enumerate(columns):
             if failure := self._load_block(slot, block_hash, block_id):
                 return count, failure
-        return len(job.slots), ""
+        return len(transfer.slots), ""
 
     def _load_block(self, slot: int, block_hash: bytes, block_id: int) -> str:
         written_hash, crc = self._contents.get(slot, (b"", 0))
-        # The slot was given to other content after this load was planned. The job order makes that rare and not
+        # The slot was given to other content after this load was planned. The transfer order makes that rare and not
         # impossible.
         if written_hash != block_hash:
             return "not_found"

@@ -1,7 +1,7 @@
 """Chooses the drafts that a step verifies, and how many the worker may propose for the next one.
 
-A draft counts only while it equals the token drawn at its position, so nothing here changes a token. Drafts take what a
-step has left over: no other request waits for them, and none is preempted for them.
+A draft counts only while it equals the token sampled at its position, so nothing here changes a token. Drafts take what
+a step has left over: no other request waits for them, and none is preempted for them.
 """
 
 import statistics
@@ -161,8 +161,8 @@ class Drafts:
         # Proposals hold for one step: they follow the last token that the worker knew, and any other step moves it.
         proposed, self._proposed = self._proposed, {}
         if proposed:
-            room = min(budget, self._rows_left(scheduled.total_num_scheduled_tokens))
-            self._add_proposed(scheduled, proposed, room, len(running))
+            num_rows = min(budget, self._rows_left(scheduled.total_num_scheduled_tokens))
+            self._add_proposed(scheduled, proposed, num_rows, len(running))
         if self.costs is None or self.costs.allows(len(running)):
             scheduled.num_drafts_wanted = self._wanted(running)
         else:
@@ -210,7 +210,7 @@ class Drafts:
         return 1 << 30 if self.free_rows is None else self.free_rows - num_rows
 
     def _add_proposed(
-        self, scheduled: SchedulerOutput, proposed: Mapping[str, list[int]], room: int, num_running: int
+        self, scheduled: SchedulerOutput, proposed: Mapping[str, list[int]], num_rows: int, num_running: int
     ) -> None:
         cached = scheduled.scheduled_cached_reqs
         # Running requests would lose their blocks if drafts took the last free ones.
@@ -224,7 +224,7 @@ class Drafts:
             request = self._requests[request_id]
             if request.kv.num_computed_tokens != request.num_tokens or not _gets_drafts(request):
                 continue  # it computes tokens that it had before, or its drafts were wrong since it got these
-            most = min(len(drafts), self._max_drafts, room, request.max_num_tokens - request.num_tokens - 1)
+            most = min(len(drafts), self._max_drafts, num_rows, request.max_num_tokens - request.num_tokens - 1)
             if most > spare_blocks * self._kv.block_size:
                 most = min(most, -request.num_tokens % self._kv.block_size)  # the rest of the last block
             if most <= 0:
@@ -237,14 +237,14 @@ class Drafts:
             scheduled.draft_token_ids[request_id] = drafts[:most]
             scheduled.num_scheduled_tokens[request_id] += most
             scheduled.total_num_scheduled_tokens += most
-            room -= most
+            num_rows -= most
 
     def _reserve(self, scheduled: SchedulerOutput, num_running: int) -> None:
         """Allocate the blocks in which the worker computes its proposals. Without them it proposes fewer."""
         pool = self._kv.pool
         blocks_of = {new.req_id: new.block_ids for new in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
-        places = {request_id: place for place, request_id in enumerate(cached.req_ids)}
+        index_of = {request_id: index for index, request_id in enumerate(cached.req_ids)}
         for request_id, count in scheduled.num_drafts_wanted.items():
             num_scheduled = scheduled.num_scheduled_tokens.get(request_id)
             # More stays free than beside drafts to verify: a proposal may still be dropped, and the blocks that the
@@ -257,8 +257,8 @@ class Drafts:
             if request_id in blocks_of:
                 blocks_of[request_id] += new_block_ids
             else:
-                place = places[request_id]
-                cached.new_block_ids[place] = cached.new_block_ids[place] + new_block_ids
+                index = index_of[request_id]
+                cached.new_block_ids[index] = cached.new_block_ids[index] + new_block_ids
 
     def _extend(self, request: Request, num_scheduled: int, count: int) -> list[int] | None:
         """Allocate blocks for ``count`` tokens after the step's own. Returns those added; None if too few are free."""
@@ -271,18 +271,18 @@ class Drafts:
         return new_block_ids
 
     def _wanted(self, running: Sequence[Request]) -> dict[str, int]:
-        """Share the rows that the next step has left over among the requests that draw a token in this one."""
-        num_rows, drawing = 0, []
+        """Share the rows that the next step has left over among the requests that sample a token in this one."""
+        num_rows, sampling = 0, []
         for request in running:
             missing = request.num_tokens - request.kv.num_computed_tokens
             num_rows += max(1, missing)
             if missing <= 0 and _gets_drafts(request):
-                drawing.append(request)
-        if not drawing:
+                sampling.append(request)
+        if not sampling:
             return {}
-        share = min(self._max_drafts, self._rows_left(num_rows) // len(drawing))
+        share = min(self._max_drafts, self._rows_left(num_rows) // len(sampling))
         wanted = {}
-        for request in drawing:
+        for request in sampling:
             # Limits end the output after the token of this step, the drafts, and the token after them.
             if (most := min(share, request.max_num_tokens - request.num_tokens - 2)) > 0:
                 wanted[request.request_id] = most

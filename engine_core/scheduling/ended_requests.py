@@ -44,8 +44,8 @@ class EndedRequests:
         if request.is_known_to_worker:
             self.req_ids.append(request.request_id)
         request.set_status(status)
-        # A step in flight still draws a token for this id, and a new request may take the id at once: the token is not
-        # its.
+        # A step in flight still samples a token for this id, and a new request may take the id at once: the token is
+        # not its.
         if self._in_flight is not None:
             self._in_flight.request_ended(request.request_id)
         # A reader may still copy these blocks, or a load fill them; then the transfer frees them when it ends.

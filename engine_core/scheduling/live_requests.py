@@ -252,7 +252,7 @@ class Admission:
                 self._queue.remove(request)
                 self.lost.append(request)
                 continue
-            # A request with a placeholder comes back with a token that was drawn before it was preempted.
+            # A request with a placeholder comes back with a token that was sampled before it was preempted.
             # The token in flight may end the request, and its row cannot be built anew before the token is known.
             if request.num_output_placeholders or (others_run and self._is_still_blocked(request)):
                 return None

@@ -54,7 +54,7 @@ class StatsRecorder:
             self._note(request, EngineCoreEventType.PREEMPTED, self._clock())
 
     def prefill_stats(self, request: Request) -> PrefillStats:
-        """Count a request whose first token was just drawn, and return the statistics of its prefill."""
+        """Count a request whose first token was just sampled, and return the statistics of its prefill."""
         assert request.times.first_scheduled_ns is not None
         self._counters.num_prefilled_requests += 1
         self._counters.num_prefilled_tokens += request.num_prompt_tokens

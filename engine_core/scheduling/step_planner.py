@@ -290,8 +290,8 @@ class StepPlanner:
     def _rows_of_other_steps(self) -> frozenset[str]:
         """Return the ids of running requests that this step leaves to those which other stages compute meanwhile: each
         request whose next token is still in flight, and of the others all but one stage's share."""
-        # With pipeline stages the first stage would otherwise wait for tokens that the last one has not drawn yet. Two
-        # requests are enough to keep two stages busy.
+        # With pipeline stages the first stage would otherwise wait for tokens that the last one has not sampled yet.
+        # Two requests are enough to keep two stages busy.
         in_flight = [request for request in self._running if request.num_output_placeholders]
         free = [request for request in self._running if not request.num_output_placeholders]
         share = -(-len(self._running) // self._num_stages)

@@ -13,7 +13,7 @@ from .pooled_requests import PooledRequests
 from .stats_recorder import StatsRecorder
 from .steps_in_flight import StepsInFlight
 
-# vLLM draws token 0, or noise, when masks leave no token: a token that the request had forbidden.
+# vLLM samples token 0, or noise, when masks leave no token: a token that the request had forbidden.
 _NO_CHOICE = (
     "allowed_token_ids: none of them may come next, after what bad_words, logit_bias, min_tokens and "
     "structured_outputs forbid"
@@ -27,7 +27,7 @@ _NO_FINITE_LOGIT = (
 
 
 class StepResults:
-    """Appends the tokens that a step drew, and ends the requests that they complete."""
+    """Appends the tokens that a step sampled, and ends the requests that they complete."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Async scheduling, the scheduler's part: a step is planned before the tokens of the one before it are known.
 
-A request that draws a token in a step gets a placeholder for it, so that the next step can compute that token, which
+A request that samples a token in a step gets a placeholder for it, so that the next step can compute that token, which
 the worker knows by then. The token itself, and whether it ends the request, is known one step later: a request that
 ended may have been scheduled once more, and the token of that step is dropped.
 """
@@ -22,14 +22,14 @@ class StepsInFlight:
         return len(self._steps)
 
     def begin(self, scheduled: SchedulerOutput, running: Iterable[Request]) -> None:
-        """Add a planned step, and a placeholder to each request whose tokens will all be computed: it draws one."""
+        """Add a planned step, and a placeholder to each request whose tokens will all be computed: it samples one."""
         for request in running:
             if request.kv.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
                 request.num_output_placeholders += 1
         self._steps.append((scheduled, set()))
 
     def request_ended(self, request_id: str) -> None:
-        """Drop all tokens that the steps in flight draw for a request, even if a new request gets the same id."""
+        """Drop all tokens that the steps in flight sample for a request, even if a new request gets the same id."""
         # By step and not by id alone: a client may reuse an id while a step with the old request of that name still
         # runs.
         for scheduled, unwanted in self._steps:

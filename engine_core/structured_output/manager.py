@@ -60,7 +60,7 @@ class GrammarStep:
         self._future = future
 
     def output(self) -> GrammarOutput | None:
-        """Wait for the bitmasks and return them; None if every request of the step may draw any token."""
+        """Wait for the bitmasks and return them; None if every request of the step may sample any token."""
         return self._future.result()[0]
 
     @property
@@ -75,7 +75,7 @@ class StructuredOutputManager:
     def __init__(
         self, config: StructuredOutputConfig, vocab_size: int, reasoning: ReasoningConfig = _NO_REASONING
     ) -> None:
-        """Raises ``ValueError`` if the model cannot draw the tokens that end its reasoning."""
+        """Raises ``ValueError`` if the model cannot sample the tokens that end its reasoning."""
         if reasoning.marks is not None and max(reasoning.marks.end) >= vocab_size:
             raise ValueError(
                 f"reasoning_parser: the end mark has the tokens {list(reasoning.marks.end)}, but the model draws only "
@@ -154,7 +154,7 @@ class StructuredOutputManager:
             self._compiler.forget(request.sampling_params.structured_output, request_id)
 
     def start_step(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> GrammarStep | None:
-        """Start computing the bitmasks of the requests in the step that draw a token and may be bound.
+        """Start computing the bitmasks of the requests in the step that sample a token and may be bound.
 
         Returns None if no request does.
         """
@@ -243,7 +243,7 @@ def _fill(rows: list[_Row], num_words: int) -> tuple[GrammarOutput | None, dict[
             bound += [request_id] * num_rows
             if num_rows and constraint.forced is not None:
                 forced[request_id] = constraint.forced
-        except GrammarEnd:  # it may draw anything: its token is dropped
+        except GrammarEnd:  # it may sample anything: its token is dropped
             ended[request_id] = ""
         except GrammarError as error:
             ended[request_id] = f"{FIELD}: {error}"

@@ -146,7 +146,7 @@ class RequestConstraint:
         is_bound = self.fill(rows[0])
         if not drafts:
             return int(is_bound)
-        # All bits set: a position that nothing binds draws any token.
+        # All bits set: a position that nothing binds samples any token.
         rows[int(is_bound) : 1 + len(drafts)] = -1
         forced, num_seen, reasoning = self.forced, self.num_seen, self._reasoning
         self._reasoning = None if reasoning is None else reasoning.copy()

@@ -65,7 +65,7 @@ class Attempt:
         deadline: The timer that ends the attempt when its time has run out.
         routed: The experts of the tokens that were computed so far; None until some arrive.
         pooling_task: What a pooling request asks for; None for one that generates.
-        saw_nans: Whether a token was drawn from logits that contained NaN.
+        saw_nans: Whether a token was sampled from logits that contained NaN.
         finish_reason: None while the attempt is live.
     """
 

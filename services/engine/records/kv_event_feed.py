@@ -50,7 +50,7 @@ class KVEventFeed:
         wanted = self._first(sequence)
         while True:
             while wanted < self._next:
-                yield self._batches[self._place(wanted)]
+                yield self._batches[self._index_of(wanted)]
                 wanted += 1
             await self._news.wait()
 
@@ -69,7 +69,7 @@ class KVEventFeed:
         )
         while True:
             while wanted < self._next:
-                begin = self._place(wanted)
+                begin = self._index_of(wanted)
                 batches = list(islice(self._batches, begin, begin + MERGED_BATCHES))
                 changes = merged(batches)
                 changes.first_sequence, wanted = wanted, wanted + len(batches)
@@ -85,7 +85,7 @@ class KVEventFeed:
             raise InvalidArgument(f"from_sequence must be 1 to {self._next}, not {sequence}", "from_sequence")
         return sequence or self._next
 
-    def _place(self, sequence: int) -> int:
+    def _index_of(self, sequence: int) -> int:
         """Return where a batch is kept. Raises ``Aborted`` if it no longer is."""
         oldest = self._next - len(self._batches)
         if sequence < oldest:

@@ -140,13 +140,13 @@ class FrameBuilder:
             }  # others were cut off by a stop
             self._rows = begun | self._rows
             self._begun = []
-        room = self._max_bytes - _FRAME_BYTES
+        bytes_left = self._max_bytes - _FRAME_BYTES
         if not (self._finished or self._grants or self._prompts or self._num_with_logprobs) and (
-            _ROW_BYTES * len(self._rows) + _TOKEN_BYTES * self._num_tokens <= room
+            _ROW_BYTES * len(self._rows) + _TOKEN_BYTES * self._num_tokens <= bytes_left
         ):
             # A frame of nothing but tokens is nearly every step's case, and needs no sizes to be computed.
             return self._take_tokens(step)
-        frame = self._take_mixed(step, room)
+        frame = self._take_mixed(step, bytes_left)
         self.is_urgent = self.has_data  # what did not fit must not wait for the next interval
         if not self._rows:
             self._num_tokens = self._num_with_logprobs = 0
@@ -175,26 +175,26 @@ class FrameBuilder:
         self._num_with_logprobs += num_with_logprobs
         return frame
 
-    def _take_mixed(self, step: int, room: int) -> engine_pb2.EngineFrame:
-        """Return a frame with as much of everything that waits as fits into ``room`` bytes."""
-        grants = self._take_grants(room // 2)
-        room -= sum(grant.ByteSize() + 8 for grant in grants)
-        logprobs = self._take_prompts(room) if self._prompts else []
-        room -= sum(each.ByteSize() + 8 for each in logprobs)
-        pooled = self._take_pooled(room) if self._pooled else []
-        room -= sum(_POOLED_BYTES + len(part.data) for part in pooled)
+    def _take_mixed(self, step: int, bytes_left: int) -> engine_pb2.EngineFrame:
+        """Return a frame with as much of everything that waits as fits into ``bytes_left`` bytes."""
+        grants = self._take_grants(bytes_left // 2)
+        bytes_left -= sum(grant.ByteSize() + 8 for grant in grants)
+        logprobs = self._take_prompts(bytes_left) if self._prompts else []
+        bytes_left -= sum(each.ByteSize() + 8 for each in logprobs)
+        pooled = self._take_pooled(bytes_left) if self._pooled else []
+        bytes_left -= sum(_POOLED_BYTES + len(part.data) for part in pooled)
         is_empty = not (grants or logprobs or pooled)
         slots, indices, counts, token_ids = [], [], [], []
-        for slot, row, count in self._take_rows(room, is_alone=is_empty):
+        for slot, row, count in self._take_rows(bytes_left, is_alone=is_empty):
             slots.append(slot)
             indices.append(row.token_index)
             counts.append(count)
             token_ids += row.token_ids
-            room -= _ROW_BYTES + _TOKEN_BYTES * count
+            bytes_left -= _ROW_BYTES + _TOKEN_BYTES * count
             if row.logprobs is not None:
                 logprobs.append(_slot_logprobs(slot, row.token_index, row.logprobs))
-                room -= logprobs[-1].ByteSize() + 8
-        finished = self._take_finished(room, at_least=0 if slots or not is_empty else 1)
+                bytes_left -= logprobs[-1].ByteSize() + 8
+        finished = self._take_finished(bytes_left, at_least=0 if slots or not is_empty else 1)
         return engine_pb2.EngineFrame(
             step=step,
             slot=slots,
@@ -220,7 +220,7 @@ class FrameBuilder:
             token_ids=[token_id for row in rows.values() for token_id in row.token_ids],
         )
 
-    def _take_rows(self, room: int, *, is_alone: bool) -> list[tuple[int, _Row, int]]:
+    def _take_rows(self, bytes_left: int, *, is_alone: bool) -> list[tuple[int, _Row, int]]:
         """Return the rows, or first parts of rows, that fit, each with its number of tokens. Returns at least one token
         if the frame is otherwise empty (``is_alone``)."""
         taken: list[tuple[int, _Row, int]] = []
@@ -231,69 +231,69 @@ class FrameBuilder:
         for slot, row in rows.items():
             fixed, per_token = (_ROW_BYTES, _TOKEN_BYTES) if row.logprobs is None else _cost(row.logprobs)
             size = count = len(row.token_ids)
-            if room < fixed + per_token * size:
-                count = max((room - fixed) // per_token, 0)
+            if bytes_left < fixed + per_token * size:
+                count = max((bytes_left - fixed) // per_token, 0)
                 if not count and is_alone and not taken:
                     count = 1  # the peer accepts tiny messages only, and one token has many alternatives
                 if count < size:
                     self._rows[slot] = row.split(count) if count else row
             if count:
                 taken.append((slot, row, count))
-                room -= fixed + per_token * count
+                bytes_left -= fixed + per_token * count
         return taken
 
-    def _take_prompts(self, room: int) -> list[engine_pb2.SlotLogprobs]:
+    def _take_prompts(self, bytes_left: int) -> list[engine_pb2.SlotLogprobs]:
         """Return as many positions of prompts' log probabilities as fit, at least one."""
         taken: list[engine_pb2.SlotLogprobs] = []
         prompts, self._prompts = self._prompts, {}
         for slot, (start, logprobs) in prompts.items():
             size = logprob_columns.num_positions(logprobs)
             per_position = _POSITION_BYTES * (1 + logprobs.top)
-            count = min(size, max((room - _LOGPROBS_BYTES) // per_position, 0 if taken else 1))
+            count = min(size, max((bytes_left - _LOGPROBS_BYTES) // per_position, 0 if taken else 1))
             if count < size:
                 self._prompts[slot] = start + count, logprob_columns.part(logprobs, count, size)
                 logprobs = logprob_columns.part(logprobs, 0, count)
             if count > 0:
                 taken.append(_slot_logprobs(slot, start, logprobs, of_prompt=True))
-                room -= _LOGPROBS_BYTES + per_position * count
+                bytes_left -= _LOGPROBS_BYTES + per_position * count
         return taken
 
-    def _take_pooled(self, room: int) -> list[types_pb2.Pooled]:
+    def _take_pooled(self, bytes_left: int) -> list[types_pb2.Pooled]:
         """Return as many numbers of results as fit, at least one."""
         taken: list[types_pb2.Pooled] = []
         waiting, self._pooled = self._pooled, {}
         for slot, (result, start) in waiting.items():
-            count = min(result.size - start, max((room - _POOLED_BYTES) // 4, 0 if taken else 1))
+            count = min(result.size - start, max((bytes_left - _POOLED_BYTES) // 4, 0 if taken else 1))
             if start + count < result.size:
                 self._pooled[slot] = result, start + count
-            if count or (not result.size and room >= _POOLED_BYTES):
+            if count or (not result.size and bytes_left >= _POOLED_BYTES):
                 data = np.ascontiguousarray(result, "<f4").reshape(-1)[start : start + count].tobytes()
                 taken.append(types_pb2.Pooled(slot=slot, shape=result.shape, offset=start, data=data))
-                room -= _POOLED_BYTES + 4 * count
+                bytes_left -= _POOLED_BYTES + 4 * count
             elif not result.size:
                 self._pooled[slot] = result, start
         return taken
 
-    def _take_grants(self, room: int) -> list[engine_pb2.KVGrant]:
+    def _take_grants(self, bytes_left: int) -> list[engine_pb2.KVGrant]:
         """Return as many grants as fit, at least one. All name the same engine, so their sizes are about equal."""
         if not self._grants:
             return []
         grants = list(self._grants.values())
-        count = max(room // (grants[0].ByteSize() + 16), 1)
+        count = max(bytes_left // (grants[0].ByteSize() + 16), 1)
         self._grants = {grant.slot: grant for grant in grants[count:]}
         return grants[:count]
 
-    def _take_finished(self, room: int, at_least: int) -> list[engine_pb2.Finished]:
+    def _take_finished(self, bytes_left: int, at_least: int) -> list[engine_pb2.Finished]:
         """Return the ends whose tokens have all been taken, as many as fit."""
         taken: list[engine_pb2.Finished] = []
         finished, self._finished = self._finished, {}
         for slot, end in finished.items():
             num_bytes = end.ByteSize() + 8
             waits = slot in self._rows or slot in self._prompts or slot in self._pooled
-            if waits or (num_bytes > room and len(taken) >= at_least):
+            if waits or (num_bytes > bytes_left and len(taken) >= at_least):
                 self._finished[slot] = end
             else:
-                room -= num_bytes
+                bytes_left -= num_bytes
                 taken.append(end)
         return taken
 

@@ -162,15 +162,15 @@ class MaskingTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
-        json_texts: Sequence[str] | None = None,
+        json_text: str | None = None,
         **options: bool,
     ) -> Rendered:
         """Return what :meth:`ChatTemplate.render` returns, with masks.
 
-        ``json_texts``: where all of it stands in JSON, which is searched sooner than what it holds; None: nowhere.
+        ``json_text``: all of it as JSON, which is searched sooner than its values; None: there is none.
         """
         tokens: dict[str, str] = {}
-        if json_texts is None or any(map(self._finder.may_be_in, json_texts)):
+        if json_text is None or self._finder.may_be_in(json_text):
             masks = Masks(self._finder, [messages, tools, template_kwargs], self._parsed_marks)
             messages, tools = masks.messages(messages), masks.value(tools)
             template_kwargs, tokens = masks.value(template_kwargs), masks.tokens

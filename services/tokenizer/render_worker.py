@@ -91,7 +91,7 @@ def _answer(template: MaskingTemplate, job: RenderJob) -> bytes:
             conversation,
             [] if tools in {"", "[]"} else _objects(tools),
             {} if kwargs in {"", "{}"} else _objects(f"[{kwargs}]")[0],
-            (messages, tools, kwargs),
+            messages + tools + kwargs,
             add_generation_prompt=job["add_generation_prompt"],
             continue_final_message=job["continue_final_message"],
         )

@@ -76,9 +76,7 @@ class _View:
 
     adapters: dict[str, Any] = {}
     block_size = 0
-
-    def limits(self, fingerprint: types_pb2.Fingerprint) -> types_pb2.ModelLimits:
-        return LIMITS
+    limits = LIMITS
 
     def load(self) -> MeshLoad:
         return MeshLoad(0, 0, 0.0)

@@ -29,6 +29,8 @@ MAX_RENDERED_CHARS = 8 << 20
 _REASONING_MARKS = "<think>", "</think>"  # of tokenloom.request.reasoning, which takes a worker time to import
 _TAIL = 32
 """Characters at the end of a text in which a mark is looked for, with the line breaks after it."""
+_LONGEST_HEADER = 512
+"""Characters that a template writes at most after the last message."""
 
 
 class TemplateRefused(ValueError):
@@ -175,7 +177,8 @@ class MaskingTemplate:
             messages, tools = masks.messages(messages), masks.value(tools)
             template_kwargs, tokens = masks.value(template_kwargs), masks.tokens
         text = self._template.render(messages, tools, template_kwargs=template_kwargs, **options)
-        start = _last_mark(text)
+        # The header of the turn to come is short: a mark far before it, as in a system's text, is not looked into.
+        start = _last_mark(text if options.get("continue_final_message") else text[-_LONGEST_HEADER:])
         if start != "NONE" and not text[-_TAIL:].rstrip().endswith(_REASONING_MARKS):
             # The mark stands before the end, in an earlier turn's text or in the one that the model continues.
             start = _last_mark(text[self._len_of_earlier_turns(text, messages, tools, template_kwargs, options) :])

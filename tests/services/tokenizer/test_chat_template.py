@@ -207,3 +207,17 @@ def test_only_marks_of_the_last_turn_open_or_close_reasoning(
     options = {"add_generation_prompt": not continues, "continue_final_message": continues}
     rendered = template.render(turns, None, {"opening": opening}, None, **options)
     assert rendered.reasoning_start == expected
+
+
+def test_a_mark_far_before_the_end_needs_no_second_rendering() -> None:
+    template = ChatTemplate(THINKS)
+    rendered = list[str]()
+    render = template.render
+    template.render = lambda *args, **kwargs: rendered.append(render(*args, **kwargs)) or rendered[-1]  # type: ignore[method-assign,func-returns-value]
+    masking = MaskingTemplate(template, TokenFinder([]), ())
+    system = {"role": "system", "content": "Think between <think> and </think>."}
+    long = {"role": "user", "content": "word " * 200}
+    assert masking.render([system, long], None, None).reasoning_start == "NONE"
+    assert len(rendered) == 1
+    assert masking.render([system, USER], None, None).reasoning_start == "NONE"
+    assert len(rendered) == 3

@@ -104,8 +104,8 @@ class Gateway:
         registry, random = CollectorRegistry(), Random(0)
         tokenizers: Any = _Tokenizers(world)
         view: Any = _View()
-        self.backlog = WaitEstimator(60.0, random)
-        self.admission = RequestAdmission(self.clients.shares, self.backlog)
+        self.estimator = WaitEstimator(60.0, random)
+        self.admission = RequestAdmission(self.clients.shares, self.estimator)
         self.outputs = OutputPool(
             PeerMembers(addresses),
             "gateway",
@@ -160,9 +160,9 @@ class Gateway:
         world = self.world
         await asyncio.sleep(ENDED_SECONDS)
         self.clients.check_all_given_back()
-        backlog = self.backlog
-        waiting = (backlog.live, backlog.pending, backlog.pending_tokens)
-        world.check(waiting == (0, 0, 0), f"the backlog still counts {waiting}")
+        estimator = self.estimator
+        waiting = (estimator.live, estimator.pending, estimator.pending_tokens)
+        world.check(waiting == (0, 0, 0), f"the estimator still counts {waiting}")
         pool = self.outputs
         for name in ("_waiting", "_sought", "_held"):
             world.check(not getattr(pool, name), f"a request that has ended is still in OutputPool.{name}")

@@ -66,6 +66,7 @@ CLIENTS = (
     Client("openai-agents", "openai_agents_client.py", ("openai-agents==0.24.0",)),
     Client("semantic-kernel", "semantic_kernel_client.py", ("semantic-kernel==1.45.0",)),
     Client("instructor", "instructor_client.py", ("instructor==1.17.0",)),
+    Client("guidance", "guidance_client.py", ("guidance==0.3.1", "openai==3.54.0")),
     Client("litellm", "litellm_client.py", ("litellm[mcp]==1.106.2",)),
     Client("tritonclient", "triton_client.py", ("tritonclient[grpc]==2.73.0",)),
     Client("buf curl", "buf_curl.mjs", ("@bufbuild/buf@1.75.0",)),

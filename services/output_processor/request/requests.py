@@ -76,13 +76,18 @@ class LiveRequestLimit:
         self.num_live += num_samples
         self.num_bytes += num_bytes
 
+        num_left = num_samples
+
+        # It counts itself: if it read the amount of the reservation, the two would refer to each other, and the memory
+        # of each request would wait for the garbage collector.
         def give_back(ended: int) -> None:
+            nonlocal num_left
+            num_left -= ended
             self.num_live -= ended
-            if not reservation.amount:
+            if not num_left:
                 self.num_bytes -= num_bytes
 
-        reservation = Reservation(give_back, num_samples)
-        return reservation
+        return Reservation(give_back, num_samples)
 
 
 class Requests:

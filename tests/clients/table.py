@@ -63,6 +63,7 @@ CLIENTS = (
     Client("aider", "aider_client.py", ("aider-chat==0.86.2",)),
     Client("ai-sdk", "ai_sdk_client.mjs", ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.87", "zod@4.6.7")),
     Client("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
+    Client("agno", "agno_client.py", ("agno==3.1.10", "openai==3.54.0")),
     Client("openai-agents", "openai_agents_client.py", ("openai-agents==0.24.0",)),
     Client("semantic-kernel", "semantic_kernel_client.py", ("semantic-kernel==1.45.0",)),
     Client("instructor", "instructor_client.py", ("instructor==1.17.0",)),

@@ -199,6 +199,8 @@ def _unsupported(what: str) -> GrammarError:
 _WHITESPACE = r"( |\r?\n[ \t]{0,20})?"
 """Allowed between two JSON tokens: a space, or a new line and its indentation, to prevent loops of blanks."""
 _MAX_ERROR_CHARS = 300
+_LINES = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?(.*?) \d+ \| .*", re.S)
+"""A message about a grammar, with the lines of the grammar that it quotes."""
 
 
 class LLGuidanceBackend:
@@ -232,7 +234,13 @@ class LLGuidanceBackend:
     def prepare(self, constraint: StructuredOutput) -> str:
         """Return llguidance's form of the grammar, after building it once and computing a bitmask."""
         grammar = self._grammar(constraint)
-        matcher = self._build(grammar)
+        try:
+            matcher = self._build(grammar)
+        except GrammarError as error:
+            if constraint.kind is not GrammarKind.STRUCTURAL_TAG:
+                raise
+            # The client knows its schema, and not the grammar that was written of it.
+            raise GrammarError(_LINES.sub(r"\1", str(error))) from None
         # The library compiles lazily: only the first mask shows a grammar that would be too expensive in a step.
         matcher.compute_bitmask()
         if matcher.is_error():

@@ -82,6 +82,16 @@ def test_an_invalid_grammar_is_explained(kind: GrammarKind, source: str, words: 
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_wrong_with_a_schema_of_a_tag_is_said_without_the_grammar_that_was_written_of_it() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"type": "triggered_tags", "triggers": ["<t>"], "tags": [{"begin": "<t>", "content": content, "end": "</t>"}]}
+    source = json.dumps({"type": "structural_tag", "format": tag})
+    with pytest.raises(GrammarError) as caught:
+        backend().prepare(StructuredOutput(GrammarKind.STRUCTURAL_TAG, source))
+    assert str(caught.value) == "Unsatisfiable schema: required property 'a' is unsatisfiable"
+
+
 any_text = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1)
 # The tokenizer would encode the name of a special token as that token, which is not text.
 plain_text = any_text.filter(lambda text: "<|" not in text)

@@ -255,12 +255,11 @@ class ModelWorker:
     def sleep(self, level: int) -> FreedMemory:
         """Drop the weights and the KV pool, or its pages. At level 1 the weights of a GPU are kept in host memory;
         those of a CPU can be read from the files again. A device's pool stays if other processes may have mapped it."""
-        assert self._slot is not None, "load_model comes first"
-        before, kept = self._platform.bytes_in_use(), 0
+        slot, before, kept = self._require_slot(), self._platform.bytes_in_use(), 0
         if level == 1 and not self._platform.pool_is_on_host:
-            kept = self._slot.move_to_host()
+            kept = slot.move_to_host()
         else:
-            self._slot.drop(restorable=level == 1)
+            slot.drop(restorable=level == 1)
         if self._drafting is not None:
             self._drafting.drop()
         self._take_model()
@@ -274,9 +273,8 @@ class ModelWorker:
         return FreedMemory(max(0, before - with_kv), max(0, with_kv - self._platform.bytes_in_use()), kept)
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        assert self._slot is not None, "load_model comes first"
         if "weights" in tags:
-            self._slot.restore()
+            self._require_slot().restore()
             self._take_model()
             if self._drafting is not None:
                 self._drafting.restore()
@@ -286,16 +284,15 @@ class ModelWorker:
             self._require_runner().make_kv_caches()
 
     def check_weights(self, path: str) -> None:
-        assert self._slot is not None, "load_model comes first"
-        self._slot.check(Path(path))
+        self._require_slot().check(Path(path))
         if self._ranks.place.is_alone:
             info, head = (None, None) if self._pooler is None else (self._pooler.info, self._pooler.head)
             check_pooling(info, Path(path), self._config.worker, self._kv_config.hidden_size, head)
 
     def reload_weights(self, path: str) -> None:
-        assert self._slot is not None, "load_model comes first"
+        slot = self._require_slot()
         try:
-            self._slot.replace(Path(path))
+            slot.replace(Path(path))
         finally:  # the model is another one if it was asleep, or if the weights were lost
             self._take_model()
             self._platform.return_freed()
@@ -336,8 +333,7 @@ class ModelWorker:
 
     @property
     def _model(self) -> LanguageModel:
-        assert self._slot is not None, "load_model comes first"
-        return self._slot.model
+        return self._require_slot().model
 
     @property
     def _kv_config(self) -> ModelConfig:
@@ -358,8 +354,7 @@ class ModelWorker:
         return self._layers
 
     def _take_model(self) -> None:
-        assert self._slot is not None
-        if self._slot.is_loaded:
+        if self._require_slot().is_loaded:
             self._pooler = self._make_pooler()
         self._require_runner().set_model(self._model, self._pooler)
         self._ranks.weights_changed()
@@ -367,10 +362,13 @@ class ModelWorker:
     def _make_pooler(self) -> Pooler | None:
         if not self._ranks.place.is_alone:
             return None
-        assert self._slot is not None, "load_model comes first"
         config, model = self._config.worker, self._model
         head = model.head if isinstance(model, DecoderModel) else None
-        return make_pooler(self._slot.path, config, model.config.hidden_size, head, is_encoder=False)
+        return make_pooler(self._require_slot().path, config, model.config.hidden_size, head, is_encoder=False)
+
+    def _require_slot(self) -> ModelSlot:
+        assert self._slot is not None, "load_model comes first"
+        return self._slot
 
     def _require_loras(self) -> LoraSlots:
         assert self._loras is not None, "LoRA adapters are not enabled"

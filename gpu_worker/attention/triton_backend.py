@@ -43,12 +43,12 @@ def program_shape(most_queries: int, group: int, padded_head: int, dtype: torch.
     instruction, which has 64 rows for each 4 warps. ``group``: query heads that share a KV head.
     """
     if dtype == torch.float32:  # without tensor cores; a tile of keys takes twice the memory
-        return ProgramShape(max(16, _power_of_2(group)), 16 if padded_head > 128 else 32, 4, 2)
+        return ProgramShape(power_of_2(group, 16), 16 if padded_head > 128 else 32, 4, 2)
     tile = 32 if padded_head > 128 else 64
     if most_queries * group <= 16:
         return ProgramShape(16, tile, 4, 3)
     if most_queries == 1:
-        return ProgramShape(_power_of_2(group), tile, 4, 3)
+        return ProgramShape(power_of_2(group), tile, 4, 3)
     return ProgramShape(64, tile, 4, 2) if padded_head > 128 else ProgramShape(128, tile, 8, 3)
 
 
@@ -72,10 +72,6 @@ def work_entries(query_lens: IntArray, queries: int) -> npt.NDArray[np.int32]:
     return entries if len(entries) == len(query_lens) else np.ascontiguousarray(entries[::-1])
 
 
-def _power_of_2(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
 _LARGEST_HEAD = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -91,15 +87,9 @@ class TritonBackend(LocalBackend):
         if config.kv_dtype not in (config.dtype, FP8_KV) or config.dtype not in _DTYPES:
             raise KernelsUnavailable(f"{config.kv_dtype} in the KV cache of a {config.dtype} model")
         super().__init__(config, block_size, device)
-
-    @property
-    def group(self) -> int:
+        self.num_kv_heads = config.num_kv_heads
+        self.group = config.num_heads // config.num_kv_heads
         """How many query heads share a KV head."""
-        return self._config.num_heads // self._config.num_kv_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self._config.num_kv_heads
 
     def shape(self, most_queries: int) -> ProgramShape:
         """Return the shape of the programs of a step whose requests have at most so many queries each."""

@@ -135,13 +135,6 @@ class Checkpoint:
         self._count_copied(outputs * inputs * stored.bits // 8)
         return stored
 
-    def return_dropped(self) -> None:
-        """Return the memory of dropped tensors to the system, such as copies that were made while packing.
-
-        The allocator would otherwise keep it in pieces that the next tensors do not fit into.
-        """
-        return_freed()
-
     def drop_read(self) -> None:
         """Drop the pages of the files that were read, and freed copies. Pages that are still in use are read again."""
         self._forget_mapped()

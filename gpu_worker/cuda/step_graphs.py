@@ -61,14 +61,8 @@ class StepPlans:
         """``parts``: the backends of the groups of layers."""
         self._backend = backend
         self._parts = parts
-
-    @property
-    def block_size(self) -> int:
-        return self._parts[0].block_size
-
-    @property
-    def num_groups(self) -> int:
-        return len(self._parts)
+        self.block_size = parts[0].block_size
+        self.num_groups = len(parts)
 
     def queries(self, most_queries: int) -> int:
         """Return how many queries an entry of the attention kernel's list has, if no request has more."""

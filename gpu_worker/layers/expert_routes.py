@@ -55,12 +55,9 @@ class ExpertRoutes:
         self.top_k = top_k
         self.is_recording = False
         self.keeps_choices = False
+        self.num_layers = num_layers
+        """How many layers have experts."""
         self.layers = [LayerRoutes(self, number, num_experts) for number in range(num_layers)]
-
-    @property
-    def num_layers(self) -> int:
-        """Return how many layers have experts."""
-        return len(self.layers)
 
     def begin(self, *, keep_choices: bool) -> None:
         """Record the next forward pass: how many tokens each expert computes, and with ``keep_choices`` which."""

@@ -243,7 +243,7 @@ class DecoderModel:
         def load(layer: int) -> DecoderLayer | PostNormLayer:
             return kind(checkpoint, f"model.layers.{config.first_layer + layer}", config, ops, layer, self.routes)
 
-        replace_layers(self._layers, config.num_layers, checkpoint, load)
+        replace_layers(self._layers, config.num_layers, load)
         self._norm = AddNorm(checkpoint, "model.norm", config, ops)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))

@@ -104,7 +104,7 @@ class LearnedPositionsModel:
             checkpoint.skip((f"{name}.attn.bias", f"{name}.attn.masked_bias"))
             return Block(SelfAttention(qkv, out, config, layer), up, down, (norms[0], norms[1]), config)
 
-        replace_layers(self._blocks, config.num_layers, checkpoint, load)
+        replace_layers(self._blocks, config.num_layers, load)
         self._norm = load_layer_norm(checkpoint, f"{prefix}ln_f", hidden, config.norm_eps)
 
     def _load_opt(self, checkpoint: Checkpoint) -> None:
@@ -140,7 +140,7 @@ class LearnedPositionsModel:
             down = load_linear(checkpoint, [f"{name}.fc2"], inner, [hidden], config.mlp_bias, quantization)
             return Block(SelfAttention(qkv, out, config, layer), up, down, (attention_norm, mlp_norm), config)
 
-        replace_layers(self._blocks, config.num_layers, checkpoint, load)
+        replace_layers(self._blocks, config.num_layers, load)
         self._norm = load_norm(f"{prefix}.final_layer_norm") if opt.final_norm else None
 
     def _load_tokens(self, checkpoint: Checkpoint, name: str) -> None:

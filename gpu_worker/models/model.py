@@ -8,6 +8,7 @@ from torch import Tensor
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
+from ..device.memory import return_freed
 from ..layers.embedding import InputEmbeds
 from ..layers.expert_routes import ExpertRoutes, Ints
 
@@ -76,10 +77,10 @@ class StepModel(Protocol):
 Layer = TypeVar("Layer")
 
 
-def replace_layers(layers: list[Layer], count: int, checkpoint: Checkpoint, load: Callable[[int], Layer]) -> None:
+def replace_layers(layers: list[Layer], count: int, load: Callable[[int], Layer]) -> None:
     """Load ``count`` layers into ``layers``; each old one is dropped before its successor is loaded."""
     for number in range(count):
         if len(layers) == count:
             del layers[0]
-            checkpoint.return_dropped()
+            return_freed()  # otherwise the next tensors would not fit into the pieces that the allocator keeps
         layers.append(load(number))

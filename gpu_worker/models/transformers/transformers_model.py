@@ -13,6 +13,7 @@ from torch import Tensor
 from ...attention.attention_backend import AttentionPlan, KVCache
 from ...checkpoint.model_config import ModelConfig
 from ...checkpoint.weights import Checkpoint
+from ...device.memory import return_freed
 from ...layers.embedding import InputEmbeds
 from ...layers.expert_routes import ExpertRoutes
 from ...ops.ops import Ops
@@ -60,7 +61,7 @@ class TransformersModel:
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         del self._parts  # frees its memory before the new one is loaded
-        checkpoint.return_dropped()
+        return_freed()
         self._parts = self._load(checkpoint.path)
 
     def forward(

@@ -130,9 +130,9 @@ class Channel(grpc.aio.Channel):
     ) -> Any:
         def begin() -> LocalCall:
             opening = encode_frame(Kind.OPEN, method.encode())
-            call = _LocalCall(opening, request_serializer, response_deserializer, MAX_MESSAGE_BYTES)
+            serialize, deserialize = request_serializer, response_deserializer
+            call = _LocalCall(opening, serialize, deserialize, MAX_MESSAGE_BYTES, self._calls.pop)
             self._calls[call] = None
-            call.add_done_callback(self._calls.pop)
             self._network.loop.call_soon(self._connect_stream, call)
             return call
 

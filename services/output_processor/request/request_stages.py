@@ -4,8 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from google.protobuf.duration_pb2 import Duration
-
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
@@ -366,7 +364,6 @@ def make_add(
         accepted_token_ids=accepted,
         sampling_params=params,
         priority=submit.priority,
-        timeout=None if seconds_left is None else _duration(seconds_left),
         hold_kv=hold_kv,
         kv_source=kv_source,
         awaits_tokens=awaits_tokens,
@@ -375,6 +372,8 @@ def make_add(
         tenant=submit.tenant,
     )
     request.prompt.CopyFrom(submit.prompt)  # as an argument it would take twice the memory
+    if seconds_left is not None:
+        request.timeout.FromNanoseconds(max(0, int(seconds_left * 1e9)))
     if routed_start:
         request.sampling_params.routed_experts_prompt_start = routed_start
     return request
@@ -386,16 +385,11 @@ def make_pooling_add(submit: Submit, *, pick: PickId | None, seconds_left: float
         request_id=submit.request_id,
         pooling_params=submit.pooling_params,
         priority=submit.priority,
-        timeout=None if seconds_left is None else _duration(seconds_left),
         pick=pick,
         trace_headers=submit.trace_headers,
         tenant=submit.tenant,
     )
     request.prompt.CopyFrom(submit.prompt)  # as an argument it would take twice the memory
+    if seconds_left is not None:
+        request.timeout.FromNanoseconds(max(0, int(seconds_left * 1e9)))
     return request
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
-    return duration

@@ -52,17 +52,21 @@ class LiveRequestLimit:
     Attributes:
         num_live: Samples that have not ended.
         num_bytes: Memory of the prompts of requests that have not ended.
+        is_draining: Whether none is taken any more.
     """
 
     def __init__(self, max_requests: int, max_prompt_bytes: int) -> None:
         self.num_live = 0
         self.num_bytes = 0
+        self.is_draining = False
         self._max_requests = max_requests
         self._max_prompt_bytes = max_prompt_bytes
 
     def check(self, submit: Submit) -> None:
         """Raise ``TryElsewhere`` if a request does not fit. One whose prompt alone is over the limit is taken while no
         other request is live: it would fit nowhere else either."""
+        if self.is_draining:
+            raise errors.TryElsewhere("The output processor is shutting down; retry.")
         if self.num_live + (submit.num_samples or 1) > self._max_requests:
             raise errors.TryElsewhere(f"The output processor already runs {self._max_requests} requests; retry.")
         if self.num_live and self.num_bytes + prompt_bytes(submit) > self._max_prompt_bytes:
@@ -75,7 +79,6 @@ class LiveRequestLimit:
         num_bytes = prompt_bytes(submit)
         self.num_live += num_samples
         self.num_bytes += num_bytes
-
         num_left = num_samples
 
         # It counts itself: if it read the amount of the reservation, the two would refer to each other, and the memory
@@ -119,7 +122,6 @@ class Requests:
         self._metrics = metrics
         self._limit = limit
         self._tracer = tracer
-        self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -136,7 +138,7 @@ class Requests:
         if (attempt := self._placer.at_once(submit)) is not None:
             return attempt
         try:
-            self._check(submit)
+            self._limit.check(submit)
         except errors.TryElsewhere:  # the request is about to be refused
             return None
         # Asked before the request is checked: checking and making it takes as long as the coordinator's answer. If it
@@ -147,11 +149,12 @@ class Requests:
         self, submit: Submit, outbox: Outbox, tasks: Tasks, on_end: Callable[[int], object]
     ) -> PooledRequest:
         """Return a pooling request that has not started yet. The arguments and errors are as in :meth:`make`."""
-        self._check(submit)
+        self._limit.check(submit)
         self._placer.budget.add_request()
         trace = RequestSpan.open(self._tracer, submit) if submit.trace_headers else None
 
-        live = self._take(submit, 1)
+        self._idle.clear()
+        live = self._limit.take(submit, 1)
 
         def ended(slot: int, finished: RequestFinished) -> None:
             self._sample_ended(live, finished)
@@ -176,7 +179,7 @@ class Requests:
         """
         if submit.WhichOneof("task") != "sampling_params":
             raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
-        self._check(submit)
+        self._limit.check(submit)
         self._placer.budget.add_request()
         count = submit.num_samples or 1
         journals = _journals(submit, count) if submit.journals else {}
@@ -187,7 +190,8 @@ class Requests:
             if journal is None or not journal.finished:
                 samples.append(SampleOutput(submit, words, ends, outbox, clock, sample_index=index, journal=journal))
         trace = RequestSpan.open(self._tracer, submit) if submit.trace_headers else None
-        live = self._take(submit, len(samples))
+        self._idle.clear()
+        live = self._limit.take(submit, len(samples))
         try:
             owner = self.kept.tasks if submit.fingerprint else tasks
             group = SampleGroup(submit, samples, self._placer, owner, trace, partial(self._sample_ended, live), on_end)
@@ -201,18 +205,9 @@ class Requests:
 
     async def drain(self) -> None:
         """Refuse new requests, and return when the live ones have ended."""
-        self._draining = True
+        self._limit.is_draining = True
         self.kept.hurry()
         await self._idle.wait()
-
-    def _check(self, submit: Submit) -> None:
-        if self._draining:
-            raise errors.TryElsewhere("The output processor is shutting down; retry.")
-        self._limit.check(submit)
-
-    def _take(self, submit: Submit, num_samples: int) -> Reservation:
-        self._idle.clear()
-        return self._limit.take(submit, num_samples)
 
     def _give_up(self, live: Reservation) -> None:
         """Give back what a request has taken that could not be made."""

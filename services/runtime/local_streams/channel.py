@@ -12,7 +12,7 @@ import grpc.aio
 from tokenloom.request.errors import Internal, TokenloomError
 from tokenloom.request.wire_errors import status_of
 
-from .socket_end import OK_STATUS, Kind, SocketEnd, decode_status, encode_frame, is_stopped, status
+from .socket_end import HEADER, OK_STATUS, Kind, SocketEnd, decode_status, encode_frame, is_stopped, status
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +34,13 @@ class LocalCall(SocketEnd):
         serialize: Callable[[Any], bytes],
         deserialize: Callable[[bytes], Any],
         max_message_bytes: int,
+        on_end: Callable[["LocalCall"], object],
     ) -> None:
-        """``opening``: an OPEN frame, and the frames that follow it at once."""
+        """``opening``: an OPEN frame, and the frames that follow it at once. ``on_end``: called once, at the end."""
         super().__init__(max_message_bytes, serialize, deserialize, opening)
         self._takes_messages = True
         self._status: grpc.aio.AioRpcError | None = None
-        self._callbacks: list[Callable[[Any], object]] = []
+        self._callbacks: list[Callable[[Any], object]] = [on_end]
 
     async def done_writing(self) -> None:
         """Half-close the call: the server learns that no message follows. Idempotent."""
@@ -157,7 +158,7 @@ class LocalChannel:
                 raise status(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
             # The request follows the OPEN frame at once: the caller waits for the answer only, and not for room in a
             # socket that nothing has used yet.
-            frames = opening + encode_frame(Kind.MESSAGE, payload)
+            frames = opening + HEADER.pack(len(payload), Kind.MESSAGE) + payload
             if (call := self.open_call(frames, serialize, response_deserializer)) is None:
                 return await through_grpc(request)
             try:
@@ -176,9 +177,8 @@ class LocalChannel:
         # have no such socket now and have one for the next call.
         if self._is_closed or (connected := connect(self._path)) is None:
             return None
-        call = LocalCall(frames, serialize or bytes, deserialize or bytes, self._max_message_bytes)
+        call = LocalCall(frames, serialize or bytes, deserialize or bytes, self._max_message_bytes, self._calls.pop)
         self._calls[call] = None
-        call.add_done_callback(self._calls.pop)
 
         def attached(opening: "asyncio.Task[Any]") -> None:
             del self._opening[opening]

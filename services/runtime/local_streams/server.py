@@ -97,6 +97,7 @@ class ServerCall(SocketEnd):
     def _on_frame(self, kind: Kind, payload: bytes) -> None:
         if self.is_finished:
             return  # the caller sent it before it learned of the end
+        behaviour: Any = None
         if kind is Kind.OPEN and self.handler is None and self._unary is None:
             method = payload.decode(errors="replace")
             handler = self._find(CallDetails(method))
@@ -104,24 +105,23 @@ class ServerCall(SocketEnd):
                 self.end(grpc.StatusCode.UNIMPLEMENTED, f"unknown stream {method}")
                 return
             self._serialize = handler.response_serializer or bytes
-            self._unary, behaviour = handler.unary_unary, cast(Any, handler.stream_stream)
-            if behaviour is not None:
+            self._unary, serve = handler.unary_unary, cast(Any, handler.stream_stream)
+            if serve is not None:
                 self._takes_messages = True
-                self._start(behaviour(self, self))
+                behaviour = serve(self, self)
         elif kind is Kind.MESSAGE and self._unary is not None and self.handler is None:
-            self._start(self._unary(payload, self))
+            behaviour = self._unary(payload, self)
         elif kind is Kind.HALF_CLOSE and self.handler is not None:
             self.end_messages()
         elif kind is Kind.HALF_CLOSE and self._unary is not None:
             self.end(grpc.StatusCode.INTERNAL, "the call ended without a request")
         elif kind is not Kind.MESSAGE or self.handler is None:
             raise Internal(f"a {kind.name} frame came out of turn")
-
-    def _start(self, behaviour: Any) -> None:
-        self.handler = self._tasks.spawn(behaviour, name="handler of a local stream")
-        # The status follows from the task's end, not from the handler's last line: it is also sent when the handler was
-        # cancelled or has raised past its edge.
-        self.handler.add_done_callback(self._on_done)
+        if behaviour is not None:
+            self.handler = self._tasks.spawn(behaviour, name="handler of a local stream")
+            # The status follows from the task's end, not from the handler's last line: it is also sent when the handler
+            # was cancelled or has raised past its edge.
+            self.handler.add_done_callback(self._on_done)
 
     def _on_done(self, handler: "asyncio.Task[Any]") -> None:
         if handler.cancelled():

@@ -63,11 +63,13 @@ def _traces_elsewhere(hash_seed: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("bug", "faults"), [("no_retry", ("crash",)), ("stale_frames", ("hang",)), ("ignored_lease", ("cut",))]
+    ("bug", "faults", "first"),
+    # A cut at the moment that matters is rare: seed 60 was the first, and each seed takes a tenth of a second.
+    [("no_retry", ("crash",), 0), ("stale_frames", ("hang",), 0), ("ignored_lease", ("cut",), 50)],
 )
-def test_a_bug_that_is_put_back_is_found(bug: str, faults: tuple[str, ...]) -> None:
+def test_a_bug_that_is_put_back_is_found(bug: str, faults: tuple[str, ...], first: int) -> None:
     with reintroduced(bug):
-        assert any(run_seed(seed, faults).violations for seed in range(200))
+        assert any(run_seed(seed, faults).violations for seed in range(first, first + 200))
 
 
 def test_a_lease_that_is_kept_too_long_is_found() -> None:

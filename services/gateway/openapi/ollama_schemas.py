@@ -41,8 +41,9 @@ class OllamaEmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
 class OllamaModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Names a model."""
 
-    model: Annotated[str, Meta(description=_NAME)]
-    stream: Annotated[bool | None, Meta(description="Answer with lines of JSON (default).")] = None
+    model: Annotated[Any, Meta(description=f"{_NAME} Null: the first one.")] = None
+    name: Annotated[Any, Meta(description="Older name of model.")] = None
+    stream: Annotated[Any, Meta(description="false: answer with one object instead of lines.")] = None
 
 
 class OllamaResponse(msgspec.Struct, omit_defaults=True):

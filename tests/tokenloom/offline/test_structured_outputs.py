@@ -40,3 +40,11 @@ def test_a_stop_string_at_the_end_of_a_grammar_ends_only_its_own_request(make_ll
     one, other = llm.generate(["Do you?", "The capital of France is"], [stopped, free], use_tqdm=False)
     assert (one.outputs[0].text, one.outputs[0].finish_reason, one.outputs[0].stop_reason) == ("ye", "stop", "s")
     assert len(other.outputs[0].token_ids) == 30
+
+
+def test_a_keyword_that_no_grammar_expresses_is_left_out_and_logged(make_llm, caplog):
+    constraint = StructuredOutputsParams(json={"type": "array", "items": {"type": "boolean"}, "uniqueItems": True})
+    params = SamplingParams(max_tokens=40, temperature=0, structured_outputs=constraint)
+    (answer,) = make_llm().generate(["Yes or no?"], params, use_tqdm=False)
+    assert answer.outputs[0].text.lstrip().startswith("[")
+    assert "structured_outputs#/uniqueItems" in caplog.text

@@ -80,7 +80,18 @@ class TableStream:
         self._skip = skip_special_tokens
         self._pieces = vocabulary.pieces_without_special if skip_special_tokens else vocabulary.pieces
         self._errors = _EACH_BYTE if vocabulary.replaces_each_byte else "replace"
-        self._pending = self._open_character(prompt_ids)
+        # The prompt may end with bytes that begin a character but do not complete it.
+        tail = b""
+        for token_id in reversed(prompt_ids):
+            piece = self._pieces[token_id] if token_id < len(self._pieces) else ""
+            if isinstance(piece, bytes):
+                tail = piece + tail
+            elif piece:
+                break
+            if len(tail) >= _LONGEST_CHARACTER:
+                break
+        _, consumed = codecs.utf_8_decode(tail, self._errors, False)
+        self._pending = tail[consumed:]
         self._at_start = vocabulary.strips_start
         if self._at_start:
             for token_id in reversed(prompt_ids):
@@ -111,20 +122,6 @@ class TableStream:
         text, consumed = codecs.utf_8_decode(data, self._errors, False)
         self._pending = data[consumed:]
         return text
-
-    def _open_character(self, prompt_ids: Sequence[int]) -> bytes:
-        """Return the bytes at the end of the prompt that begin a character but do not complete it."""
-        tail = b""
-        for token_id in reversed(prompt_ids):
-            piece = self._pieces[token_id] if token_id < len(self._pieces) else ""
-            if isinstance(piece, bytes):
-                tail = piece + tail
-            elif piece:
-                break
-            if len(tail) >= _LONGEST_CHARACTER:
-                break
-        _, consumed = codecs.utf_8_decode(tail, self._errors, False)
-        return tail[consumed:]
 
 
 class WindowStream:

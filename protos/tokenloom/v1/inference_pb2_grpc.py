@@ -91,7 +91,9 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates text and streams it. Each index ends with its finish reason; the last message has the usage.
+        """Generates text and streams it. Each index ends with its finish reason; the last message has the usage. The initial metadata
+        x-tokenloom-ignored names what has no effect: keywords of schemas that no grammar expresses, and a constraint beside a call
+        that is forced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

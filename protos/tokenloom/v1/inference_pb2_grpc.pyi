@@ -37,7 +37,10 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Generates text and streams it. Each index ends with its finish reason; the last message has the usage."""
+    """Generates text and streams it. Each index ends with its finish reason; the last message has the usage. The initial metadata
+    x-tokenloom-ignored names what has no effect: keywords of schemas that no grammar expresses, and a constraint beside a call
+    that is forced.
+    """
     Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.InferenceResumeRequest, _inference_pb2.GenerateResponse]
     """Continues an answer of Generate whose stream broke because its gateway or the connection to it was lost: any gateway streams what the caller
     does not have, every token and character once. The request must have been sent with resumable or an idempotency key. NOT_FOUND
@@ -78,7 +81,10 @@ class InferenceAsyncStub(InferenceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates text and streams it. Each index ends with its finish reason; the last message has the usage."""
+    """Generates text and streams it. Each index ends with its finish reason; the last message has the usage. The initial metadata
+    x-tokenloom-ignored names what has no effect: keywords of schemas that no grammar expresses, and a constraint beside a call
+    that is forced.
+    """
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.InferenceResumeRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Continues an answer of Generate whose stream broke because its gateway or the connection to it was lost: any gateway streams what the caller
     does not have, every token and character once. The request must have been sent with resumable or an idempotency key. NOT_FOUND
@@ -122,7 +128,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Generates text and streams it. Each index ends with its finish reason; the last message has the usage."""
+        """Generates text and streams it. Each index ends with its finish reason; the last message has the usage. The initial metadata
+        x-tokenloom-ignored names what has no effect: keywords of schemas that no grammar expresses, and a constraint beside a call
+        that is forced.
+        """
 
     @_abc_1.abstractmethod
     def Resume(

@@ -27,7 +27,7 @@ from tests.engine_core.invariants import check_counts, check_scheduler
 from tests.engine_core.planned_steps import make_scheduler
 from tests.gpu_worker.attention.steps import BLOCK_SIZE, CPU, make_step, rules, run_rule, shape
 from tests.gpu_worker.kernels.own_builds import builder, use_builds
-from tests.gpu_worker.lora.test_layers import INPUTS, TOLERANCE, Layer
+from tests.gpu_worker.lora.test_slots import INPUTS, TOLERANCE, Layer
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.scheduler_output import (

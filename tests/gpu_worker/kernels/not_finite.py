@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, make_step, rules, run_rule, shape
-from tests.gpu_worker.lora.test_layers import OUTPUTS, Layer
+from tests.gpu_worker.lora.test_slots import OUTPUTS, Layer
 from tests.pairwise import pairs
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend

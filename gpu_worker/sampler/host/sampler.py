@@ -3,10 +3,9 @@
 Tokens have one total order: larger first, and among equals the lower id. Each filter keeps a prefix of that order,
 so top-k keeps exactly k tokens and top-k 1 is greedy.
 
-2011).
-
-A number depends on its key and counter alone, so a request that was preempted, resumed or moved to another engine
-draws the numbers it would have drawn, and requests of one batch never influence each other.
+Random numbers are counter-based, by Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+2011). A number depends on its key and counter alone, so a request that was preempted, resumed or moved to another
+engine draws the numbers it would have drawn, and requests of one batch never influence each other.
 """
 
 import enum

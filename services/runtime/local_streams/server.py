@@ -130,9 +130,16 @@ class ServerCall(SocketEnd):
             self.end(grpc.StatusCode.INTERNAL, "internal error")
         elif self._unary is None:
             self._finish(_OK)
-        elif len(payload := self._serialize(handler.result())) > self._max_message_bytes:
-            self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of {len(payload)} bytes exceeds the limit")
         else:
+            try:
+                payload = self._serialize(handler.result())
+            except Exception:  # raised here, it would leave the caller without an end
+                log.exception("the response of a local call cannot be serialized")
+                self.end(grpc.StatusCode.INTERNAL, "internal error")
+                return
+            if len(payload) > self._max_message_bytes:
+                self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of {len(payload)} bytes exceeds the limit")
+                return
             self._finish(HEADER.pack(len(payload), Kind.MESSAGE) + payload + _OK)
 
     def _finish(self, frames: bytes) -> None:

@@ -10,8 +10,20 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.services.runtime.local_streams.conftest import LIMIT, OPEN, SOON, echo, end_of, serving, stream, write_for
+from tests.services.runtime.local_streams.conftest import (
+    LIMIT,
+    METHOD,
+    OPEN,
+    SOON,
+    calling,
+    echo,
+    end_of,
+    serving,
+    stream,
+    write_for,
+)
 from tokenloom.request.errors import ResourceExhausted
+from tokenloom.services.runtime.local_streams.server import LocalServer
 from tokenloom.services.runtime.local_streams.socket_end import Kind, decode_status, encode_frame
 
 
@@ -196,3 +208,22 @@ async def test_broken_frames_cancel_the_handler(socket_dir: Path) -> None:
         code, details = await Caller(socket_dir / "s").say(OPEN + encode_frame(Kind.STATUS))
         assert (code, details) == (grpc.StatusCode.INTERNAL, "a STATUS frame came out of turn")
         assert not watched.how or isinstance(watched.how, asyncio.CancelledError)
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [(bytes(LIMIT + 1), grpc.StatusCode.RESOURCE_EXHAUSTED), ("no bytes", grpc.StatusCode.INTERNAL)],
+)
+async def test_a_unary_response_that_cannot_be_sent(response: Any, code: grpc.StatusCode, socket_dir: Path) -> None:
+    async def respond(request: bytes, context: Any) -> Any:
+        return response
+
+    server = LocalServer(str(socket_dir / "s"), lambda _: grpc.unary_unary_rpc_method_handler(respond), LIMIT)
+    await server.open()
+    try:
+        async with asyncio.timeout(SOON), calling(socket_dir / "s") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(METHOD)(b"x")
+            assert caught.value.code() is code
+    finally:
+        await server.close(0)

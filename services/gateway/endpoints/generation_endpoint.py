@@ -78,7 +78,7 @@ class GenerationEndpoint:
         # The list alone holds what was read and is emptied: the prompts must not live as long as the answer.
         held = [await self.read(exchange)] if held is None else held
         options, token = held[0][1:]
-        headers = trace_headers(exchange)
+        headers = trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
         try:
             with exchange.until_disconnected():
                 async with self.generator.open(held.pop()[0], headers, token) as generation:

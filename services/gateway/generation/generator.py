@@ -123,7 +123,7 @@ class Generator:
             place.take_tokens(prepared.num_prompt_tokens, prepared.num_output_tokens, is_bounded=is_bounded)
             generation = RunningGeneration(
                 prepared,
-                self._context.draw_id(),
+                self._context.random.randbytes(16).hex(),
                 self._metrics,
                 self._reasoning_marks,
                 place.begin_output,

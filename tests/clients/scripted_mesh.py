@@ -1,7 +1,8 @@
 """Serves a scripted model behind a real gateway: ``python -m tests.clients.scripted_mesh`` prints its address.
 
 The demo model is too small to finish an agent's task. This model calls the first tool that it knows, with arguments
-that make a file or ask for the weather, and reports the tool's result when it has it.
+that make a file or ask for the weather, and reports the tool's result when it has it. It fails where a user's last turn
+asks for that (``scripts/faults.py``).
 """
 
 import asyncio
@@ -11,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.services.gateway.fakes import FakeMesh, FakeTokenizer
+from tests.clients.scripts import faults
+from tests.services.gateway.fakes import FakeMesh, FakeRequest, FakeTokenizer
+from tokenloom.request import errors
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 WORDS = "made by a scripted model"
@@ -58,6 +61,16 @@ def next_turn(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     return "Hello."
 
 
+def fails(request: FakeRequest, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the request fails, or is never answered, as its last turn asks."""
+    last = str(messages[-1]["content"])
+    if faults.LIMITED in last:
+        request.fail(errors.RateLimitExceeded("too many requests", limit="requests", retry_after=1.0))
+    elif faults.AWAY in last:
+        request.fail(errors.Unavailable("no engine is ready", retry_after=1.0))
+    return any(words in last for words in (faults.LIMITED, faults.AWAY, faults.SILENT))
+
+
 async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as folder:
         mesh = FakeMesh(Path(folder))
@@ -69,7 +82,10 @@ async def main() -> None:
             while True:
                 request = await mesh.outputs.requests.get()
                 chat = tokenizer.chats[int(bytes(request.submit.prompt.token_ids))]
-                text = next_turn(json.loads(chat.messages_json), json.loads(chat.tools_json or b"[]"))
+                messages = json.loads(chat.messages_json)
+                if fails(request, messages):
+                    continue
+                text = next_turn(messages, json.loads(chat.tools_json or b"[]"))
                 request.answer(*(text[at : at + _PIECE] for at in range(0, len(text), _PIECE)))
 
 

@@ -4,7 +4,7 @@ A script under ``scripts/`` is told by its environment where the mesh is: ``TOKE
 ``TOKENLOOM_GRPC`` (host:port), ``TOKENLOOM_MODEL``, ``TOKENLOOM_CHECKPOINT`` (the model's directory),
 ``TOKENLOOM_PYTHON`` (one with transformers), ``TOKENLOOM_ADMIN_KEY`` and ``OUT``, a folder of its own, where it runs.
 ``SCRIPTED_URL`` and ``SCRIPTED_MODEL`` are those of a scripted model, which finishes tasks; ``SCRIPTED_WORDS`` is what
-the file ``made.txt`` holds then.
+the file ``made.txt`` holds then. ``scripts/faults.py`` has the requests that fail.
 It ends with status 0 when everything was as it should be, and prints, last, one line for the table.
 """
 
@@ -64,6 +64,7 @@ CLIENTS = (
     Client("ai-sdk", "ai_sdk_client.mjs", ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.87", "zod@4.6.7")),
     Client("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
     Client("agno", "agno_client.py", ("agno==3.1.10", "openai==3.54.0")),
+    Client("strands-agents", "strands_client.py", ("strands-agents[anthropic,ollama,openai]==1.62.0",)),
     Client("openai-agents", "openai_agents_client.py", ("openai-agents==0.24.0",)),
     Client("semantic-kernel", "semantic_kernel_client.py", ("semantic-kernel==1.45.0",)),
     Client("instructor", "instructor_client.py", ("instructor==1.17.0",)),

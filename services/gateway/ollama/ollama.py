@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.errors import ContextLengthExceeded, InvalidArgument, TokenloomError
 from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
@@ -80,7 +80,16 @@ def _format(form: str | dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_object"} if form else None
 
 
-OLLAMA = ErrorForm(lambda error: {"error": error.message}, is_lines=True)
+def error_body(error: TokenloomError) -> dict[str, object]:
+    """Return the JSON body of an error."""
+    message = error.message
+    if isinstance(error, ContextLengthExceeded):
+        # Ollama's clients shorten a conversation where they read these words, which are Ollama's own.
+        message = f"the input length exceeds the context length. {message}"
+    return {"error": message}
+
+
+OLLAMA = ErrorForm(error_body, is_lines=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,3 +95,4 @@ async def test_ollamas_clients_recognise_it(mesh: FakeMesh, http: httpx.AsyncCli
     response = await http.post("/api/chat", json=LONG_CHAT)
     assert response.status_code == 400
     assert f"maximum context length is {N} tokens" in response.json()["error"]
+    assert response.json()["error"].startswith("the input length exceeds the context length")

@@ -18,7 +18,7 @@ from tokenloom.services.gateway.http import json_body, request_body
 from tokenloom.services.gateway.http.server import http_protocol
 from tokenloom.services.gateway.metrics import usage_counts
 from tokenloom.services.gateway.page import traffic
-from tokenloom.services.gateway.records import pooling_input as pooling_job
+from tokenloom.services.gateway.records import pooling_input
 from tokenloom.services.gateway.request_log import finished_request as recent_requests
 from tokenloom.services.gateway.responses import response_store
 from tokenloom.services.gateway.tenants import tenant as tenant_limits
@@ -108,7 +108,7 @@ SENTENCES = {
         f"within {charge.KEPT_SECONDS:.0f} s of the end",
     ],
     "docs/use/embeddings.md": [
-        f"a call has at most {pooling_job.MAX_INPUTS:,} inputs",
+        f"a call has at most {pooling_input.MAX_INPUTS:,} inputs",
         f"A call keeps at most {running_pooling.MOST_AT_ONCE} of its prompts in work",
     ],
     "docs/use/page.md": [f"The gateway keeps {traffic.NUM_INTERVALS} intervals of {traffic.INTERVAL_SECONDS:.0f} s"],

@@ -50,12 +50,14 @@ def _grow_freely(store: FileStore, room: FileRoom, tenant: str, size: int) -> No
     room.hold(size)
 
 
-def _give_place_back(generator: Generator, job: GenerateRequest, token: ResumeToken, timeout: float) -> AdmittedCall:
+def _give_place_back(
+    generator: Generator, generate_request: GenerateRequest, token: ResumeToken, timeout: float
+) -> AdmittedCall:
     """Give the place of a request without a client back before the call that repeats it has one."""
-    before = generator._resumable.find(token, job.tenant.name) if token.request_id else None
+    before = generator._resumable.find(token, generate_request.tenant.name) if token.request_id else None
     if before is not None:
         before.place.close()
-    return AdmittedCall(generator._admission.admit(job, timeout))
+    return AdmittedCall(generator._admission.admit(generate_request, timeout))
 
 
 def _charge_again(charges: Charges, tenant: str, request_id: str, token: ResumeToken) -> Charge:

@@ -139,7 +139,7 @@ class Client:
     async def _take(self, generator: Generator) -> None:
         delivered = self._delivered()
         async with generator.open(
-            make_job(self.answer.ask, max(self._seconds_left(), 0.01)), token=self._token()
+            make_generate_request(self.answer.ask, max(self._seconds_left(), 0.01)), token=self._token()
         ) as generation:
             self._request_id = generation.request_id if self.answer.ask.resumes else ""
             while not generation.done:
@@ -179,7 +179,7 @@ def _bare(error: E) -> E:
     return error.with_traceback(None)
 
 
-def make_job(ask: Ask, timeout: float) -> GenerateRequest:
+def make_generate_request(ask: Ask, timeout: float) -> GenerateRequest:
     """Return the gateway's form of a request. ``timeout``: the seconds that it has left."""
     return GenerateRequest(
         prompts=[ask.prompt],

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, over the same jobs as OpenAI's chats."""
+"""Anthropic's Messages API, over the same requests as OpenAI's chats."""

@@ -28,7 +28,7 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class MessagesApi:
-    """Reads bodies of the endpoint and makes its answers. A body becomes that of a chat, which has the same job."""
+    """Reads bodies of the endpoint and makes its answers. A body becomes that of a chat, which is the same request."""
 
     reader: BodyReader
     chats: ChatApi
@@ -43,14 +43,14 @@ class MessagesApi:
         reasons = self.chats.plans.reasoning is not None
         try:
             chat = chat_body(body, fields, reasons=reasons)
-            job, options = self.chats.read(chat, tenant)
+            request, options = self.chats.read(chat, tenant)
         except InvalidArgument as error:
             raise error.renamed(_FIELDS) from None
         members = ignored_in_message(fields, keeps_budget=reasons)
         if options.ignored:
             members += inherited(options.ignored, _FIELDS)
         ignored = (*self.reader.ignored(body, MessagesRequest), *members)
-        return replace(job, most_tokens=longest), replace(
+        return replace(request, most_tokens=longest), replace(
             options, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )
 

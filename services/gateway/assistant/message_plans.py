@@ -90,26 +90,26 @@ class MessagePlans:
         return () if self.hides_unused_tools and request.choice is ToolChoice.NONE else request.tools
 
     def apply(
-        self, request: ToolRequest, job: GenerateRequest, *, include_reasoning: bool
+        self, request: ToolRequest, generate_request: GenerateRequest, *, include_reasoning: bool
     ) -> tuple[MessagePlan | None, Sequence[str]]:
-        """Add the constraints of a chat's tools to ``job``, and return how its turns are read, None: as plain text,
+        """Add the constraints of a chat's tools to the request, and return how its turns are read, None: as plain text,
         and the members of the tools that have no effect.
 
-        A call that is forced replaces the job's own constraint. Raises ``InvalidArgument`` for schemas that cannot be
-        enforced, and for calls that could not be read.
+        A call that is forced replaces the request's own constraint. Raises ``InvalidArgument`` for schemas that cannot
+        be enforced, and for calls that could not be read.
         """
         unbound: Sequence[str] = ()
         if request.choice is ToolChoice.AUTO:
-            unbound = self._bind_strict(job.sampling, request)
+            unbound = self._bind_strict(generate_request.sampling, request)
         elif (bound := constraint_of(request)) is not None:
             constraint, unbound = bound
-            job.sampling.structured_outputs.CopyFrom(constraint)
-        elif self.shown(request) and not job.sampling.HasField("structured_outputs"):
+            generate_request.sampling.structured_outputs.CopyFrom(constraint)
+        elif self.shown(request) and not generate_request.sampling.HasField("structured_outputs"):
             # The prompt stays that of other choices, whose blocks are cached. A grammar decides what may come.
             for token_ids in self.openings:
-                job.sampling.bad_words.add(ids=token_ids)
+                generate_request.sampling.bad_words.add(ids=token_ids)
         if self._keeps_special_tokens(request):
-            job.text.skip_special_tokens = False
+            generate_request.text.skip_special_tokens = False
         open_reasoning = None if self.reasoning is None else opener(self.reasoning)
         plan = MessagePlan(open_reasoning=open_reasoning, include_reasoning=include_reasoning)
         if request.choice is ToolChoice.NONE:

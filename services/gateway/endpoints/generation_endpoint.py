@@ -98,26 +98,26 @@ class GenerationEndpoint:
         """Return what the body asks for, and which request of the mesh it is."""
         body = await exchange.read_body(self.max_body_bytes)
         headers, token = exchange.headers, NEW
-        job, options = await self.parser.read(body.data, partial(self._job, exchange.tenant))
+        request, options = await self.parser.read(body.data, partial(self._generate_request, exchange.tenant))
         if not self.api.is_resumable and b"last-event-id" in headers:
             raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
         # A line of a batch. It may begin only while a quarter of the seats stay free, because under the policy fcfs a
         # request that runs keeps its seat.
         if exchange.internal_tenant is not None:
-            job = replace(job, is_sheddable=True)
+            request = replace(request, is_sheddable=True)
         if (rank := headers.get(RANK_HEADER)) is not None:
-            job = replace(job, data_parallel_rank=read_rank(rank))
+            request = replace(request, data_parallel_rank=read_rank(rank))
         if b"last-event-id" in headers or b"idempotency-key" in headers:
-            options, token = _read_resume_token(exchange, body.data, job, options)
+            options, token = _read_resume_token(exchange, body.data, request, options)
         # After the fingerprint, which is made of the bytes of the body. They must not live as long as the answer; after
         # an error, the application drops them.
         body.close()
-        return job, options, token
+        return request, options, token
 
-    def _job(self, tenant: Tenant, body: Body) -> tuple[GenerateRequest, AnswerOptions]:
+    def _generate_request(self, tenant: Tenant, body: Body) -> tuple[GenerateRequest, AnswerOptions]:
         adapter = self.names.find(body.get("model"))
-        job, options = self.api.read(body, tenant)
-        return job if adapter is None else replace(job, adapter=adapter), options
+        request, options = self.api.read(body, tenant)
+        return request if adapter is None else replace(request, adapter=adapter), options
 
     def _stream_headers(self, exchange: HttpExchange, options: AnswerOptions) -> HeaderPairs:
         return (*self.stream_headers, *self._headers(exchange, options))
@@ -164,7 +164,7 @@ async def _whole(
 
 
 def _read_resume_token(
-    exchange: HttpExchange, body: bytes | bytearray, job: GenerateRequest, options: AnswerOptions
+    exchange: HttpExchange, body: bytes | bytearray, request: GenerateRequest, options: AnswerOptions
 ) -> tuple[AnswerOptions, ResumeToken]:
     """Return the options of a call, and by which token it resumes a stream or repeats a request, as its headers ask.
 
@@ -173,7 +173,7 @@ def _read_resume_token(
     last_id, key = exchange.headers.get(b"last-event-id"), exchange.headers.get(b"idempotency-key")
     # The path belongs to the body: the same JSON at another endpoint is another request.
     digest = fingerprint(exchange.path, body)
-    token = NEW if key is None else token_of_key(job.tenant.name, key.decode("latin-1"), digest, KEY_FIELD)
+    token = NEW if key is None else token_of_key(request.tenant.name, key.decode("latin-1"), digest, KEY_FIELD)
     if last_id is None:
         return options, token
     text = last_id.decode("latin-1").strip()
@@ -181,15 +181,15 @@ def _read_resume_token(
         event = parse_event_id(text)
         if not options.stream:
             raise errors.InvalidArgument(f"{FIELD} resumes streams only: the body must have stream set to true", FIELD)
-        if len(event.entries) and max(event.entries) >= _num_outputs(job):
+        if len(event.entries) and max(event.entries) >= _num_outputs(request):
             raise errors.InvalidArgument(f"{FIELD} is of an answer with more outputs than the body asks for", FIELD)
         delivered = tokens_of(event.positions)
         token = ResumeToken(event.request_id, digest, resumes=True, num_delivered=delivered)
         return replace(options, event_ids=True, resumed=event), token
-    if not options.stream or _num_outputs(job) > MAX_OUTPUTS:
+    if not options.stream or _num_outputs(request) > MAX_OUTPUTS:
         return options, token
     return replace(options, event_ids=True), token if token.fingerprint else ResumeToken(fingerprint=digest)
 
 
-def _num_outputs(job: GenerateRequest) -> int:
-    return (1 if isinstance(job.prompts, Chat) else len(job.prompts)) * job.num_samples
+def _num_outputs(request: GenerateRequest) -> int:
+    return (1 if isinstance(request.prompts, Chat) else len(request.prompts)) * request.num_samples

@@ -1,1 +1,1 @@
-"""Runs requests: from a job to token ids, and on to the stream of its outputs."""
+"""Runs requests: from what a client asks for to token ids, and on to the stream of its outputs."""

@@ -47,7 +47,7 @@ class RequestAdmission:
         """Outputs in work."""
         return self._shares.outputs.taken
 
-    def admit(self, job: GenerateRequest, timeout: float, *, most_at_once: int = 0) -> "AdmittedRequest":
+    def admit(self, request: GenerateRequest, timeout: float, *, most_at_once: int = 0) -> "AdmittedRequest":
         """Return the request's place, which holds its part of the tenant's share until it is closed.
 
         ``timeout``: seconds that the request may take. ``most_at_once``: outputs that are in work at the same time, for
@@ -57,21 +57,21 @@ class RequestAdmission:
         ``RateLimitExceeded`` when the tenant is at a limit, ``InvalidArgument`` for too many prompts or samples.
         """
         self.check_open()
-        share = self._shares.of(job.tenant)
-        num_outputs = _num_at_once(job, share, most_at_once) if most_at_once else _num_outputs(job)
+        share = self._shares.of(request.tenant)
+        num_outputs = _num_at_once(request, share, most_at_once) if most_at_once else _num_outputs(request)
         seats = share.take_outputs(num_outputs, self._shares.outputs)
         try:
             # Admitted here and nowhere else: while four parts each limited requests by a count, 2,600 at once were
             # admitted up to 2,048, and none was answered in time.
-            self._check_wait(job, share, timeout)
-            grammar = _take_grammar(job, share) if job.sampling.HasField("structured_outputs") else None
+            self._check_wait(request, share, timeout)
+            grammar = _take_grammar(request, share) if request.sampling.HasField("structured_outputs") else None
         except errors.TokenloomError:
             seats.release()
             raise
         self._idle.clear()
         self._num_places += 1
         leave = partial(self._leave, num_outputs, is_new=self._num_old is not None)
-        num_tokens = estimate_prompt_tokens(job)
+        num_tokens = estimate_prompt_tokens(request)
         return AdmittedRequest(share, self._estimator, seats, leave, num_tokens=num_tokens, grammar=grammar)
 
     def check_open(self) -> None:
@@ -101,18 +101,18 @@ class RequestAdmission:
         if not self._num_places:  # other meshes of this gateway may have outputs in work
             self._idle.set()
 
-    def _check_wait(self, job: GenerateRequest, share: TenantShare, timeout: float) -> None:
+    def _check_wait(self, request: GenerateRequest, share: TenantShare, timeout: float) -> None:
         """Raise ``ResourceExhausted`` for a request that would wait for too long."""
         estimator, queue_share = self._estimator, 1.0
         if self._shares.is_shared and estimator.pending:
             # As much of the queue runs before the request for each tenant that waits as this tenant has there itself.
             num_others = sum(other.pending_outputs > 0 for other in self._shares if other is not share)
             queue_share = min((num_others + 1) * share.pending_outputs / estimator.pending, 1.0)
-        priority = max(job.priority, self._most_urgent_priority)
+        priority = max(request.priority, self._most_urgent_priority)
         try:
-            estimator.check(WaitLimit(priority, timeout, queue_share, job.is_sheddable))
+            estimator.check(WaitLimit(priority, timeout, queue_share, request.is_sheddable))
         except errors.ResourceExhausted as error:
-            if job.is_sheddable:  # it is tried again until there is capacity: no client was refused
+            if request.is_sheddable:  # it is tried again until there is capacity: no client was refused
                 raise
             share.refused[MAX_QUEUE_SECONDS] += 1
             self._refusals.add(error.message)
@@ -276,22 +276,22 @@ def _close(place: AdmittedRequest, _: int) -> None:
     place.close()
 
 
-def _take_grammar(job: GenerateRequest, share: TenantShare) -> Reservation:
-    text = job.sampling.structured_outputs.SerializeToString(deterministic=True)
+def _take_grammar(request: GenerateRequest, share: TenantShare) -> Reservation:
+    text = request.sampling.structured_outputs.SerializeToString(deterministic=True)
     return share.take_grammar(hashlib.blake2b(text, digest_size=16).digest())
 
 
-def _num_at_once(job: GenerateRequest, share: TenantShare, most: int) -> int:
-    num_prompts = 1 if isinstance(job.prompts, Chat) else len(job.prompts)
+def _num_at_once(request: GenerateRequest, share: TenantShare, most: int) -> int:
+    num_prompts = 1 if isinstance(request.prompts, Chat) else len(request.prompts)
     limit = share.limits.live_outputs
     return min(num_prompts, most if limit is None else max(min(most, limit), 1))
 
 
-def _num_outputs(job: GenerateRequest) -> int:
+def _num_outputs(request: GenerateRequest) -> int:
     """Return the number of outputs. Checked before anything is allocated for them."""
-    num_prompts = 1 if isinstance(job.prompts, Chat) else len(job.prompts)
+    num_prompts = 1 if isinstance(request.prompts, Chat) else len(request.prompts)
     if num_prompts > MAX_PROMPTS:
-        field = job.prompt_field
+        field = request.prompt_field
         raise errors.InvalidArgument(f"{field} may hold at most {MAX_PROMPTS} prompts, not {num_prompts}", field)
-    validation.check_samples(job.num_samples, num_prompts)
-    return num_prompts * job.num_samples
+    validation.check_samples(request.num_samples, num_prompts)
+    return num_prompts * request.num_samples

@@ -44,16 +44,18 @@ class BeamPlan:
     """Next tokens that are considered after each beam."""
 
 
-def plan_beams(job: GenerateRequest, options: BeamOptions, limits: types_pb2.ModelLimits) -> BeamPlan:
+def plan_beams(request: GenerateRequest, options: BeamOptions, limits: types_pb2.ModelLimits) -> BeamPlan:
     """Return how to search. Raises ``InvalidArgument`` for what a beam search does not support, naming the field."""
-    for descriptor, value in job.sampling.ListFields():
+    for descriptor, value in request.sampling.ListFields():
         name = descriptor.name
         if name not in _USED | _WITHOUT_EFFECT and value != _NEUTRAL.get(name):
             raise InvalidArgument(f"{name} is not available with beam search", name)
-    has_no_spaces = job.text.HasField("spaces_between_special_tokens") and not job.text.spaces_between_special_tokens
+    has_no_spaces = (
+        request.text.HasField("spaces_between_special_tokens") and not request.text.spaces_between_special_tokens
+    )
     for name, is_set in (
-        ("stop", bool(job.text.stop)),
-        ("bad_words", bool(job.bad_words)),
+        ("stop", bool(request.text.stop)),
+        ("bad_words", bool(request.bad_words)),
         ("spaces_between_special_tokens", has_no_spaces),
     ):
         if is_set:
@@ -63,7 +65,7 @@ def plan_beams(job: GenerateRequest, options: BeamOptions, limits: types_pb2.Mod
             f"length_penalty must be a number from -{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}", "length_penalty"
         )
     top = num_candidates(
-        job.num_samples,
+        request.num_samples,
         vocab_size=limits.vocab_size,
         max_logprobs=validation.max_logprobs(limits),
         field="n",

@@ -94,7 +94,7 @@ class Generator:
     @asynccontextmanager
     async def open(
         self,
-        job: GenerateRequest,
+        request: GenerateRequest,
         trace_headers: Headers = NO_HEADERS,
         token: ResumeToken = NEW,
         *,
@@ -110,16 +110,16 @@ class Generator:
 
         Raises any of :mod:`errors`; :class:`errors.DeadlineExceeded` covers the time of the body too.
         """
-        if job.beam_search is not None and token.fingerprint:
+        if request.beam_search is not None and token.fingerprint:
             raise errors.InvalidArgument("a beam search can be neither resumed nor repeated by a key", "beam_search")
-        async with self._call(job, trace_headers) as call:
-            admitted = self._admit(job, token, call.timeout)
+        async with self._call(request, trace_headers) as call:
+            admitted = self._admit(request, token, call.timeout)
             # Before anything is awaited: a call that is cancelled while its prompt is encoded must give its place back,
             # too.
             call.held.callback(admitted.end)
-            is_search, tenant = job.beam_search is not None, job.tenant
-            place, is_bounded = admitted.place, job.sampling.HasField("max_tokens")
-            prepared = await self._preparer.prepare(job)
+            is_search, tenant = request.beam_search is not None, request.tenant
+            place, is_bounded = admitted.place, request.sampling.HasField("max_tokens")
+            prepared = await self._preparer.prepare(request)
             place.take_tokens(prepared.num_prompt_tokens, prepared.num_output_tokens, is_bounded=is_bounded)
             generation = RunningGeneration(
                 prepared,
@@ -130,7 +130,7 @@ class Generator:
                 token,
                 model=call.model,
             )
-            del job, prepared  # the client's texts, which may be large, must not live as long as its answer
+            del request, prepared  # the client's texts, which may be large, must not live as long as its answer
             call.held.callback(self._settle, place, generation, tenant)
             if call.trace is not None:
                 call.trace.outcome = generation
@@ -162,7 +162,7 @@ class Generator:
 
         Raises as :meth:`open`.
         """
-        started_ns, request = self._context.clock(), pooling.job
+        started_ns, request = self._context.clock(), pooling.request
         limits = self.limits()
         check_task(pooling.params, limits)
         task = task_name(pooling.params.task)
@@ -226,12 +226,12 @@ class Generator:
             except TimeoutError:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
 
-    def _admit(self, job: GenerateRequest, token: ResumeToken, timeout: float) -> AdmittedCall:
+    def _admit(self, request: GenerateRequest, token: ResumeToken, timeout: float) -> AdmittedCall:
         """Return the call's turn in the place of its request: that of a call without a client, or a new one. Raises as
         :meth:`RequestAdmission.admit`, and ``BodyChanged`` for a request that is known with another body."""
-        before = self._resumable.find(token, job.tenant.name) if token.request_id else None
+        before = self._resumable.find(token, request.tenant.name) if token.request_id else None
         if before is None:
-            return AdmittedCall(self._admission.admit(job, timeout))
+            return AdmittedCall(self._admission.admit(request, timeout))
         self._admission.check_open()
         return before.succeed()
 

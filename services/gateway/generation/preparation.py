@@ -1,4 +1,4 @@
-"""Prepares jobs: resolves parameters, encodes prompts, checks both and makes the output processors' requests."""
+"""Prepares requests: resolves parameters, encodes prompts, checks both and makes the output processors' requests."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -116,7 +116,7 @@ class Preparer:
         self._tokenizers = links.tokenizers
         self._context = context
 
-    async def prepare(self, job: GenerateRequest) -> Prepared:
+    async def prepare(self, request: GenerateRequest) -> Prepared:
         """Raises ``Unavailable``, and ``InvalidArgument`` for what cannot run, if possible before it is encoded."""
         context = self._context
         started_ns = context.clock()
@@ -124,46 +124,46 @@ class Preparer:
         assert info is not None, "without it there are no limits"
         if limits.HasField("generates") and not limits.generates:
             raise errors.InvalidArgument(NO_GENERATION.format(task_names(limits)), "model")
-        sampling = _resolve(job, info, limits, context.random)
-        priority = context.priority_of(job, limits) if job.priority or job.is_sheddable else 0
-        beams = None if job.beam_search is None else plan_beams(job, job.beam_search, limits)
-        keep = None if job.truncate_prompt_tokens is None else _num_kept(job, sampling, limits)
-        check_sizes(job, info.max_token_bytes, limits, 1 if keep is None else _TRUNCATED_CONTEXTS)
-        salt = job.cache_salt
+        sampling = _resolve(request, info, limits, context.random)
+        priority = context.priority_of(request, limits) if request.priority or request.is_sheddable else 0
+        beams = None if request.beam_search is None else plan_beams(request, request.beam_search, limits)
+        keep = None if request.truncate_prompt_tokens is None else _num_kept(request, sampling, limits)
+        check_sizes(request, info.max_token_bytes, limits, 1 if keep is None else _TRUNCATED_CONTEXTS)
+        salt = request.cache_salt
         # A chat's call is awaited here, and not in a coroutine of its own: each coroutine between the request's task
         # and the call runs whenever the task wakes.
         prompts: list[EncodedPrompt]
-        if isinstance(job.prompts, Chat):
-            prompts = [(await self._tokenizers.encode_chat(job.prompts, hash_salt=salt)).prompt]
+        if isinstance(request.prompts, Chat):
+            prompts = [(await self._tokenizers.encode_chat(request.prompts, hash_salt=salt)).prompt]
         else:
-            prompts = await self._encode(job, job.prompts, keep, salt, limits)
+            prompts = await self._encode(request, request.prompts, keep, salt, limits)
         if keep is not None:
             prompts = [_truncated(prompt, keep) for prompt in prompts]
-        if job.before:
-            prompts = [_continued(job.before, prompt) for prompt in prompts]
+        if request.before:
+            prompts = [_continued(request.before, prompt) for prompt in prompts]
         await add_hashes(prompts, self._links.view.block_size, salt)
-        if job.bad_words:
-            await self._forbid(job.bad_words, sampling, limits)
+        if request.bad_words:
+            await self._forbid(request.bad_words, sampling, limits)
         tokenize_ns = context.clock() - started_ns
         if len(prompts) > 1:
             check_copies(sampling, len(prompts))
-        cost = RequestCost.of(sampling, limits, (len(prompts), job.num_samples), context.max_request_values)
+        cost = RequestCost.of(sampling, limits, (len(prompts), request.num_samples), context.max_request_values)
         default = info.default_sampling_params.max_tokens
         submits: list[output_processor_pb2.Submit] = []
         num_prompt = num_output = 0
         for prompt in prompts:
             if submits:
                 await asyncio.sleep(0)
-            submit = _submit(job, prompt, sampling, limits, default, priority, cost, salt)
+            submit = _submit(request, prompt, sampling, limits, default, priority, cost, salt)
             submits.append(submit)
             num_prompt += len(prompt.token_ids)
-            num_output += job.num_samples * submit.sampling_params.max_tokens
+            num_output += request.num_samples * submit.sampling_params.max_tokens
         cost.check(submits, limits)
         return Prepared(
             submits=submits,
             num_prompt_tokens=num_prompt,
             num_output_tokens=num_output,
-            prompt_texts=await self._texts(job, prompts) if job.echo else (),
+            prompt_texts=await self._texts(request, prompts) if request.echo else (),
             opens_reasoning=prompts[0].reasoning_start == types_pb2.REASONING_START_OPEN,
             is_constrained_throughout=sampling.HasField("structured_outputs")
             and limits.reasoning != types_pb2.REASONING_MODE_FREE,
@@ -175,7 +175,7 @@ class Preparer:
 
     async def _encode(
         self,
-        job: GenerateRequest,
+        request: GenerateRequest,
         prompts: Sequence[str | Sequence[object] | EmbeddedPrompt],
         keep: int | None,
         salt: bytes,
@@ -183,14 +183,14 @@ class Preparer:
     ) -> list[EncodedPrompt]:
         """Return the token ids of prompts that are no chat. ``keep``: how many of each are kept; None: all."""
         if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
-            encoding = self._tokenizers.encode(texts, add_special_tokens=job.add_special_tokens, hash_salt=salt)
+            encoding = self._tokenizers.encode(texts, add_special_tokens=request.add_special_tokens, hash_salt=salt)
             return list((await encoding).prompts)
         read: list[EncodedPrompt] = []
         for prompt in prompts:
             if read:
                 await asyncio.sleep(0)
             assert not isinstance(prompt, str), "there are texts or others"
-            read.append(_read(prompt, keep, job.prompt_field, limits))
+            read.append(_read(prompt, keep, request.prompt_field, limits))
         return read
 
     async def _forbid(
@@ -202,33 +202,36 @@ class Preparer:
         bad_words.forbid(sampling, [each.token_ids for each in encoded])
         validation.check_sampling(sampling, limits)
 
-    async def _texts(self, job: GenerateRequest, prompts: Sequence[EncodedPrompt]) -> list[str]:
+    async def _texts(self, request: GenerateRequest, prompts: Sequence[EncodedPrompt]) -> list[str]:
         """Return what is echoed of each prompt: the client's own text, or the text of its tokens."""
-        if job.truncate_prompt_tokens is None and not isinstance(job.prompts, Chat):
-            own = [prompt for prompt in job.prompts if isinstance(prompt, str)]
+        if request.truncate_prompt_tokens is None and not isinstance(request.prompts, Chat):
+            own = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             if own:
                 return own
-        skip = job.text.skip_special_tokens if job.text.HasField("skip_special_tokens") else True
+        skip = request.text.skip_special_tokens if request.text.HasField("skip_special_tokens") else True
         decoding = [self._tokenizers.decode(prompt.token_ids, skip_special_tokens=skip) for prompt in prompts]
         return [decoded.text for decoded in await asyncio.gather(*decoding)]
 
 
 def _resolve(
-    job: GenerateRequest, info: tokenizer_pb2.GetTokenizerInfoResponse, limits: types_pb2.ModelLimits, random: Random
+    request: GenerateRequest,
+    info: tokenizer_pb2.GetTokenizerInfoResponse,
+    limits: types_pb2.ModelLimits,
+    random: Random,
 ) -> types_pb2.SamplingParams:
     """Return the client's parameters over the model's defaults, checked, with a seed and the ids that end an output."""
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(info.default_sampling_params)
     sampling.ClearField("max_tokens")  # filled in when it is known how much room the prompt leaves
-    sampling.MergeFrom(job.sampling)
-    if job.text.stop:
-        validation.check_text(job.text)
+    sampling.MergeFrom(request.sampling)
+    if request.text.stop:
+        validation.check_text(request.text)
     # The samples of a beam search differ although they are not drawn.
-    validation.check_sampling(sampling, limits, job.num_samples if job.beam_search is None else 1)
+    validation.check_sampling(sampling, limits, request.num_samples if request.beam_search is None else 1)
     if not sampling.HasField("seed"):
         # Drawn here and not by an engine: another engine that continues the request must draw the same tokens.
         sampling.seed = random.getrandbits(64)
-    if not job.ignore_eos:
+    if not request.ignore_eos:
         for token_id in info.eos_token_ids:
             # A tokenizer may have more tokens than the model; such an id cannot be generated.
             if token_id < limits.vocab_size and token_id not in sampling.stop_token_ids:
@@ -237,7 +240,7 @@ def _resolve(
 
 
 def _submit(
-    job: GenerateRequest,
+    request: GenerateRequest,
     prompt: EncodedPrompt,
     sampling: types_pb2.SamplingParams,
     limits: types_pb2.ModelLimits,
@@ -246,42 +249,42 @@ def _submit(
     cost: "RequestCost",
     salt: bytes,
 ) -> output_processor_pb2.Submit:
-    """Return one prompt's request, checked; its ids and its timeout are filled in later. ``salt``: of the job."""
+    """Return one prompt's request, checked; its ids and its timeout are filled in later. ``salt``: of its KV blocks."""
     submit = output_processor_pb2.Submit(
         prompt=prompt
         if isinstance(prompt, types_pb2.Prompt)
         else types_pb2.Prompt(token_ids=prompt.token_ids, reasoning_start=prompt.reasoning_start),
         block_hash_prefixes=() if isinstance(prompt, types_pb2.Prompt) else prompt.block_hash_prefixes,
         sampling_params=sampling,
-        text=job.text,
-        tenant=job.tenant.name,
+        text=request.text,
+        tenant=request.tenant.name,
         priority=priority,
-        num_samples=job.num_samples if job.num_samples > 1 else 0,
-        data_parallel_rank=job.data_parallel_rank,
+        num_samples=request.num_samples if request.num_samples > 1 else 0,
+        data_parallel_rank=request.data_parallel_rank,
         trace_headers=CURRENT.get(),
     )
     submit.prompt.cache_salt = salt
-    if job.adapter is not None:
-        submit.prompt.adapter = job.adapter.digest
+    if request.adapter is not None:
+        submit.prompt.adapter = request.adapter.digest
     params = submit.sampling_params
     if not params.HasField("max_tokens"):
         validation.fill_max_tokens(
             params,
             len(prompt.token_ids),
             limits,
-            chat=isinstance(job.prompts, Chat),
-            default=job.most_tokens or default_max_tokens,
+            chat=isinstance(request.prompts, Chat),
+            default=request.most_tokens or default_max_tokens,
             most=cost.default_tokens,
         )
-    validation.check_prompt(prompt.token_ids, params, limits, field=job.prompt_field)
+    validation.check_prompt(prompt.token_ids, params, limits, field=request.prompt_field)
     if isinstance(prompt, types_pb2.Prompt):
         check_embeds(submit.prompt, params, limits)
     return submit
 
 
-def _num_kept(job: GenerateRequest, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> int:
-    """Return how many tokens of a prompt are kept, as ``truncate_prompt_tokens`` of the job asks."""
-    keep, most = job.truncate_prompt_tokens or 0, limits.max_model_len
+def _num_kept(request: GenerateRequest, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> int:
+    """Return how many tokens of a prompt are kept, as ``truncate_prompt_tokens`` of the request asks."""
+    keep, most = request.truncate_prompt_tokens or 0, limits.max_model_len
     if keep == 0 or keep < -1:
         raise errors.InvalidArgument("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
     if keep > most:
@@ -291,15 +294,17 @@ def _num_kept(job: GenerateRequest, sampling: types_pb2.SamplingParams, limits: 
     if keep > 0:
         return keep
     # A limit that may be cut and has no room at all asks for none.
-    room = sampling.max_tokens or (job.most_tokens if job.most_tokens < most else 0)
+    room = sampling.max_tokens or (request.most_tokens if request.most_tokens < most else 0)
     return max(most - max(room, 1), 1)
 
 
-def check_sizes(job: GenerateRequest, max_token_bytes: int, limits: types_pb2.ModelLimits, contexts: int = 1) -> None:
+def check_sizes(
+    request: GenerateRequest, max_token_bytes: int, limits: types_pb2.ModelLimits, contexts: int = 1
+) -> None:
     """Refuse texts that cannot become a prompt of so many contexts. ``max_token_bytes``: length of the longest token;
     0: unknown."""
-    field, max_bytes = job.prompt_field, contexts * max_token_bytes * limits.max_model_len
-    for text in (job.prompts.messages_json,) if isinstance(job.prompts, Chat) else job.prompts:
+    field, max_bytes = request.prompt_field, contexts * max_token_bytes * limits.max_model_len
+    for text in (request.prompts.messages_json,) if isinstance(request.prompts, Chat) else request.prompts:
         if text == "":
             raise errors.InvalidArgument(f"{field} is empty; at least one token is needed", field)
         if max_bytes and isinstance(text, str | bytes) and len(text) > max_bytes:

@@ -34,13 +34,13 @@ class GatewayTrace:
 
 @contextmanager
 def traced(
-    tracer: Tracer, job: GenerateRequest, headers: Headers, model: str, operation: str = ""
+    tracer: Tracer, request: GenerateRequest, headers: Headers, model: str, operation: str = ""
 ) -> Iterator[GatewayTrace | None]:
     """Make the span of a request. ``headers``: of the client's trace. ``operation``: its name; empty: it generates.
     Gives None when the request is not sampled."""
-    operation = operation or ("chat" if isinstance(job.prompts, Chat) else "text_completion")
-    attributes = _request_attributes(operation, job, model)
-    del job  # its texts may be large, and this block lasts as long as the answer
+    operation = operation or ("chat" if isinstance(request.prompts, Chat) else "text_completion")
+    attributes = _request_attributes(operation, request, model)
+    del request  # its texts may be large, and this block lasts as long as the answer
     span = tracer.start(f"{operation} {model}", headers, kind="server", attributes=attributes)
     if span is None:
         yield None
@@ -66,14 +66,14 @@ _MAX_INTEGER = 2**63 - 1
 """The largest integer of an attribute; seeds may be larger."""
 
 
-def _request_attributes(operation: str, job: GenerateRequest, model: str) -> Attributes:
+def _request_attributes(operation: str, request: GenerateRequest, model: str) -> Attributes:
     """Return what the client set, under the names of https://github.com/open-telemetry/semantic-conventions-genai."""
     attributes: dict[str, str | int | float] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "tokenloom",
         "gen_ai.request.model": model,
     }
-    sampling = job.sampling
+    sampling = request.sampling
     for name in _IF_SET:
         if sampling.HasField(name):  # zero is a value too: a temperature of 0 is the most common one
             attributes[f"gen_ai.request.{name}"] = getattr(sampling, name)
@@ -82,8 +82,8 @@ def _request_attributes(operation: str, job: GenerateRequest, model: str) -> Att
             attributes[f"gen_ai.request.{name}"] = value
     if sampling.HasField("seed"):
         attributes["gen_ai.request.seed"] = sampling.seed if sampling.seed <= _MAX_INTEGER else str(sampling.seed)
-    if job.num_samples > 1:
-        attributes["gen_ai.request.choice.count"] = job.num_samples
+    if request.num_samples > 1:
+        attributes["gen_ai.request.choice.count"] = request.num_samples
     return attributes
 
 

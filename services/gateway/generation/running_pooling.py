@@ -49,18 +49,18 @@ class RunningPooling:
         priority: int,
     ) -> None:
         """``priority``: with which it runs."""
-        job = pooling.job
-        self.model = context.model if job.adapter is None else job.adapter.name
+        request = pooling.request
+        self.model = context.model if request.adapter is None else request.adapter.name
         self.request_id = context.draw_id()
         self._num_queries = pooling.num_queries
         self._prompts = prompts
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._common = output_processor_pb2.Submit(
-            tenant=job.tenant.name,
+            tenant=request.tenant.name,
             priority=priority,
             pooling_params=pooling.params,
             prompt=types_pb2.Prompt(
-                cache_salt=job.cache_salt, adapter=b"" if job.adapter is None else job.adapter.digest
+                cache_salt=request.cache_salt, adapter=b"" if request.adapter is None else request.adapter.digest
             ),
             trace_headers=CURRENT.get(),
         )
@@ -200,46 +200,46 @@ def check_task(params: types_pb2.PoolingParams, limits: types_pb2.ModelLimits) -
 
 async def encode(pooling: PoolingInput, tokenizers: TokenizerClient, limits: types_pb2.ModelLimits) -> Prompts:
     """Return the token ids of every prompt, checked. Raises ``InvalidArgument`` naming the field."""
-    job = pooling.job
+    request = pooling.request
     keep = _num_kept(pooling, limits)
     info = tokenizers.info
     if info is not None and not keep:
-        check_sizes(job, info.max_token_bytes, limits)
+        check_sizes(request, info.max_token_bytes, limits)
     prompts = await _encode(pooling, tokenizers, keep)
     for start in range(0, len(prompts), _CHECKED_AT_ONCE):
         for prompt in prompts[start : start + _CHECKED_AT_ONCE]:
-            validation.check_pooling_prompt(prompt.token_ids, limits, field=job.prompt_field)
+            validation.check_pooling_prompt(prompt.token_ids, limits, field=request.prompt_field)
         await asyncio.sleep(0)
     return prompts
 
 
 async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int) -> Prompts:
-    job = pooling.job
-    if isinstance(job.prompts, Chat):
-        chat = (await tokenizers.encode_chat(job.prompts, hash_salt=job.cache_salt)).prompt
+    request = pooling.request
+    if isinstance(request.prompts, Chat):
+        chat = (await tokenizers.encode_chat(request.prompts, hash_salt=request.cache_salt)).prompt
         return [_cut(chat.token_ids, pooling, keep) if keep else chat]
     texts: list[str] = []
     lists: list[tokenizer_pb2.TokenizedPrompt] = []
-    for number, prompt in enumerate(job.prompts):
+    for number, prompt in enumerate(request.prompts):
         if isinstance(prompt, str):
             texts.append(prompt)
         elif isinstance(prompt, EmbeddedPrompt):
             raise errors.InvalidArgument(f"{EMBEDS_FIELD} is not supported for pooling", EMBEDS_FIELD)
         else:
-            lists.append(_cut(narrow_token_ids(job.prompt_field, prompt), pooling, keep))
+            lists.append(_cut(narrow_token_ids(request.prompt_field, prompt), pooling, keep))
         if number % _CHECKED_AT_ONCE == 0:
             await asyncio.sleep(0)
     if texts and lists:
         raise errors.InvalidArgument(
-            f"{job.prompt_field} must be texts or lists of token ids, not both", job.prompt_field
+            f"{request.prompt_field} must be texts or lists of token ids, not both", request.prompt_field
         )
     if lists:
         return lists
     calls = [
         tokenizers.encode(
             texts[start : start + _TEXTS_PER_CALL],
-            add_special_tokens=job.add_special_tokens,
-            hash_salt=job.cache_salt,
+            add_special_tokens=request.add_special_tokens,
+            hash_salt=request.cache_salt,
             second_texts=pooling.second_texts[start : start + _TEXTS_PER_CALL],
             max_tokens=keep,
             keep_first=pooling.keep_first,
@@ -257,7 +257,7 @@ def _cut(token_ids: Sequence[int], pooling: PoolingInput, keep: int) -> tokenize
 
 def _num_kept(pooling: PoolingInput, limits: types_pb2.ModelLimits) -> int:
     """Return how many tokens of a prompt are kept; 0: all."""
-    keep = pooling.job.truncate_prompt_tokens
+    keep = pooling.request.truncate_prompt_tokens
     if keep is None:
         return 0
     if keep == 0 or keep > limits.max_model_len:

@@ -147,11 +147,11 @@ class WaitEstimator:
         return self._max_seconds * (2 - 1 / (1 - priority))
 
 
-def estimate_prompt_tokens(job: GenerateRequest) -> int:
+def estimate_prompt_tokens(request: GenerateRequest) -> int:
     """Return roughly how many tokens the prompts have, without encoding them."""
-    if isinstance(job.prompts, Chat):
-        return (len(job.prompts.messages_json) + len(job.prompts.tools_json)) // BYTES_PER_TOKEN
-    return len(job.before) + sum(map(_estimate, job.prompts))
+    if isinstance(request.prompts, Chat):
+        return (len(request.prompts.messages_json) + len(request.prompts.tools_json)) // BYTES_PER_TOKEN
+    return len(request.before) + sum(map(_estimate, request.prompts))
 
 
 def _estimate(prompt: str | Sequence[object] | EmbeddedPrompt) -> int:

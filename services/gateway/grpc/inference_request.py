@@ -1,4 +1,4 @@
-"""Requests of the public gRPC API as jobs, and sessions: prompts that continue after they were answered."""
+"""Reads requests of the public gRPC API, and of its sessions: prompts that continue after they were answered."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -23,21 +23,21 @@ from .chat_prompt import read_chat_prompt
 def read_request(
     request: inference_pb2.GenerateRequest, plans: MessagePlans, tenant: Tenant, timeout: float | None
 ) -> tuple[GenerateRequest, MessagePlan | None, Sequence[str]]:
-    """Return the job; how a chat's turns are read, None: as plain text; and the names of what has no effect.
+    """Return the request; how a chat's turns are read, None: as plain text; and the names of what has no effect.
 
     ``timeout``: seconds that are left. Raises ``InvalidArgument`` naming the field.
     """
     if request.WhichOneof("prompt") != "chat":
-        return _job(request, _prompts(request), tenant, timeout), None, _relaxed(request)
+        return _generate_request(request, _prompts(request), tenant, timeout), None, _relaxed(request)
     chat, tools = read_chat_prompt(request.chat, plans.shown)
-    job = _job(request, chat, tenant, timeout)
+    generate_request = _generate_request(request, chat, tenant, timeout)
     include_reasoning = not request.chat.HasField("include_reasoning") or request.chat.include_reasoning
     if tools.is_forced and request.sampling_params.HasField("structured_outputs"):
         lost: Sequence[str] = ("sampling_params.structured_outputs",)
     else:
         lost = _relaxed(request)
-    plan, unbound = plans.apply(tools, job, include_reasoning=include_reasoning)
-    return job, plan, (*lost, *unbound)
+    plan, unbound = plans.apply(tools, generate_request, include_reasoning=include_reasoning)
+    return generate_request, plan, (*lost, *unbound)
 
 
 def _relaxed(request: inference_pb2.GenerateRequest) -> Sequence[str]:
@@ -59,7 +59,7 @@ def _prompts(request: inference_pb2.GenerateRequest) -> list[str] | list[list[in
     raise InvalidArgument("prompt must be set: text, token_ids, chat or parts", "prompt")
 
 
-def _job(
+def _generate_request(
     request: inference_pb2.GenerateRequest,
     prompts: Chat | list[str] | list[list[int]] | list[EmbeddedPrompt],
     tenant: Tenant,
@@ -122,7 +122,7 @@ class InputSession:
     def read_turn(
         self, request: inference_pb2.GenerateRequest, plans: MessagePlans, timeout: float | None
     ) -> GenerateRequest:
-        """Return the next turn's job. Raises ``InvalidArgument`` for what sessions do not support."""
+        """Return the next turn's request. Raises ``InvalidArgument`` for what sessions do not support."""
         if (kind := request.WhichOneof("prompt")) not in (None, "text", "token_ids"):
             raise InvalidArgument(f"a turn of a session must be text or token_ids, not {kind}", kind)
         if request.n > 1:
@@ -133,11 +133,11 @@ class InputSession:
             raise InvalidArgument("resumable is not supported in a session: its turns cannot be resumed", "resumable")
         if request.HasField("truncate_prompt_tokens"):
             raise InvalidArgument("truncate_prompt_tokens is not supported in a session", "truncate_prompt_tokens")
-        job, _, _ = read_request(request, plans, self._tenant, timeout)
+        generate_request, _, _ = read_request(request, plans, self._tenant, timeout)
         if not self._tokens:
-            return job
+            return generate_request
         # The tokens that begin a text were added to the first turn.
-        return replace(job, before=self._tokens, add_special_tokens=request.add_special_tokens)
+        return replace(generate_request, before=self._tokens, add_special_tokens=request.add_special_tokens)
 
     def begin(self, prompt: Iterable[int]) -> None:
         """Start a turn with its whole prompt."""

@@ -53,10 +53,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
         mesh, adapter = self._meshes.find(request.model or None)
         with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
-            job, plan, ignored = read_request(request, mesh.plans, call_tenant(), context.time_remaining())
+            generate_request, plan, ignored = read_request(request, mesh.plans, call_tenant(), context.time_remaining())
             token = read_resume_token(request, call_tenant(), context.invocation_metadata() or ())
             await _send_head(request, ignored, context)
-            await self._answer(mesh, request, replace(job, adapter=adapter), plan, context, token=token)
+            await self._answer(mesh, request, replace(generate_request, adapter=adapter), plan, context, token=token)
 
     async def Resume(  # type: ignore[override]
         self, request: inference_pb2.InferenceResumeRequest, context: Context
@@ -65,11 +65,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         original = request.request
         mesh, adapter = self._meshes.find(original.model or None)
         with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
-            job, plan, ignored = read_request(original, mesh.plans, call_tenant(), context.time_remaining())
-            job = replace(job, adapter=adapter)
+            generate_request, plan, ignored = read_request(
+                original, mesh.plans, call_tenant(), context.time_remaining()
+            )
+            generate_request = replace(generate_request, adapter=adapter)
             token, delivered = read_resumption(request)
             await _send_head(original, ignored, context)
-            await self._answer(mesh, original, job, plan, context, token=token, delivered=delivered)
+            await self._answer(mesh, original, generate_request, plan, context, token=token, delivered=delivered)
 
     async def Cancel(
         self, request: inference_pb2.InferenceCancelRequest, context: Context
@@ -105,14 +107,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             with share.take_message(request.ByteSize(), self._shares.messages):
                 # Each turn is a request of its own, and the prefix cache gives it the tokens of the turns before it:
                 # scheduler and engines know nothing of sessions.
-                job = replace(session.read_turn(request, mesh.plans, context.time_remaining()), adapter=adapter)
-                await self._answer(mesh, request, job, None, context, session)
+                generate_request = replace(
+                    session.read_turn(request, mesh.plans, context.time_remaining()), adapter=adapter
+                )
+                await self._answer(mesh, request, generate_request, None, context, session)
 
     async def _answer(
         self,
         mesh: ServedMesh,
         request: inference_pb2.GenerateRequest,
-        job: GenerateRequest,
+        generate_request: GenerateRequest,
         plan: MessagePlan | None,
         context: Context,
         session: InputSession | None = None,
@@ -127,7 +131,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             delivered: What the client has of the answer; None: it begins now.
         """
         trace_headers = pick_headers(context.invocation_metadata() or ())
-        async with mesh.generator.open(job, trace_headers, token) as generation:
+        async with mesh.generator.open(generate_request, trace_headers, token) as generation:
             if session is not None:
                 session.begin(generation.prompts[0])
             has_begun = delivered is not None and not delivered.is_over

@@ -44,8 +44,10 @@ class PoolingCall:
     async def pool(self, request: InputsRequest, params: types_pb2.PoolingParams, context: Context) -> None:
         """Write the results of a request with inputs. Raises ``InvalidArgument`` naming the field."""
         check_count(len(request.inputs), "inputs")
-        job = self._job([_input(each) for each in request.inputs], "inputs", request.options, context)
-        await self._answer(PoolingInput(job, params), context, _outputs)
+        generate_request = self._generate_request(
+            [_input(each) for each in request.inputs], "inputs", request.options, context
+        )
+        await self._answer(PoolingInput(generate_request, params), context, _outputs)
 
     async def score(self, request: inference_pb2.ScoreRequest, context: Context) -> None:
         """Write the scores of a request. Raises ``InvalidArgument`` naming the field."""
@@ -54,7 +56,7 @@ class PoolingCall:
         scoring = plan_scoring(
             [request.query],
             list(request.documents),
-            self._job((), "documents", request.options, context),
+            self._generate_request((), "documents", request.options, context),
             self.generator.limits(),
             fields=("query", "documents"),
             use_activation=request.use_activation if request.HasField("use_activation") else None,
@@ -64,10 +66,10 @@ class PoolingCall:
             for index, score in enumerate(scoring.scores(pooling)):
                 yield inference_pb2.PooledOutput(index=index, data=floats([score]))
 
-        await self._answer(scoring.job, context, outputs)
+        await self._answer(scoring.pooling_input, context, outputs)
 
-    async def _answer(self, job: PoolingInput, context: Context, outputs: Any) -> None:
-        async with self.generator.pool(job, pick_headers(context.invocation_metadata() or ())) as pooling:
+    async def _answer(self, pooling_input: PoolingInput, context: Context, outputs: Any) -> None:
+        async with self.generator.pool(pooling_input, pick_headers(context.invocation_metadata() or ())) as pooling:
             response, size = inference_pb2.PoolResponse(request_id=pooling.request_id), 0
             for output in outputs(pooling):
                 if response.outputs and size + len(output.data) > _MESSAGE_BYTES:
@@ -78,7 +80,7 @@ class PoolingCall:
             response.usage.CopyFrom(pooling.usage)
             await context.write(response)
 
-    def _job(
+    def _generate_request(
         self, prompts: Sequence[Any], field: str, options: inference_pb2.PoolInputOptions, context: Context
     ) -> GenerateRequest:
         return GenerateRequest(

@@ -41,7 +41,7 @@ _MAX_PARAMETER_BYTES = 128 << 10
 class Inference:
     """One request."""
 
-    job: GenerateRequest
+    generate_request: GenerateRequest
     stream: bool
     outputs: Sequence[str]
     """Names of the tensors to return, in order."""
@@ -65,12 +65,14 @@ def read_inference(
     longest = 0 if limit is None else narrow_int("max_tokens", limit, 1, 2**32 - 1)
     excluded = _flag(inputs, "exclude_input_in_output", default=True)
     body = {**values, "prompt": [text("text_input", value) for value in inputs["text_input"]], "echo": not excluded}
-    job, _ = api.read(body, tenant)
+    generate_request, _ = api.read(body, tenant)
     stream = _flag(inputs, "stream", default=False)
-    if stream and job.beam_search is not None:
+    if stream and generate_request.beam_search is not None:
         raise InvalidArgument("stream is not available with use_beam_search", "stream")
     return Inference(
-        replace(job, prompt_field="text_input", timeout=_sooner(time_remaining, timeout), most_tokens=longest),
+        replace(
+            generate_request, prompt_field="text_input", timeout=_sooner(time_remaining, timeout), most_tokens=longest
+        ),
         stream=stream,
         outputs=_outputs(request),
         raw=bool(request.raw_input_contents),
@@ -170,7 +172,7 @@ def read_embedding(
     normalize = values.get("normalize")
     if normalize is not None and not isinstance(normalize, bool):
         raise InvalidArgument("normalize must be a boolean", "normalize")
-    job = GenerateRequest(
+    generate_request = GenerateRequest(
         [text("text_input", each) for each in texts],
         "text_input",
         types_pb2.SamplingParams(),
@@ -184,7 +186,7 @@ def read_embedding(
         dimensions=None if dimensions is None else narrow_int("dimensions", dimensions, 1, 2**32 - 1),
         use_activation=normalize,
     )
-    return PoolingInput(job, params)
+    return PoolingInput(generate_request, params)
 
 
 def write_embedding(response: pb.ModelInferResponse, pooling: RunningPooling, *, raw: bool) -> None:

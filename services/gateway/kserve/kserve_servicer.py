@@ -91,7 +91,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             mesh, inference = self._read(request, context)
             if inference.stream:
                 raise errors.InvalidArgument("stream is only supported by ModelStreamInfer", "stream")
-            async with mesh.generator.open(inference.job) as generation:
+            async with mesh.generator.open(inference.generate_request) as generation:
                 return await self._whole(request, inference, generation)
 
     async def ModelStreamInfer(  # type: ignore[override]
@@ -114,8 +114,8 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         mesh, adapter = self._meshes.find(request.model_name)
         if not asks_for_embedding(request, mesh.health.limits()):
             return None
-        job = read_embedding(request, call_tenant(), adapter, context.time_remaining())
-        async with mesh.generator.pool(job) as pooling:
+        pooling_input = read_embedding(request, call_tenant(), adapter, context.time_remaining())
+        async with mesh.generator.pool(pooling_input) as pooling:
             response = self._response(request)
             write_embedding(response, pooling, raw=bool(request.raw_input_contents))
             _close(response, pooling)
@@ -126,7 +126,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             await context.write(pb.ModelStreamInferResponse(infer_response=vectors))
             return
         mesh, inference = self._read(request, context)
-        async with mesh.generator.open(inference.job) as generation:
+        async with mesh.generator.open(inference.generate_request) as generation:
             if inference.stream:
                 async for response in self._parts(request, inference, generation):
                     await context.write(pb.ModelStreamInferResponse(infer_response=response))
@@ -137,7 +137,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     def _read(self, request: pb.ModelInferRequest, context: Context) -> tuple[ServedMesh, Inference]:
         mesh, adapter = self._meshes.find(request.model_name)
         inference = read_inference(request, CompletionsApi(self._reader), call_tenant(), context.time_remaining())
-        return mesh, replace(inference, job=replace(inference.job, adapter=adapter))
+        return mesh, replace(inference, generate_request=replace(inference.generate_request, adapter=adapter))
 
     async def _whole(
         self, request: pb.ModelInferRequest, inference: Inference, generation: RunningGeneration

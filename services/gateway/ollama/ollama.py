@@ -94,7 +94,7 @@ OLLAMA = ErrorForm(error_body, is_lines=True)
 
 @dataclass(frozen=True, slots=True)
 class OllamaApi:
-    """Reads bodies of an endpoint and makes its answers. A body becomes that of a chat, which has the same job."""
+    """Reads bodies of an endpoint and makes its answers. A body becomes that of a chat, which is the same request."""
 
     chats: ChatApi
     completions: CompletionsApi
@@ -110,27 +110,27 @@ class OllamaApi:
             raise InvalidArgument("raw is for /api/generate", "raw")
         names = _FIELDS if self.is_chat else _FIELDS | {"messages": "prompt"}
         try:
-            job, options = self._job(fields, tenant)
+            request, options = self._generate_request(fields, tenant)
         except InvalidArgument as error:
             raise error.renamed(names) from None
         unread = (f"options.{name}" for name in fields.options or () if name not in OPTIONS)
         kept = ("keep_alive",) if fields.keep_alive is not None and options.request is None else ()
         ignored = (*reader.ignored(body, OllamaRequest), *kept, *unread, *inherited(options.ignored, _FIELDS))
-        return job, replace(options, ignored=ignored, field_names=renamed_twice(options.field_names, names))
+        return request, replace(options, ignored=ignored, field_names=renamed_twice(options.field_names, names))
 
-    def _job(self, fields: OllamaRequest, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
+    def _generate_request(self, fields: OllamaRequest, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         # Read as a chat, so that limits, tools and reasoning are those of every other API.
         if not (fields.messages if self.is_chat else fields.prompt):
             nothing = NothingAsked("unload" if is_zero(fields.keep_alive) else "load")
-            job = GenerateRequest((), "prompt", types_pb2.SamplingParams(), tenant=tenant)
-            return job, AnswerOptions.of(CommonFields(), job.sampling, request=nothing)
+            request = GenerateRequest((), "prompt", types_pb2.SamplingParams(), tenant=tenant)
+            return request, AnswerOptions.of(CommonFields(), request.sampling, request=nothing)
         most = most_tokens(fields)
         if fields.raw:
             form = {"stream": fields.stream is not False, "response_format": _format(fields.format)}
-            job, options = self.completions.read(sampling_body(fields) | form | {"prompt": fields.prompt}, tenant)
+            request, options = self.completions.read(sampling_body(fields) | form | {"prompt": fields.prompt}, tenant)
         else:
-            job, options = self.chats.read(chat_body(fields, is_chat=self.is_chat), tenant)
-        return replace(job, most_tokens=most), options
+            request, options = self.chats.read(chat_body(fields, is_chat=self.is_chat), tenant)
+        return replace(request, most_tokens=most), options
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> OllamaAnswer:
         return OllamaAnswer(generation, options, is_chat=self.is_chat)

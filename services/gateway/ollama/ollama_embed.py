@@ -12,7 +12,7 @@ from ..generation.running_pooling import RunningPooling
 from ..openai.body_reader import Body, BodyReader
 from ..openapi.ollama_schemas import OllamaEmbedRequest
 from ..openapi.pooling_schemas import PoolingFields
-from ..pooling.pooling_api import Shape, ignored_fields, make_job, split_inputs
+from ..pooling.pooling_api import Shape, ignored_fields, make_generate_request, split_inputs
 from ..pooling.vector_json import result_blocks
 from ..records.pooling_input import PoolingInput, check_count
 from ..tenants.tenant import Tenant
@@ -38,9 +38,9 @@ class OllamaEmbedApi:
             task=types_pb2.POOLING_TASK_EMBED,
             dimensions=None if not fields.dimensions else narrow_int("dimensions", fields.dimensions, 1, 2**32 - 1),
         )
-        job = PoolingInput(make_job(cut, inputs, field, tenant), params, keep_first=True)
+        pooling_input = PoolingInput(make_generate_request(cut, inputs, field, tenant), params, keep_first=True)
         shape = _single if self.is_older else lambda pooling: _all(pooling, began)
-        return job, shape, ignored_fields(body, fields)
+        return pooling_input, shape, ignored_fields(body, fields)
 
 
 def _single(pooling: RunningPooling) -> Iterator[bytes]:

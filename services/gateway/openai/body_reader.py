@@ -287,7 +287,7 @@ def sampling_params(body: Body, **own: object) -> tuple[types_pb2.SamplingParams
     return sampling, ()
 
 
-def make_job(
+def make_generate_request(
     fields: CommonFields,
     prompts: Chat | Sequence[str | Sequence[object] | EmbeddedPrompt],
     prompt_field: str,

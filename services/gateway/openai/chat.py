@@ -18,7 +18,7 @@ from ..openapi.request_schemas import ChatCompletionRequest
 from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
-from .body_reader import AnswerOptions, Body, BodyReader, ignored_in_chat, make_job, sampling_params
+from .body_reader import AnswerOptions, Body, BodyReader, ignored_in_chat, make_generate_request, sampling_params
 from .chat_messages import read_chat, template_kwargs
 from .event_ids import CONTENT_ENDED, FINISHED
 from .openai_logprobs import chat_entry
@@ -53,13 +53,13 @@ class ChatApi:
             fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
         )
-        job = make_job(fields, chat, "messages", sampling, tenant)
+        generate_request = make_generate_request(fields, chat, "messages", sampling, tenant)
         shows = fields.include_reasoning is not False and not (fields.reasoning or {}).get("exclude")
-        plan, unbound = self.plans.apply(request, job, include_reasoning=shows)
+        plan, unbound = self.plans.apply(request, generate_request, include_reasoning=shows)
         ignored = (*self.reader.ignored(body, ChatCompletionRequest), *ignored_in_chat(body), *lost, *unbound)
         if request.tools and "structured_outputs" not in names and body.get("structured_outputs") is None:
             names["structured_outputs"] = "tools"  # constrained, if at all, to calls that are forced or strict
-        return job, AnswerOptions.of(fields, sampling, plan=plan, ignored=ignored, field_names=names)
+        return generate_request, AnswerOptions.of(fields, sampling, plan=plan, ignored=ignored, field_names=names)
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> "ChatAnswer":
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", generation.model, "chat.completion.chunk"))

@@ -13,7 +13,14 @@ from ..openapi.request_schemas import CompletionRequest
 from ..records.generate_request import EmbeddedPrompt, GenerateRequest, read_embeds_prompts
 from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
-from .body_reader import AnswerOptions, Body, BodyReader, ignored_in_stream_options, make_job, sampling_params
+from .body_reader import (
+    AnswerOptions,
+    Body,
+    BodyReader,
+    ignored_in_stream_options,
+    make_generate_request,
+    sampling_params,
+)
 from .event_ids import FINISHED
 from .openai_logprobs import CompletionLogprobs, TokenPosition
 
@@ -36,7 +43,7 @@ class CompletionsApi:
         options = AnswerOptions.of(fields, sampling, echo=echo, echo_only=echo_only, ignored=ignored)
         if echo and sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs"):
             sampling.prompt_logprobs = sampling.logprobs
-        job = make_job(
+        request = make_generate_request(
             fields,
             # A body with both is refused and not taken for two prompts: parts of one prompt, ids and embeddings, come
             # in one list.
@@ -47,9 +54,9 @@ class CompletionsApi:
             echo=echo,
             add_special_tokens=fields.add_special_tokens is not False,
         )
-        if fields.best_of is not None and fields.best_of != job.num_samples:
+        if fields.best_of is not None and fields.best_of != request.num_samples:
             raise errors.InvalidArgument("best_of other than n is not supported", "best_of")
-        return job, options
+        return request, options
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> "CompletionAnswer":
         return CompletionAnswer(AnswerBase(generation, options, "cmpl", generation.model, "text_completion"))

@@ -61,7 +61,7 @@ def usage_object(pooling: RunningPooling) -> dict[str, object]:
     return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens, **details}
 
 
-def make_job(fields: PoolingFields, prompts: Any, field: str, tenant: Tenant) -> GenerateRequest:
+def make_generate_request(fields: PoolingFields, prompts: Any, field: str, tenant: Tenant) -> GenerateRequest:
     """Return the part of a body that pooling and generation share."""
     keep = fields.truncate_prompt_tokens
     return GenerateRequest(
@@ -77,14 +77,14 @@ def make_job(fields: PoolingFields, prompts: Any, field: str, tenant: Tenant) ->
 
 
 def read_inputs(fields: InputFields, tenant: Tenant) -> GenerateRequest:
-    """Return the job of ``input`` or ``messages``."""
+    """Return the request of ``input`` or ``messages``."""
     if (fields.input is None) == (fields.messages is None):
         raise errors.InvalidArgument("exactly one of input and messages must be set", "input")
     if fields.messages is not None:
-        return make_job(fields, _chat(fields), "messages", tenant)
+        return make_generate_request(fields, _chat(fields), "messages", tenant)
     prompts = split_inputs(fields.input, "input")
     check_count(len(prompts), "input")
-    return make_job(fields, prompts, "input", tenant)
+    return make_generate_request(fields, prompts, "input", tenant)
 
 
 def split_inputs(value: object, field: str) -> Sequence[str | Sequence[object]]:
@@ -133,15 +133,15 @@ class PoolingEndpoint:
 
     async def __call__(self, exchange: HttpExchange) -> None:
         with await exchange.read_body(self.max_body_bytes) as received:
-            job, shape, ignored = await self.parser.read(received.data, partial(self._read, exchange.tenant))
+            pooling_input, shape, ignored = await self.parser.read(received.data, partial(self._read, exchange.tenant))
         if exchange.internal_tenant is not None:
-            job = replace(job, job=replace(job.job, is_sheddable=True))
+            pooling_input = replace(pooling_input, request=replace(pooling_input.request, is_sheddable=True))
         headers = [(IGNORED_HEADER, listed(ignored))] if ignored else []
         with exchange.until_disconnected():
-            async with self.generator.pool(job, trace_headers(exchange)) as pooling:
+            async with self.generator.pool(pooling_input, trace_headers(exchange)) as pooling:
                 await respond_in_pieces(exchange, shape(pooling), headers)
 
     def _read(self, tenant: Tenant, body: Body) -> tuple[PoolingInput, Shape, Sequence[str]]:
         adapter = self.names.find(body.get("model"))
-        job, shape, ignored = self.api.read(body, tenant)
-        return replace(job, job=replace(job.job, adapter=adapter)), shape, ignored
+        pooling_input, shape, ignored = self.api.read(body, tenant)
+        return replace(pooling_input, request=replace(pooling_input.request, adapter=adapter)), shape, ignored

@@ -16,7 +16,7 @@ from ..openapi.pooling_schemas import PoolingFields, RerankRequest, ScoreRequest
 from ..records.generate_request import GenerateRequest
 from ..records.pooling_input import PoolingInput, check_count
 from ..tenants.tenant import Tenant
-from .pooling_api import ListAnswer, Shape, ignored_fields, keeps_first, make_job, usage_object
+from .pooling_api import ListAnswer, Shape, ignored_fields, keeps_first, make_generate_request, usage_object
 from .vector_json import numbers
 from .vectors import Limits
 
@@ -26,11 +26,11 @@ class Scoring:
     """A call that scores.
 
     Attributes:
-        job: What to compute.
+        pooling_input: What to compute.
         scores: Yields the score of each document, in order, from what was computed.
     """
 
-    job: PoolingInput
+    pooling_input: PoolingInput
     scores: Callable[[RunningPooling], Iterator[float]]
 
 
@@ -65,8 +65,10 @@ def plan_scoring(
     if types_pb2.POOLING_TASK_SCORE in tasks or not has_vectors:
         params = types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_SCORE, use_activation=use_activation)
         firsts = queries if len(queries) == len(documents) else list(queries) * len(documents)
-        job = PoolingInput(replace(common, prompts=firsts, prompt_field=fields[1]), params, documents, keep_first)
-        return Scoring(job, _single_numbers)
+        pooling_input = PoolingInput(
+            replace(common, prompts=firsts, prompt_field=fields[1]), params, documents, keep_first
+        )
+        return Scoring(pooling_input, _single_numbers)
     both = replace(common, prompts=[*queries, *documents], prompt_field=fields[1])
     if types_pb2.POOLING_TASK_EMBED in tasks:
         params = types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_EMBED, use_activation=True)
@@ -75,8 +77,8 @@ def plan_scoring(
             PoolingInput(both, params, keep_first=keep_first), lambda pooling: _cosines(pooling, num_queries)
         )
     params = types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_TOKEN_EMBED)
-    job = PoolingInput(both, params, keep_first=keep_first, num_queries=len(queries))
-    return Scoring(job, _single_numbers)
+    pooling_input = PoolingInput(both, params, keep_first=keep_first, num_queries=len(queries))
+    return Scoring(pooling_input, _single_numbers)
 
 
 def _single_numbers(pooling: RunningPooling) -> Iterator[float]:
@@ -111,7 +113,11 @@ class ScoreApi:
                 yield b"," + item if index else item
 
         answer = ListAnswer("score")
-        return scoring.job, lambda pooling: answer.blocks(pooling, items(pooling)), ignored_fields(body, fields)
+        return (
+            scoring.pooling_input,
+            lambda pooling: answer.blocks(pooling, items(pooling)),
+            ignored_fields(body, fields),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ class RerankApi:
                 yield b""  # the event loop may run between two scores
             yield from self._blocks(pooling, scores, fields, documents)
 
-        return scoring.job, shape, ignored_fields(body, fields)
+        return scoring.pooling_input, shape, ignored_fields(body, fields)
 
     def _blocks(
         self, pooling: RunningPooling, scores: list[float], fields: RerankRequest, documents: Sequence[str]
@@ -160,7 +166,7 @@ def _plan(
     return plan_scoring(
         queries[1],
         documents[1],
-        make_job(fields, (), documents[0], tenant),
+        make_generate_request(fields, (), documents[0], tenant),
         limits(),
         fields=(queries[0], documents[0]),
         use_activation=fields.use_activation,

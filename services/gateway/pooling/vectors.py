@@ -39,7 +39,7 @@ class EmbeddingsApi:
     def read(self, body: Body, tenant: Tenant) -> tuple[PoolingInput, Shape, Sequence[str]]:
         fields = self.reader.read(body, EmbeddingRequest)
         shape = _vectors(fields, ListAnswer("embd"), b"embedding", b"embedding")
-        return _vector_job(fields, types_pb2.POOLING_TASK_EMBED, tenant), shape, ignored_fields(body, fields)
+        return _vector_input(fields, types_pb2.POOLING_TASK_EMBED, tenant), shape, ignored_fields(body, fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class PoolApi:
     def read(self, body: Body, tenant: Tenant) -> tuple[PoolingInput, Shape, Sequence[str]]:
         fields = self.reader.read(body, PoolingRequest)
         shape = _vectors(fields, ListAnswer("pool"), b"pooling", b"data")
-        return _vector_job(fields, self._task(fields.task), tenant), shape, ignored_fields(body, fields)
+        return _vector_input(fields, self._task(fields.task), tenant), shape, ignored_fields(body, fields)
 
     def _task(self, name: str | None) -> types_pb2.PoolingTask:
         if name is not None:
@@ -71,8 +71,8 @@ class ClassifyApi:
     def read(self, body: Body, tenant: Tenant) -> tuple[PoolingInput, Shape, Sequence[str]]:
         fields = self.reader.read(body, ClassifyRequest)
         params = types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_CLASSIFY, use_activation=fields.use_activation)
-        job = PoolingInput(read_inputs(fields, tenant), params, keep_first=keeps_first(fields))
-        return job, self._shape, ignored_fields(body, fields)
+        pooling_input = PoolingInput(read_inputs(fields, tenant), params, keep_first=keeps_first(fields))
+        return pooling_input, self._shape, ignored_fields(body, fields)
 
     def _shape(self, pooling: RunningPooling) -> Iterator[bytes]:
         return ListAnswer("classify").blocks(pooling, self._items(pooling))
@@ -87,7 +87,7 @@ class ClassifyApi:
             yield (b"," if index else b"") + encode_json(item)
 
 
-def _vector_job(fields: EmbeddingRequest, task: types_pb2.PoolingTask, tenant: Tenant) -> PoolingInput:
+def _vector_input(fields: EmbeddingRequest, task: types_pb2.PoolingTask, tenant: Tenant) -> PoolingInput:
     activation = fields.use_activation
     if fields.normalize is not None:
         if activation not in (None, fields.normalize):

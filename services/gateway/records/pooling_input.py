@@ -36,7 +36,7 @@ MAX_INPUTS: Final = 2048
 class PoolingInput:
     """A pooling call whose form has been checked, but not yet its values against the model's limits."""
 
-    job: GenerateRequest
+    request: GenerateRequest
     """The prompts, and what is said about them; nothing is generated."""
     params: types_pb2.PoolingParams
     second_texts: Sequence[str] = ()
@@ -48,7 +48,7 @@ class PoolingInput:
 
     @property
     def num_prompts(self) -> int:
-        return 1 if isinstance(self.job.prompts, Chat) else len(self.job.prompts)
+        return 1 if isinstance(self.request.prompts, Chat) else len(self.request.prompts)
 
 
 def check_count(count: int, field: str) -> None:

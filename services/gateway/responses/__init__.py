@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, over the same jobs as chats."""
+"""OpenAI's Responses API, over the same requests as chats."""

@@ -46,7 +46,7 @@ _ECHOED_SAMPLING = {"temperature": 1.0, "top_p": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class ResponsesApi:
-    """Reads bodies of the endpoint and makes its answers. A body becomes that of a chat, which has the same job."""
+    """Reads bodies of the endpoint and makes its answers. A body becomes that of a chat, which is the same request."""
 
     reader: BodyReader
     chats: ChatApi
@@ -61,13 +61,13 @@ class ResponsesApi:
         request = self._request(body, fields, tenant)
         longest = most_tokens(fields)
         try:
-            job, options = self.chats.read(chat_body(body, fields, request.turns), tenant)
+            generate_request, options = self.chats.read(chat_body(body, fields, request.turns), tenant)
         except InvalidArgument as error:
             raise error.renamed(_FIELDS) from None
         ignored = (*ignored_in_response(fields), *self.reader.ignored(body, ResponsesRequest))
         if options.ignored:
             ignored += inherited(options.ignored, _FIELDS)
-        return replace(job, most_tokens=longest), replace(
+        return replace(generate_request, most_tokens=longest), replace(
             options, request=request, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )
 

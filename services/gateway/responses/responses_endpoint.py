@@ -70,11 +70,11 @@ class ResponsesEndpoint:
 
     async def _run(self, held: list[ReadRequest], request: ResponseRequest, stored: StoredResponse) -> None:
         """Generate a response in the background; store how it ended."""
-        job, options, token = held.pop()
+        generate_request, options, token = held.pop()
         try:
             # No connection can be lost here: a client cancels or deletes the response, or the gateway ends.
-            async with self.generator.open(job, token=token, outlives_call=False) as generation:
-                del job
+            async with self.generator.open(generate_request, token=token, outlives_call=False) as generation:
+                del generate_request
                 stored.response = response_of(head_of(request), "in_progress")
                 answer = self.api.answer(generation, options)
                 while not generation.done:

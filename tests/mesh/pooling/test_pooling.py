@@ -111,8 +111,8 @@ async def test_documents_are_scored_where_the_query_is(mesh: Mesh) -> None:
         Tenant(name="t", cache_salt=b""),
         types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_TOKEN_EMBED),
     )
-    job = GenerateRequest([query, *documents], "documents", types_pb2.SamplingParams(), tenant=tenant)
-    async with generator.pool(PoolingInput(job, params, num_queries=1)) as pooling:
+    generate_request = GenerateRequest([query, *documents], "documents", types_pb2.SamplingParams(), tenant=tenant)
+    async with generator.pool(PoolingInput(generate_request, params, num_queries=1)) as pooling:
         scores = [numbers(result.data)[0] for result in pooling.results]
     rows = [np.array(_expected(ids, PoolingTask.TOKEN_EMBED)) for ids in (query, *documents)]
     assert scores == pytest.approx([float((rows[0] @ row.T).max(axis=1).sum()) for row in rows[1:]], rel=1e-5)

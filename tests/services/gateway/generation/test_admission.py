@@ -39,14 +39,14 @@ class Gate:
 NOTHING = (0,) * 8
 
 
-def job(num_prompts: int = 1, num_samples: int = 1, grammar: str = "") -> GenerateRequest:
+def generate_request(num_prompts: int = 1, num_samples: int = 1, grammar: str = "") -> GenerateRequest:
     sampling = SamplingParams(structured_outputs=StructuredOutputs(regex=grammar) if grammar else None)
     return GenerateRequest(["text"] * num_prompts, "prompt", sampling, tenant=NO_TENANT, num_samples=num_samples)
 
 
 async def test_a_place_holds_all_and_gives_it_back_once() -> None:
     gate = Gate()
-    place = gate.admission.admit(job(2, 2, "a"), 60.0)
+    place = gate.admission.admit(generate_request(2, 2, "a"), 60.0)
     place.take_tokens(30, 40)
     assert gate.counts == (4, 4, 4, 1, 4, 4, 30, 70)
     for _ in range(2):  # a call that resumes the request gets its first tokens again
@@ -62,21 +62,21 @@ async def test_a_place_holds_all_and_gives_it_back_once() -> None:
 async def test_a_refused_request_leaves_nothing() -> None:
     gate = Gate()
     with pytest.raises(InvalidArgument, match="5 outputs"):
-        gate.admission.admit(job(5), 60.0)
-    with gate.admission.admit(job(grammar="a"), 60.0):
+        gate.admission.admit(generate_request(5), 60.0)
+    with gate.admission.admit(generate_request(grammar="a"), 60.0):
         before = gate.counts
         with pytest.raises(RateLimitExceeded, match="pending_grammars"):
-            gate.admission.admit(job(grammar="b"), 60.0)
+            gate.admission.admit(generate_request(grammar="b"), 60.0)
         with pytest.raises(RateLimitExceeded, match="live_outputs"):
-            gate.admission.admit(job(4), 60.0)
+            gate.admission.admit(generate_request(4), 60.0)
         gate.estimator.observe(Capacity(seats=1, starts_per_second=0.01))
         with pytest.raises(ResourceExhausted, match="would wait"):
-            gate.admission.admit(job(), 60.0)
+            gate.admission.admit(generate_request(), 60.0)
         assert gate.counts == before
     assert gate.counts == NOTHING
     await gate.admission.drain()
     with pytest.raises(Unavailable):
-        gate.admission.admit(job(), 60.0)
+        gate.admission.admit(generate_request(), 60.0)
     with pytest.raises(Unavailable):
         gate.admission.check_open()
     assert gate.counts == NOTHING
@@ -84,6 +84,6 @@ async def test_a_refused_request_leaves_nothing() -> None:
 
 async def test_tokens_that_are_refused_are_not_charged() -> None:
     gate = Gate()
-    with pytest.raises(InvalidArgument, match="token_burst"), gate.admission.admit(job(), 60.0) as place:
+    with pytest.raises(InvalidArgument, match="token_burst"), gate.admission.admit(generate_request(), 60.0) as place:
         place.take_tokens(30, 80)
     assert (gate.counts, gate.share.tokens) == (NOTHING, 0)

@@ -139,8 +139,8 @@ def test_a_refusal_says_when_to_retry_and_spreads_the_retries() -> None:
     ],
 )
 def test_prompt_tokens_are_estimated_without_encoding(prompts: object, expected: int) -> None:
-    job = GenerateRequest(prompts, "prompt", types_pb2.SamplingParams(), tenant=NO_TENANT)  # type: ignore[arg-type]
-    assert estimate_prompt_tokens(job) == expected
+    generate_request = GenerateRequest(prompts, "prompt", types_pb2.SamplingParams(), tenant=NO_TENANT)  # type: ignore[arg-type]
+    assert estimate_prompt_tokens(generate_request) == expected
 
 
 def test_few_requests_are_admitted_whatever_the_estimate_says() -> None:

@@ -5,6 +5,7 @@ counted before any of it is built, in slices of a few milliseconds, and long lis
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,10 @@ PAUSE_SECONDS = 0.0005
 """Between two slices: the event loop, which needs the interpreter's lock after each system call, gets it at once."""
 _LONG_LIST_BYTES = 1 << 20
 _LIST_SLICE_BYTES = 256 << 10
+_DECODER_ERRORS = (RecursionError, UnicodeDecodeError, msgspec.DecodeError)
+_STOPPED_AT = re.compile(r"\(byte (\d+)\)")
+_HALF_PAIR = re.compile(rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F]|(?:\\(?:u[dD]?)?)?\Z)")
+"""Matches the escape of a high surrogate that no low one follows, unless the text ends there."""
 
 T = TypeVar("T")
 Data = bytes | bytearray
@@ -76,8 +81,8 @@ class BodyParser:
         num_values = check_amount(data)
         try:
             return self._build(data, num_values)
-        except (RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
-            raise _invalid(error) from None
+        except _DECODER_ERRORS as error:
+            raise _invalid(error, data) from None
 
     def _build(self, data: Data, num_values: int) -> dict[str, Any]:
         fields, unknown = self._known_fields(data)
@@ -89,7 +94,10 @@ class BodyParser:
         for name in self._names:
             raw = getattr(fields, name)
             if raw is not msgspec.UNSET:
-                body[name] = _value(raw, num_values)
+                try:
+                    body[name] = _value(raw, num_values)
+                except _DECODER_ERRORS as error:
+                    raise _invalid(error, memoryview(raw)) from None
         return body
 
     def _known_fields(self, data: Data) -> tuple[msgspec.Struct, list[str]]:
@@ -110,19 +118,25 @@ def decode_object(data: Data) -> dict[str, Any]:
     """
     try:
         value = msgspec.json.decode(data)
-    except (RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise _invalid(error) from None
+    except _DECODER_ERRORS as error:
+        raise _invalid(error, data) from None
     if not isinstance(value, dict):
         raise errors.InvalidArgument("the body must be a JSON object")
     return value
 
 
-def _invalid(error: Exception) -> errors.InvalidArgument:
-    """Return the client's error for one of the decoder's."""
+def _invalid(error: Exception, data: Data | memoryview) -> errors.InvalidArgument:
+    """Return the client's error for one of the decoder's about ``data``."""
     if isinstance(error, RecursionError):
         return errors.InvalidArgument("the body is nested too deeply")
     if isinstance(error, UnicodeDecodeError):
         return errors.InvalidArgument("the body is not valid UTF-8")
+    # What the decoder says of half a pair depends on what follows: truncated data, or the end of an escape. It is
+    # searched for only where the decoder stopped: a search of 8 MB takes 0.3 s under the interpreter's lock.
+    stopped = _STOPPED_AT.search(str(error))
+    at = int(stopped[1]) if stopped else len(data)
+    if half := _HALF_PAIR.search(data[max(at - 64, 0) : at + 12]):
+        return errors.InvalidArgument(f"the body is not valid JSON: {half[1].decode()} is half a surrogate pair")
     return errors.InvalidArgument(f"the body is not valid JSON: {error}")
 
 

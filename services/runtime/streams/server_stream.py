@@ -124,7 +124,11 @@ class ServerStream(ABC, Generic[Message, Frame]):
         """
         self._credit.grant(first.hello.initial_credit + first.credit)
         try:
-            await first_of(self._write(write, hello), self._read(first, messages), self._keep_alive())
+            # Written before anything can end the stream: gRPC sends the initial metadata with the first message, and a
+            # status behind a first write that was cancelled fails with TOO_MANY_OPERATIONS; the client then waits for
+            # its own deadline. Later writes may be cancelled.
+            await write(hello)
+            await first_of(self._write(write), self._read(first, messages), self._keep_alive())
         finally:
             self._idle.set()
 
@@ -167,17 +171,8 @@ class ServerStream(ABC, Generic[Message, Frame]):
         self.half_close()
         await asyncio.Event().wait()  # the writer ends the stream once everything is answered
 
-    async def _write(self, write: Callable[[Frame], Awaitable[object]], hello: Frame) -> None:
-        frame: Frame | None = hello
+    async def _write(self, write: Callable[[Frame], Awaitable[object]]) -> None:
         while True:
-            if frame is not None:
-                self._written_at = self._loop.time()
-                await write(frame)
-            else:
-                if self.is_idle:
-                    self._idle.set()
-                await self._changed.wait()
-                self._changed.clear()
             if self._failure is not None:
                 raise self._failure
             if self._closing is not None and not (self._credit.left and self.has_data):
@@ -186,6 +181,14 @@ class ServerStream(ABC, Generic[Message, Frame]):
                 return
             if (frame := self._next_frame()) is None and self._is_beat_due():
                 frame = self._beat()
+            if frame is not None:
+                self._written_at = self._loop.time()
+                await write(frame)
+            else:
+                if self.is_idle:
+                    self._idle.set()
+                await self._changed.wait()
+                self._changed.clear()
 
     def _is_beat_due(self) -> bool:
         return not self.is_idle and self._loop.time() - self._written_at >= HEARTBEAT_SECONDS

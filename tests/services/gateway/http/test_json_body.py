@@ -165,6 +165,29 @@ async def test_a_large_body_that_is_not_a_json_object(parser: BodyParser, data: 
         await parser.read(data, dict)
 
 
+@pytest.mark.parametrize("size", [0, 200_000])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (rb'{"prompt":"%b\ud800"}', r"\\ud800 is half a surrogate pair"),
+        (rb'{"prompt":"%b\ud800","max_tokens":2,"temperature":0}', r"\\ud800 is half a surrogate pair"),
+        (rb'{"prompt":"%b\ud800\u0041","max_tokens":2}', r"\\ud800 is half a surrogate pair"),
+        (rb'{"stop":"\ud800","prompt":"%b"}', r"\\ud800 is half a surrogate pair"),
+        (rb'{"prompt":"%b\u12"}', "malformed"),
+        (rb'{"prompt":"%b\uDBff\n"}', r"\\uDBff is half a surrogate pair"),
+        (rb'{"prompt":"%b\\\ud83d\ud"}', r"\\ud83d is half a surrogate pair"),
+        (rb'{"prompt":"%b","\ud800":1}', r"\\ud800 is half a surrogate pair"),
+        (rb'{"prompt":"%b\udc00"}', "surrogate pair"),
+        (rb'{"prompt":"%b\ud83d\ude00"', "truncated"),
+        (rb'{"prompt":"%b\ud83d\u', "truncated"),
+        (rb'{"prompt":"%b\\ud800"', "truncated"),
+    ],
+)
+async def test_half_a_surrogate_pair_is_named(parser: BodyParser, text: bytes, words: str, size: int) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        await parser.read(text % (b"a" * size), dict)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_the_gateway_refuses_it(name: str, mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     response = await http.post(COMPLETIONS, content=hostile(name)[:SIZE], headers={"content-type": "application/json"})

@@ -56,11 +56,14 @@ class Served:
         self.stream = Stream()
         self.inputs: asyncio.Queue[EngineInput | None] = asyncio.Queue()
         self.frames: list[EngineFrame] = []
+        self.may_write = asyncio.Event()
+        self.may_write.set()
         first = EngineInput(hello=make_hello("client", 1, initial_credit=credit))
         hello = EngineFrame(hello=OURS)
         self.ended = asyncio.create_task(self.stream.serve(first, self._messages(), self._write, hello))
 
     async def _write(self, frame: EngineFrame) -> None:
+        await self.may_write.wait()
         self.frames.append(frame)
 
     async def _messages(self) -> AsyncIterator[EngineInput]:
@@ -135,6 +138,19 @@ async def test_slots_only_grow(slots: list[int]) -> None:
     await served.send(EngineInput(abort_slots=slots))
     with pytest.raises(InvalidArgument, match="slots must increase"):
         await served.ended
+
+
+@pytest.mark.parametrize("message", [EngineInput(abort_slots=[0]), EngineInput(hello=OURS)])
+async def test_nothing_ends_the_stream_while_its_hello_is_written(message: EngineInput) -> None:
+    """gRPC could send no status behind a hello whose write was cancelled."""
+    served = Served()
+    served.may_write.clear()
+    await served.send(message)
+    assert not served.ended.done()
+    served.may_write.set()
+    with pytest.raises((FailedPrecondition, InvalidArgument)):
+        await served.ended
+    assert [frame.hello for frame in served.frames] == [OURS]
 
 
 async def test_only_the_first_message_carries_a_hello() -> None:

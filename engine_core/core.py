@@ -202,9 +202,8 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         transfers = StepTransfers(self._connector, scheduled) if self._connector is not None else None
         outputs: list[EngineCoreOutput] = []
-        if (
-            self.scheduler.ended.outputs
-        ):  # among them what an interrupted step brought, which precedes this step's tokens
+        if self.scheduler.ended.outputs:
+            # Among them is what an interrupted step brought, which precedes this step's tokens.
             outputs = self.scheduler.ended.take_outputs()
         try:
             if (ended := self._execute(scheduled, transfers)) is not None:

@@ -11,7 +11,7 @@ from .platform.platform import Platform
 
 def input_rounding() -> str:
     """Return ``by-row`` where the matrix unit (AMX) computes int8 layers, ``by-group`` where the kernel of
-    :mod:`.quantized_linear` does, and ``no-kernels`` where PyTorch computes all quantized layers.
+    :mod:`.layers.quantized_linear` does, and ``no-kernels`` where PyTorch computes all quantized layers.
 
     Layers of 4 bits round by group in the first two cases; shapes decide the rest, and they are the model's.
     """

@@ -200,7 +200,7 @@ class RayExecutor:
     """Implements ``Executor``. Every rank gets every message, in the same order.
 
     Where KV moves, all workers are on the machine of this process, which makes the memory of their pools, as
-    :class:`.rank_pools.RankPools` says: transports read and write it here.
+    :class:`.ranks.RankPools` says: transports read and write it here.
 
     A worker that ends is not replaced: the engine ends with it, and its requests go on in another one.
 

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerAdapters:
-    """Fulfils :class:`..adapters.AdapterStore`."""
+    """Fulfils :class:`..scheduling.adapters.AdapterStore`."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

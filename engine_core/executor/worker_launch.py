@@ -158,10 +158,10 @@ class WorkerProcess:
         memory = self._arrays.fd if self._arrays is not None else None
         return subprocess.Popen(
             [*command, "--address", self._address],
-            # In the session of its core: when that ends, the kernel continues stopped processes of such an orphaned
-            # group (SIGHUP, SIGCONT). In a session of its own, a stopped worker kept its memory until SIGCONT came.
             stdin=subprocess.PIPE,
-            # In a process group of its own it gets no Ctrl-C of a terminal.
+            # In a process group of its own the worker gets no Ctrl-C of a terminal. It stays in the session of its
+            # core: when the core ends, the kernel sends SIGHUP and SIGCONT to stopped processes of the orphaned group.
+            # In a session of its own, a stopped worker kept its memory until SIGCONT came.
             process_group=0,
             pass_fds=[fd for fd in (memory, self._pool_fd) if fd is not None],
         )

@@ -196,7 +196,7 @@ class GroupedKVCacheManager(_PooledKV):
         lends: bool = False,
     ) -> None:
         """Make a pool of ``num_blocks`` blocks, one of which is ``NULL_BLOCK``. The other arguments are those of
-        :class:`~.kv_cache_manager.KVCacheManager` and :class:`~.kv_groups.KVNeed`."""
+        :class:`~.kv_cache_manager.KVCacheManager` and :class:`~..data.kv_groups.KVNeed`."""
         self.num_groups = len(groups)
         self._windows = [group.window for group in groups]
         super().__init__(BlockPool(num_blocks, self._windows), config, events)

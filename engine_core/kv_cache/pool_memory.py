@@ -123,7 +123,8 @@ Bytes = npt.NDArray[np.uint8]
 BlockIds = npt.NDArray[np.integer[Any]]
 
 Wait = Callable[[], None]
-"""Waits until a copy that was begun has ended. Raises :class:`.kv_transport.KVTransferError` if the device failed."""
+"""Waits until a copy that was begun has ended. Raises :class:`..kv_transfer.kv_transport.KVTransferError` if the device
+failed."""
 
 
 class PeerMemory(Protocol):
@@ -132,7 +133,7 @@ class PeerMemory(Protocol):
     def copy(self, source_ids: BlockIds, target_ids: BlockIds) -> None:
         """Copy blocks of the other pool over blocks of this one, in all regions, with one launch; wait for its end.
 
-        Raises :class:`.kv_transport.KVTransferError` (``transport``) if the device failed.
+        Raises :class:`..kv_transfer.kv_transport.KVTransferError` (``transport``) if the device failed.
         """
 
     def close(self) -> None:
@@ -171,11 +172,11 @@ class DeviceMemory(Protocol):
     def export(self) -> bytes:
         """Return a handle with which another process of this host maps the pool.
 
-        Raises :class:`.kv_transport.KVTransferError` (``transport``) if this memory cannot be shared.
+        Raises :class:`..kv_transfer.kv_transport.KVTransferError` (``transport``) if this memory cannot be shared.
         """
 
     def map_peer(self, handle: bytes, num_blocks: int) -> PeerMemory:
         """Map the pool of another process, of so many blocks as large as this pool's, from what it exported.
 
-        Raises :class:`.kv_transport.KVTransferError` (``transport``) if the device cannot reach it.
+        Raises :class:`..kv_transfer.kv_transport.KVTransferError` (``transport``) if the device cannot reach it.
         """

@@ -108,8 +108,8 @@ class _Search:
         if window is None:
             return length
         index = length - 1
-        # From the end: only the last window of the prefix has to be there, and a gap moves the end, and with it the
-        # window.
+        # Searched from the end, because only the blocks within the last window of the prefix must be cached. A missing
+        # block ends the prefix before it, and the window of that shorter prefix is checked next.
         while index >= first_seen_block(window, length * self._block_size, self._block_size):
             if not self._has(index, window):
                 length = index

@@ -213,9 +213,9 @@ class Drafts:
         self, scheduled: SchedulerOutput, proposed: Mapping[str, list[int]], num_rows: int, num_running: int
     ) -> None:
         cached = scheduled.scheduled_cached_reqs
-        # Running requests would lose their blocks if drafts took the last free ones.
         pool = self._kv.pool
-        # One block for each running request stays free, so that no draft leads to a preemption in the next step.
+        # One block for each running request stays free: drafts that took the last ones would cause a preemption in the
+        # next step.
         spare_blocks = pool.num_free // pool.num_groups - num_running
         for index, request_id in enumerate(cached.req_ids):
             drafts = proposed.get(request_id)

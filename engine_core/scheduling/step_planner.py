@@ -359,9 +359,8 @@ class StepPlanner:
         return num_tokens
 
     def _make_room(self, index: int, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
-        """Allocate blocks for a running request that leases, then it or later running requests give up.
-
-        Returns None if the request itself was preempted.
+        """Allocate blocks for a running request. Other engines lose their leases first; then running requests are
+        preempted, the last one first. Returns None if the request itself was preempted.
         """
         request = self._running[index]
         while True:

@@ -240,14 +240,14 @@ class KernelSampler:
             most_drawn=len(tokens),
         )
         self._where = byref(self._args)
-        # What the last call had; kept, because the arguments point to it.
+        # The arrays of the last call, to which the arguments point: without a reference their memory would be freed.
         self._step_rows: StepRows | None = None
         self._places = self._found = self._drawn[:0]
         self._layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def append(self, step_rows: StepRows, places: Ints, logits: Tensor) -> Ints | None:
         """Draw a token for each of the requests ``places`` [n] of a step from logits [n, vocab] of the host, as
-        :meth:`~..sampler.sampler.Sampler.sample` does, and append it to its row; a full row keeps its tokens.
+        :meth:`~..sampler.host.sampler.Sampler.sample` does, and append it to its row; a full row keeps its tokens.
 
         Returns the tokens [n], which hold until the next call; None: one of the logits is NaN or a largest one is
         infinite, and nothing was appended. Raises ``AssertionError`` for places or rows that are not there.

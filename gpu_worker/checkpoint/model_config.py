@@ -96,7 +96,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     """The factor on token embeddings, exact in ``dtype``."""
     attention_softcap: float | None = None
-    """As :class:`~..attention.score_rule.ScoreRule` says."""
+    """As :class:`~..attention.attention_backend.ScoreRule` says."""
     logit_softcap: float | None = None
     """A logit x becomes logit_softcap * tanh(x / logit_softcap); None: it stays x."""
     opt: OPTSwitches | None = None

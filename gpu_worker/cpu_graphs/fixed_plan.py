@@ -86,8 +86,8 @@ class FixedPlan:
     def fill(
         self, cu_query_lens: IntArray, seq_lens: IntArray, tables: IntArray, slots: IntArray, rows: IntArray
     ) -> None:
-        """Copy the arrays of a step, as :meth:`.attention_backend.AttentionBackend.plan` gets them, but for those that
-        lie here. ``rows`` [R] of the batch are the same array while the same requests go on in them."""
+        """Copy the arrays of a step, as :meth:`..attention.attention_backend.AttentionBackend.plan` gets them, but for
+        those that lie here. ``rows`` [R] of the batch are the same array while the same requests go on in them."""
         if len(self._parts) == 1:
             self._parts[0].fill(cu_query_lens, seq_lens, tables, slots, rows)
             return

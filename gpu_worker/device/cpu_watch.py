@@ -126,7 +126,7 @@ class CpuWatch:
             self._threads.use(*chosen)
 
     def _judge(self, waiting: float) -> None:
-        # Down slowly, because other programs come in bursts.
+        # It falls slowly, because other programs come in bursts.
         self._waiting = max(waiting, self._waiting * _FORGOTTEN)
         self._quiet_looks = self._quiet_looks + 1 if waiting < _QUIET else 0
         if waiting >= _SHARED:

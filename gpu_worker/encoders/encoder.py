@@ -49,7 +49,7 @@ class ModernBertLayer:
 
 
 class ModernBertModel:
-    """Computes the whole model (see :class:`~.encoder.Encoder`)."""
+    """Fulfils :class:`EncoderModel`."""
 
     def __init__(
         self, checkpoint: Checkpoint, config: EncoderConfig, device: torch.device, quantization: str | None = None
@@ -126,7 +126,7 @@ class BertLayer:
 
 
 class BertModel:
-    """Computes the whole model (see :class:`~.encoder.Encoder`)."""
+    """Fulfils :class:`EncoderModel`."""
 
     def __init__(self, checkpoint: Checkpoint, config: EncoderConfig, quantization: str | None = None) -> None:
         self.config = config

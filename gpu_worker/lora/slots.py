@@ -73,7 +73,7 @@ class CurrentRows:
 
 
 class LoraLinear:
-    """Fulfils :class:`..layers.interface.Linear`: what ``base`` computes, changed in the rows that have an adapter."""
+    """Fulfils :class:`..checkpoint.weights.Linear`: what ``base`` computes, changed in rows that have an adapter."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class LoraSlots:
     def adapt(
         self, base: Linear, names: Sequence[str], inputs: int, outputs: Sequence[int], dtype: torch.dtype
     ) -> Linear:
-        """Wrap a layer of the model, if adapters may change it (fulfils :data:`..layers.interface.Adapt`)."""
+        """Wrap a layer of the model, if adapters may change it (fulfils :data:`..checkpoint.weights.Adapt`)."""
         if any(name.rpartition(".")[2] not in _KINDS or ".experts." in name for name in names):
             return base
         layer = LoraLinear(base, names, inputs, outputs, len(self._slots), self._current, self._kernel, dtype)

@@ -155,7 +155,7 @@ class TorchPeers:
 
 
 class TorchLink:
-    """Fulfils :class:`.balance.transfer.WeightLink`."""
+    """Fulfils :class:`.experts.transfer.WeightLink`."""
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
         self.rank = rank

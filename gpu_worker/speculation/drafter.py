@@ -49,8 +49,8 @@ class Drafter(Protocol):
     def forward(
         self, input_ids: Tensor, positions: Tensor, states: Tensor | None, kv_caches: list[KVCache], plan: AttentionPlan
     ) -> Tensor:
-        """Compute T tokens like :meth:`Model.forward`. ``states`` [T, hidden_size]: those of :meth:`states`, and for a
-        token after a draft what this method returned for the token before it."""
+        """Compute T tokens like :meth:`..models.model.LanguageModel.forward`. ``states`` [T, hidden_size]: those of
+        :meth:`states`, and for a token after a draft what this method returned for the token before it."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Turn what :meth:`forward` returned into float32 logits [R, vocab_size]."""

@@ -42,7 +42,7 @@ class _Ranges(NamedTuple):
 
 
 class ModelProposer:
-    """Fulfils :class:`~.interface.Proposer`.
+    """Fulfils :class:`~.speculation.Proposer`.
 
     After each step the drafter computes what the model has computed, prompts included, so that its KV is complete
     wherever a block can be hit or sent. Drafts are drawn with the parameters of the request and the random number of

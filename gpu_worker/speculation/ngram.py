@@ -12,7 +12,7 @@ from .speculation import StepArrays
 
 
 class NgramProposer:
-    """Fulfils :class:`~.interface.Proposer`."""
+    """Fulfils :class:`~.speculation.Proposer`."""
 
     def __init__(self, batch: InputBatch, shortest: int, longest: int) -> None:
         """Between ``shortest`` and ``longest`` tokens must have occurred before; the most that have are used."""

@@ -167,7 +167,7 @@ class GgufSource:
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Fulfils :class:`..packed_weight.PackedWeight` with rows of blocks."""
+    """Fulfils :class:`..files.quantized_weight.PackedWeight` with rows of blocks."""
 
     stored: Tensor
     """[out, bytes of a row] uint8."""

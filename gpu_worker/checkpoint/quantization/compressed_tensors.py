@@ -102,7 +102,7 @@ class CompressedTensors:
 
 @dataclass(frozen=True)
 class PackedIntegers:
-    """Fulfils :class:`~..packed_weight.PackedWeight` with a weight that is stored as int8."""
+    """Fulfils :class:`~..files.quantized_weight.PackedWeight` with a weight that is stored as int8."""
 
     files: TensorFiles
     weight_name: str

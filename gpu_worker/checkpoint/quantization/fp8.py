@@ -22,7 +22,7 @@ HARMLESS = frozenset(("activation_scheme", "modules_to_not_convert", "ignored_la
 
 @dataclass(frozen=True)
 class PackedFloats:
-    """Fulfils :class:`~..packed_weight.PackedWeight` with 8-bit floats, which are not integers in groups."""
+    """Fulfils :class:`~..files.quantized_weight.PackedWeight` with 8-bit floats, which are not integers in groups."""
 
     files: TensorFiles
     weight_name: str

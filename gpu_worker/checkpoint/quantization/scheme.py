@@ -80,7 +80,7 @@ class Codes(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedCodes:
-    """Fulfils :class:`~..packed_weight.PackedWeight`."""
+    """Fulfils :class:`~..files.quantized_weight.PackedWeight`."""
 
     shape: tuple[int, int]
     bits: int

@@ -36,7 +36,7 @@ class _Parts:
 
 
 class TransformersModel:
-    """Fulfils :class:`~..model.Model` with transformers' modules.
+    """Fulfils :class:`~..model.LanguageModel` with transformers' modules.
 
     Its layers are those that transformers calls in turn; the n-th call of attention uses the n-th cache.
     """

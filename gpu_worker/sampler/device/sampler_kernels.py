@@ -19,7 +19,7 @@ _LISTED = 256
 
 
 class TritonSamplerKernels:
-    """Fulfils :class:`~.sampler.SamplerKernels`."""
+    """Fulfils :class:`~.device_sampler.SamplerKernels`."""
 
     def __init__(self, width: int = _WIDTH) -> None:
         """``width``: logits that a program reads at a time."""

@@ -74,7 +74,7 @@ class EditArrays(NamedTuple):
     masks: Int32s
     """[m, ceil(vocab / 32)]: bit i of word w is set if token 32 * w + i is allowed."""
     slot_of: Int32s
-    """[edits]: a slot of :class:`~.seen_counts.SeenCounts`; -1: no penalties."""
+    """[edits]: a slot of :class:`~.device_sampler.SeenCounts`; -1: no penalties."""
     repetitions: Doubles
     presences: Doubles
     frequencies: Doubles
@@ -83,7 +83,7 @@ class EditArrays(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[int], edits: Sequence[RowEdit], slots: Sequence[int], vocab: int) -> "EditArrays":
-        """Put the edits of these rows into columns. ``slots`` [edits]: those of :class:`~.seen_counts.SeenCounts`."""
+        """Put the edits of these rows into columns. ``slots`` [edits]: of :class:`~.device_sampler.SeenCounts`."""
         listed = [edit.listed() for edit in edits]
         lengths = [len(token_ids) for token_ids, _ in listed]
         masked = [index for index, edit in enumerate(edits) if edit.allowed]

@@ -62,7 +62,7 @@ Words = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class RowEdit:
-    """Holds the changes of one row. :class:`~.logits_processor.LogitsProcessor` s fill it in their order."""
+    """Holds the changes of one row. :class:`LogitsProcessor` s fill it in their order."""
 
     masked: list[Ints] = field(default_factory=list)
     """Tokens that may not be drawn."""

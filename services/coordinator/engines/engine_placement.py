@@ -49,7 +49,9 @@ class Placement:
     def choose(
         self, pool: Pool, request: PickRequest, excluded: list[int], cached_tokens: IntColumn | None
     ) -> tuple[int, bool]:
-        """Return the row of the engine for ``request``, and whether it does all of it (see :func:`.pairing.choose`).
+        """Return the row of the engine for ``request``, and whether it does all of it.
+
+        The columns are compared by :func:`tokenloom.services.runtime.placement.pairing.choose`.
 
         Args:
             pool: The engines that serve what the request asks for.

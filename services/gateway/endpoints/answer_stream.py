@@ -144,7 +144,7 @@ class AnswerStream:
             self._silent.remove(self)
 
     def look(self, head_after: float) -> None:
-        """See :class:`.silent_streams.LiveStream`."""
+        """See :class:`LiveStream`."""
         if self._has_written or not self._waits:
             self._has_written, self._silent_seconds = False, 0.0
             return

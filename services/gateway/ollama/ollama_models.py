@@ -82,7 +82,8 @@ def show_model(mesh: ServedMesh, plans: MessagePlans, began: str) -> dict[str, A
     return {
         "modelfile": f"FROM {mesh.model}",
         "parameters": "",
-        # Not the template itself: clients search it for what the model takes.
+        # Not the template itself, which is Jinja: clients search this text for the variables of Ollama's templates, and
+        # find out by them whether the model takes tools.
         "template": f"{{{{ .System }}}}{tools}{{{{ .Prompt }}}}",
         "details": details_of(_identity(mesh)),
         "model_info": {

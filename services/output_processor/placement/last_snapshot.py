@@ -106,7 +106,7 @@ class LastSnapshot:
         Other output processors place requests at the same time and do not see these picks. Therefore the prefix of the
         prompt names a few engines, the same everywhere: those that have it in their caches, where the coordinator has
         published them, or its homes. Own picks decide between them, with the loads of the last snapshot while it is
-        young (:func:`.prefix_homes.rule`). A request without a prefix draws its engines.
+        young (:func:`...runtime.placement.prefix_homes.rule`). A request without a prefix draws its engines.
 
         The pick counts until the next snapshot or ``release``. Raises ``Unavailable`` when no engine serves, or none
         has the request's adapter.

@@ -34,7 +34,7 @@ class CallDetails:
 
 FindHandler: TypeAlias = "Callable[[Any], grpc.RpcMethodHandler[Any, Any] | None]"
 """Returns the handler of a call, given its :class:`CallDetails`. It decodes the requests itself and writes its
-responses to its context, as :class:`Edge`'s handlers do."""
+responses to its context, as the handlers of :class:`tokenloom.services.runtime.host.servicer_edge.Edge` do."""
 
 
 class ServerCall(SocketEnd):

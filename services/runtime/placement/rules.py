@@ -1,6 +1,6 @@
 """The rules by which engines are compared. A rule returns what a leg costs on each of some engines; the least is best.
 
-:func:`.rank.best` asks the rule only about engines that report in time and have room, if there are any, and decides
+:func:`.pairing.best` asks the rule only about engines that report in time and have room, if there are any, and decides
 between engines of equal cost.
 """
 

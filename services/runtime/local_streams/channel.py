@@ -84,7 +84,8 @@ class LocalCall(SocketEnd):
     def _refuse(self, error: TokenloomError) -> NoReturn:
         self._on_broken(error)
         self._raise_end()
-        raise AssertionError  # an error ends the call
+        # The server's OK is here already: a unary response that cannot be decoded comes in one write with it.
+        raise status(status_of(error), error.message)
 
     def _damaged(self) -> TokenloomError:
         return Internal("a message could not be decoded")

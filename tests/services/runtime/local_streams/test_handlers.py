@@ -25,6 +25,7 @@ from tests.services.runtime.local_streams.conftest import (
 from tokenloom.request.errors import ResourceExhausted
 from tokenloom.services.runtime.local_streams.server import LocalServer
 from tokenloom.services.runtime.local_streams.socket_end import Kind, decode_status, encode_frame
+from tokenloom.v1.coordinator_pb2 import PickRequest
 
 
 class Caller:
@@ -225,5 +226,21 @@ async def test_a_unary_response_that_cannot_be_sent(response: Any, code: grpc.St
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(METHOD)(b"x")
             assert caught.value.code() is code
+    finally:
+        await server.close(0)
+
+
+async def test_a_unary_response_that_cannot_be_decoded(socket_dir: Path) -> None:
+    async def respond(request: bytes, context: Any) -> bytes:
+        return request
+
+    server = LocalServer(str(socket_dir / "s"), lambda _: grpc.unary_unary_rpc_method_handler(respond), LIMIT)
+    await server.open()
+    try:
+        async with asyncio.timeout(SOON), calling(socket_dir / "s") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(METHOD, None, PickRequest.FromString)(b"\xff")
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            assert caught.value.details() == "a message could not be decoded"
     finally:
         await server.close(0)

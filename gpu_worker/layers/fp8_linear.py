@@ -18,7 +18,7 @@ _AT_ONCE = 1 << 24
 
 
 class Fp8Linear:
-    """Fulfils :class:`.linear.Linear`; keeps an 8-bit copy of ``weight`` [out, in], not the weight."""
+    """Fulfils :class:`.Linear`; keeps an 8-bit copy of ``weight`` [out, in], not the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Raises ``ValueError`` unless inputs and outputs are multiples of 16."""

@@ -52,7 +52,7 @@ def _load_kernels(dtype: torch.dtype, inputs: int) -> CDLL:
 
 
 class PanelLinear:
-    """Fulfils :class:`.linear.Linear` on the CPU for inputs of its dtype; keeps a packed copy of ``weight`` [out, in],
+    """Fulfils :class:`.Linear` on the CPU for inputs of its dtype; keeps a packed copy of ``weight`` [out, in],
     float32 or bfloat16, or of several weights of which the outputs follow each other.
 
     Raises :class:`KernelsUnavailable` without a compiler, or without FMA.
@@ -123,7 +123,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 class PackedLinear:
-    """Fulfils :class:`.linear.Linear` on the CPU; keeps a packed copy of ``weight`` [out, in], not the weight."""
+    """Fulfils :class:`.Linear` on the CPU; keeps a packed copy of ``weight`` [out, in], not the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         with torch.inference_mode(False):

@@ -43,7 +43,7 @@ class _Packed:
 
 
 class QuantizedLinear:
-    """Fulfils :class:`.linear.Linear` on the CPU for float32 and bfloat16 inputs; keeps a packed copy of ``weight``.
+    """Fulfils :class:`.Linear` on the CPU for float32 and bfloat16 inputs; keeps a packed copy of ``weight``.
 
     Raises :class:`KernelsUnavailable` without a compiler or AVX2, and for groups that are not multiples of 32.
     """
@@ -127,7 +127,7 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.int8)
 
 
 class Int8Linear:
-    """Fulfils :class:`.linear.Linear` on the CPU; keeps an int8 copy of ``weight`` [out, in], not the weight."""
+    """Fulfils :class:`.Linear` on the CPU; keeps an int8 copy of ``weight`` [out, in], not the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> None:
         """``scales``: [out] float32 if ``weight`` is int8, rounded before; None: it is rounded here."""

@@ -28,7 +28,7 @@ _ROUND_WIDTH = 2048
 
 
 class TritonLinear:
-    """Fulfils :class:`.linear.Linear` on a GPU."""
+    """Fulfils :class:`.Linear` on a GPU."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight

@@ -11,8 +11,6 @@ from .retries import Retries
 
 IDEMPOTENCY_KEY = "idempotency-key"
 """Metadata: a repeated call with the same key joins the request that the first one began."""
-_REQUEST_LOST = "REQUEST_LOST"
-"""Reason of the error for a request that the mesh does not have any more."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ class AnswerCourse:
         is_old = self._cause is not None and isinstance(error, errors.Unimplemented)  # a gateway of an earlier release
         if is_old and self._cause is not None:
             error = self._cause
-        is_lost = is_old or error.reason == _REQUEST_LOST
+        is_lost = is_old or error.reason == errors.RequestLost.reason
         if self._may_resume and not is_lost and (is_leaving or not self._call_brought_part):
             self._cause = self._cause or error
             return error

@@ -100,7 +100,9 @@ class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
             wait = self._course.failed(error, was_cut=was_cut(failed))
         except errors.TokenloomError as final:
             raise final from failed
-        self._gateways.leave(self._stub)
+        # A gateway that reports the loss of a request is well; the next one may be the one that was lost.
+        if error.reason != errors.RequestLost.reason:
+            self._gateways.leave(self._stub)
         await sleep(wait)
 
 

@@ -1,8 +1,6 @@
 """What the pages say of files, commands and settings is there."""
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -56,35 +54,6 @@ def test_pages_that_the_code_names_exist() -> None:
     for path in [*paths, ROOT / "docker-compose.yml", ROOT / "Makefile", ROOT / "Dockerfile"]:
         for name in re.findall(r"(?<![\w/.])docs/[\w/-]+\.md", path.read_text()):
             assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
-
-
-def _definitions(paths: list[Path]) -> Mapping[str, set[str]]:
-    """Return the names of the modules that define each name."""
-    found: defaultdict[str, set[str]] = defaultdict(set)
-    for path in paths:
-        for name in re.findall(
-            r"^(?:class |def |async def )?([A-Za-z_]\w*)\b(?=[(:\[]| =)", path.read_text(), re.MULTILINE
-        ):
-            found[name].add(path.stem)
-    return found
-
-
-def _wrong_references(text: str, defined: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield the references of docstrings to a module of ours that does not define what they name."""
-    for name in re.findall(r":(?:class|func|data|meth):`~?(\.[\w.]+)`", text):
-        for module, member in zip(parts := name.lstrip(".").split("."), parts[1:], strict=False):
-            if member in defined and module.islower() and module not in defined[member]:
-                yield name
-
-
-def test_docstrings_name_modules_that_define_what_they_name() -> None:
-    paths = [
-        path for folder in ("tokenloom", "services", "engine_core", "gpu_worker") for path in _files(folder, ".py")
-    ]
-    defined = _definitions(paths)
-    for path in paths:
-        assert not list(_wrong_references(path.read_text(), defined)), path.relative_to(ROOT)
-    assert list(_wrong_references("See :class:`.old_place.GenerationEndpoint`.", defined))
 
 
 def _files(folder: str, suffix: str) -> list[Path]:

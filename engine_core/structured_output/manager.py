@@ -78,8 +78,8 @@ class StructuredOutputManager:
         """Raises ``ValueError`` if the model cannot sample the tokens that end its reasoning."""
         if reasoning.marks is not None and max(reasoning.marks.end) >= vocab_size:
             raise ValueError(
-                f"reasoning_parser: the end mark has the tokens {list(reasoning.marks.end)}, but the model draws only "
-                f"tokens below {vocab_size}; set it to none"
+                f"reasoning_parser: the end mark has the tokens {list(reasoning.marks.end)}, but the model has "
+                f"only tokens below {vocab_size}; set reasoning_parser to none"
             )
         self._reasoning = reasoning
         self.compiling: dict[str, Request] = {}

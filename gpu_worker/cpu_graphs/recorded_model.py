@@ -121,7 +121,7 @@ class RecordedModel:
             return step.hidden, model.compute_logits(step.hidden)
 
     def _record(self, size: _Size, model: StepModel, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor]:
-        """Compute a step as ever, and keep its recording if that computes the same."""
+        """Compute a step call by call and record the calls; keep the recording if it computes the same."""
         num_tokens = size[0]
         ids, positions = self._token_ids[:num_tokens], self._positions[:num_tokens]
         plan = self._plan.plan()

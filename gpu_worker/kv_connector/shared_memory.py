@@ -114,7 +114,7 @@ class WindowReader:
         self._view: Bytes = np.frombuffer(window, dtype=np.uint8)
 
     def parts(self, source: BlockArray) -> Generator[tuple[slice, Bytes], None, None]:
-        """Yield (places in ``source``, the blocks there [regions, n, bytes]) while the owner copies the next ones.
+        """Yield (indices into ``source``, the blocks there [regions, n, bytes]) while the owner copies the next ones.
 
         Raises ``OSError`` or :class:`KVTransferError`. If the caller does not take all of them, the connection ends.
         """

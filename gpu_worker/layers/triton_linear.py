@@ -125,7 +125,8 @@ class ExpertTiles:
     def sort(cls, chosen: Tensor, num_experts: int) -> "ExpertTiles":
         """Sort the choices [T, k] into tiles, without waiting for them on the host.
 
-        There are as many tiles as any choice may need: one for each ``rows`` places, and a partial one an expert.
+        There are as many tiles as the choices may need at most: one for each full ``rows`` of them, and for each expert
+        one that is not full.
         """
         flat = chosen.flatten()
         num_places, device = len(flat), chosen.device

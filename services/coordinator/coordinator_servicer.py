@@ -117,7 +117,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._epoch = epoch
         self._picks = picks
         self._streams: dict[str, EngineStream] = {}  # one for each joined engine
-        self._enrolments = EnrolledReplicas()
+        self._replicas = EnrolledReplicas()
         self._groups = DataParallelGroups()
         self._complete = asyncio.Event()
         self._closing = False
@@ -169,12 +169,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         service, name = request.service, request.instance_id
         if not service or not name:
             raise InvalidArgument("service and instance_id must not be empty", "instance_id" if service else "service")
-        with self._enrolments.enrolled(service, name):
+        with self._replicas.enrolled(service, name):
             await self._complete.wait()  # before that, most of the others have not called yet
             sent = None
             while True:
-                changed = self._enrolments.changed(service)
-                if (position := self._enrolments.position(service, name)) != sent:
+                changed = self._replicas.changed(service)
+                if (position := self._replicas.position(service, name)) != sent:
                     sent = position
                     yield Position(index=position.index, count=position.count)
                 await changed.wait()
@@ -232,7 +232,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         """Keep the registry as it is. To be called before the streams are cut: output processors place by the last
         snapshot from then on, which must not be empty."""
         self._closing = True
-        self._enrolments.close()
+        self._replicas.close()
 
     def _pick(self, request: PickRequest) -> Placed:
         try:

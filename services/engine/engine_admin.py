@@ -222,7 +222,7 @@ class Weights:
             raise error
 
     async def _try(self, directory: Path) -> Exception | None:
-        """Reload, and return the error, which is the caller's. A task that raises would end the engine."""
+        """Reload, and return the error for the caller to raise: a task that raises would end the engine."""
         async with self._changing:
             try:
                 await self._reload(directory)

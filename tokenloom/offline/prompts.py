@@ -160,7 +160,7 @@ def whole_text(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} holds half a surrogate pair, not a character, at place {error.start}") from None
+        raise ValueError(f"{name} holds half a surrogate pair, not a character, at index {error.start}") from None
     return text
 
 

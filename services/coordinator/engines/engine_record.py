@@ -180,7 +180,8 @@ class EngineRecord:
         return True
 
     def refresh(self, now: float) -> bool:
-        """Notice silence and standstill. Returns whether the state changed."""
+        """Mark the engine as dead if it has been silent, or has made no progress, for too long; as late before that.
+        Returns whether the state changed."""
         before = self.own_state
         columns, row = self._columns, self.row
         hangs = now - columns.progressed_at[row] > STANDSTILL_SECONDS and self.report.state != _PAUSED

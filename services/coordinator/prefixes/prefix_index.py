@@ -171,8 +171,8 @@ class PrefixIndex:
                 self.add(path, row)
 
     def remove(self, hashes: Sequence[int], row: int) -> None:
-        """Forget blocks, in any order, that an engine's cache has evicted. The first call may not find what was
-        remembered before it."""
+        """Forget blocks, in any order, that an engine's cache has evicted. The index is searchable only
+        from the first call on, so blocks that were added before it may not be found."""
         if not self._is_searchable:
             self._become_searchable()
         words = words_of(hashes)

@@ -135,7 +135,7 @@ class CoordinatorLink:
                     state = self._channel.get_state()
 
     async def _join(self, call: _Call, commands: Commands) -> NoReturn:
-        """Keep one stream until it fails."""
+        """Join the coordinator over ``call``: report to it and take its commands until the stream fails."""
         self._is_outdated = False
         try:
             first = self._report()

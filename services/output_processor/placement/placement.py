@@ -1,4 +1,5 @@
-"""Places legs: asks the coordinator for an engine, or the last snapshot while the coordinator is away."""
+"""Places the legs of requests (the prefill, the decode, or all of one): asks the coordinator for an engine, or the last
+snapshot while the coordinator is away."""
 
 import asyncio
 from collections import OrderedDict
@@ -78,7 +79,7 @@ class Placer:
         self._links = links
         self._snapshot = LastSnapshot(fingerprint, clock, seed)
         self._cooldown = EngineCooldown(clock)
-        self._enrolment = ReplicaIndex("output_processor", instance_id)
+        self._replica_index = ReplicaIndex("output_processor", instance_id)
         self._subset_size = subset_size
         self._subset: Subset | None = None  # None until the position is known
         self._is_closed = False
@@ -86,10 +87,10 @@ class Placer:
 
     async def run(self) -> None:
         """Stay in touch with the coordinator until cancelled."""
-        await first_of(self._watch(), self._picks.run(), self._enrolment.run(self._stub, self._moved))
+        await first_of(self._watch(), self._picks.run(), self._replica_index.run(self._stub, self._moved))
 
     def _moved(self) -> None:
-        if (position := self._enrolment.position) is not None:
+        if (position := self._replica_index.position) is not None:
             self._subset = Subset(index=position.index, count=position.count, size=self._subset_size)
 
     async def _watch(self) -> None:

@@ -1,4 +1,7 @@
-"""Runs one sample on an engine, or in two legs: one engine computes the prompt and first token, another the rest."""
+"""Runs one sample on one engine, or on two: the first computes the prompt and the first token, the other one the rest.
+
+What one engine computes of a sample is called a leg, here and in the protos: the prefill leg, the decode leg.
+"""
 
 import asyncio
 import logging
@@ -203,7 +206,8 @@ class RequestStages:
             on_settled(attempt)
 
     def on_kv_granted(self, attempt: EngineAttempt, kv: KVSource) -> None:
-        """Place the decode leg, which reads while the rest of the prompt is computed."""
+        """Place the decode leg while the prefill leg still runs: its engine copies the complete blocks at once, and the
+        others as the prefill completes them."""
         # A grant of an attempt that was replaced may still arrive, and names a lease of an engine that is lost.
         if self._kv is None and attempt is self._prefill:
             self._kv = kv

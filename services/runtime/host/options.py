@@ -137,7 +137,7 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """The environment variable."""
+        """The environment variable that sets this option."""
         return variable(self.name)
 
     @property

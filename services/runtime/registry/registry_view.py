@@ -92,8 +92,8 @@ class RegistryView:
         self._num_pending = 0
 
     def take(self, message: Snapshot) -> bool:
-        """Take the next message, which is this view's own from then on. Returns False if it is a change to another view
-        than this: the watcher lacks something and has to watch again."""
+        """Apply the next message; the view keeps it, so the caller must not change it. Returns False for a change to
+        another revision than this view has: the watcher missed a message and has to watch again."""
         if not message.base_revision:
             self._replace(message)
             return True

@@ -287,9 +287,9 @@ async def test_a_coordinator_that_stops_moves_no_process(coordinator: Coordinato
         assert await call.read() == Position(index=0, count=1)
         await coordinator.service.stop()
         assert coordinator.service.servicer is not None
-        enrolments = coordinator.service.servicer._enrolments
-        changed = enrolments.changed("output_processor")
-        with enrolments.enrolled("output_processor", "b"):
+        replicas = coordinator.service.servicer._replicas
+        changed = replicas.changed("output_processor")
+        with replicas.enrolled("output_processor", "b"):
             assert not changed.is_set()
 
 

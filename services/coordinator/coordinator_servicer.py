@@ -38,9 +38,9 @@ from tokenloom.v1.types_pb2 import EngineRole
 
 from .caches.cache_followers import CacheFollowers
 from .engines.data_parallel_groups import Commands, DataParallelGroups
+from .engines.engine_record import check_identity, check_report
 from .engines.engine_registry import Registry
 from .engines.engine_stream import EngineStream, to_duration
-from .engines.report_checks import check_identity, check_report
 from .feed.snapshot_feed import SnapshotFeed
 from .picks.pick_slices import PickMetrics, PickSlices
 from .picks.placed import Placed

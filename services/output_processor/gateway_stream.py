@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.streams.server_stream import ServerStream, receive_hello
+from tokenloom.services.runtime.streams.slotted_stream import ServerStream, receive_hello
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.output_processor_pb2 import (
     ProcessFrame,

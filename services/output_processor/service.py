@@ -13,7 +13,7 @@ from tokenloom.model_files.model_path import resolve, served_name
 from tokenloom.process.control_groups import memory_limit
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.hello import make_hello
-from tokenloom.services.runtime.streams.client_stream import INITIAL_CREDIT
+from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.output_processor_pb2 import ProcessInput
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_OutputProcessorServicer_to_server

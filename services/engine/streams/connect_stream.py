@@ -11,7 +11,7 @@ from typing import TypeAlias
 import grpc.aio
 
 from tokenloom.request.errors import DeadlineExceeded, TokenloomError
-from tokenloom.services.runtime.streams.server_stream import ServerStream, receive_hello
+from tokenloom.services.runtime.streams.slotted_stream import ServerStream, receive_hello
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tokenloom.v1 import output_processor_pb2
 
-from ..assistant.parsed_message import CallDelta, MessageDelta, OutputReader, TextDelta
+from ..assistant.message_plans import CallDelta, MessageDelta, OutputReader, TextDelta
 from ..encoding.sse import encode_json
 from ..formats.call_arguments import read_arguments
 from ..generation.running_generation import RunningGeneration

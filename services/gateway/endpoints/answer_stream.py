@@ -6,9 +6,9 @@ from typing import Protocol
 
 from ..generation.delivered import Delivered
 from ..generation.running_generation import RunningGeneration
+from ..http.client_flow import TurnShare
 from ..http.http_exchange import HttpExchange
 from ..http.response_writer import Headers
-from ..http.turn_share import TurnShare
 from ..mesh.collector import Delta
 from ..openai.event_ids import EventId
 

@@ -13,10 +13,10 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pi
 from ..encoding import sse
 from ..generation.generator import Generator
 from ..generation.running_generation import RunningGeneration
+from ..http.client_flow import TurnShare
 from ..http.http_exchange import HttpExchange, respond_in_pieces
 from ..http.json_body import BodyParser
 from ..http.response_writer import Headers as HeaderPairs
-from ..http.turn_share import TurnShare
 from ..openai.body_reader import AnswerOptions, Body
 from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, parse_event_id
 from ..records.generate_request import Chat, GenerateRequest

@@ -22,18 +22,17 @@ Bound = tuple[types_pb2.StructuredOutputs, Sequence[str]]
 """A constraint on the output, and the names of the keywords of schemas that it leaves out."""
 
 
-def constraint_of(request: ToolRequest) -> Bound | None:
-    """Return the constraint on the output, if any. Raises ``InvalidArgument`` for schemas beyond the limits."""
+def forced_constraint(request: ToolRequest) -> Bound:
+    """Return the constraint on the output of a request that forces calls: a named one, or any. Raises
+    ``InvalidArgument`` for schemas beyond the limits."""
     lost: list[str] = []
     if request.named is not None:
         # As in vLLM, a call that is required or named is decoded as JSON whatever the model's own format is, so that it
         # works with any model.
         constraint = json_schema_constraint(_arguments(request.named, lost), "tools")
-    elif request.choice is ToolChoice.REQUIRED:
+    else:
         schema = _list_schema(request.tools, lost, parallel=request.parallel)
         constraint = json_schema_constraint(schema, "tools")
-    else:
-        return None
     check_structured_outputs(constraint, "tools")
     return constraint, lost
 

@@ -1,15 +1,17 @@
-"""Holds a request in work: sends its prompts to output processors, and counts its output."""
+"""Holds a request in work: sends its prompts to output processors, counts its output, and measures its times."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
+from tokenloom.services.runtime.telemetry.tracing import CURRENT, trace_id_of
 from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
 from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.output_pool import Cancel, OutputPool
-from ..metrics.gateway_metrics import GatewayMetrics, RequestWatch
+from ..metrics.gateway_metrics import GatewayMetrics
 from ..metrics.usage_counts import Used
 from ..records.request_ids import NEW, ResumeToken
 from .beam_run import BeamRun, BeamTexts
@@ -266,3 +268,50 @@ class OutputsReasoning:
     def total(self) -> int:
         """The reasoning tokens of all outputs so far."""
         return sum(each.num_tokens for each in self._of_outputs)
+
+
+class RequestWatch:
+    """Measures one request: counts its tokens and observes its times. In a request that is traced, the times carry the
+    id of its trace.
+
+    Attributes:
+        ttft_seconds: From the arrival to the first token; None: the request has none yet.
+    """
+
+    def __init__(
+        self,
+        gateway: GatewayMetrics,
+        num_prompt_tokens: int,
+        num_outputs: int,
+        started_ns: int,
+        on_first_token: Callable[[int], None] | None = None,
+    ) -> None:
+        """``on_first_token``: called with the index of each output that has its first token."""
+        gateway.prompt_tokens.inc(num_prompt_tokens)
+        self._on_first_token = on_first_token
+        self._gateway = gateway
+        self._started = started_ns
+        headers = CURRENT.get()
+        self._trace_id = trace_id_of(headers) if headers else ""
+        self.ttft_seconds: float | None = None
+        self._last = [0] * num_outputs  # when each output had its last tokens; 0: none yet
+
+    def output(self, delta: Delta) -> None:
+        """Record output that is on its way to the client."""
+        now = time.monotonic_ns()
+        if delta.token_ids:
+            if last := self._last[delta.index]:
+                self._gateway.inter_token_latency.observe((now - last) / 1e9)
+            else:
+                ttft = (now - self._started) / 1e9
+                self._gateway.time_to_first_token.observe_traced(ttft, self._trace_id)
+                if self.ttft_seconds is None:
+                    self.ttft_seconds = ttft
+                if self._on_first_token is not None:
+                    self._on_first_token(delta.index)
+            self._last[delta.index] = now
+            self._gateway.generation_tokens.inc(len(delta.token_ids))
+        if delta.finished is not None:
+            self._gateway.e2e_latency.observe_traced((now - self._started) / 1e9, self._trace_id)
+            self._gateway.success[delta.finished.reason].inc()
+            self._gateway.kv_flow.add(delta.finished)

@@ -11,8 +11,7 @@ from tokenloom.request.output_constraints import relax
 from tokenloom.request.validation import check_stop_count
 from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
-from ..assistant.message_plans import MessagePlans
-from ..assistant.parsed_message import MessagePlan
+from ..assistant.message_plans import MessagePlan, MessagePlans
 from ..generation.delivered import Delivered
 from ..records.generate_request import BeamOptions, Chat, EmbeddedPrompt, GenerateRequest
 from ..records.request_ids import NEW, ClientPosition, ResumeToken, fingerprint, is_request_id, token_of_key, tokens_of

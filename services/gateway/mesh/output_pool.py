@@ -12,7 +12,7 @@ from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget
-from tokenloom.services.runtime.streams.client_stream import INITIAL_CREDIT
+from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 

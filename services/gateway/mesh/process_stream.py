@@ -10,7 +10,7 @@ from typing import Protocol
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.hello import check_hello
-from tokenloom.services.runtime.streams.client_stream import ClientStream, describe, was_silent
+from tokenloom.services.runtime.streams.slotted_stream import ClientStream, describe, was_silent
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 from tokenloom.v1.output_processor_pb2 import ProcessFrame

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from ..assistant.parsed_message import CallDelta, OutputReader, calls_of, reasoning_of, text_of
+from ..assistant.message_plans import CallDelta, OutputReader, calls_of, reasoning_of, text_of
 from ..encoding.sse import encode_json
 from ..formats.call_arguments import read_arguments
 from ..generation.running_generation import RunningGeneration

@@ -17,7 +17,7 @@ from tokenloom.request.output_constraints import json_schema_constraint, relax, 
 from tokenloom.request.validation import check_stop_count
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
-from ..assistant.parsed_message import MessagePlan
+from ..assistant.message_plans import MessagePlan
 from ..openapi.request_schemas import CommonFields, StreamOptions
 from ..records.compat import IGNORED_FIELDS
 from ..records.generate_request import BeamOptions, Chat, EmbeddedPrompt, GenerateRequest

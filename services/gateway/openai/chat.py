@@ -7,8 +7,7 @@ from typing import Any
 from tokenloom.request import errors
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
-from ..assistant.message_plans import MessagePlans
-from ..assistant.parsed_message import CallDelta, OutputReader, calls_of, reasoning_of, text_of
+from ..assistant.message_plans import CallDelta, MessagePlans, OutputReader, calls_of, reasoning_of, text_of
 from ..encoding import sse
 from ..encoding.sse import JsonBlocks
 from ..formats.tool_request import NO_TOOLS, read_tool_request

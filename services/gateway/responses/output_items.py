@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..assistant.parsed_message import CallDelta, MessageDelta, TextDelta
+from ..assistant.message_plans import CallDelta, MessageDelta, TextDelta
 from ..encoding.sse import encode_json
 from .function_tools import chat_name
 

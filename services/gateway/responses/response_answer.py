@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..assistant.parsed_message import OutputReader
+from ..assistant.message_plans import OutputReader
 from ..encoding.sse import KEEP_ALIVE, encode_json
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta

@@ -16,11 +16,11 @@ from ..anthropic.messages import MessagesApi
 from ..encoding.sse import encode_json
 from ..endpoints.answer_stream import SilentStreams
 from ..endpoints.generation_endpoint import GenerationApi, GenerationEndpoint
+from ..http.client_flow import ANSWERS_PER_TURN, TurnShare
 from ..http.http_exchange import RESPONSES, ErrorForm, HttpExchange
 from ..http.json_body import BodyParser
 from ..http.response_counts import ResponseCounts
 from ..http.route import Route, Routes
-from ..http.turn_share import ANSWERS_PER_TURN, TurnShare
 from ..ollama.ollama import OLLAMA
 from ..ollama.ollama_embed import OllamaEmbedApi
 from ..openai.body_reader import NOT_SUPPORTED_YET, RENAMED, SAMPLING_FIELDS, BodyReader

@@ -14,7 +14,7 @@ from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import check_hello
 from tokenloom.services.runtime.placement.pool import longest_request
-from tokenloom.services.runtime.streams.client_stream import ClientStream, describe, was_silent
+from tokenloom.services.runtime.streams.slotted_stream import ClientStream, describe, was_silent
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, PickId, SlotLogprobs

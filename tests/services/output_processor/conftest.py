@@ -23,7 +23,7 @@ from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.service import running
-from tokenloom.services.runtime.streams import server_stream
+from tokenloom.services.runtime.streams import slotted_stream as server_stream
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 

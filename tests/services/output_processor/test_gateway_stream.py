@@ -18,7 +18,7 @@ from tokenloom.request import errors
 from tokenloom.services.output_processor import gateway_stream
 from tokenloom.services.output_processor.gateway_stream import own_copy
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
-from tokenloom.services.runtime.streams import server_stream
+from tokenloom.services.runtime.streams import slotted_stream as server_stream
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, SampleJournal
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs

@@ -19,11 +19,10 @@ from uvicorn.server import ServerState
 
 from tokenloom.request.limits import AdmissionLimit
 
-from ..client_flow import ClientFlow
+from ..client_flow import ClientFlow, TurnShare
 from ..http_exchange import HttpExchange
 from ..request_body import RequestBody
 from ..response_writer import Headers, ResponseWriter
-from ..turn_share import TurnShare
 from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections
 from .upgrade import parser_behind
 

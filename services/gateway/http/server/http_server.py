@@ -17,8 +17,8 @@ from tokenloom.services.runtime.host.held_port import adopt
 from tokenloom.services.runtime.peers.tls import PublicTLS
 
 from ..app import STOPPED, App
+from ..client_flow import REQUESTS_PER_TURN, TurnShare
 from ..http_exchange import FAREWELL_SECONDS
-from ..turn_share import REQUESTS_PER_TURN, TurnShare
 from .connections import MIN_IDLE_SECONDS, Connections
 from .http_protocol import HttpContext, HttpProtocol
 from .tls_front import TlsFronts

@@ -14,7 +14,7 @@ from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.channels import open_channel
-from tokenloom.services.runtime.streams import server_stream
+from tokenloom.services.runtime.streams import slotted_stream as server_stream
 from tokenloom.v1 import types_pb2
 from tokenloom.v1.engine_pb2 import EngineFrame, GetEngineInfoRequest, KVSource, StopAt
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub

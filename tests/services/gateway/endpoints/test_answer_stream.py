@@ -9,9 +9,9 @@ import pytest
 from tests.loop_clock import pass_time, settle
 from tokenloom.services.gateway.endpoints.answer_stream import LOOK_SECONDS, AnswerShaper, AnswerStream, SilentStreams
 from tokenloom.services.gateway.generation.running_generation import RunningGeneration
+from tokenloom.services.gateway.http.client_flow import TurnShare
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.response_writer import Headers
-from tokenloom.services.gateway.http.turn_share import TurnShare
 from tokenloom.services.gateway.mesh.collector import Collector, Delta
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 

@@ -9,8 +9,7 @@ import pytest
 
 from tests.linear_time import grows_too_fast
 from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
-from tokenloom.services.gateway.assistant.message_plans import FORMATS
-from tokenloom.services.gateway.assistant.parsed_message import MessagePlan, ParsedMessage
+from tokenloom.services.gateway.assistant.message_plans import FORMATS, MessagePlan, ParsedMessage
 from tokenloom.services.gateway.formats.strict_calls import RequiredCalls
 from tokenloom.services.gateway.formats.think import opener
 

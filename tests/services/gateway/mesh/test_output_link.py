@@ -13,7 +13,7 @@ from tokenloom.request import errors
 from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, SILENCE_SECONDS
-from tokenloom.services.runtime.streams.client_stream import INITIAL_CREDIT
+from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT
 from tokenloom.v1.output_processor_pb2 import ProcessFrame
 
 BODY = {"model": MODEL, "prompt": "a", "max_tokens": 100}

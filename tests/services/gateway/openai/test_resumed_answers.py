@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.services.gateway.openai.joined import join_events
 from tokenloom.request import errors
 from tokenloom.request.reasoning import reasoning_format
-from tokenloom.services.gateway.assistant.message_plans import FORMATS
-from tokenloom.services.gateway.assistant.parsed_message import MessagePlan
+from tokenloom.services.gateway.assistant.message_plans import FORMATS, MessagePlan
 from tokenloom.services.gateway.formats.strict_calls import NamedCall, RequiredCalls
 from tokenloom.services.gateway.formats.think import opener
 from tokenloom.services.gateway.generation.delivered import Delivered

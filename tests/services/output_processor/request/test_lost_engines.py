@@ -11,7 +11,7 @@ from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.services.runtime.local_streams.channel import SILENT
 from tokenloom.services.runtime.peers import retry_budget
-from tokenloom.services.runtime.streams import client_stream
+from tokenloom.services.runtime.streams import slotted_stream as client_stream
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, Finished
 from tokenloom.v1.types_pb2 import FinishReason, PromptEmbeds
 

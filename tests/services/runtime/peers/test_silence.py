@@ -6,7 +6,7 @@ import pytest
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.runtime.local_streams.channel import SILENT
 from tokenloom.services.runtime.local_streams.socket_end import status
-from tokenloom.services.runtime.streams.client_stream import PeerSilent, was_silent
+from tokenloom.services.runtime.streams.slotted_stream import PeerSilent, was_silent
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 

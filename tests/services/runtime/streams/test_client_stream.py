@@ -9,8 +9,8 @@ import pytest
 
 from tests.loop_clock import settle
 from tokenloom.request.errors import FailedPrecondition, Unavailable
-from tokenloom.services.runtime.streams import client_stream
-from tokenloom.services.runtime.streams.client_stream import INITIAL_CREDIT, MESSAGE_BYTES, ClientStream, PeerSilent
+from tokenloom.services.runtime.streams import slotted_stream as client_stream
+from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT, MESSAGE_BYTES, ClientStream, PeerSilent
 from tokenloom.v1.engine_pb2 import EngineFrame, EngineInput
 from tokenloom.v1.types_pb2 import Hello
 

@@ -9,8 +9,8 @@ import pytest
 from tests.loop_clock import settle
 from tokenloom.request.errors import Aborted, FailedPrecondition, InvalidArgument
 from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, NO_CREDIT_SECONDS, make_hello
-from tokenloom.services.runtime.streams import server_stream
-from tokenloom.services.runtime.streams.server_stream import Credit, ServerStream, receive_hello
+from tokenloom.services.runtime.streams import slotted_stream as server_stream
+from tokenloom.services.runtime.streams.slotted_stream import Credit, ServerStream, receive_hello
 from tokenloom.v1.engine_pb2 import EngineFrame, EngineInput
 
 OURS = make_hello("server", 7)

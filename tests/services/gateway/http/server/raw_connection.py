@@ -9,11 +9,11 @@ from uvicorn.server import ServerState
 
 from tests.services.gateway.fakes import HEADERS
 from tokenloom.request.limits import AdmissionLimit
+from tokenloom.services.gateway.http.client_flow import TurnShare
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.http_protocol import HttpContext, HttpProtocol
 from tokenloom.services.gateway.http.server.http_server import KEEP_ALIVE_SECONDS
-from tokenloom.services.gateway.http.turn_share import TurnShare
 
 MIB = 1 << 20
 READ_BYTES = 256 * 1024

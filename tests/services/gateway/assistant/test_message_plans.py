@@ -3,8 +3,8 @@
 import pytest
 
 from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
-from tokenloom.services.gateway.assistant.message_plans import FORMATS
-from tokenloom.services.gateway.assistant.parsed_message import (
+from tokenloom.services.gateway.assistant.message_plans import (
+    FORMATS,
     CallDelta,
     MessageDelta,
     MessagePlan,

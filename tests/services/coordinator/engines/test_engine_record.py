@@ -15,13 +15,13 @@ from tokenloom.request.errors import InvalidArgument, TokenloomError
 from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServicer
 from tokenloom.services.coordinator.engines.defaults import PD_THRESHOLD
 from tokenloom.services.coordinator.engines.engine_placement import Policy
-from tokenloom.services.coordinator.engines.engine_registry import Registry
-from tokenloom.services.coordinator.engines.report_checks import (
+from tokenloom.services.coordinator.engines.engine_record import (
     MAX_BLOCK_SIZE,
     MAX_REQUESTS,
     check_identity,
     check_report,
 )
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.picks.pick_slices import PickMetrics
 from tokenloom.services.runtime.placement.rules import cost, score
 from tokenloom.v1.coordinator_pb2 import EngineReport, PickRequest

@@ -67,7 +67,7 @@ class LocalCall(SocketEnd):
             self._callbacks.append(callback)
 
     def on_lost(self) -> None:
-        # Both are UNAVAILABLE, but with different texts: client_stream.was_silent() reads them, because an engine's
+        # Both are UNAVAILABLE, but with different texts: slotted_stream.was_silent() reads them, because an engine's
         # silence, unlike its death, is never held against the request that ran there.
         if self._status is None:
             self._end(_SILENT if self.was_silent else _LOST)

@@ -350,6 +350,16 @@ def test_links_lead_to_the_top_level_folders() -> None:
     }
 
 
+def test_no_module_imports_itself() -> None:
+    for module in OURS:
+        folder = module.name.rpartition(".")[0]
+        for node in ast.walk(module.tree()):
+            if isinstance(node, ast.ImportFrom) and not module.is_package:
+                source = ".".join(filter(None, [folder, node.module])) if node.level == 1 else node.module
+                imported = {source, *(f"{source}.{each.name}" for each in node.names)}
+                assert module.name not in imported, f"{module.path}:{node.lineno}"
+
+
 def test_every_folder_with_modules_is_a_package() -> None:
     """``packages.find`` leaves out a folder that has no ``__init__.py``."""
     folders = {module.path.parent for package in FOLDERS for module in modules_of(package)}

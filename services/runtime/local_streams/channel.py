@@ -94,7 +94,7 @@ class LocalCall(SocketEnd):
         """Set the status; only the first one counts."""
         if self._status is not None:
             return
-        self._status = ended
+        self._status = ended  # first: the reader that the next line wakes must find why the call ended
         self.end_messages(drop=ended is _CANCELLED)
         self.disconnect()
         callbacks, self._callbacks = self._callbacks, []

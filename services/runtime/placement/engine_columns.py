@@ -37,7 +37,7 @@ class EngineColumns:
             least is chosen, so :meth:`add` gives each new one a number of its own.
         role: An ``EngineRole``.
         kind: Number of its fingerprint, see :class:`.FingerprintKinds`.
-        name_hash: Of name and incarnation, see :mod:`.rendezvous`.
+        name_hash: Of name and incarnation, see :func:`.prefix_homes.name_hash`.
         reported_at: When it last reported, in seconds of the owner's clock.
         progressed_at: When its step number last grew, or it had no work.
         is_late: Whether the last report is older than it should be; changed by :meth:`set_late`.

@@ -7,7 +7,7 @@ import numpy as np
 
 from tokenloom.v1.types_pb2 import EngineRole
 
-from . import prefix_homes as rendezvous
+from . import prefix_homes
 from .candidates import Candidates
 from .engine_columns import EngineColumns, Rows
 from .pool import Pool
@@ -70,7 +70,7 @@ def engine_of_query(engines: EngineColumns, rows: Rows, query_id: str) -> int:
     serves."""
     able = rows[engines.role[rows] != _DECODE]
     able = able if len(able) else rows
-    return int(able[rendezvous.weights(engines.name_hash[able], rendezvous.name_hash(query_id)).argmax()])
+    return int(able[prefix_homes.weights(engines.name_hash[able], prefix_homes.name_hash(query_id)).argmax()])
 
 
 def missing_role(roles: Iterable[int]) -> EngineRole | None:

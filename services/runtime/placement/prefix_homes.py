@@ -9,7 +9,6 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from . import prefix_homes as rendezvous
 from .candidates import Candidates
 from .engine_columns import EngineColumns, FloatColumn, Rows
 from .pool import Pool
@@ -53,8 +52,8 @@ def homes_of(engines: EngineColumns, pool: Pool, block_hashes: Sequence[int]) ->
     if (homes := pool.homes.get(key)) is None:
         if len(pool.homes) >= MAX_KEYS:
             pool.homes.clear()
-        weights = rendezvous.weights(engines.name_hash[rows], key)
-        homes = pool.homes[key] = tuple(rows[np.argpartition(weights, -NUM_HOMES)[-NUM_HOMES:]].tolist())
+        highest = np.argpartition(weights(engines.name_hash[rows], key), -NUM_HOMES)[-NUM_HOMES:]
+        homes = pool.homes[key] = tuple(rows[highest].tolist())
     return homes
 
 
@@ -86,7 +85,7 @@ def _best(
         return int(holders[loads[holders].argmin()])
     order = np.arange(len(names))
     for key in keys:
-        order = rendezvous.weights(names, key & _KEY_BITS).argsort()[::-1]
+        order = weights(names, key & _KEY_BITS).argsort()[::-1]
         homes = order[:NUM_HOMES]
         best = homes[loads[homes].argmin()]
         if loads[best] <= limit:

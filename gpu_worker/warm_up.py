@@ -126,7 +126,7 @@ def free_rows(run: Callable[[int], object], most: int, clock: Callable[[], float
     limit = _NEARLY_FREE * least_seconds(1) + (_NEARLY_FREE - 1) * _AROUND_SECONDS
     found = 1
     for num_rows in _ROWS:
-        # Something else may delay all steps of a size once.
+        # Measured twice before the search ends: another process may have delayed all steps of the first measurement.
         if num_rows > most or (least_seconds(num_rows) > limit and least_seconds(num_rows) > limit):
             break
         found = num_rows

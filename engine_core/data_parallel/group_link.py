@@ -98,8 +98,8 @@ class Rounds:
         return letters + self._admit(size, Welcome(vote.wave + (not runs), vote.step if runs else 0, runs, size))
 
     def _agreed_size(self, votes: dict[int, Vote]) -> int:
-        """Return how many ranks the group has from now on: as all members want, if newcomers are there and those that
-        leave have no requests."""
+        """Return how many ranks the group has from now on. It changes to what all members ask for once all new ranks
+        have joined and the ranks that leave have no requests."""
         # Ranks learn of another size at different times, and a new one may be lost while it joins: the size changes
         # only in a round in which all name the same.
         targets = {vote.target for vote in votes.values()}

@@ -83,7 +83,7 @@ class WorkerWatch:
     def _wait(self, worker: WorkerProcess, generation: int) -> None:
         status = worker.wait()
         with self._lock:
-            # Replacing workers ends the healthy ones too; their ends are no news.
+            # Replacing a failed worker ends the healthy ones of its generation too, which is no failure.
             if generation != self._generation:
                 return
             self.failure = f"worker {worker.rank} ended with status {status}"

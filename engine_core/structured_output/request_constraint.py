@@ -212,7 +212,8 @@ class RequestConstraint:
     def _num_left(self) -> int:
         assert self._reasoning is not None
         assert self._budget is not None
-        # While it is open whether the model reasons, its start mark is free.
+        # Tokens count against the budget only within the reasoning. Before it, the model may still begin it, and the
+        # start mark costs nothing; at least 1 leaves room for that.
         is_open = self._reasoning.is_inside
         return max(self._budget - self._reasoning.num_tokens, 0) if is_open else max(self._budget, 1)
 

@@ -196,7 +196,7 @@ class InputBatch:
         self.token_ids[row, : len(token_ids)] = token_ids
         self._num_tokens[row] = len(token_ids)
         self._num_computed[row] = num_computed
-        # A block that was loaded in part came with a foreign tail.
+        # A block that was loaded in part may end with KV of another request, so it counts as not owned.
         self._num_owned_blocks[row] = num_computed // self.block_table.block_size
         self.block_table.replace(row, block_ids)
         request = self._requests[req_id]

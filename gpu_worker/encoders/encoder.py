@@ -30,7 +30,7 @@ class ModernBertLayer:
         attention_bias, mlp_bias = config.attention_bias, config.mlp_bias
         self._head_size = config.head_size
         self._window = config.windows[layer]
-        # The first layer reads embeddings that are normalized already.
+        # The checkpoint has no such norm for the first layer: the embeddings are normalized already.
         self._attention_norm = _load_norm(checkpoint, f"{prefix}.attn_norm", config) if layer else None
         self._qkv = load_linear(checkpoint, [f"{prefix}.attn.Wqkv"], hidden, [3 * hidden], attention_bias, quantization)
         self._out = load_linear(checkpoint, [f"{prefix}.attn.Wo"], hidden, [hidden], attention_bias, quantization)

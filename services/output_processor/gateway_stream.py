@@ -189,7 +189,7 @@ class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
 
 
 class GatewayStreams:
-    """Knows the streams that run."""
+    """Holds the streams of gateways that run."""
 
     def __init__(self) -> None:
         self._streams: dict[GatewayStream, None] = {}  # one for each gateway's stream

@@ -133,8 +133,8 @@ class OfflineLoop:
             try:
                 if request.accept(sample, output):
                     self._client.abort_requests([output.request_id])
-            # The core's refusal is the request's own: taken for a failed step, it emptied the engine of everybody's
-            # requests.
+            # A refusal of the core concerns this request only: taken for a failed step, it aborted the requests of all
+            # callers.
             except CoreRefusal as refusal:  # a fault of this request only
                 self._abort([request], refusal.error)
                 ended.append(request)

@@ -289,7 +289,7 @@ class EngineRecord:
         columns.start_rate[row] = report.starts_per_second
         columns.reported_at[row] = now
         columns.num_reports += 1
-        # And what the picks on their way change.
+        # Picks that the engine's report does not hold yet are added: until then their requests are invisible there.
         ahead = report.waiting_tokens + self._counted_tokens
         columns.waiting[row] = report.waiting + len(self._counted)
         columns.waiting_tokens[row] = ahead

@@ -146,7 +146,7 @@ def _read_structured_outputs(constraint: types_pb2.StructuredOutputs) -> Structu
     return StructuredOutput(kind, getattr(constraint, kind))
 
 
-# How the values of the wire that are no plain data become plain.
+# The core takes plain data only: protobuf's repeated fields, maps and messages cannot be encoded for it.
 _READERS: dict[str, Callable[[Any], Any]] = {
     **{name: tuple for name, row in rows(SamplingFields) if isinstance(row, inspect.ListType)},
     **{name: dict for name, row in rows(SamplingFields) if isinstance(row, inspect.DictType)},

@@ -165,7 +165,7 @@ class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]
     # Output
 
     def _next_frame(self) -> engine_pb2.EngineFrame | None:
-        # All that waits, or between two frames only what is urgent.
+        # A frame that is due holds all that waits. Before it is due, only what is urgent is sent.
         builder = self._builder
         if not builder.has_data:
             return None

@@ -39,7 +39,7 @@ class _NamedCall:
             self._head += text
             matched = _HEAD.match(self._head)
             if matched is None:
-                # No name begins like this, or is this long.
+                # It is no call: a function's name neither holds these characters nor is this long.
                 self.is_over = len(self._head) > _LONGEST_HEAD or "{" in self._head or START in self._head
                 return ([Content(START)], self._head) if self.is_over else ([], "")
             self._arguments = JsonExtent()

@@ -87,7 +87,7 @@ class BeamTexts:
         tail = submit.prompt.token_ids[-_TAIL:]
         head = await self._decode(tail, skip)
         whole = await self._decode([*tail, *token_ids], skip)
-        # A prompt that ends within a character does not begin the text of both.
+        # Where the prompt ends within a character, its own text ends in U+FFFD and does not begin the whole text.
         return whole[len(head) :] if whole.startswith(head) else await self._decode(token_ids, skip)
 
     async def _decode(self, token_ids: Sequence[int], skip: bool) -> str:

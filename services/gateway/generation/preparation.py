@@ -293,7 +293,8 @@ def _num_kept(request: GenerateRequest, sampling: types_pb2.SamplingParams, limi
         )
     if keep > 0:
         return keep
-    # A limit that may be cut and has no room at all asks for none.
+    # ``most_tokens`` is lowered to what the prompt leaves. If it is as long as the context, no room is kept for it:
+    # it would leave none for the prompt.
     room = sampling.max_tokens or (request.most_tokens if request.most_tokens < most else 0)
     return max(most - max(room, 1), 1)
 

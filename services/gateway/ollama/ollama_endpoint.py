@@ -69,6 +69,6 @@ class OllamaModelCalls:
     async def _read(self, exchange: HttpExchange) -> Body:
         with await exchange.read_body(self.max_body_bytes) as received:
             body = await self.parser.read(received.data, dict)
-        # Older clients call it name.
+        # Older clients of Ollama send the model's name as `name`.
         self.mesh.models.find(body.get("model") or body.get("name"))
         return body

@@ -124,7 +124,7 @@ def model_object(
 def health_object(
     parts: Mapping[str, PartState], missing: Sequence[str], fall_backs: Sequence[FallBack]
 ) -> dict[str, object]:
-    """Describe the state of a mesh, without what only operators may know, because everybody may ask for it: subjects
+    """Describe the state of a mesh, without what only operators may know, because any client may ask for it: subjects
     and details of fall-backs name addresses and files. ``missing``: the parts without which it does not answer."""
     degraded = [name for name, part in parts.items() if part.state != "ok" and name not in missing]
     body: dict[str, object] = {"status": "unavailable" if missing else "degraded" if degraded or fall_backs else "ok"}

@@ -16,7 +16,7 @@ DRAIN_SECONDS = 5.0
 """Time that requests without a gateway have while the output processor drains: a client resumes within a second."""
 
 
-class Kept(Protocol):
+class RetainedRequest(Protocol):
     """A request that can be resumed."""
 
     @property
@@ -43,7 +43,7 @@ class Kept(Protocol):
         """Continue without a stream."""
 
 
-R = TypeVar("R", bound=Kept)
+R = TypeVar("R", bound=RetainedRequest)
 
 
 class KeptRequests(Generic[R]):

@@ -2,26 +2,31 @@
 
 import json
 import re
+from itertools import islice
 from typing import Any
 
 import msgspec
-
-from .call_object import JsonExtent
 
 UNREADABLE = "INVALID_JSON"
 """The only member of an input that could not be read; it holds the text (the name is that of Anthropic's guide)."""
 _TOKENS = re.compile(
     r"""
-    (?P<text>"(?:\\.|[^"\\])*")
-  | (?P<quoted>'(?:\\.|[^'\\])*')
+    (?P<text>"(?:\\.|[^"\\])*+")
+  | (?P<quoted>'(?:\\.|[^'\\])*+')
+  | ["'][\s\S]*                            # it does not end: looked for again at each mark, that was quadratic
   | (?P<comma>,)(?=\s*[}\]])
   | (?P<name>[A-Za-z_$][\w$]*)(?=\s*:)
   | (?P<value>[+-]?[\w.][\w.+-]*)
+  | \s+
   | [\s\S]
     """,
     re.X | re.S,
 )
 _WORDS = {"True": "true", "False": "false", "None": "null", "undefined": "null"}
+_MAX_TOKENS = 20_000
+"""Tokens of malformed arguments that are read, some 20 ms of the event loop; texts of any length are one token."""
+_EXTENT = re.compile(r'"(?:\\.|[^"\\])*+("?)|[{}\[\]]', re.S)
+_WITHIN_QUOTES = re.compile(r"""\\(.)|\"""", re.S)
 _WRONG_ESCAPE = re.compile(r"""\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|.)""", re.S)
 
 
@@ -34,7 +39,7 @@ def read_arguments(text: str) -> dict[str, Any]:
     """
     arguments = _decoded(text)
     if arguments is None:
-        arguments = _decoded(_mended(text))
+        arguments = _decoded(_mended(text) or "")
     if arguments is not None:
         return arguments
     return {UNREADABLE: text} if _is_complete(text) else {}
@@ -55,16 +60,25 @@ def _decoded(text: str) -> dict[str, Any] | None:
 
 
 def _is_complete(text: str) -> bool:
+    """Return whether the value with which a text begins ends in it."""
     text = text.strip()
-    extent = JsonExtent()
-    for char in text:
-        if extent.ended or not extent.takes(char):
+    if not text.startswith(('"', "{", "[")):
+        return bool(text)
+    depth = 0
+    for found in _EXTENT.finditer(text):
+        mark = found[0]
+        if mark[0] == '"' and not found[1]:
+            return False
+        depth += (mark in ("{", "[")) - (mark in ("}", "]"))
+        if not depth:
             return True
-    return extent.ended or text[:1] not in ('"', "{", "[", "")
+    return False
 
 
-def _mended(text: str) -> str:
-    return _TOKENS.sub(_token, text)
+def _mended(text: str) -> str | None:
+    """Return a text with its tokens as JSON spells them; None if there are too many."""
+    tokens = [_token(found) for found in islice(_TOKENS.finditer(text), _MAX_TOKENS + 1)]
+    return "".join(tokens) if len(tokens) <= _MAX_TOKENS else None
 
 
 def _token(found: re.Match[str]) -> str:
@@ -74,7 +88,7 @@ def _token(found: re.Match[str]) -> str:
         case "text":
             return _string(token[1:-1])
         case "quoted":
-            return _string(token[1:-1].replace(r"\'", "'").replace('"', r"\""))
+            return _string(_WITHIN_QUOTES.sub(_in_quotes, token[1:-1]))
         case "comma":
             return ""
         case "name":
@@ -89,6 +103,11 @@ def _string(inner: str) -> str:
     escaped = _WRONG_ESCAPE.sub(_escape, inner)
     value = json.loads(f'"{escaped}"', strict=False)
     return json.dumps(value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
+
+
+def _in_quotes(found: re.Match[str]) -> str:
+    """Return an escape, or a quotation mark, of a text in single quotes as JSON spells it."""
+    return "'" if found[1] == "'" else found[0] if found[1] else r"\""
 
 
 def _escape(found: re.Match[str]) -> str:

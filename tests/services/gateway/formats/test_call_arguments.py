@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from tests.linear_time import grows_too_fast
 from tokenloom.services.gateway.assistant.message_plans import FORMATS
 from tokenloom.services.gateway.formats.call_arguments import raw_arguments, read_arguments
 from tokenloom.services.gateway.formats.message_parts import CallArguments
@@ -21,6 +22,7 @@ from tokenloom.services.gateway.formats.message_parts import CallArguments
         ('{city: "Paris", n: 0x1F}', {"city": "Paris", "n": "0x1F"}),
         ('{"path": "C:\\dir", "quote": "\\\'"}', {"path": "C:\\dir", "quote": "'"}),
         ('{"a": 12345678901234567890123}', {"a": 12345678901234567890123}),
+        (r"""{'a': 'say \"hi\" to \\'}""", {"a": 'say "hi" to \\'}),
     ],
 )
 def test_malformed_arguments_are_read_as_what_they_must_mean(text: str, arguments: object) -> None:
@@ -37,6 +39,17 @@ def test_no_input_is_invented(text: str) -> None:
 @pytest.mark.parametrize("text", ["", '{"a": 1', '{"a": "x', "[1,"])
 def test_what_was_cut_is_empty(text: str) -> None:
     assert read_arguments(text) == {}
+
+
+@pytest.mark.parametrize("begin", ["{'a': '" + r"\'", '{"a": "' + r"\"", "{'a': \"" + r"\'\""])
+def test_a_text_that_does_not_end_is_looked_for_once(begin: str) -> None:
+    assert not grows_too_fast(lambda size: read_arguments(begin + begin[-2:] * size))
+
+
+def test_what_would_take_long_to_mend_stays_whole() -> None:
+    text = "{" + "a, " * 20_000 + "}"
+    assert read_arguments(text) == {"INVALID_JSON": text}
+    assert read_arguments("{'a': '" + "x\n" * 100_000 + "'}") == {"a": "x\n" * 100_000}
 
 
 @pytest.mark.parametrize("arguments", [{}, {"INVALID_JSON": 1}, {"INVALID_JSON": "a", "b": 1}])

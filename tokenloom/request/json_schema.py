@@ -5,8 +5,10 @@ schemas that remain stand where more is more: ``not`` and ``if`` are left out wh
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 from urllib.parse import urldefrag, urljoin
 
@@ -38,6 +40,11 @@ _NAMING = ("if", "dependentSchemas", "dependencies")
 """Keywords that may name more properties of an object."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MAX_BOUND, _MIN_STEP = 1e18, 1e-9
+_MAX_BASES = 32
+"""Addresses of schemas from which a reference is tried: trying each from each would be quadratic."""
+_MAX_FOLLOWED = 128
+"""References that are followed, and written out, to find the objects that a schema admits."""
+_INDEX = re.compile("[0-9]{1,6}")
 _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "prefixItems", "items", "contains")
 
 
@@ -65,8 +72,7 @@ def fitted(source: str) -> tuple[str, list[LostKeyword]]:
 def fit(schema: Any) -> list[LostKeyword]:
     """Fit a schema in place, as :func:`fitted`."""
     fitting = _Fitting(schema)
-    fitting.walk(schema, "#")
-    fitting.mend_references()
+    fitting.walk_all()
     return fitting.lost
 
 
@@ -96,9 +102,20 @@ class _Fitting:
         self._root = root
         self._seen: set[int] = set()
         self._references: list[tuple[dict[str, Any], str]] = []
+        self._referred: list[tuple[Any, str]] = [(root, "#")]  # a chain of references may be longer than the stack
+        self._unions: list[tuple[dict[str, Any], str]] = []
+        self._comparison = _Comparison(root)
         self._ids = set(_ids(root, ""))
 
-    def walk(self, schema: Any, where: str) -> None:
+    def walk_all(self) -> None:
+        """Fit all schemas that the root holds or refers to."""
+        while self._referred:
+            self._walk(*self._referred.pop())
+        for schema, where in self._unions:  # last: branches are compared as they remain
+            self._join_one_of(schema, where)
+        self._mend_references()
+
+    def _walk(self, schema: Any, where: str) -> None:
         if not isinstance(schema, dict) or id(schema) in self._seen:
             return
         self._seen.add(id(schema))
@@ -111,10 +128,11 @@ class _Fitting:
             if isinstance(child, dict) and child.get("not", False) in ({}, True):
                 holder[key] = False  # as zod writes a value that cannot be
             else:
-                self.walk(child, f"{where}/{path}")
-        self._join_one_of(schema, where)  # last: branches are compared as they remain
+                self._walk(child, f"{where}/{path}")
+        if "oneOf" in schema:
+            self._unions.append((schema, where))
 
-    def mend_references(self) -> None:
+    def _mend_references(self) -> None:
         """Follow what references name to where it stands now; leave out those that name nothing."""
         for schema, where in self._references:
             ref = schema["$ref"]
@@ -131,7 +149,7 @@ class _Fitting:
 
     def _fit_value(self, schema: dict[str, Any], where: str) -> None:
         kinds = schema.get("type")
-        if kinds is not None and not _TYPES.issuperset(kinds if isinstance(kinds, list) else [str(kinds)]):
+        if kinds is not None and not _TYPES.issuperset(map(str, kinds if isinstance(kinds, list) else [kinds])):
             del schema["type"]
             self._lose("type", where)
         if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] not in _FORMATS):
@@ -199,19 +217,20 @@ class _Fitting:
             return
         if ref.startswith("#/") or ref == "#":
             self._references.append((schema, where))
-            self.walk(resolved(self._root, ref), ref)
+            self._referred.append((resolved(self._root, ref), ref))
         elif not ref.startswith("#") and not self._is_known(ref):
             del schema["$ref"]
             self._lose("$ref", where)
 
     def _is_known(self, ref: str) -> bool:
-        return any(urldefrag(urljoin(base, ref)).url in self._ids for base in ("", *self._ids))
+        bases = islice(self._ids, _MAX_BASES)
+        return bool(self._ids) and any(_joined(base, ref) in self._ids for base in ("", *bases))
 
     def _join_one_of(self, schema: dict[str, Any], where: str) -> None:
         """Write ``oneOf`` as ``anyOf``, which is the same if no two branches admit the same document."""
-        if not isinstance(branches := schema.get("oneOf"), list):
-            return
-        if not are_disjoint(self._root, branches):
+        if not isinstance(branches := schema["oneOf"], list) or not isinstance(schema.get("allOf", []), list):
+            return  # malformed, which the engine's compiler reports
+        if not self._comparison.are_disjoint(branches):
             self._lose("oneOf", where)
         del schema["oneOf"]
         if "anyOf" in schema:
@@ -229,7 +248,7 @@ def resolved(root: Any, ref: str) -> Any:
     found = root
     for name in ref[2:].split("/"):
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdigit() and int(name) < len(found):
+        if isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
             found = found[int(name)]
         elif isinstance(found, dict) and name in found:
             found = found[name]
@@ -240,12 +259,15 @@ def resolved(root: Any, ref: str) -> Any:
 
 def of_objects(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema for the objects among the documents of a schema that was fitted; for any object if there are
-    none."""
-    return _of_objects(schema, schema, frozenset()) or {"type": "object"}
+    none. Where a schema refers to very many others, any object is admitted."""
+    return _of_objects(schema, schema, frozenset(), count(1)) or {"type": "object"}
 
 
-def _of_objects(root: dict[str, Any], schema: Any, refs: frozenset[str]) -> dict[str, Any] | None:
-    """Return the schema of the objects; None if there are none. ``refs``: what was followed to get here."""
+def _of_objects(
+    root: dict[str, Any], schema: Any, refs: frozenset[str], followed: Iterator[int]
+) -> dict[str, Any] | None:
+    """Return the schema of the objects; None if there are none. ``refs``: what was followed to get here; ``followed``:
+    counts what was followed at all."""
     if not isinstance(schema, dict):
         return {"type": "object"} if schema is True else None
     kinds = schema.get("type")
@@ -261,7 +283,9 @@ def _of_objects(root: dict[str, Any], schema: Any, refs: frozenset[str]) -> dict
         if not found["enum"]:
             return None
     if isinstance(ref := found.get("$ref"), str) and (target := resolved(root, ref)) is not None:
-        shown = {"type": "object"} if ref in refs else _of_objects(root, target, refs | {ref})
+        # Each reference is written out, and two to each next schema would double it: 1 KB had no end.
+        ends = ref in refs or next(followed) > _MAX_FOLLOWED
+        shown = {"type": "object"} if ends else _of_objects(root, target, refs | {ref}, followed)
         if shown is None:
             return None
         if shown is not target:  # a copy: others refer to the original, which need not be an object there
@@ -271,7 +295,9 @@ def _of_objects(root: dict[str, Any], schema: Any, refs: frozenset[str]) -> dict
             else:
                 found["allOf"] = [*found.get("allOf", ()), shown]
     if isinstance(branches := found.get("anyOf"), list):
-        found["anyOf"] = [each for branch in branches if (each := _of_objects(root, branch, refs)) is not None]
+        found["anyOf"] = [
+            each for branch in branches if (each := _of_objects(root, branch, refs, followed)) is not None
+        ]
         return found if found["anyOf"] else None
     return found
 
@@ -298,14 +324,64 @@ def moved(schema: dict[str, Any], to: str) -> dict[str, Any]:
 
 _MAX_COMPARED = 64
 """Branches of one ``oneOf`` that are compared, each with each."""
+_MAX_COMPARISONS = 8192
+"""Comparisons of two schemas of one document, those of their properties included: a few tens of milliseconds."""
+_MAX_LEVELS = 8
+"""Properties within properties that are compared: references may lead back to where they stand."""
 
 
-def are_disjoint(root: Any, branches: list[Any]) -> bool:
-    """Return whether no document fits two of these schemas, as far as their types and constants show."""
-    if len(branches) > _MAX_COMPARED:
-        return False
-    shown = [_followed(root, branch) for branch in branches]
-    return all(_differ(root, one, other) for at, one in enumerate(shown) for other in shown[:at])
+class _Comparison:
+    """Finds out whether schemas of one document exclude each other, as far as their types and constants show."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = _MAX_COMPARISONS
+        self._values: dict[int, frozenset[str] | None] = {}  # by the schema's identity; the root holds it
+
+    def are_disjoint(self, branches: list[Any]) -> bool:
+        """Return whether no document fits two of these schemas, as far as is known."""
+        if len(branches) > _MAX_COMPARED:
+            return False
+        shown = [_followed(self._root, branch) for branch in branches]
+        values = [self._values_of(each) if isinstance(each, dict) else None for each in shown]
+        known = [each for each in values if each is not None]
+        if len(known) == len(shown):
+            return len(frozenset().union(*known)) == sum(map(len, known))
+        return all(self._differ(one, other, 0) for at, one in enumerate(shown) for other in shown[:at])
+
+    def _differ(self, one: Any, other: Any, level: int) -> bool:
+        self._left -= 1
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return one is False or other is False
+        if self._left < 0 or level > _MAX_LEVELS:
+            return False
+        values = [self._values_of(each) for each in (one, other)]
+        if values[0] is not None and values[1] is not None:
+            return values[0].isdisjoint(values[1])
+        kinds = [_kinds(each, held) for each, held in zip((one, other), values, strict=True)]
+        if kinds[0].isdisjoint(kinds[1]):
+            return True
+        return kinds[0] & kinds[1] == {"object"} and self._objects_differ(one, other, level)
+
+    def _objects_differ(self, one: dict[str, Any], other: dict[str, Any], level: int) -> bool:
+        named: list[Mapping[str, Any]] = [_properties(each) for each in (one, other)]
+        required = [_required(each) for each in (one, other)]
+        closed = [
+            each.get("additionalProperties") is False and "patternProperties" not in each for each in (one, other)
+        ]
+        if (closed[0] and required[1] - named[0].keys()) or (closed[1] and required[0] - named[1].keys()):
+            return True
+        return any(
+            self._differ(*(_followed(self._root, properties[name]) for properties in named), level + 1)
+            for name in required[0] & required[1] & named[0].keys() & named[1].keys()
+        )
+
+    def _values_of(self, schema: Mapping[str, Any]) -> frozenset[str] | None:
+        """Return the only values of a schema, written as JSON; None if there are others."""
+        key = id(schema)
+        if key not in self._values:
+            self._values[key] = _values(schema)
+        return self._values[key]
 
 
 def _followed(root: Any, schema: Any) -> Any:
@@ -319,28 +395,6 @@ def _followed(root: Any, schema: Any) -> Any:
     return schema
 
 
-def _differ(root: Any, one: Any, other: Any) -> bool:
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return one is False or other is False
-    values = [_values(each) for each in (one, other)]
-    if values[0] is not None and values[1] is not None:
-        return values[0].isdisjoint(values[1])
-    kinds = [_kinds(each) for each in (one, other)]
-    if kinds[0].isdisjoint(kinds[1]):
-        return True
-    if kinds[0] & kinds[1] != {"object"}:
-        return False
-    named: list[Mapping[str, Any]] = [_properties(each) for each in (one, other)]
-    required = [set(filter(_is_text, each.get("required") or ())) for each in (one, other)]
-    closed = [each.get("additionalProperties") is False and "patternProperties" not in each for each in (one, other)]
-    if (closed[0] and required[1] - named[0].keys()) or (closed[1] and required[0] - named[1].keys()):
-        return True
-    return any(
-        _differ(root, *(_followed(root, properties[name]) for properties in named))
-        for name in required[0] & required[1] & named[0].keys() & named[1].keys()
-    )
-
-
 def _number(value: object) -> int | float:
     """Return a number; 0 for anything else."""
     return value if isinstance(value, int | float) else 0
@@ -351,26 +405,25 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return properties if isinstance(properties, dict) else {}
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+def _required(schema: Mapping[str, Any]) -> set[str]:
+    names = schema.get("required")
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 
-def _values(schema: Mapping[str, Any]) -> set[str] | None:
-    """Return the only values of a schema, written as JSON; None if there are others."""
+def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
     if "const" in schema:
-        return {json.dumps(schema["const"], sort_keys=True)}
+        return frozenset((json.dumps(schema["const"], sort_keys=True),))
     values = schema.get("enum")
-    return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
+    return frozenset(json.dumps(value, sort_keys=True) for value in values) if isinstance(values, list) else None
 
 
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types of a schema's values; integers are numbers."""
-    values = _values(schema)
+def _kinds(schema: Mapping[str, Any], values: frozenset[str] | None) -> set[str]:
+    """Return the types of a schema's values; integers are numbers. ``values``: the only ones; None: there are others."""
     if values is not None:
         return {_kind(json.loads(value)) for value in values}
     kinds = schema.get("type")
     named = kinds if isinstance(kinds, list) else [kinds] if isinstance(kinds, str) else _TYPES
-    return {"number" if kind == "integer" else kind for kind in named}
+    return {"number" if kind == "integer" else str(kind) for kind in named}
 
 
 def _kind(value: object) -> str:
@@ -382,12 +435,20 @@ def _ids(schema: Any, base: str) -> Iterator[str]:
     """Yield the addresses that schemas of a document give themselves."""
     if isinstance(schema, dict):
         if isinstance(own := schema.get("$id"), str):
-            base = urljoin(base, own)
-            yield urldefrag(base).url
+            base = _joined(base, own)
+            yield base
         schema = list(schema.values())
     if isinstance(schema, list):
         for part in schema:
             yield from _ids(part, base)
+
+
+def _joined(base: str, address: str) -> str:
+    """Return an address without its fragment, as seen from another one; as it is if it is malformed."""
+    try:
+        return urldefrag(urljoin(base, address)).url
+    except ValueError:
+        return address
 
 
 def _escaped(name: str) -> str:

@@ -194,7 +194,8 @@ def _member(member: str) -> str | None:
         return "\\" + member if member in "[&~-" else member
     if member == r"\b":
         return r"\x08"
-    return _pair(member) if len(member) == 12 else _escape(member)
+    is_pair = len(member) == 12 and member[1] == "u" and member[2] != "{"
+    return _pair(member) if is_pair else _escape(member)
 
 
 def _is_class(member: str) -> bool:

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from tests.linear_time import grows_too_fast
 from tokenloom.request.json_schema import LostKeyword, fit, fitted, moved, of_objects
 
 TEXT = {"type": "string"}
@@ -175,3 +176,72 @@ def test_references_move_with_their_schema_and_values_do_not() -> None:
         },
         "$defs": {"a": {"$ref": "#/$defs/tool0"}},
     }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": [[]]},
+        {"type": ["object", {}]},
+        {"oneOf": [CITY | {"required": 5}, CITY | {"required": ["city"]}]},
+        {"oneOf": [TEXT], "anyOf": [TEXT], "allOf": 5},
+        {"$id": "http://[", "$ref": "city"},
+        {"anyOf": [TEXT], "items": {"$ref": "#/anyOf/\u00b2"}},
+        {"anyOf": [TEXT], "items": {"$ref": "#/anyOf/" + "1" * 5000}},
+    ],
+)
+def test_values_of_odd_types_are_no_errors_of_ours(schema: dict[str, Any]) -> None:
+    fitted(json.dumps(schema))
+    fit(schema)
+    of_objects(schema)
+
+
+def test_a_chain_of_references_may_be_longer_than_the_stack() -> None:
+    parts: dict[str, Any] = {f"a{at}": {"items": {"$ref": f"#/$defs/a{at + 1}"}} for at in range(900)}
+    schema = {"$defs": parts | {"a900": {"format": "cuid"}}, "$ref": "#/$defs/a0"}
+    assert fit(schema) == []
+    assert schema["$defs"]["a900"] == {}
+    assert of_objects(schema)["type"] == "object"
+
+
+def test_branches_that_hold_themselves_are_compared_up_to_some_level() -> None:
+    parts = {
+        name: {"type": "object", "required": ["x"], "properties": {"x": {"$ref": f"#/$defs/{name}"}}} for name in "ab"
+    }
+    branches = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]
+    fits, lost = fit_copy({"$defs": parts, "oneOf": branches})
+    assert (fits, lost) == ({"$defs": parts, "anyOf": branches}, [("oneOf", "#")])
+
+
+def _doubling(name: str, levels: int, last: object) -> dict[str, Any]:
+    """Return objects of which each has two properties of the next kind."""
+    parts: dict[str, Any] = {
+        f"{name}{at}": {
+            "type": "object",
+            "required": ["x", "y"],
+            "properties": {key: {"$ref": f"#/$defs/{name}{at + 1}"} for key in "xy"},
+        }
+        for at in range(levels)
+    }
+    return parts | {f"{name}{levels}": last}
+
+
+def test_comparing_branches_ends_where_references_double() -> None:
+    parts = _doubling("a", 40, TEXT) | _doubling("b", 40, TEXT)
+    schema = {"$defs": parts, "oneOf": [{"$ref": "#/$defs/a0"}, {"$ref": "#/$defs/b0"}]}
+    assert [each.keyword for each in fit(schema)] == ["oneOf"]
+
+
+def test_finding_the_objects_ends_where_references_double() -> None:
+    parts: dict[str, Any] = {f"a{at}": {"anyOf": [{"$ref": f"#/$defs/a{at + 1}"}] * 2} for at in range(40)}
+    found = of_objects({"$defs": parts | {"a40": CITY}, "$ref": "#/$defs/a0"})
+    assert found["type"] == "object"
+
+
+def test_many_addresses_are_not_tried_from_each_other() -> None:
+    def fit_many(size: int) -> None:
+        named = {f"a{at}": {"$id": f"i{at}"} for at in range(size // 16)}
+        refs = {f"p{at}": {"$ref": f"z{at}"} for at in range(size // 16)}
+        assert len(fit({"$defs": named, "properties": refs})) == len(refs)
+
+    assert not grows_too_fast(fit_many)

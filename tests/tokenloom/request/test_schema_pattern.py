@@ -66,7 +66,10 @@ def test_what_no_grammar_expresses_is_left_out(pattern: str, text: str) -> None:
     assert (portable.text, portable.is_exact) == (text, False)
 
 
-@pytest.mark.parametrize("pattern", ["(", "a)", "*a", "[", "[z-a]", "[]", r"\e", r"\p{Nothing}", "a(?=b"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["(", "a)", "*a", "[", "[z-a]", "[]", r"\e", r"\p{Nothing}", r"[\u{12345678}]", r"[\p{Alphabet}]", "a(?=b"],
+)
 def test_what_is_malformed_or_unknown_has_no_expression(pattern: str) -> None:
     assert portable_pattern(pattern) is None
 

@@ -19,7 +19,11 @@ from tokenloom.services.gateway.openapi import constraints
 
 METHODS = frozenset({"match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer"})
 # Expressions that are put together when the product runs, with an example of the result.
-MADE_AT_RUN_TIME = {"engine_core/structured_output/llguidance_backend.py": r"(<\|end\|>|<\|ends\|>|<\|e)"}
+MADE_AT_RUN_TIME = {
+    "engine_core/structured_output/llguidance_backend.py": r"(<\|end\|>|<\|ends\|>|<\|e)",
+    "tokenloom/request/errors.py": r"(?<!\w)max_tokens(?!\w)",
+    "services/tokenizer/spelled_tokens.py": r"<(?:\|(?:e(?:nds?)?\|>|\|>)|e>?)",
+}
 
 
 class Use(NamedTuple):

@@ -418,7 +418,7 @@ def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _kinds(schema: Mapping[str, Any], values: frozenset[str] | None) -> set[str]:
-    """Return the types of a schema's values; integers are numbers. ``values``: the only ones; None: there are others."""
+    """Return the types of a schema's values; integers are numbers. ``values``: the only ones; None: unknown."""
     if values is not None:
         return {_kind(json.loads(value)) for value in values}
     kinds = schema.get("type")

@@ -371,10 +371,11 @@ class _Comparison:
         ]
         if (closed[0] and required[1] - named[0].keys()) or (closed[1] and required[0] - named[1].keys()):
             return True
-        return any(
-            self._differ(*(_followed(self._root, properties[name]) for properties in named), level + 1)
-            for name in required[0] & required[1] & named[0].keys() & named[1].keys()
-        )
+        for name in required[0] & required[1] & named[0].keys() & named[1].keys():
+            mine, others = (_followed(self._root, properties[name]) for properties in named)
+            if self._differ(mine, others, level + 1):
+                return True
+        return False
 
     def _values_of(self, schema: Mapping[str, Any]) -> frozenset[str] | None:
         """Return the only values of a schema, written as JSON; None if there are others."""

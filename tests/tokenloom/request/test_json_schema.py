@@ -198,7 +198,7 @@ def test_values_of_odd_types_are_no_errors_of_ours(schema: dict[str, Any]) -> No
 
 def test_a_chain_of_references_may_be_longer_than_the_stack() -> None:
     parts: dict[str, Any] = {f"a{at}": {"items": {"$ref": f"#/$defs/a{at + 1}"}} for at in range(900)}
-    schema = {"$defs": parts | {"a900": {"format": "cuid"}}, "$ref": "#/$defs/a0"}
+    schema: dict[str, Any] = {"$defs": parts | {"a900": {"format": "cuid"}}, "$ref": "#/$defs/a0"}
     assert fit(schema) == []
     assert schema["$defs"]["a900"] == {}
     assert of_objects(schema)["type"] == "object"

@@ -57,6 +57,11 @@ class ServerCall(SocketEnd):
         self.gone = asyncio.Event()
         self.handler: asyncio.Task[Any] | None = None
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether it is a unary call of which the request is not complete yet."""
+        return self._unary is not None and self.handler is None and not self.is_finished
+
     def decode_with(self, decode: Callable[[bytes], Any]) -> "ServerCall":
         """Decode the requests of a stream, and return them."""
         self._deserialize = decode
@@ -195,8 +200,13 @@ class LocalServer:
         unix_socket.remove(self._path, self._identity)
         self._server.close()
         await asyncio.sleep(0)  # the event loop makes the connections of sockets that it has accepted
-        if handlers := [call.handler for call in self._calls if call.handler is not None]:
-            await asyncio.wait(handlers, timeout=grace)
+        handlers: list[asyncio.Future[Any]] = [call.handler for call in self._calls if call.handler is not None]
+        # Large requests arrive in several reads. A caller leaves when it has the response.
+        arriving = [asyncio.ensure_future(call.gone.wait()) for call in self._calls if call.is_arriving]
+        if handlers or arriving:
+            await asyncio.wait([*handlers, *arriving], timeout=grace)
+        for waiting in arriving:
+            waiting.cancel()
         for call in self._calls:
             # The callers close their connections once they have read the status. Closing here at once could lose it: a
             # caller that writes at that moment finds the connection broken and reads no more.

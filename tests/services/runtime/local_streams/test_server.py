@@ -10,9 +10,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.services.runtime.local_streams.conftest import METHOD, OPEN, SOON, calling, echo, serving
+from tests.services.runtime.local_streams.conftest import LIMIT, METHOD, OPEN, SOON, calling, echo, serving
 from tests.services.runtime.local_streams.test_handlers import Watched
 from tokenloom.services.runtime.local_streams.server import LocalServer
+from tokenloom.services.runtime.local_streams.socket_end import Kind, encode_frame
 
 
 async def test_nothing_is_left_behind(socket_dir: Path) -> None:
@@ -58,6 +59,28 @@ async def test_closing_waits_for_handlers_within_the_grace(socket_dir: Path) -> 
         assert [await call.read(), await call.read()] == [b"b", grpc.aio.EOF]
         await closing
         await server.close(SOON)
+
+
+async def test_closing_waits_for_the_rest_of_a_request(socket_dir: Path) -> None:
+    async def respond(request: bytes, context: Any) -> bytes:
+        return request
+
+    server = LocalServer(str(socket_dir / "s"), lambda _: grpc.unary_unary_rpc_method_handler(respond), LIMIT)
+    await server.open()
+    async with asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_unix_connection(socket_dir / "s")
+        message = encode_frame(Kind.MESSAGE, bytes(1000))
+        writer.write(OPEN + message[:500])
+        while not any(call.is_arriving for call in server._calls):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(server.close(SOON))
+        while (socket_dir / "s").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        writer.write(message[500:])
+        assert await reader.readexactly(len(message)) == message
+        writer.close()
+        await closing
 
 
 async def test_after_the_grace_calls_are_unavailable(socket_dir: Path) -> None:

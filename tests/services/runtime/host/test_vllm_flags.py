@@ -19,6 +19,8 @@ from tokenloom.services.gateway.openapi.document import document
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.host.foreign_flags import ANSWERS
 from tokenloom.services.runtime.host.options import options_of
+from tokenloom.services.tokenizer.chat_template import ChatTemplate
+from tokenloom.services.tokenizer.template_probe import probe_forms
 from tokenloom.v1 import engine_pb2, inference_pb2
 
 CLAUSES = sorted(set(ANSWERS.values()))
@@ -130,6 +132,13 @@ async def takes_revisions(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
     return asked == {"org/name": "v2"}
 
 
+async def finds_the_form(_: FakeMesh, __: pytest.LogCaptureFixture) -> bool:
+    texts = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    reads_parts = ["user" in probe_forms(ChatTemplate(source)).in_parts for source in (texts, parts)]
+    return reads_parts == [False, True]
+
+
 async def _chat(mesh: FakeMesh) -> dict[str, object]:
     mesh.outputs.auto = [OUTPUT]
     async with mesh.http() as http:
@@ -148,6 +157,7 @@ PROBES: dict[str, Probe] = {
     "answers always have the role assistant": answers_as_assistant,
     "models read text only; images and audio are refused by name": refuses_media,
     "code of a checkpoint is never run": runs_no_code,
+    "the tokenizer finds out which form the chat template reads": finds_the_form,
     "write the revision after the name of the model: org/name@REVISION": takes_revisions,
 }
 """A probe for each clause that says how Tokenloom behaves."""

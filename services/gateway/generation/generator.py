@@ -22,7 +22,7 @@ from ..tenants.tenant import Tenant
 from .admission import AdmittedCall, AdmittedRequest, RequestAdmission
 from .beam_run import BeamTexts
 from .charge import Charges
-from .preparation import MeshLinks, Preparer, RequestContext, add_hashes
+from .preparation import MeshLinks, Preparer, RequestContext, add_hashes, cache_salt
 from .request_trace import GatewayTrace, traced
 from .resumable import ResumableRequests
 from .running_generation import RunningGeneration
@@ -170,7 +170,7 @@ class Generator:
             admitted = self._admission.admit(request, call.timeout, most_at_once=MOST_AT_ONCE)
             call.held.callback(admitted.close)
             prompts = await encode(pooling, self._links.tokenizers, limits)
-            await add_hashes(prompts, self._links.view.block_size, request.cache_salt)
+            await add_hashes(prompts, self._links.view.block_size, cache_salt(request))
             running = RunningPooling(pooling, prompts, self._context, self._context.priority_of(request, limits))
             admitted.num_used = running.usage.prompt_tokens
             admitted.take_tokens(admitted.num_used)

@@ -1,12 +1,14 @@
 """Prepares requests: resolves parameters, encodes prompts, checks both and makes the output processors' requests."""
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias, cast
 
 from tokenloom.request import bad_words, errors, validation
+from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.request.prefix_schedule import MAX_BLOCKS, block_hashes, shortened
 from tokenloom.request.prompt_embeds import check_embeds, join_parts
@@ -19,6 +21,7 @@ from ..mesh.tokenizer_client import TokenizerClient
 from ..records.generate_request import SHEDDABLE_PRIORITY, Chat, EmbeddedPrompt, GenerateRequest
 from ..records.pooling_input import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
+from ..tenants.tenant import SALT_BYTES
 from .beam_run import BeamPlan, plan_beams
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
@@ -129,7 +132,7 @@ class Preparer:
         beams = None if request.beam_search is None else plan_beams(request, request.beam_search, limits)
         keep = None if request.truncate_prompt_tokens is None else _num_kept(request, sampling, limits)
         check_sizes(request, info.max_token_bytes, limits, 1 if keep is None else _TRUNCATED_CONTEXTS)
-        salt = request.cache_salt
+        salt = cache_salt(request)
         # A chat's call is awaited here, and not in a coroutine of its own: each coroutine between the request's task
         # and the call runs whenever the task wakes.
         prompts: list[EncodedPrompt]
@@ -343,6 +346,15 @@ def _truncated(prompt: EncodedPrompt, keep: int) -> EncodedPrompt:
     if len(prompt.token_ids) <= keep:
         return prompt
     return tokenizer_pb2.TokenizedPrompt(token_ids=prompt.token_ids[-keep:], reasoning_start=prompt.reasoning_start)
+
+
+def cache_salt(request: GenerateRequest) -> bytes:
+    """Return the salt of the hashes of a request's KV blocks. The client's own never reaches beyond its tenant, and no
+    other adapter has the same."""
+    salt = request.tenant.cache_salt
+    if request.own_salt:
+        salt = hashlib.blake2b(request.own_salt.encode(), key=salt, digest_size=SALT_BYTES).digest()
+    return salt if request.adapter is None else adapter_salt(salt, request.adapter.digest)
 
 
 async def add_hashes(prompts: Iterable[EncodedPrompt], block_size: int, salt: bytes) -> None:

@@ -15,7 +15,7 @@ from ..mesh.tokenizer_client import TokenizerClient
 from ..records.generate_request import Chat, EmbeddedPrompt
 from ..records.pooling_input import PoolingInput, task_name, task_names
 from .admission import AdmittedRequest
-from .preparation import RequestContext, check_sizes
+from .preparation import RequestContext, cache_salt, check_sizes
 
 MAX_RESULT_BYTES = 256 << 20
 """Limits the results of one call: 2,048 vectors of 32,768 numbers, or 65,536 token vectors of 1,024."""
@@ -60,7 +60,7 @@ class RunningPooling:
             priority=priority,
             pooling_params=pooling.params,
             prompt=types_pb2.Prompt(
-                cache_salt=request.cache_salt, adapter=b"" if request.adapter is None else request.adapter.digest
+                cache_salt=cache_salt(request), adapter=b"" if request.adapter is None else request.adapter.digest
             ),
             trace_headers=CURRENT.get(),
         )
@@ -216,7 +216,7 @@ async def encode(pooling: PoolingInput, tokenizers: TokenizerClient, limits: typ
 async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int) -> Prompts:
     request = pooling.request
     if isinstance(request.prompts, Chat):
-        chat = (await tokenizers.encode_chat(request.prompts, hash_salt=request.cache_salt)).prompt
+        chat = (await tokenizers.encode_chat(request.prompts, hash_salt=cache_salt(request))).prompt
         return [_cut(chat.token_ids, pooling, keep) if keep else chat]
     texts: list[str] = []
     lists: list[tokenizer_pb2.TokenizedPrompt] = []
@@ -239,7 +239,7 @@ async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int)
         tokenizers.encode(
             texts[start : start + _TEXTS_PER_CALL],
             add_special_tokens=request.add_special_tokens,
-            hash_salt=request.cache_salt,
+            hash_salt=cache_salt(request),
             second_texts=pooling.second_texts[start : start + _TEXTS_PER_CALL],
             max_tokens=keep,
             keep_first=pooling.keep_first,

@@ -2,17 +2,15 @@
 
 import base64
 import binascii
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_embeds import FIELD, Part
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
-from ..tenants.tenant import SALT_BYTES, Tenant
+from ..tenants.tenant import Tenant
 from .model_names import NamedAdapter
 
 SHEDDABLE_PRIORITY: Final = 1 << 20
@@ -89,15 +87,6 @@ class GenerateRequest:
     """The LoRA adapter that generates; None: the model itself."""
     data_parallel_rank: int | None = None
     """The rank of a data-parallel group that must run it; None: any."""
-
-    @property
-    def cache_salt(self) -> bytes:
-        """The salt of the hashes of its KV blocks. The client's own never reaches beyond its tenant, and no other
-        adapter has the same."""
-        salt = self.tenant.cache_salt
-        if self.own_salt:
-            salt = hashlib.blake2b(self.own_salt.encode(), key=salt, digest_size=SALT_BYTES).digest()
-        return salt if self.adapter is None else adapter_salt(salt, self.adapter.digest)
 
 
 def read_embeds_prompts(value: object) -> list[EmbeddedPrompt]:

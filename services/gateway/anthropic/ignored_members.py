@@ -29,7 +29,7 @@ def ignored_in_message(fields: MessagesRequest, *, keeps_budget: bool) -> tuple[
     """
     found = [*_in_blocks("system[]", fields.system), *ignored_members("messages[]", fields.messages, _TURN)]
     for turn in fields.messages:
-        found += _in_blocks("messages[].content[]", turn["content"])
+        found += _in_blocks("messages[].content[]", turn.get("content"))
     found += ignored_members("tools[]", fields.tools or (), _TOOL)
     found += ignored_members("tool_choice", (fields.tool_choice,), _CHOICE)
     found += ignored_members(

@@ -234,6 +234,14 @@ async def test_any_answer_is_accepted_as_history(
         assert written == {"role": "assistant", **turn}
 
 
+async def test_a_turn_of_the_assistant_may_have_no_content(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    mesh.outputs.auto = ["x"]
+    question = {"role": "user", "content": "hi"}
+    answer = await post(http, messages=[question, {"role": "assistant"}, question])
+    assert answer.status_code == 200, answer.text
+    assert last_chat(mesh)[1] == {"role": "assistant", "content": ""}
+
+
 async def test_thinking_is_returned_when_it_is_asked_for(socket_dir: Path) -> None:
     async with claude(socket_dir, reasoning_parser="qwen3") as (mesh, client):
         mesh.outputs.auto = ("<think>Hm.</think>", "Yes.")

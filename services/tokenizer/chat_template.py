@@ -198,8 +198,20 @@ class MaskingTemplate:
             before = self._template.render(earlier, tools, add_generation_prompt=False, template_kwargs=template_kwargs)
         except TemplateRefused:
             return 0  # it takes no conversation that ends there
-        differs = (at for at, pair in enumerate(zip(text, before, strict=False)) if pair[0] != pair[1])
-        return next(differs, min(len(text), len(before)))
+        return _len_of_same(text, before)
+
+
+def _len_of_same(one: str, other: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    # By halves: slices are compared at the speed of C, and 1 MB by its characters took 0.3 s.
+    same, most = 0, min(len(one), len(other))
+    while same < most:
+        middle = (same + most + 1) // 2
+        if one[same:middle] == other[same:middle]:
+            same = middle
+        else:
+            most = middle - 1
+    return same
 
 
 class _GenerationTag(Extension):

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenloom.request import errors
 from tokenloom.services.tokenizer import encoder as encoder_module
 from tokenloom.services.tokenizer.encoder import PromptTruncation, TextEncoder
+from tokenloom.services.tokenizer.spelled_tokens import Rendered
 
 
 class Panic(BaseException):
@@ -35,6 +36,14 @@ async def test_more_than_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -
     encoder = make(Panicking())
     with pytest.raises(errors.ResourceExhausted):
         await encoder.encode(["x"], add_special_tokens=False, want_hashes=False, salt=b"")
+    encoder.close()
+
+
+async def test_tokens_under_masks_count_with_their_length() -> None:
+    encoder = make(_word_piece())
+    rendered = Rendered("\U00100000" * 9, {"\U00100000": "<|im_start|>"})
+    with pytest.raises(errors.InvalidArgument, match="at most 100 bytes"):
+        await encoder.encode_chat(rendered, want_hashes=False, salt=b"")
     encoder.close()
 
 

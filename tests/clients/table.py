@@ -64,6 +64,13 @@ CLIENTS = (
     Client("ai-sdk", "ai_sdk_client.mjs", ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.87", "zod@4.6.7")),
     Client("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
     Client("agno", "agno_client.py", ("agno==3.1.10", "openai==3.54.0")),
+    Client(
+        "@langchain/openai",
+        "langchain_client.mjs",
+        ("@langchain/openai@1.5.8", "@langchain/core@1.4.0", "zod@4.6.7"),
+    ),
+    Client("crewai", "crewai_client.py", ("crewai==1.15.30",)),
+    Client("inspect-ai", "inspect_client.py", ("inspect-ai==0.3.285", "openai==3.57.0", "anthropic==2.14.0")),
     Client("strands-agents", "strands_client.py", ("strands-agents[anthropic,ollama,openai]==1.62.0",)),
     Client("openai-agents", "openai_agents_client.py", ("openai-agents==0.24.0",)),
     Client("semantic-kernel", "semantic_kernel_client.py", ("semantic-kernel==1.45.0",)),

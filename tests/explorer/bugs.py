@@ -56,7 +56,7 @@ def _give_place_back(
     """Give the place of a request without a client back before the call that repeats it has one."""
     before = generator._resumable.find(token, generate_request.tenant.name) if token.request_id else None
     if before is not None:
-        before.place.close()
+        before.admitted.close()
     return AdmittedCall(generator._admission.admit(generate_request, timeout))
 
 

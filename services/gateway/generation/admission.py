@@ -38,7 +38,7 @@ class RequestAdmission:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._num_places = 0
+        self._num_admitted = 0
         self._num_old: int | None = None
         self._old_ended = asyncio.Event()
 
@@ -48,7 +48,7 @@ class RequestAdmission:
         return self._shares.outputs.taken
 
     def admit(self, request: GenerateRequest, timeout: float, *, most_at_once: int = 0) -> "AdmittedRequest":
-        """Return the request's place, which holds its part of the tenant's share until it is closed.
+        """Return the admitted request, which holds its part of the tenant's share until it is closed.
 
         ``timeout``: seconds that the request may take. ``most_at_once``: outputs that are in work at the same time, for
         a request whose prompts take turns; a tenant with a lower limit has fewer; 0: all.
@@ -69,7 +69,7 @@ class RequestAdmission:
             seats.release()
             raise
         self._idle.clear()
-        self._num_places += 1
+        self._num_admitted += 1
         leave = partial(self._leave, num_outputs, is_new=self._num_old is not None)
         num_tokens = estimate_prompt_tokens(request)
         return AdmittedRequest(share, self._estimator, seats, leave, num_tokens=num_tokens, grammar=grammar)
@@ -86,19 +86,19 @@ class RequestAdmission:
 
     async def end_of_present(self) -> None:
         """Return when the requests that are in work now have ended; new ones are still admitted. To be called once."""
-        self._num_old = self._num_places
+        self._num_old = self._num_admitted
         if self._num_old:
             await self._old_ended.wait()
 
     def _leave(self, num_outputs: int, *, is_new: bool) -> None:
         """Subtract a request that has ended. ``is_new``: it came after :meth:`end_of_present`."""
-        self._num_places -= 1
+        self._num_admitted -= 1
         if self._num_old and not is_new:
             self._num_old -= 1
             if not self._num_old:
                 self._old_ended.set()
         self._estimator.end(num_outputs)
-        if not self._num_places:  # other meshes of this gateway may have outputs in work
+        if not self._num_admitted:  # other meshes of this gateway may have outputs in work
             self._idle.set()
 
     def _check_wait(self, request: GenerateRequest, share: TenantShare, timeout: float) -> None:
@@ -143,7 +143,7 @@ class AdmittedRequest:
 
     Attributes:
         num_outputs: Outputs that may be in work at the same time.
-        num_used: Tokens to charge for it; set before the place is closed.
+        num_used: Tokens to charge for it; set before it is closed.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class AdmittedRequest:
         self.close()
 
     def take_tokens(self, num_prompt: int, num_output: int = 0, *, is_bounded: bool = True) -> None:
-        """Take the tokens that the prompts and all their outputs may use, before any of them is sent. A place that was
-        taken over from a call of the same request has them already.
+        """Take the tokens that the prompts and all their outputs may use, before any of them is sent. A request that
+        was taken over from another of its calls has them already.
 
         ``is_bounded``: the client has set the limit of the outputs. Raises as :meth:`TenantShare.take_tokens`.
         """
@@ -226,37 +226,38 @@ class AdmittedRequest:
 
 
 class AdmittedCall:
-    """Stands for one call's turn in the place of its request. Only one call at a time holds the place.
+    """Holds an :class:`AdmittedRequest` for one of the calls of a request; only one call at a time holds it.
 
-    The call that resumes or repeats a request which runs without a client takes its place over, and gives it back if it
-    ends while that request still runs. So a request that runs has a place at every moment, and has it once.
+    A request that runs without a client may be resumed or repeated by another call, which takes the admitted request
+    over, and gives it back if it ends while that request still runs. So a request that runs counts for the limits at
+    every moment, and counts once.
     """
 
     def __init__(
-        self, place: AdmittedRequest, hold: Reservation | None = None, before: "AdmittedCall | None" = None
+        self, admitted: AdmittedRequest, hold: Reservation | None = None, before: "AdmittedCall | None" = None
     ) -> None:
-        """``hold``: of the place, from ``before``, the call that had it; None: the place is new."""
-        self.place = place
-        self._hold = Reservation(partial(_close, place), 1) if hold is None else hold
+        """``hold``: taken over from ``before``, the call that had it; None: ``admitted`` is new."""
+        self.admitted = admitted
+        self._hold = Reservation(partial(_close, admitted), 1) if hold is None else hold
         self._before = before
         self._has_ended = False
 
     @property
-    def holds_place(self) -> bool:
-        """Whether the call has the place, and no other one of the request."""
+    def holds_admission(self) -> bool:
+        """Whether this call holds the admitted request, and no other call does."""
         return self._hold.amount > 0
 
     def succeed(self) -> "AdmittedCall":
-        """Return the turn of a call that takes the place over."""
-        # Moved, not freed and taken again: a repeat under the same key freed the place of the request that ran on, even
+        """Return the hold of a call that takes the admitted request over."""
+        # Moved, not freed and taken again: a repeat under the same key freed what the request that ran on held, even
         # when the repeat was refused, and a tenant limited to two outputs ran twelve.
-        return AdmittedCall(self.place, self._hold.move(), self)
+        return AdmittedCall(self.admitted, self._hold.move(), self)
 
     def end(self) -> None:
-        """Give the place back to the call that had it before, if its request still runs; otherwise close it. A call
-        that has not got the place any more does nothing."""
+        """Give the admitted request back to the call that held it before, if its request still runs; otherwise close
+        it. A call that does not hold it any more does nothing."""
         self._has_ended = True
-        # It stays known: a call that has taken the place over from this one gives it back past this one.
+        # It stays known: a call that has taken over from this one gives it back past this one.
         before = self._before = self._living_before()
         if before is not None:
             before._hold.absorb(self._hold)
@@ -271,9 +272,9 @@ class AdmittedCall:
         return before
 
 
-def _close(place: AdmittedRequest, _: int) -> None:
-    """Close a place that no call holds any more. No method of a turn, which would make a cycle of the two."""
-    place.close()
+def _close(admitted: AdmittedRequest, _: int) -> None:
+    """Close what no call holds any more. It is no method, because the hold would then refer to its own call."""
+    admitted.close()
 
 
 def _take_grammar(request: GenerateRequest, share: TenantShare) -> Reservation:

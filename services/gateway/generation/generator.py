@@ -113,25 +113,25 @@ class Generator:
         if request.beam_search is not None and token.fingerprint:
             raise errors.InvalidArgument("a beam search can be neither resumed nor repeated by a key", "beam_search")
         async with self._call(request, trace_headers) as call:
-            admitted = self._admit(request, token, call.timeout)
-            # Before anything is awaited: a call that is cancelled while its prompt is encoded must give its place back,
-            # too.
-            call.held.callback(admitted.end)
+            admitted_call = self._admit(request, token, call.timeout)
+            # Before anything is awaited: a call that is cancelled while its prompt is encoded must give back, too, what
+            # it holds.
+            call.held.callback(admitted_call.end)
             is_search, tenant = request.beam_search is not None, request.tenant
-            place, is_bounded = admitted.place, request.sampling.HasField("max_tokens")
+            admitted, is_bounded = admitted_call.admitted, request.sampling.HasField("max_tokens")
             prepared = await self._preparer.prepare(request)
-            place.take_tokens(prepared.num_prompt_tokens, prepared.num_output_tokens, is_bounded=is_bounded)
+            admitted.take_tokens(prepared.num_prompt_tokens, prepared.num_output_tokens, is_bounded=is_bounded)
             generation = RunningGeneration(
                 prepared,
                 self._context.random.randbytes(16).hex(),
                 self._metrics,
                 self._reasoning_marks,
-                place.begin_output,
+                admitted.begin_output,
                 token,
                 model=call.model,
             )
             del request, prepared  # the client's texts, which may be large, must not live as long as its answer
-            call.held.callback(self._settle, place, generation, tenant)
+            call.held.callback(self._settle, admitted, generation, tenant)
             if call.trace is not None:
                 call.trace.outcome = generation
             is_kept = False
@@ -142,7 +142,7 @@ class Generator:
                     generation.submit(self._outputs, timeout=call.timeout)
                 if token.fingerprint:
                     generation.charge = self._charges.of(tenant.name, generation.request_id, token)
-                    self._resumable.add(generation, tenant.name, admitted)
+                    self._resumable.add(generation, tenant.name, admitted_call)
                 await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
                 yield generation
             except _CONNECTION_ENDED:
@@ -227,7 +227,7 @@ class Generator:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
 
     def _admit(self, request: GenerateRequest, token: ResumeToken, timeout: float) -> AdmittedCall:
-        """Return the call's turn in the place of its request: that of a call without a client, or a new one. Raises as
+        """Return the call's hold on its request: taken over from a call without a client, or a new one. Raises as
         :meth:`RequestAdmission.admit`, and ``BodyChanged`` for a request that is known with another body."""
         before = self._resumable.find(token, request.tenant.name) if token.request_id else None
         if before is None:
@@ -235,10 +235,10 @@ class Generator:
         self._admission.check_open()
         return before.succeed()
 
-    def _settle(self, place: AdmittedRequest, generation: RunningGeneration, tenant: Tenant) -> None:
+    def _settle(self, admitted: AdmittedRequest, generation: RunningGeneration, tenant: Tenant) -> None:
         """Count what a call has used of its request, at its end."""
         used = generation.settle()
-        place.num_used += used.num_tokens + generation.num_rejected_tokens
+        admitted.num_used += used.num_tokens + generation.num_rejected_tokens
         self._metrics.observe_end(generation, tenant, used)
         if generation.fingerprint and (charge := generation.charge) is not None:
             self._charges.leave(tenant.name, generation.request_id, charge, is_complete=generation.is_complete)

@@ -63,7 +63,7 @@ class _Entry:
     """Holds a request.
 
     Attributes:
-        admitted: Its call, which holds the request's place.
+        admitted: Its call, which holds the admitted request.
         held: What is to be settled when it ends, while it is unattended; None: its call does that.
     """
 
@@ -92,7 +92,7 @@ class ResumableRequests:
         self._by_id: dict[str, _Entry] = {}  # the latest of each id
 
     def add(self, request: Resumable, tenant: str, admitted: AdmittedCall) -> None:
-        """Make a request known that was submitted. ``admitted``: its call, which holds its place."""
+        """Make a request known that was submitted. ``admitted``: its call, which holds it for the limits."""
         self._entries[request] = self._by_id[request.request_id] = _Entry(request, tenant, admitted)
 
     def remove(self, request: Resumable) -> None:
@@ -115,8 +115,8 @@ class ResumableRequests:
         return True
 
     def find(self, token: ResumeToken, tenant: str) -> AdmittedCall | None:
-        """Return the turn of an unattended request, whose place the call that resumes or repeats it takes over; None if
-        the request is not known, is attended, or has no place because another call is about to resume it.
+        """Return the hold of an unattended request, which the call that resumes or repeats it takes over; None if the
+        request is not known, is attended, or has no hold because another call is about to resume it.
 
         Raises ``BodyChanged``, before anything is taken, if the request began with another body.
         """
@@ -125,7 +125,7 @@ class ResumableRequests:
             return None
         if token.fingerprint != entry.request.fingerprint:
             raise errors.BodyChanged("The body differs from the body that this request was begun with.")
-        return entry.admitted if entry.held is not None and entry.admitted.holds_place else None
+        return entry.admitted if entry.held is not None and entry.admitted.holds_admission else None
 
     def cancel(self, request_id: str, tenant: str) -> bool:
         """End a request. Returns whether it was known."""

@@ -18,9 +18,9 @@ class Outbox:
     credit, which the session allows for five seconds.
     """
 
-    def __init__(self, on_news: Callable[[], None]) -> None:
-        """``on_news``: called when output was added; for text and tokens only once until they are taken."""
-        self._on_news = on_news
+    def __init__(self, on_output: Callable[[], None]) -> None:
+        """``on_output``: called when output was added; for text and tokens only once until they are taken."""
+        self._on_output = on_output
         self._rows: dict[Key, tuple[str, int, Sequence[int]]] = {}
         self._logprobs: list[SlotTextLogprobs] = []
         self._pooled: deque[Pooled] = deque()
@@ -36,7 +36,7 @@ class Outbox:
         # The writer is woken for the first row only: what an engine's frame brings after it is in the same frame of
         # ours.
         if not rows:
-            self._on_news()
+            self._on_output()
         elif (row := rows.get(key)) is not None:
             # Rows of one output merge while the gateway grants no credit, so the memory is bounded by the outputs
             # themselves.
@@ -47,22 +47,22 @@ class Outbox:
         """Add log probabilities of a sample's newest tokens, or of its prompt."""
         logprobs.slot, logprobs.sample_index = key
         self._logprobs.append(logprobs)
-        self._on_news()
+        self._on_output()
 
     def add_pooled(self, part: Pooled) -> None:
         """Add the result of a pooling request, or the next part of it."""
         self._pooled.append(part)
-        self._on_news()
+        self._on_output()
 
     def finish(self, finished: RequestFinished) -> None:
         """Add the end of a sample; nothing may be added for it after that."""
         self._finished.append(finished)
-        self._on_news()
+        self._on_output()
 
     def engine_died(self, slot: int) -> None:
         """Report that the engine of this slot died while it ran nothing else."""
         self._engine_deaths.append(slot)
-        self._on_news()
+        self._on_output()
 
     def take(self) -> ProcessFrame:
         """Return what was collected as one frame; results that would make it too large are left for the next one."""

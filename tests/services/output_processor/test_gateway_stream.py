@@ -20,7 +20,7 @@ from tokenloom.services.output_processor.gateway_stream import own_copy
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
 from tokenloom.services.runtime.streams import slotted_stream as server_stream
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, SampleJournal
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, SampleJournal, Submit
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
@@ -390,8 +390,22 @@ async def test_token_ids_without_text(mesh: Mesh) -> None:
     assert (text, ids, finished.reason) == ("", [5, 6], LENGTH)
 
 
-def test_a_long_prompt_is_kept_apart_from_the_message_that_brought_it() -> None:
-    message = ProcessInput(submit=[submit(2, [7] * 5000)])
-    (long,) = message.submit
-    assert own_copy(long) is not long
-    assert own_copy(long) == long
+async def test_a_large_prompt_is_kept_apart_from_the_message_that_brought_it(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+
+    def counted(one: Submit) -> Submit:
+        copied.append(one.slot)
+        copy = own_copy(one)
+        assert copy is not one
+        assert copy == one
+        return copy
+
+    monkeypatch.setattr(gateway_stream, "own_copy", counted)
+    gateway = await mesh.gateway()
+    embedded = submit(3)
+    embedded.prompt.embeds.add(position=0, rows=bytes(4))
+    await gateway.send(submit=[submit(1), submit(2, [7] * 5000), embedded, submit(4)])
+    await (await mesh.engines[0].next_stream()).next_adds(4)
+    assert copied == [2, 3]

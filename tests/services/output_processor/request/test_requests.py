@@ -233,6 +233,20 @@ class Bounded:
         return group
 
 
+async def test_no_pick_is_asked_for_where_the_only_engine_is_open(
+    byte_level_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, asked = object(), list[object]()
+    monkeypatch.setattr(NoPlacer, "at_once", lambda _, __: attempt)
+    monkeypatch.setattr(NoPlacer, "ask", lambda _, one: asked.append(one))
+    bounded = Bounded(byte_level_tokenizer, 1)
+    assert bounded.requests.ask(submit(1)) is attempt
+    assert not asked
+    taken_over = submit(2)
+    taken_over.take_over = True  # it may be running here already
+    assert bounded.requests.ask(taken_over) is None
+
+
 async def test_the_bound_is_retryable_and_an_end_makes_room(byte_level_tokenizer: Tokenizer) -> None:
     bounded = Bounded(byte_level_tokenizer, 1)
     assert bounded.requests.ask(submit(1)) is not None

@@ -31,7 +31,11 @@ def interpreter(client: Client) -> Path:
 
 
 def version(client: Client, home: Path) -> str:
-    """Of the client's package, as installed."""
+    """Of the client's package, as installed, or of its program."""
+    if client.program:
+        return subprocess.run([client.program, "--version"], check=True, capture_output=True, text=True).stdout.split()[
+            1
+        ]
     if not client.is_python:
         package = home / "node_modules" / client.distribution / "package.json"
         return str(json.loads(package.read_text())["version"])
@@ -45,7 +49,8 @@ def _install_python(client: Client, home: Path) -> None:
     if client.torch:
         index = os.environ.get("TORCH_INDEX")
         _run([*pip, *(["--index-url", index] if index else []), TORCH])
-    _run([*pip, *client.requirements, *([TORCH] if client.torch else [])])
+    if client.requirements:
+        _run([*pip, *client.requirements, *([TORCH] if client.torch else [])])
     if client.without:
         _run([str(home / "bin" / "python"), "-m", "pip", "uninstall", "--quiet", "--yes", *client.without])
 

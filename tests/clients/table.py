@@ -27,6 +27,8 @@ class Client:
     """Packages that are removed again: they fit another build of torch only, and the client works without them."""
     offline: bool = True
     """False: it takes the word that there is no hub for one that a local tokenizer is none."""
+    program: str = ""
+    """The program of the machine that is the client, where no package is."""
     environment: str = ""
     """An environment under ``$PEERS_ROOT`` that serves as well, where there is one."""
 
@@ -72,12 +74,18 @@ CLIENTS = (
     Client("crewai", "crewai_client.py", ("crewai==1.15.30",)),
     Client("inspect-ai", "inspect_client.py", ("inspect-ai==0.3.285", "openai==3.57.0", "anthropic==2.14.0")),
     Client("strands-agents", "strands_client.py", ("strands-agents[anthropic,ollama,openai]==1.62.0",)),
+    Client(
+        "pydantic-ai",
+        "pydantic_ai_client.py",
+        ("pydantic-ai-slim[anthropic,openai]==2.68.0", "openai==3.57.0", "anthropic==2.14.0"),
+    ),
     Client("openai-agents", "openai_agents_client.py", ("openai-agents==0.24.0",)),
     Client("semantic-kernel", "semantic_kernel_client.py", ("semantic-kernel==1.45.0",)),
     Client("instructor", "instructor_client.py", ("instructor==1.17.0",)),
     Client("guidance", "guidance_client.py", ("guidance==0.3.1", "openai==3.54.0")),
     Client("litellm", "litellm_client.py", ("litellm[mcp]==1.106.2",)),
     Client("tritonclient", "triton_client.py", ("tritonclient[grpc]==2.73.0",)),
+    Client("java.net.http", "jvm_client.py", (), program="java"),
     Client("buf curl", "buf_curl.mjs", ("@bufbuild/buf@1.75.0",)),
     Client(
         "openapi-python-client",

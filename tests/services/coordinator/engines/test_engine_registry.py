@@ -98,6 +98,28 @@ def test_what_does_not_change_makes_no_revision() -> None:
     assert registry.revision == before + 1
 
 
+def test_a_pick_that_arrived_is_a_change() -> None:
+    registry = Registry(5, Clock(), policy=DEFAULT_POLICY)
+    record = registry.join(identity("a"), report(running=1))
+    registry.pick(REQUEST)
+    before = registry.revision
+    # The request has ended already: only the score falls, by the pick that is on its way no more.
+    registry.report(record, report(running=1, picks_arrived=[PickId(coordinator_epoch=5, number=1)]))
+    (entry,) = snapshot_of(registry).engines
+    assert (registry.revision, entry.score) == (before + 1, 1)
+
+
+def test_a_report_ends_lateness() -> None:
+    clock = Clock()
+    registry = Registry(1, clock, policy=DEFAULT_POLICY)
+    record = registry.join(identity("a"), report())
+    clock.now += 4
+    registry.refresh()
+    assert record.is_late
+    registry.report(record, report(step=1))
+    assert not record.is_late
+
+
 def test_silence_is_a_change() -> None:
     clock = Clock()
     registry = Registry(1, clock, policy=DEFAULT_POLICY)

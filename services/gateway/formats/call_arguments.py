@@ -15,8 +15,8 @@ _TOKENS = re.compile(
   | (?P<quoted>'(?:\\.|[^'\\])*+')
   | ["'][\s\S]*                            # it does not end: looked for again at each mark, that was quadratic
   | (?P<comma>,)(?=\s*[}\]])
-  | (?P<name>[A-Za-z_$][\w$]*)(?=\s*:)
-  | (?P<value>[+-]?[\w.][\w.+-]*)
+  | (?P<name>[A-Za-z_$][\w$]*+)(?=\s*:)
+  | (?P<value>[+-]?[\w.$][\w.$+-]*+)
   | \s+
   | [\s\S]
     """,
@@ -117,7 +117,9 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def _value(token: str) -> str:
-    """Return a number or word; as a text if JSON has no such number."""
+    """Return a number or word; as a text if JSON has no such number. A name that stands for a value stays."""
+    if "$" in token:
+        return token
     try:
         msgspec.json.decode(token)
     except msgspec.DecodeError:

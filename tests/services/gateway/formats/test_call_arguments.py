@@ -41,9 +41,13 @@ def test_what_was_cut_is_empty(text: str) -> None:
     assert read_arguments(text) == {}
 
 
-@pytest.mark.parametrize("begin", ["{'a': '" + r"\'", '{"a": "' + r"\"", "{'a': \"" + r"\'\""])
-def test_a_text_that_does_not_end_is_looked_for_once(begin: str) -> None:
+@pytest.mark.parametrize("begin", ["{'a': '" + r"\'", '{"a": "' + r"\"", "{'a': \"" + r"\'\"", "{'a': $$", "{'a': a$"])
+def test_what_does_not_end_is_read_in_linear_time(begin: str) -> None:
     assert not grows_too_fast(lambda size: read_arguments(begin + begin[-2:] * size))
+
+
+def test_a_name_is_no_value() -> None:
+    assert read_arguments('{"a": $b}') == {"INVALID_JSON": '{"a": $b}'}
 
 
 def test_what_would_take_long_to_mend_stays_whole() -> None:

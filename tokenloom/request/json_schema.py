@@ -40,7 +40,7 @@ _NAMING = ("if", "dependentSchemas", "dependencies")
 """Keywords that may name more properties of an object."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MAX_BOUND, _MIN_STEP = 1e18, 1e-9
-_MAX_BASES = 32
+_MAX_BASES = 8
 """Addresses of schemas from which a reference is tried: trying each from each would be quadratic."""
 _MAX_FOLLOWED = 128
 """References that are followed, and written out, to find the objects that a schema admits."""

@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from tokenloom.v1 import types_pb2
 
-from .errors import Internal, RateLimitExceeded, TokenloomError, Unimplemented, tree
+from .errors import ContextLengthExceeded, Internal, RateLimitExceeded, TokenloomError, Unimplemented, tree
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,11 @@ def openai_body(error: BaseException) -> dict[str, dict[str, str | None]]:
     """Return the JSON body of an HTTP error in OpenAI's form."""
     error = of_exception(error)
     code = error.reason.lower()
-    body = {"message": error.message, "type": error.openai_type, "param": error.field, "code": code}
+    message = error.message
+    if isinstance(error, ContextLengthExceeded) and code not in message:
+        # langchain-openai looks for the code in the text of the SDK's error, which is the message alone.
+        message = f"{message} ({code})"
+    body = {"message": message, "type": error.openai_type, "param": error.field, "code": code}
     if isinstance(error, RateLimitExceeded):
         body["limit"] = error.limit
     return {"error": body}

@@ -5,7 +5,9 @@ import os
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import faults
 import openai
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
@@ -62,6 +64,22 @@ def refuses(chat: ChatOpenAI) -> None:
     raise AssertionError("a temperature of -1 was taken")
 
 
+def fail() -> str:
+    def ask(fault: faults.Fault) -> object:
+        own = {"base_url": f"{fault.url}/v1", "model": fault.model_name, "temperature": fault.temperature}
+        return ChatOpenAI(**COMMON | own, timeout=fault.timeout).invoke(fault.text)
+
+    expected = {
+        faults.TOO_LONG: ContextOverflowError,
+        faults.UNKNOWN_MODEL: openai.NotFoundError,
+        faults.BAD_FIELD: openai.BadRequestError,
+        faults.RATE_LIMIT: openai.RateLimitError,
+        faults.NOT_SERVED: openai.InternalServerError,
+        faults.TIMEOUT: openai.APITimeoutError,
+    }
+    return faults.recognised(ask, expected)
+
+
 async def at_once(chat: ChatOpenAI) -> None:
     answers = await chat.abatch([f"What is {number}?" for number in range(4)])
     assert all(answer.content for answer in answers)
@@ -85,7 +103,8 @@ def main() -> None:
     completions = OpenAI(**COMMON, max_tokens=5)
     assert "".join(completions.stream("Once upon")) == completions.invoke("Once upon")
     refuses(ChatOpenAI(**COMMON | {"temperature": -1}))
-    print("invoke, stream, abatch, structured output by schema and by tool, tools, logprobs, completions, errors")
+    done = "invoke, stream, abatch, structured output by schema and by tool, tools, logprobs, completions"
+    print(f"{done}; {fail()}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""litellm: its providers for OpenAI-compatible servers, for vLLM's and for Ollama."""
+"""litellm: its providers for OpenAI-compatible servers, for vLLM's, Anthropic's and Ollama."""
 
 import asyncio
 import json
 import os
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it asks the internet for prices otherwise
+import faults
 import litellm
 
 URL, MODEL = os.environ["TOKENLOOM_URL"] + "/v1", os.environ["TOKENLOOM_MODEL"]
@@ -50,6 +51,38 @@ def of_ollama() -> None:
         raise AssertionError("an unknown model was taken")
 
 
+def fail(provider: str) -> None:
+    """litellm knows no words of a long context for Ollama, and takes Anthropic's ``overloaded_error`` for 500."""
+    path = "/v1" if provider in {"openai", "hosted_vllm"} else ""
+
+    def ask(fault: faults.Fault) -> object:
+        own = {"api_base": fault.url + path, "api_key": "none", "num_retries": 0, "max_retries": 0, "max_tokens": 16}
+        own |= {"temperature": fault.temperature, "timeout": fault.timeout}
+        return litellm.completion(
+            f"{provider}/{fault.model_name}", messages=[{"role": "user", "content": fault.text}], **own
+        )
+
+    away = litellm.InternalServerError if provider == "anthropic" else litellm.ServiceUnavailableError
+    too_long = litellm.BadRequestError if provider.startswith("ollama") else litellm.ContextWindowExceededError
+    expected = {
+        faults.TOO_LONG: too_long,
+        faults.UNKNOWN_MODEL: litellm.NotFoundError,
+        faults.BAD_FIELD: litellm.BadRequestError,
+        faults.RATE_LIMIT: litellm.RateLimitError,
+        faults.NOT_SERVED: away,
+        faults.TIMEOUT: litellm.Timeout,
+    }
+    faults.recognised(ask, expected)
+
+
+def of_anthropic() -> None:
+    own = {"messages": MESSAGES, "api_base": os.environ["TOKENLOOM_URL"], "api_key": "none", "temperature": 0}
+    whole = litellm.completion(f"anthropic/{MODEL}", max_tokens=40, **own)
+    assert whole.choices[0].message.content
+    chunks = litellm.completion(f"anthropic/{MODEL}", max_tokens=40, stream=True, **own)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+
+
 def routed() -> None:
     entry = {"model_name": "ours", "litellm_params": {"model": f"hosted_vllm/{MODEL}", **COMMON}}
     router = litellm.Router([entry])
@@ -64,13 +97,16 @@ def main() -> None:
         assert asyncio.run(streamed(provider)) == whole.choices[0].message.content
         tools(f"{provider}/{MODEL}")
     of_ollama()
+    of_anthropic()
+    for provider in ("openai", "hosted_vllm", "anthropic", "ollama", "ollama_chat"):
+        fail(provider)
     routed()
     text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt="Once upon", **COMMON)
     assert text.choices[0].text
     try:
         litellm.completion(f"openai/{MODEL}", messages=MESSAGES, **{**COMMON, "temperature": -1})
     except litellm.BadRequestError:
-        print("openai/, hosted_vllm/, ollama/, ollama_chat/: whole, streamed, tools; a Router; text_completion; errors")
+        print("openai/, hosted_vllm/, anthropic/, ollama/, ollama_chat/: all kinds of errors; tools; a Router")
         return
     raise AssertionError("a temperature of -1 was taken")
 

@@ -81,6 +81,7 @@ async def test_openais_clients_recognise_a_context_that_is_too_long(
         "invalid_request_error",
     )
     assert f"maximum context length is {N} tokens" in error["message"]
+    assert error["message"].endswith("(context_length_exceeded)")  # langchain-openai reads the message alone
 
 
 async def test_anthropics_clients_recognise_it(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

@@ -11,7 +11,7 @@ from .tool_parser import Words
 START = "[TOOL_CALLS]"
 # Between a name and its arguments, in some versions: an id of the model's own, and a mark.
 _HEAD = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-_CUT_HEAD = re.compile(r"\s*[A-Za-z0-9_.-]{0,64}\s*(?:\[[A-Z_]*(?:\]\s*\w*)?(?:\s*\[[A-Z]*\]?)?\s*)?")
+_CUT_HEAD = re.compile(r"\s*(?:[A-Za-z0-9_.-]{1,64}\s*)?(?:\[[A-Z_]*(?:\]\s*(?:\w+\s*)?(?:\[[A-Z]*(?:\]\s*)?)?)?)?")
 _LONGEST_HEAD = 160
 _ALPHANUMERIC = string.ascii_letters + string.digits
 

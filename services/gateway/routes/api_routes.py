@@ -28,7 +28,7 @@ from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
 from ..openapi import route_table
 from ..openapi.document import document
-from ..openapi.ollama_schemas import OllamaEmbedRequest, OllamaRequest
+from ..openapi.ollama_schemas import OllamaEmbedRequest, OllamaModelRequest, OllamaRequest
 from ..openapi.pooling_schemas import ClassifyRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..openapi.request_schemas import (
     ChatCompletionRequest,
@@ -178,6 +178,7 @@ _BODIES: tuple[type[msgspec.Struct], ...] = (
     ClassifyRequest,
     ScoreRequest,
     RerankRequest,
+    OllamaModelRequest,
 )
 READ_FIELDS = frozenset(
     {

@@ -10,8 +10,9 @@ import numpy as np
 from tokenloom.gguf.gguf_file import GgufFile, read_gguf
 
 from ..files.config_reader import ConfigReader
+from ..supported import GGUF_ARCHITECTURES
 from .blocks import BLOCK_TYPES, PLAIN_TYPES
-from .source import GGUF_ARCHITECTURES, ROPE_FACTORS, has_experts
+from .source import ROPE_FACTORS, has_experts
 
 _LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 """What every Llama from 3.1 on has; its file has only the factors that follow from them."""

@@ -15,15 +15,6 @@ from tokenloom.gguf.gguf_file import GgufFile, GgufTensor, read_gguf
 from ..files.quantized_weight import PackedWeight, QuantizedWeight
 from .blocks import BLOCK_TYPES, PLAIN_TYPES, BlockType, type_error
 
-GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
-"""By ``general.architecture``. Files of Mistral and of Mixtral say llama."""
-
 _WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",

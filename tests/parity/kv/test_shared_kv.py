@@ -31,7 +31,7 @@ def test_gemma_3n_keeps_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     worker = engine.core.executor._worker
     assert isinstance(worker, ModelWorker)
     assert sorted(layer for group in worker._pool_layers.groups for layer in group.layers) == [0, 1, 2]
-    caches = worker._require_runner()._kv_caches
+    caches = worker._require_runner().kv_caches
     owners = [next(first for first, other in enumerate(caches) if other is cache) for cache in caches]
     assert owners == [0, 1, 2, 1, 2, 1]
     separate = Engine(path, num_blocks=60, budget=32, max_model_len=120, groups=False)

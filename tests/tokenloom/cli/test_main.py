@@ -111,3 +111,9 @@ def test_every_command_has_a_summary_in_the_help() -> None:
 def test_the_command_starts_without_torch() -> None:
     code = "import sys, tokenloom.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_supervisor_has_no_torch() -> None:
+    """It forks its parts where it has one thread, so that what it has loaded is in each of them."""
+    code = "import sys, tokenloom.cli.serve.serving; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

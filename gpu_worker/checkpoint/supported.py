@@ -141,12 +141,3 @@ DECODERS: dict[str, DecoderTraits] = {
     "qwen3_moe": DecoderTraits(qk_norm="head", head_size=128, may_have_attention_bias=True),
 }
 """The families that ``models.decoder`` computes."""
-
-GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
-"""By ``general.architecture``. Files of Mistral and of Mixtral say llama."""

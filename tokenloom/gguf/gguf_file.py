@@ -20,6 +20,15 @@ _STRING, _ARRAY = 8, 9
 _NUMBERS = {kind: code for kind, code in enumerate("BbHhIif?  Qqd") if code != " "}
 """The format's types of numbers by their id, as codes of ``struct``."""
 
+GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+"""The classes that are read from GGUF files, by ``general.architecture``. Files of Mistral and of Mixtral say llama."""
+
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tokenloom.gguf.gguf_file import is_gguf, read_gguf
+from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES, is_gguf, read_gguf
 from tokenloom.gpu_worker.checkpoint.files.config_reader import is_pickled, weight_files
-from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, BUILT_IN, GGUF_ARCHITECTURES, QUANTIZATION_METHODS
+from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, BUILT_IN, QUANTIZATION_METHODS
 from tokenloom.model_files.tokenizer_json import has_byte_level_files
 
 from .model_place import check_place

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tokenloom.gguf.gguf_file import GgufFile, read_gguf
+from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES, GgufFile, read_gguf
 
 from ..files.config_reader import ConfigReader
-from ..supported import GGUF_ARCHITECTURES
 from .blocks import BLOCK_TYPES, PLAIN_TYPES
 from .source import ROPE_FACTORS, has_experts
 

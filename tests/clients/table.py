@@ -1,6 +1,6 @@
 """Which clients there are: what each needs installed, and the command that runs it.
 
-A script under ``scripts/`` is told by its environment where the mesh is: ``TOKENLOOM_URL`` (HTTP, without a path),
+A script under ``scripts/`` reads from its environment where the mesh is: ``TOKENLOOM_URL`` (HTTP, without a path),
 ``TOKENLOOM_GRPC`` (host:port), ``TOKENLOOM_MODEL``, ``TOKENLOOM_CHECKPOINT`` (the model's directory),
 ``TOKENLOOM_PYTHON`` (one with transformers), ``TOKENLOOM_ADMIN_KEY`` and ``OUT``, a folder of its own, where it runs.
 ``SCRIPTED_URL`` and ``SCRIPTED_MODEL`` are those of a scripted model, which finishes tasks; ``SCRIPTED_WORDS`` is what

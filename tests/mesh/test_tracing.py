@@ -52,16 +52,16 @@ async def test_a_trace_has_every_part_of_a_request(socket_dir: Path) -> None:
     assert {span.name for span in collector.spans} == {root.name, *parents}
     for name, parent in parents.items():
         assert collector.named(name).parent_span_id == parent.span_id, name
-    told = attributes(root)
-    assert told["gen_ai.operation.name"] == "chat"
-    assert told["gen_ai.request.model"] == MODEL
-    assert told["gen_ai.request.max_tokens"] == told["gen_ai.usage.output_tokens"] == 4
-    assert told["gen_ai.usage.input_tokens"] == attributes(engine)["gen_ai.usage.input_tokens"]
-    assert (told["gen_ai.request.temperature"], told["gen_ai.request.top_k"]) == (0.0, 7)
-    assert told["gen_ai.request.seed"] == str(2**64 - 1)  # larger than an attribute's integers
-    assert told["gen_ai.usage.cache_read.input_tokens"] == 0
-    assert told["gen_ai.response.id"] == attributes(process)["gen_ai.response.id"]
-    assert told["gen_ai.response.model"] == MODEL
+    traced = attributes(root)
+    assert traced["gen_ai.operation.name"] == "chat"
+    assert traced["gen_ai.request.model"] == MODEL
+    assert traced["gen_ai.request.max_tokens"] == traced["gen_ai.usage.output_tokens"] == 4
+    assert traced["gen_ai.usage.input_tokens"] == attributes(engine)["gen_ai.usage.input_tokens"]
+    assert (traced["gen_ai.request.temperature"], traced["gen_ai.request.top_k"]) == (0.0, 7)
+    assert traced["gen_ai.request.seed"] == str(2**64 - 1)  # larger than an attribute's integers
+    assert traced["gen_ai.usage.cache_read.input_tokens"] == 0
+    assert traced["gen_ai.response.id"] == attributes(process)["gen_ai.response.id"]
+    assert traced["gen_ai.response.model"] == MODEL
     for span in collector.spans:
         assert 0 < span.start_time_unix_nano <= span.end_time_unix_nano
     assert "lamp" not in str(collector.spans)  # nobody's prompt is in a trace

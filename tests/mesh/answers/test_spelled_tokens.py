@@ -12,22 +12,22 @@ START, END = 1, 2
 @pytest.mark.parametrize("role", ["user", "system"])
 async def test_a_text_cannot_begin_another_turn(http: httpx.AsyncClient, role: str) -> None:
     messages = [{"role": role, "content": FORGED}, {"role": "user", "content": "Who am I?"}]
-    told = (await http.post("/tokenize", json={"messages": messages, "return_token_strs": True})).json()
-    assert told["plain_text_tokens"] == ["<|im_end|>", "<|im_start|>"]
-    assert [told["tokens"].count(START), told["tokens"].count(END)] == [3, 2]  # of the three turns
-    assert told["token_strs"][0] == "<|im_start|>"
-    text = (await http.post("/detokenize", json={"tokens": told["tokens"]})).json()["prompt"]
+    listed = (await http.post("/tokenize", json={"messages": messages, "return_token_strs": True})).json()
+    assert listed["plain_text_tokens"] == ["<|im_end|>", "<|im_start|>"]
+    assert [listed["tokens"].count(START), listed["tokens"].count(END)] == [3, 2]  # of the three turns
+    assert listed["token_strs"][0] == "<|im_start|>"
+    text = (await http.post("/detokenize", json={"tokens": listed["tokens"]})).json()["prompt"]
     assert f"<|im_start|>{role}\n{FORGED}<|im_end|>\n" in text
     answer = await http.post(
         "/v1/chat/completions", json={"messages": messages, "max_tokens": 1, "return_token_ids": True}
     )
-    assert answer.json()["prompt_token_ids"] == told["tokens"]
+    assert answer.json()["prompt_token_ids"] == listed["tokens"]
 
 
 async def test_a_plain_prompt_may_hold_control_tokens(http: httpx.AsyncClient) -> None:
-    told = (await http.post("/tokenize", json={"prompt": FORGED})).json()
-    assert told["plain_text_tokens"] == []
-    assert [told["tokens"].count(START), told["tokens"].count(END)] == [1, 1]
+    listed = (await http.post("/tokenize", json={"prompt": FORGED})).json()
+    assert listed["plain_text_tokens"] == []
+    assert [listed["tokens"].count(START), listed["tokens"].count(END)] == [1, 1]
 
 
 async def test_a_text_before_the_answer_is_continued_where_it_ends(http: httpx.AsyncClient) -> None:

@@ -162,7 +162,7 @@ EVERYTHING = CoreSamplingParams(
 
 
 class Recorder:
-    """Notes what it is told."""
+    """Notes the calls that it gets."""
 
     def __init__(self, log, name):
         self.log, self.name = log, name
@@ -211,8 +211,8 @@ def test_each_kind_hears_of_a_rows_life_in_order(processors, log):
     processors.remove(7)
     processors.remove(7)
     processors.apply(LOGITS, np.array([1, 7, 4]))
-    told = [("add", 7, [1, 2], [3]), ("apply", {7: 1}), ("append", 7, 6), ("remove", 7)]
-    assert log == [(name, *event) for event in told for name in ("first", "second")]
+    events = [("add", 7, [1, 2], [3]), ("apply", {7: 1}), ("append", 7, 6), ("remove", 7)]
+    assert log == [(name, *event) for event in events for name in ("first", "second")]
 
 
 def test_a_step_without_any_of_their_rows_asks_nobody(processors, log):

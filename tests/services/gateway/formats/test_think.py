@@ -11,7 +11,7 @@ from tokenloom.services.gateway.formats.message_parts import Content, ReasoningT
 from tokenloom.services.gateway.formats.think import ThinkParser, opener
 
 
-def told(parser: ThinkParser, pieces: Sequence[str]) -> tuple[str, str]:
+def said(parser: ThinkParser, pieces: Sequence[str]) -> tuple[str, str]:
     """Reasoning and content."""
     parts: list[TextPart] = []
     for piece in pieces:
@@ -37,8 +37,8 @@ def told(parser: ThinkParser, pieces: Sequence[str]) -> tuple[str, str]:
     ],
 )
 def test_examples(inside: bool, text: str, expected: tuple[str, str]) -> None:
-    assert told(ThinkParser(inside=inside), [text]) == expected
-    assert told(ThinkParser(inside=inside), list(text)) == expected
+    assert said(ThinkParser(inside=inside), [text]) == expected
+    assert said(ThinkParser(inside=inside), list(text)) == expected
 
 
 @given(
@@ -47,15 +47,15 @@ def test_examples(inside: bool, text: str, expected: tuple[str, str]) -> None:
 )
 def test_pieces_do_not_matter(inside: bool, pieces: list[str]) -> None:
     text = "".join(pieces)
-    whole = told(ThinkParser(inside=inside), [text])
-    assert told(ThinkParser(inside=inside), pieces) == whole
-    assert told(ThinkParser(inside=inside), list(text)) == whole
+    whole = said(ThinkParser(inside=inside), [text])
+    assert said(ThinkParser(inside=inside), pieces) == whole
+    assert said(ThinkParser(inside=inside), list(text)) == whole
 
 
 def test_names() -> None:
-    assert told(opener(FORMATS["deepseek_r1"])(False), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
-    assert told(opener(FORMATS["qwen3"])(True), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
-    assert told(opener(FORMATS["qwen3"])(False), ["Yes."]) == ("", "Yes.")
+    assert said(opener(FORMATS["deepseek_r1"])(False), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
+    assert said(opener(FORMATS["qwen3"])(True), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
+    assert said(opener(FORMATS["qwen3"])(False), ["Yes."]) == ("", "Yes.")
 
 
 def test_what_is_held_does_not_depend_on_the_pieces() -> None:

@@ -25,7 +25,7 @@ def parser_of(name: str) -> ToolParser:
     return NamedCall("f") if name == "named" else FORMATS[name].open(NAMES)
 
 
-def told(parser: ToolParser, pieces: Sequence[str]) -> Told:
+def parsed(parser: ToolParser, pieces: Sequence[str]) -> Told:
     parts: list[ToolPart] = []
     for piece in pieces:
         parts += parser.feed(piece)
@@ -104,8 +104,8 @@ EXAMPLES: list[tuple[str, str, Told]] = [
 
 @pytest.mark.parametrize(("name", "text", "expected"), EXAMPLES)
 def test_calls_and_text(name: str, text: str, expected: Told) -> None:
-    assert told(parser_of(name), [text]) == expected
-    assert told(parser_of(name), list(text)) == expected
+    assert parsed(parser_of(name), [text]) == expected
+    assert parsed(parser_of(name), list(text)) == expected
 
 
 values = st.recursive(
@@ -151,7 +151,7 @@ def cut_outputs(draw: st.DrawFn) -> tuple[str, list[str]]:
 @given(cut=cut_outputs())
 def test_pieces_do_not_matter(name: str, cut: tuple[str, list[str]]) -> None:
     text, pieces = cut
-    assert told(parser_of(name), pieces) == told(parser_of(name), [text])
+    assert parsed(parser_of(name), pieces) == parsed(parser_of(name), [text])
 
 
 @settings(max_examples=50)
@@ -164,7 +164,7 @@ def test_the_calls_written_are_the_calls_found(calls: list[str]) -> None:
         "required": f"[{', '.join(calls)}]",
     }
     for name, text in written.items():
-        words, found = told(parser_of(name), [text])
+        words, found = parsed(parser_of(name), [text])
         assert not words
         assert [(each, json.loads(arguments)) for each, arguments in found] == [
             (call["name"], call.get("arguments", call.get("parameters"))) for call in map(json.loads, calls)
@@ -175,7 +175,7 @@ def test_the_calls_written_are_the_calls_found(calls: list[str]) -> None:
 @settings(max_examples=50)
 @given(text=st.text())
 def test_text_without_calls_stays_as_it_is(name: str, text: str) -> None:
-    assert told(parser_of(name), list(text)) == (text, [])
+    assert parsed(parser_of(name), list(text)) == (text, [])
 
 
 def test_arguments_come_as_they_are_written() -> None:

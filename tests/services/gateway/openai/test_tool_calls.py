@@ -166,7 +166,7 @@ async def test_the_parser_is_chosen_by_the_template(socket_dir: Path) -> None:
 
 async def test_bad_tools_are_refused(socket_dir: Path) -> None:
     async with gateway(socket_dir, tool_call_parser="none") as (mesh, http):
-        response = await post(http, tools=TOOLS)  # nobody could read the calls
+        response = await post(http, tools=TOOLS)  # the gateway has no parser that could read the calls
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "tool_choice"
         assert mesh.outputs.requests.empty()

@@ -111,19 +111,19 @@ async def test_cancelling_a_call_ends_its_reader(socket_dir: Path) -> None:
         await call.write(b"a")
         assert await call.read() == b"a"
         reading = asyncio.create_task(call.read())
-        told: list[Any] = []
-        call.add_done_callback(told.append)
+        notified: list[Any] = []
+        call.add_done_callback(notified.append)
         await asyncio.sleep(0)
         assert call.cancel()
         assert not call.cancel()
-        assert (call.done(), told) == (True, [call])
+        assert (call.done(), notified) == (True, [call])
         with pytest.raises(asyncio.CancelledError):
             await reading
         with pytest.raises(asyncio.CancelledError):
             await call.read()
         assert (await end_of(call)).code() is grpc.StatusCode.CANCELLED
-        call.add_done_callback(told.append)
-        assert told == [call, call]
+        call.add_done_callback(notified.append)
+        assert notified == [call, call]
 
 
 async def test_a_call_cancelled_before_it_is_connected(socket_dir: Path) -> None:

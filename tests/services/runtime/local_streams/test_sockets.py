@@ -40,7 +40,7 @@ def test_a_killed_process_makes_room(socket_dir: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert os.path.exists(path)
     assert connect(path) is None
-    with unix_socket.listen(path, 1), connect(path) or pytest.fail("nobody listens"):
+    with unix_socket.listen(path, 1), connect(path) or pytest.fail("no socket listens"):
         pass
 
 
@@ -57,7 +57,7 @@ def test_a_full_queue_counts_as_no_listener(socket_dir: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(0)
-        with connect(path) or pytest.fail("nobody listens"):
+        with connect(path) or pytest.fail("no socket listens"):
             assert connect(path) is None
 
 

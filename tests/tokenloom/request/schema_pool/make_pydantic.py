@@ -32,7 +32,7 @@ class Level(enum.IntEnum):
 
 
 class Address(BaseModel):
-    """Where somebody lives."""
+    """A postal address."""
 
     street: str = Field(max_length=80)
     city: str

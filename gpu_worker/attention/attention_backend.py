@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
@@ -37,6 +38,9 @@ class ScoreRule:
 
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
+
+FP8_KV = torch.float8_e4m3fn
+"""The dtype of a KV cache of 8-bit floats."""
 
 KVCache = Tensor
 """Holds one layer's keys and values, [2, num_blocks, num_kv_heads, block_size, cache_head_size] ("HND"). What lies

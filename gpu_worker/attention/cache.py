@@ -16,8 +16,8 @@ from torch import Tensor
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 
-from ..checkpoint.model_config import FP8_KV, SCALE_BYTES, ModelConfig
-from .attention_backend import KVCache
+from ..checkpoint.model_config import SCALE_BYTES, ModelConfig
+from .attention_backend import FP8_KV, KVCache
 
 _LARGEST_FP8 = torch.finfo(FP8_KV).max
 _LARGEST_INT8 = 127.0

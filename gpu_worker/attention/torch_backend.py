@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.model_config import FP8_KV, ModelConfig
-from .attention_backend import IntArray, KVCache, ScoreRule
+from ..checkpoint.model_config import ModelConfig
+from .attention_backend import FP8_KV, IntArray, KVCache, ScoreRule
 from .cache import LocalBackend, as_bytes, elements, padded, write_slots, zero_scales
 
 

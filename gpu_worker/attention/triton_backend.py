@@ -7,13 +7,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_config import FP8_KV, ModelConfig
+from ..checkpoint.model_config import ModelConfig
 from ..device.device_link import copy_packed
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.triton.kv_cache import write_kv
 from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.paged_attention import attend, merge_splits
-from .attention_backend import AttentionPlan, IntArray, KVCache, ScoreRule
+from .attention_backend import FP8_KV, AttentionPlan, IntArray, KVCache, ScoreRule
 from .cache import LocalBackend, token_rows
 
 _PROGRAMS = 264

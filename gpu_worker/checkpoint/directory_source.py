@@ -1,7 +1,7 @@
 """Reads the weights of a checkpoint directory, whichever format its files have: one file or several, of safetensors or
 of PyTorch."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from .files.config_reader import is_pickled, weight_files
 from .files.quantized_weight import PackedWeight
-from .quantization.scheme import Found, Scheme
-
-_STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+from .quantization.awq import find_awq
+from .quantization.compressed_tensors import find_compressed
+from .quantization.entries import Awq, CompressedTensors, Fp8, Gptq, Scheme
+from .quantization.fp8 import find_fp8
+from .quantization.gptq import find_gptq
+from .quantization.scheme import Found, TensorFiles
 
 
 class SafetensorsFiles:
@@ -39,10 +42,6 @@ class SafetensorsFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        dtype = str(self._files[name].get_slice(name).get_dtype())
-        return _STORED_DTYPES.get(dtype, dtype)
 
     def read(self, name: str) -> Tensor:
         file = self._files[name]
@@ -81,9 +80,6 @@ class PytorchFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
-    def dtype(self, name: str) -> str:
-        return str(self._tensors[name].dtype).removeprefix("torch.")
-
     def read(self, name: str) -> Tensor:
         return self._tensors[name].detach()
 
@@ -109,7 +105,13 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     return values
 
 
-_FLOATING = ("float32", "bfloat16", "float16", "float64")
+_FIND: dict[type[Scheme], Callable[[Any, TensorFiles], Mapping[str, Found]]] = {
+    Gptq: find_gptq,
+    Awq: find_awq,
+    CompressedTensors: find_compressed,
+    Fp8: find_fp8,
+}
+"""By the entries of a method: what finds its weights."""
 
 
 class DirectorySource:
@@ -119,7 +121,7 @@ class DirectorySource:
 
     def __init__(self, directory: Path, scheme: Scheme | None) -> None:
         self._files = _open(weight_files(directory))
-        self._found: Mapping[str, Found] = scheme.find(self._files) if scheme else {}
+        self._found: Mapping[str, Found] = _FIND[type(scheme)](scheme, self._files) if scheme else {}
         parts = {part for found in self._found.values() for part in found.parts}
         self.names = frozenset(self._files.names).difference(parts) | self._found.keys()
 
@@ -132,16 +134,6 @@ class DirectorySource:
 
     def close(self) -> None:
         self._files.close()
-
-
-def stored_dtype(directory: Path) -> str:
-    """Return the name of the first floating-point tensor's dtype, for a configuration that declares none."""
-    files = _open(weight_files(directory)[:1])
-    try:
-        stored = [files.dtype(name) for name in sorted(files.names)]
-    finally:
-        files.close()
-    return next((dtype for dtype in stored if dtype in _FLOATING), stored[0])
 
 
 def _open(paths: Collection[Path]) -> SafetensorsFiles | PytorchFiles:

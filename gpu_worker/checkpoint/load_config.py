@@ -1,27 +1,23 @@
 """Reads the configuration of a checkpoint by its family. Absent entries take the defaults of the family's class in
-transformers."""
+transformers. Nothing here imports torch: the checks before a start read the same."""
 
-from collections.abc import Callable
+import struct
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
+from typing import NamedTuple, get_args
 
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from .directory_source import stored_dtype
-from .files.config_reader import ConfigReader
+from .files.config_reader import ConfigReader, stored_dtype
 from .gguf.config import gguf_config
 from .layer_kinds import read_experts, read_ropes, read_windows
-from .model_config import QUANTIZATIONS, ModelConfig, OPTSwitches
-from .quantization import awq, compressed_tensors, fp8, gptq
-from .quantization.scheme import Scheme
+from .model_config import QUANTIZATIONS, DtypeName, ModelConfig, OPTSwitches
+from .quantization.entries import read_scheme
 from .rope_config import LongRopeScaling, RopeConfig, YarnScaling
 from .supported import ACTIVATION_NAMES, ARCHITECTURES, CLASSIFIERS, DECODERS, Family
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES: dict[str, DtypeName] = {name: name for name in get_args(DtypeName)}
 
 
 def load_model_config(
@@ -29,30 +25,37 @@ def load_model_config(
 ) -> ModelConfig:
     """Read the configuration of the checkpoint ``path``, a directory or a GGUF file.
 
-    ``dtype`` is ``auto`` (the checkpoint's own, or bfloat16 with a warning if that is float16), ``float32`` or
+    ``dtype`` is ``auto`` (the checkpoint's own, or bfloat16 if that is float16), ``float32`` or
     ``bfloat16``; ``quantization`` is None or one of ``QUANTIZATIONS``. ``max_model_len`` is the longest request that
     the engine's options allow, None if they state none: a model with long rope rotates by it. Raises ``ValueError``
     naming what is wrong or not supported in the configuration.
     """
     reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
     family, has_class_head = _family(reader)
-    torch_dtype = _dtype(reader, path, dtype)
+    computed_in = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)
     if family in ("gpt2", "opt"):
-        config = _read_learned_positions(reader, family, torch_dtype)
+        config = _read_learned_positions(reader, family, computed_in)
     else:
-        config = _read_decoder(reader, family, torch_dtype, max_model_len)
+        config = _read_decoder(reader, family, computed_in, max_model_len)
     reader.refuse_rest()
     check_quantization(quantization)
     return replace(config, quantization=quantization, scheme=scheme, has_class_head=has_class_head)
 
 
-def read_dtype(path: Path, dtype: str) -> torch.dtype:
+def read_dtype(path: Path, dtype: str) -> DtypeName:
     """Return the dtype in which to compute a checkpoint directory; ``dtype`` is that of :func:`load_model_config`.
 
     Raises ``ValueError``.
     """
     return _dtype(ConfigReader.open(path), path, dtype)
+
+
+def num_classes(path: Path) -> int:
+    """Return how many classes the configuration of a checkpoint directory names. Raises ``ValueError``."""
+    reader = ConfigReader.open(path)
+    names, count = reader.take("id2label"), reader.take("num_labels")
+    return len(names) if names else int(count or 2)
 
 
 def check_quantization(quantization: str | None) -> None:
@@ -74,18 +77,13 @@ def _family(reader: ConfigReader) -> tuple[Family, bool]:
     return ARCHITECTURES[names[0]], False
 
 
-def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
+def _dtype(reader: ConfigReader, path: Path, dtype: str) -> DtypeName:
     if dtype == "auto":
-        declared = reader.take("dtype") or reader.take("torch_dtype") or stored_dtype(path)
+        declared = _declared_dtype(reader, path)
         # vLLM serves such a checkpoint in float16, which no kernel here computes on a CPU. bfloat16 loses 3 of the 10
         # bits of fraction; as its range is wider, no value overflows.
         if declared == "float16":
-            OF_PROCESS.begin(
-                "less_precision",
-                "the checkpoint is float16, which no kernel of a CPU computes: it is served as bfloat16, with 3 bits "
-                "less; dtype float32 keeps all of it, in twice the memory, and so does float16 on a GPU",
-            )
-            return torch.bfloat16
+            return "bfloat16"
         if declared not in _DTYPES:
             raise ValueError(f"the checkpoint's dtype {declared} is not supported: choose dtype float32 or bfloat16")
         return _DTYPES[declared]
@@ -94,9 +92,22 @@ def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def _read_decoder(
-    reader: ConfigReader, family: Family, dtype: torch.dtype, wanted_model_len: int | None
-) -> ModelConfig:
+def _declared_dtype(reader: ConfigReader, path: Path) -> str:
+    return str(reader.take("dtype") or reader.take("torch_dtype") or stored_dtype(path))
+
+
+def note_precision(path: Path, dtype: str) -> None:
+    """Report the fall-back of a directory or GGUF file that is computed with less precision than its numbers have."""
+    reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
+    if dtype == "auto" and _declared_dtype(reader, path) == "float16":
+        OF_PROCESS.begin(
+            "less_precision",
+            "the checkpoint is float16, which no kernel of a CPU computes: it is served as bfloat16, with 3 bits "
+            "less; dtype float32 keeps all of it, in twice the memory, and so does float16 on a GPU",
+        )
+
+
+def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted_model_len: int | None) -> ModelConfig:
     """Read Llama and its relatives."""
     traits = DECODERS[family]
     hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
@@ -113,7 +124,7 @@ def _read_decoder(
     qkv_bias = traits.has_qkv_bias and (family != "qwen2_moe" or reader.take_bool("qkv_bias", True))
     config = ModelConfig(
         family=family,
-        dtype=dtype,
+        dtype_name=dtype,
         vocab_size=reader.take_int("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=reader.take_int("intermediate_size"),
@@ -150,8 +161,18 @@ def _add_gemma(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
         attention_scales=(scale,) * config.num_layers,
         attention_softcap=attention_softcap,
         logit_softcap=_optional_float(reader, "final_logit_softcapping", default),
-        embedding_scale=float(torch.tensor(config.hidden_size**0.5).to(config.dtype)),
+        embedding_scale=_rounded(config.hidden_size**0.5, config.dtype_name),
     )
+
+
+def _rounded(value: float, dtype: DtypeName) -> float:
+    """Return the number of ``dtype`` that is nearest to a positive float32, ties to even."""
+    if dtype != "bfloat16":
+        code = "<f" if dtype == "float32" else "<e"
+        return float(struct.unpack(code, struct.pack(code, value))[0])
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    bits += 0x7FFF + (bits >> 16 & 1)
+    return float(struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))[0])
 
 
 def _optional_float(reader: ConfigReader, name: str, default: float | None) -> float | None:
@@ -177,7 +198,7 @@ _NAMES = {
 }
 
 
-def _read_learned_positions(reader: ConfigReader, family: Family, dtype: torch.dtype) -> ModelConfig:
+def _read_learned_positions(reader: ConfigReader, family: Family, dtype: DtypeName) -> ModelConfig:
     """Read GPT-2 or OPT."""
     names, is_opt = _NAMES[family], family == "opt"
     hidden_size, num_heads = reader.take_int(names.hidden), reader.take_int(names.heads)
@@ -192,7 +213,7 @@ def _read_learned_positions(reader: ConfigReader, family: Family, dtype: torch.d
         by_layer = reader.take_bool("scale_attn_by_inverse_layer_idx", False)
     return ModelConfig(
         family=family,
-        dtype=dtype,
+        dtype_name=dtype,
         vocab_size=reader.take_int("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=reader.take_int(names.inner, None if is_opt else 4 * hidden_size),
@@ -238,34 +259,3 @@ def _max_model_len(max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
         return min(each.original_max_position for each in scalings if isinstance(each, LongRopeScaling))
     yarn = [each for each in scalings if isinstance(each, YarnScaling)]
     return max([max_position, *(int(each.original_max_position * each.factor) for each in yarn)])
-
-
-_ENTRY = "quantization_config"
-
-METHODS: dict[str, tuple[Callable[[ConfigReader], Scheme], frozenset[str]]] = {
-    "gptq": (gptq.read_gptq, gptq.HARMLESS),
-    "awq": (awq.read_awq, awq.HARMLESS),
-    "compressed-tensors": (compressed_tensors.read_compressed_tensors, compressed_tensors.HARMLESS),
-    "fp8": (fp8.read_fp8, fp8.HARMLESS),
-}
-"""By ``quant_method``: what reads the other entries, and the entries that change nothing."""
-
-
-def read_scheme(reader: ConfigReader) -> Scheme | None:
-    """Return how the checkpoint's weights are quantized; None: they are not.
-
-    Raises ``ValueError`` naming a method or an entry that is not supported.
-    """
-    method_reader = reader.take_object(_ENTRY)
-    if method_reader is None:
-        return None
-    method = method_reader.take("quant_method")
-    if method not in METHODS:
-        wanted = f"is not supported: must be one of {', '.join(METHODS)}; an unquantized or GGUF checkpoint also loads"
-        raise method_reader.error("quant_method", wanted)
-    read, harmless = METHODS[method]
-    entries = reader.take_object(_ENTRY, harmless | {"quant_method"})
-    assert entries is not None
-    scheme = read(entries)
-    entries.refuse_rest()
-    return scheme

@@ -1,15 +1,29 @@
-"""Describes a model: its shapes and switches, as a checkpoint's configuration states them."""
+"""Describes a model: its shapes and switches, as a checkpoint's configuration states them. It imports torch only where
+a dtype is asked for, so that checks before a start read what the engine reads."""
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from tokenloom.engine_core.data.config import KVCacheDtype
 
 from ..parallel.sharding import WHOLE, Shard
-from .quantization.scheme import Scheme
+from .quantization.entries import Scheme
 from .rope_config import LongRopeScaling, RopeConfig
 from .supported import DECODERS, DecoderTraits, Family
+
+if TYPE_CHECKING:
+    import torch
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+"""The dtypes in which models are computed."""
+
+
+def as_torch(name: str) -> "torch.dtype":
+    """Return PyTorch's dtype of this name."""
+    import torch  # imported here: it takes seconds and 200 MB, which the checks before a start do not need
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +66,6 @@ class ExpertSwitches:
 
 _HEAD_STEP = 16
 
-FP8_KV = torch.float8_e4m3fn
-"""The dtype of a KV cache of 8-bit floats."""
 SCALE_BYTES = 4
 """The size of the scale, a float32, of a token's keys or values in one head of an int8 KV cache."""
 
@@ -73,7 +85,7 @@ class ModelConfig:
     """Holds the shapes and switches of one decoder-only model."""
 
     family: Family
-    dtype: torch.dtype
+    dtype_name: DtypeName
     """The dtype of weights, activations and, unless ``kv_cache_dtype`` says otherwise, the KV cache."""
     vocab_size: int
     hidden_size: int
@@ -146,9 +158,14 @@ class ModelConfig:
         return -(-self.head_size // _HEAD_STEP) * _HEAD_STEP
 
     @property
-    def kv_dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
+        """Return the dtype of :attr:`dtype_name`."""
+        return as_torch(self.dtype_name)
+
+    @property
+    def kv_dtype(self) -> "torch.dtype":
         """Return the dtype of the KV cache."""
-        return {"auto": self.dtype, "int8": torch.int8, "fp8": FP8_KV}[self.kv_cache_dtype]
+        return as_torch({"auto": self.dtype_name, "int8": "int8", "fp8": "float8_e4m3fn"}[self.kv_cache_dtype])
 
     @property
     def kv_row_bytes(self) -> int:
@@ -165,7 +182,3 @@ class ModelConfig:
     def has_long_rope(self) -> bool:
         """Return whether heads are rotated for a context beyond that of the training."""
         return any(isinstance(rope.scaling, LongRopeScaling) and rope.scaling.is_long for rope in self.ropes)
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")

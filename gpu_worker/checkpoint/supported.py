@@ -71,9 +71,6 @@ BUILT_IN = frozenset((*ARCHITECTURES, *CLASSIFIERS, *ENCODERS))
 ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 """Names the activation functions, as checkpoints do; ``layers.activation.ACTIVATIONS`` computes them."""
 
-QUANTIZATION_METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
-"""The values of ``quant_method`` that are read."""
-
 
 NormOrder = Literal["before", "after", "around"]
 """Where a layer normalizes: the input of attention and of the MLP, their result, or both."""

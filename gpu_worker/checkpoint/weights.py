@@ -13,12 +13,12 @@ from tokenloom.gguf.gguf_file import is_gguf
 
 from ..device.memory import forget_mapped, return_freed
 from ..parallel.ranks import ONLY_RANK, Ranks
-from ..parallel.sharding import Dimension, length, take_part, total
+from ..parallel.sharding import Dimension, length, total
 from .directory_source import DirectorySource
 from .files.config_reader import weight_files
 from .files.quantized_weight import PackedWeight, fill_rows
 from .gguf.source import GgufSource
-from .quantization.scheme import Scheme
+from .quantization.entries import Scheme
 
 
 class Linear(Protocol):
@@ -174,6 +174,16 @@ class Checkpoint:
             raise ValueError(f"{name} is stored as {stored.dtype} without a scale: the checkpoint lacks a tensor")
         self._taken.add(name)
         return stored
+
+
+def take_part(whole: Tensor, shape: Sequence[Dimension]) -> Tensor:
+    """Return this rank's part of a tensor of a checkpoint: a view of whole rows, otherwise a contiguous copy."""
+    part = whole
+    for number, dimension in enumerate(shape):
+        if not isinstance(dimension, int):
+            runs = [part.narrow(number, first, end - first) for first, end in dimension.ranges]
+            part = (runs[0] if len(runs) == 1 else torch.cat(runs, number)).contiguous()
+    return part
 
 
 def _open(path: Path, scheme: Scheme | None) -> WeightSource:

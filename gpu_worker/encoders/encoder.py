@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoint.load_config import note_precision
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
 from ..layers.linear import load_linear
@@ -191,6 +192,7 @@ def load_encoder(
 
     Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
     """
+    note_precision(path, dtype)
     config = read_encoder_config(path, dtype)
     device = device or torch.device("cpu")
     with Checkpoint(path, config.dtype, device) as checkpoint:

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.files.config_reader import ConfigReader
-from ..checkpoint.load_config import read_dtype
+from ..checkpoint.load_config import num_classes, read_dtype
+from ..checkpoint.model_config import DtypeName, as_torch
 from ..checkpoint.rope_config import RopeConfig, read_rope_by_kind
-from ..checkpoint.supported import CLASS_HEAD, ENCODERS, EncoderFamily
-from ..layers.activation import ACTIVATIONS
-from ..pooling.class_head import num_classes
+from ..checkpoint.supported import ACTIVATION_NAMES, CLASS_HEAD, ENCODERS, EncoderFamily
+
+if TYPE_CHECKING:
+    import torch
 
 _SLIDING = "sliding_attention"
 _HARMLESS = """attention_probs_dropout_prob hidden_dropout_prob classifier_dropout attention_dropout embedding_dropout
@@ -25,7 +25,7 @@ class EncoderConfig:
     """Holds the shapes and switches of one encoder."""
 
     family: EncoderFamily
-    dtype: torch.dtype
+    dtype_name: DtypeName
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -52,6 +52,11 @@ class EncoderConfig:
     head_pools_mean: bool = False
 
     @property
+    def dtype(self) -> "torch.dtype":
+        """Return the dtype of :attr:`dtype_name`."""
+        return as_torch(self.dtype_name)
+
+    @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads
 
@@ -63,7 +68,7 @@ def read_encoder_config(path: Path, dtype: str = "auto") -> EncoderConfig:
     family = ENCODERS[architecture]
     shared: dict[str, Any] = {
         "family": family,
-        "dtype": read_dtype(path, dtype),
+        "dtype_name": read_dtype(path, dtype),
         "vocab_size": reader.take_int("vocab_size"),
         "hidden_size": reader.take_int("hidden_size"),
         "intermediate_size": reader.take_int("intermediate_size"),
@@ -122,6 +127,6 @@ def _modernbert_entries(reader: ConfigReader, shared: dict[str, Any]) -> dict[st
 
 def _activation(reader: ConfigReader, name: str) -> str:
     activation = reader.take(name) or "gelu"
-    if activation not in ACTIVATIONS:
-        raise reader.unsupported(name, f"is not supported: must be one of {', '.join(ACTIVATIONS)}")
+    if activation not in ACTIVATION_NAMES:
+        raise reader.unsupported(name, f"is not supported: must be one of {', '.join(ACTIVATION_NAMES)}")
     return str(activation)

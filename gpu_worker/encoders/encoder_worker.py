@@ -72,7 +72,7 @@ class EncoderWorker:
         assert self._pooler is not None
         config, head = self._model.config, self._model.head
         self._offered = _Offered(config, self._pooler.info, head and replace(head, projections=()))
-        device, dtype = self._platform.device.type, str(config.dtype).removeprefix("torch.")
+        device, dtype = self._platform.device.type, config.dtype_name
         numerics = (device, dtype, self._config.worker.quantization, "encoder", f"torch-{torch.__version__}")
         return ModelInfo(
             vocab_size=config.vocab_size,

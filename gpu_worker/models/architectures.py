@@ -12,9 +12,9 @@ from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..checkpoint.dummy_source import DummySource
 from ..checkpoint.files.config_reader import UnsupportedError, read_architecture
-from ..checkpoint.load_config import check_quantization, load_model_config, read_dtype
+from ..checkpoint.load_config import check_quantization, load_model_config, note_precision, read_dtype
 from ..checkpoint.local_config import local_config
-from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.model_config import DtypeName, ModelConfig
 from ..checkpoint.supported import ARCHITECTURES, CLASSIFIERS
 from ..checkpoint.weights import Adapt, Checkpoint
 from ..kernels.compiler import parallel_build
@@ -55,6 +55,7 @@ def load_model(
     device = device or torch.device("cpu")
     if load_format == "dummy":
         _check_dummy(path, model_impl)
+    note_precision(path, dtype)
     if uses_transformers(path, model_impl):
         check_quantization(quantization)
         return _load_transformers(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization)
@@ -132,7 +133,7 @@ def _missing_feature(path: Path) -> UnsupportedError | None:
 
 
 def _load_transformers(
-    path: Path, dtype: torch.dtype, device: torch.device, ops: Ops, quantization: str | None
+    path: Path, dtype: DtypeName, device: torch.device, ops: Ops, quantization: str | None
 ) -> LanguageModel:
     lack = _missing_feature(path)
     if lack is not None:

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..attention.attention_backend import AttentionPlan, KVCache
-from ..checkpoint.model_config import FP8_KV
+from ..attention.attention_backend import FP8_KV, AttentionPlan, KVCache
 from ..checkpoint.weights import Linear
 from ..kernels.triton.kv_cache import rotate_and_write
 from ..kernels.triton.launch import launch, power_of_2

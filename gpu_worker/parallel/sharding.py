@@ -2,15 +2,12 @@
 
 Queries, keys, values and the inner side of an MLP are cut by output, and the products that follow them by input, so a
 layer takes two sums over the ranks. Embeddings are whole on every rank; the output layer is whole on the rank that
-draws the tokens, so that no logit crosses a network.
+draws the tokens, so that no logit crosses a network. It does not import torch: configurations hold these places.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
-
-import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +45,6 @@ def joined(dimensions: Sequence[Dimension]) -> Dimension:
         ranges += [(start + first, start + end) for first, end in parts]
         start += total(each)
     return ShardedDimension(start, tuple(ranges))
-
-
-def take_part(whole: Tensor, shape: Sequence[Dimension]) -> Tensor:
-    """Return this rank's part of a tensor of a checkpoint: a view of whole rows, otherwise a contiguous copy."""
-    part = whole
-    for number, dimension in enumerate(shape):
-        if not isinstance(dimension, int):
-            runs = [part.narrow(number, first, end - first) for first, end in dimension.ranges]
-            part = (runs[0] if len(runs) == 1 else torch.cat(runs, number)).contiguous()
-    return part
 
 
 @dataclass(frozen=True, slots=True)

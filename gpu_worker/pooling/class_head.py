@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.load_config import num_classes
 from ..checkpoint.weights import Checkpoint
 from .sentence_files import PoolingType, Projection, activation_of, same
 
@@ -39,12 +40,6 @@ def class_labels(path: Path) -> tuple[str, ...]:
     """Return the names of the classes in the configuration of a checkpoint directory, in order; empty: it has none."""
     names = _config(path).get("id2label") or {}
     return tuple(str(names[number]) for number in sorted(names, key=int))
-
-
-def num_classes(path: Path) -> int:
-    """Return how many classes the configuration of a checkpoint directory names."""
-    values = _config(path)
-    return len(values["id2label"]) if values.get("id2label") else int(values.get("num_labels") or 2)
 
 
 def class_activation(path: Path) -> Callable[[Tensor], Tensor]:

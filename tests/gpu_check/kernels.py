@@ -13,10 +13,9 @@ from tests.gpu_check.rows import Rows
 from tests.gpu_check.sampler_kernels import check_asking_rows, check_draws
 from tests.gpu_check.target import GPU, Target
 from tests.gpu_worker.attention import steps
-from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
+from tokenloom.gpu_worker.attention.attention_backend import FP8_KV, ScoreRule
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.checkpoint.model_config import FP8_KV
 from tokenloom.gpu_worker.cuda.block_copy import copy_pool_blocks, pool_words
 from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear, round_rows, round_weight
 from tokenloom.gpu_worker.layers.triton_linear import TritonExperts, TritonLinear, multiply_few, round_rows_at_once

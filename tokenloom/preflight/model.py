@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES, is_gguf, read_gguf
 from tokenloom.gpu_worker.checkpoint.files.config_reader import is_pickled, weight_files
-from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, BUILT_IN, QUANTIZATION_METHODS
+from tokenloom.gpu_worker.checkpoint.quantization.entries import METHODS
+from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, BUILT_IN
 from tokenloom.model_files.tokenizer_json import has_byte_level_files
 
 from .model_place import check_place
@@ -302,9 +303,9 @@ def _check_quantization(file: Path, config: dict[str, Any]) -> None:
     if not entry:
         return
     method = entry.get("quant_method") if isinstance(entry, dict) else entry
-    if method not in QUANTIZATION_METHODS:
+    if method not in METHODS:
         raise CannotServe(
-            f"{file}: quantization_config: the method {method!r} is not supported ({', '.join(QUANTIZATION_METHODS)} "
+            f"{file}: quantization_config: the method {method!r} is not supported ({', '.join(METHODS)} "
             "are): use the model's unquantized checkpoint, with --quantization int8-dynamic or int4, or its GGUF file"
         )
 

@@ -1,6 +1,10 @@
-"""Reads a checkpoint's ``config.json``, refuses entries that were not read, and finds the files of the weights."""
+"""Reads a checkpoint's ``config.json``, refuses entries that were not read, finds the files of the weights, and reads
+their headers. It does not import torch."""
 
 import json
+import pickletools
+import struct
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,3 +185,68 @@ def _files_of(index: Path) -> list[Path]:
         if Path(name).name != name or not (index.parent / name).is_file():
             raise ValueError(f"{index} names the file {name!r}, which is not in the directory")
     return [index.parent / name for name in names]
+
+
+_LONGEST_HEADER = 100 << 20
+"""What the safetensors library reads at most, in bytes."""
+
+
+class DamagedFile(ValueError):
+    """Raised for a file of weights that is cut off, or holds something else."""
+
+
+def read_header(file: Path) -> dict[str, dict[str, Any]]:
+    """Return dtype, shape and offsets of each tensor in a safetensors file, by name. Raises :class:`DamagedFile`."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if length > min(size, _LONGEST_HEADER):
+            raise DamagedFile(f"{file} is not a valid safetensors file, or was cut off in its header")
+        text = stream.read(length)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+        needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        raise DamagedFile(f"{file} is not a valid safetensors file: its header is no JSON object of tensors") from None
+    if size < needed:
+        raise DamagedFile(f"{file} is cut off: it has {size:,} bytes, and its header describes {needed:,}")
+    return header
+
+
+_STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+_STORAGES = {
+    "FloatStorage": "float32",
+    "BFloat16Storage": "bfloat16",
+    "HalfStorage": "float16",
+    "DoubleStorage": "float64",
+}
+"""The classes by which a file of torch.save names dtypes."""
+
+
+def stored_dtype(directory: Path) -> str:
+    """Return the name of the first floating-point tensor's dtype, for a configuration that declares none.
+
+    Raises ``ValueError`` if there are no weights, or their file is damaged.
+    """
+    file = weight_files(directory)[0]
+    if is_pickled(file):
+        stored = _pickled_dtypes(file)
+    else:
+        header = read_header(file)
+        stored = [str(header[name].get("dtype")) for name in sorted(header)]
+    names = [_STORED_DTYPES.get(dtype, dtype) for dtype in stored]
+    return next((name for name in names if name in _STORED_DTYPES.values()), names[0] if names else "float32")
+
+
+def _pickled_dtypes(file: Path) -> list[str]:
+    """Return the dtypes of a file of torch.save, in its order, without running what it holds. Raises ``ValueError``."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            operations = list(pickletools.genops(archive.read(name)))
+    except (StopIteration, ValueError, zipfile.BadZipFile):
+        raise DamagedFile(f"{file} is no file of torch.save since PyTorch 1.6") from None
+    classes = [str(argument).split()[-1] for _, argument, _ in operations if str(argument).startswith("torch ")]
+    return [_STORAGES[each] for each in classes if each in _STORAGES]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .config import PLAIN_NAMES
+
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
 """values [n, size] int8, scales and offsets [n, size / group] float32: a number is values * scales + offsets."""
 
@@ -131,7 +133,7 @@ def _unpack_q6_k(blocks: Tensor) -> Unpacked:
     return _centred((runs | high << 4).flatten(1), 6), scales, None
 
 
-PLAIN_TYPES: dict[int, torch.dtype] = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
+PLAIN_TYPES: dict[int, torch.dtype] = {kind: getattr(torch, name) for kind, name in PLAIN_NAMES.items()}
 """Types of tensors that are not quantized, by their id in the file."""
 
 BLOCK_TYPES: dict[int, BlockType] = {
@@ -144,15 +146,4 @@ BLOCK_TYPES: dict[int, BlockType] = {
     13: BlockType("Q5_K", 256, 176, 5, 32, True, _unpack_q5_k),
     14: BlockType("Q6_K", 256, 210, 6, 16, False, _unpack_q6_k),
 }
-"""Types of blocks by their id in the file."""
-
-_OTHER_NAMES = {
-    10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
-    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
-
-
-def type_error(name: str, kind: int) -> ValueError:
-    """Return the error for a tensor of a type that is not supported."""
-    known = ", ".join(("F32", "F16", "BF16", *(each.name for each in BLOCK_TYPES.values())))
-    return ValueError(f"{name} has the type {_OTHER_NAMES.get(kind, kind)}, which is not supported: must be of {known}")
+"""Types of blocks by their id in the file: those of ``config.BLOCK_NAMES``."""

@@ -1,17 +1,25 @@
 """Derives the entries of a ``config.json`` from the metadata and tensors of a GGUF file."""
 
 import math
-import mmap
+import struct
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES, GgufFile, read_gguf
 
 from ..files.config_reader import ConfigReader
-from .blocks import BLOCK_TYPES, PLAIN_TYPES
-from .source import ROPE_FACTORS, has_experts
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor that says by how much each frequency of a Llama 3.1 is divided."""
+
+PLAIN_NAMES = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
+"""Types of tensors that are not quantized, by their id in the file."""
+BLOCK_NAMES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
+"""Types of blocks that are read, by their id in the file."""
+_OTHER_NAMES = {
+    10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
+    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
 
 _LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 """What every Llama from 3.1 on has; its file has only the factors that follow from them."""
@@ -39,6 +47,17 @@ def gguf_config(path: Path) -> dict[str, Any]:
     config = _read(reader, prefix, file) | read_experts(reader, prefix, file) | {"architectures": [name]}
     reader.refuse_rest()
     return config
+
+
+def has_experts(file: GgufFile) -> bool:
+    """Return whether the model's layers choose some of many MLPs for each token."""
+    return bool(file.metadata.get(f"{file.metadata['general.architecture']}.expert_count"))
+
+
+def type_error(name: str, kind: int) -> ValueError:
+    """Return the error for a tensor of a type that is not supported."""
+    known = ", ".join(("F32", "F16", "BF16", *BLOCK_NAMES.values()))
+    return ValueError(f"{name} has the type {_OTHER_NAMES.get(kind, kind)}, which is not supported: must be of {known}")
 
 
 def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
@@ -88,10 +107,7 @@ def _vocab_size(file: GgufFile) -> int:
 def _dtype(file: GgufFile) -> str:
     """Return the dtype of the matrices; bfloat16 if any is quantized, as the file then does not say what they were."""
     kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) >= 2}
-    plain = {str(PLAIN_TYPES[kind]).removeprefix("torch.") for kind in kinds if kind in PLAIN_TYPES}
-    if kinds & BLOCK_TYPES.keys() or not plain:
-        return "bfloat16"
-    return plain.pop() if len(plain) == 1 else "bfloat16"
+    return PLAIN_NAMES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
 def _rope(reader: ConfigReader, prefix: str, file: GgufFile, head_size: int) -> dict[str, Any]:
@@ -124,11 +140,13 @@ def _llama3(file: GgufFile, theta: float, head_size: int) -> dict[str, Any]:
     tensor = file.tensors[ROPE_FACTORS]
     if tensor.kind != 0 or tensor.shape != (head_size // 2,):
         raise ValueError(f"{file.path.name}: {ROPE_FACTORS} must be float32 [{head_size // 2}]")
-    with file.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        stored = np.frombuffer(content[tensor.offset : tensor.offset + 2 * head_size], np.float32)
-    factor = float(stored.max(initial=1.0))
+    with file.path.open("rb") as stream:
+        stream.seek(tensor.offset)
+        content = stream.read(2 * head_size)
+    stored = struct.unpack(f"<{len(content) // 4}f", content[: len(content) // 4 * 4])
+    factor = max(1.0, *stored)
     expected = [_llama3_factor(theta ** (-2 * pair / head_size), factor) for pair in range(head_size // 2)]
-    if len(stored) != len(expected) or not np.allclose(stored, expected, rtol=1e-4):
+    if len(stored) != len(expected) or not all(map(_is_close, stored, expected)):
         raise ValueError(
             f"{file.path.name}: {ROPE_FACTORS} holds other factors than those of Llama 3, which are the ones supported"
         )
@@ -139,6 +157,10 @@ def _llama3(file: GgufFile, theta: float, head_size: int) -> dict[str, Any]:
         "high_freq_factor": _LLAMA3_HIGH,
         "original_max_position_embeddings": _LLAMA3_ORIGINAL,
     }
+
+
+def _is_close(found: float, expected: float) -> bool:
+    return math.isclose(found, expected, rel_tol=1e-4)
 
 
 def _llama3_factor(frequency: float, factor: float) -> float:

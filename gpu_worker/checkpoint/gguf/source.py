@@ -13,7 +13,8 @@ from torch import Tensor
 from tokenloom.gguf.gguf_file import GgufFile, GgufTensor, read_gguf
 
 from ..files.quantized_weight import PackedWeight, QuantizedWeight
-from .blocks import BLOCK_TYPES, PLAIN_TYPES, BlockType, type_error
+from .blocks import BLOCK_TYPES, PLAIN_TYPES, BlockType
+from .config import ROPE_FACTORS, has_experts, type_error
 
 _WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -41,8 +42,6 @@ _OF_A_LAYER = {
 _OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Tensors [experts, out, in] that hold a matrix of every expert of a layer."""
 _IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-ROPE_FACTORS = "rope_freqs.weight"
-"""By how much each frequency of a Llama 3.1 is divided; read with the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +78,6 @@ def places(file: GgufFile) -> dict[str, TensorPlace]:
                 found[own] = TensorPlace(name, None, expert)
     is_mixtral = architecture == "llama" and has_experts(file)
     return {_mixtral_name(name): place for name, place in found.items()} if is_mixtral else found
-
-
-def has_experts(file: GgufFile) -> bool:
-    """Return whether the model's layers choose some of many MLPs for each token."""
-    return bool(file.metadata.get(f"{file.metadata['general.architecture']}.expert_count"))
 
 
 def _mixtral_name(name: str) -> str:

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..files.config_reader import ConfigReader
 from ..files.quantized_weight import QuantizedWeight
+from .entries import Fp8
 from .scheme import Found, TensorFiles, part_shape
 
 _DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-HARMLESS = frozenset(("activation_scheme", "modules_to_not_convert", "ignored_layers", "dequantize"))
-"""Say how activations are rounded, or which layers are stored unquantized, which the tensors show."""
 
 
 @dataclass(frozen=True)
@@ -49,26 +46,16 @@ class PackedFloats:
         raise AssertionError("8-bit floats are not integers in groups")
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8:
-    """Fulfils :class:`.scheme.Scheme`."""
-
-    block: tuple[int, int] | None
-    """How many outputs and inputs share a scale; None: the scale's own shape says tensor or channel."""
-
-    @property
-    def name(self) -> str:
-        return "fp8"
-
-    def find(self, files: TensorFiles) -> Mapping[str, Found]:
-        found = {}
-        for suffix in ("_scale", "_scale_inv"):
-            ending = f".weight{suffix}"
-            for name in [name.removesuffix(suffix) for name in files.names if name.endswith(ending)]:
-                layer = name.removesuffix(".weight")
-                parts = (name, f"{name}{suffix}", f"{layer}.input_scale", f"{layer}.activation_scale")
-                found[name] = Found(find_floats(files, name, f"{name}{suffix}", self.block), parts)
-        return found
+def find_fp8(entries: Fp8, files: TensorFiles) -> Mapping[str, Found]:
+    """Return the quantized weights, as :mod:`.scheme` says."""
+    found = {}
+    for suffix in ("_scale", "_scale_inv"):
+        ending = f".weight{suffix}"
+        for name in [name.removesuffix(suffix) for name in files.names if name.endswith(ending)]:
+            layer = name.removesuffix(".weight")
+            parts = (name, f"{name}{suffix}", f"{layer}.input_scale", f"{layer}.activation_scale")
+            found[name] = Found(find_floats(files, name, f"{name}{suffix}", entries.block), parts)
+    return found
 
 
 def find_floats(files: TensorFiles, weight: str, scale: str, block: tuple[int, int] | None) -> PackedFloats:
@@ -83,24 +70,3 @@ def find_floats(files: TensorFiles, weight: str, scale: str, block: tuple[int, i
         wanted = "one for the tensor or one for each output" + (f" or for each block of {list(block)}" if block else "")
         raise ValueError(f"{scale} has shape {list(found)}: the weight is {list(shape)}, a scale must be {wanted}")
     return PackedFloats(files, weight, scale, (outputs, inputs), block)
-
-
-def read_fp8(reader: ConfigReader) -> Fp8:
-    """Read the entries of a ``quantization_config`` whose method is fp8. Raises ``ValueError`` naming a wrong one."""
-    if reader.take("fmt", "e4m3") not in (None, "e4m3", "float8_e4m3fn"):
-        raise reader.error("fmt", "must be e4m3")
-    if reader.take("scale_fmt") not in (None, "float", "ue8m0"):
-        raise reader.error("scale_fmt", "must be float or ue8m0")
-    if reader.take("expert_dtype", "fp8") not in (None, "fp8"):
-        raise reader.error("expert_dtype", "must be fp8")
-    return Fp8(read_block(reader, "weight_block_size"))
-
-
-def read_block(reader: ConfigReader, name: str) -> tuple[int, int] | None:
-    """Return the entry ``name``, a list of two positive integers, or None if it is absent or null."""
-    block = reader.take(name)
-    if block is None:
-        return None
-    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
-        raise reader.error(name, "must be a list of two positive integers")
-    return block[0], block[1]

@@ -33,22 +33,12 @@ class Found:
     """Names of tensors that belong to the weight, whether they are present or not."""
 
 
-class Scheme(Protocol):
-    """Holds the entries of a ``quantization_config``. Equal schemes read the same tensors in the same way."""
-
-    @property
-    def name(self) -> str:
-        """Return the method's name, such as ``gptq-int4``; part of the engine's numerics."""
-
-    def find(self, files: TensorFiles) -> Mapping[str, Found]:
-        """Return the quantized weights by the names that models ask for, such as ``model.layers.0.mlp.up_proj.weight``.
-
-        Raises ``ValueError`` naming a tensor that is missing or has a wrong shape.
-        """
-
-
 def find_layers(files: TensorFiles, suffix: str, find: Callable[[TensorFiles, str], Found]) -> Mapping[str, Found]:
-    """Return what ``find`` makes of each layer that has a tensor with this suffix, by the name of the weight."""
+    """Return what ``find`` makes of each layer that has a tensor with this suffix, by the name that models use, such
+    as ``model.layers.0.mlp.up_proj.weight``.
+
+    ``find`` raises ``ValueError`` naming a tensor that is missing or has a wrong shape.
+    """
     layers = [name.removesuffix(suffix) for name in files.names if name.endswith(suffix)]
     return {f"{layer}.weight": find(files, layer) for layer in layers}
 

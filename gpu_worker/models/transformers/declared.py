@@ -3,9 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from ...checkpoint.model_config import ModelConfig
+from ...checkpoint.model_config import DtypeName, ModelConfig
 from .paged_attention import LayerRule, UnservableModel
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
@@ -40,14 +38,14 @@ def _rope_entries(text: Any) -> list[dict[str, Any]]:
     return [rope, *by_kind]
 
 
-def declared_config(config: Any, dtype: torch.dtype, quantization: str | None) -> ModelConfig:
+def declared_config(config: Any, dtype: DtypeName, quantization: str | None) -> ModelConfig:
     """Describe a model by its configuration alone, without what each layer asks of attention."""
     text = config.get_text_config(decoder=True)
     num_heads = _number(text, "num_attention_heads")
     hidden_size = _number(text, "hidden_size")
     return ModelConfig(
         family="transformers",
-        dtype=dtype,
+        dtype_name=dtype,
         vocab_size=_number(text, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_number(text, "intermediate_size"),

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from ...attention.attention_backend import AttentionPlan, KVCache
-from ...checkpoint.model_config import ModelConfig
+from ...checkpoint.model_config import DtypeName, ModelConfig, as_torch
 from ...checkpoint.weights import Checkpoint
 from ...device.memory import return_freed
 from ...layers.embedding import InputEmbeds
@@ -50,11 +50,9 @@ class TransformersModel:
     architecture: str
     library = f"transformers-{transformers.__version__}"
 
-    def __init__(
-        self, path: Path, dtype: torch.dtype, device: torch.device, ops: Ops, quantization: str | None
-    ) -> None:
+    def __init__(self, path: Path, dtype: DtypeName, device: torch.device, ops: Ops, quantization: str | None) -> None:
         """Load the checkpoint directory ``path``. Raises ``ValueError`` naming what cannot be served, and why."""
-        self._dtype, self._device = dtype, device
+        self._dtype_name, self._dtype, self._device = dtype, as_torch(dtype), device
         self._ops = ops
         self._quantization = quantization
         self._parts = self._load(path)
@@ -125,7 +123,7 @@ class TransformersModel:
         body = getattr(model, body_name)
         rules = record(body, model, max_model_len(found.config), self._device)
         self.routes = routes_of_modules(body, NUM_PROBED)
-        declared = self.declared = declared_config(found.config, self._dtype, self._quantization)
+        declared = self.declared = declared_config(found.config, self._dtype_name, self._quantization)
         self._set_config(complete(declared, found.config.get_text_config(decoder=True), rules))
         attention = PagedAttention(rules, self.config.head_size)
         bind(model, attention)
@@ -168,7 +166,7 @@ def _body_name(model: Any) -> str:
 __all__ = ["TransformersModel", "check_checkpoint", "read_declared", "reads_entries"]
 
 
-def read_declared(path: Path, dtype: torch.dtype, quantization: str | None) -> ModelConfig:
+def read_declared(path: Path, dtype: DtypeName, quantization: str | None) -> ModelConfig:
     """Return what a checkpoint's configuration declares, without what only its modules show (scales, windows).
 
     Raises ``ValueError``.
@@ -187,13 +185,13 @@ def reads_entries(path: Path, names: Sequence[str]) -> bool:
     return all(hasattr(defaults, name) or name in rope for name in names)
 
 
-def check_checkpoint(path: Path, dtype: torch.dtype) -> None:
+def check_checkpoint(path: Path, dtype: DtypeName) -> None:
     """Compare the shapes of a checkpoint's tensors with its configuration, without reading their content.
 
     Raises ``ValueError``. Tensors that transformers stores under other names than it computes with are not compared.
     """
-    found = find_causal_class(path)
-    with Checkpoint(path, dtype, torch.device("meta")) as checkpoint:
-        for name, tensor in make_on_meta(found, dtype).state_dict().items():
+    found, computed_in = find_causal_class(path), as_torch(dtype)
+    with Checkpoint(path, computed_in, torch.device("meta")) as checkpoint:
+        for name, tensor in make_on_meta(found, computed_in).state_dict().items():
             if name in checkpoint:
                 checkpoint.take(name, *tensor.shape)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenloom.gpu_worker.attention.attention_backend import AttentionBackend, ScoreRule
+from tokenloom.gpu_worker.attention.attention_backend import FP8_KV, AttentionBackend, ScoreRule
 from tokenloom.gpu_worker.attention.cache import quantize, to_fp8
-from tokenloom.gpu_worker.checkpoint.model_config import FP8_KV, SCALE_BYTES
+from tokenloom.gpu_worker.checkpoint.model_config import SCALE_BYTES
 
 BLOCK_SIZE = 16
 HEAD_SIZE = 32

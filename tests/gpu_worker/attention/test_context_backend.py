@@ -37,7 +37,7 @@ class ThreadGroup:
 def make_config() -> ModelConfig:
     return ModelConfig(
         family="llama",
-        dtype=torch.float32,
+        dtype_name="float32",
         vocab_size=10,
         hidden_size=64,
         intermediate_size=64,

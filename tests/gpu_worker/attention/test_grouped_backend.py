@@ -97,7 +97,7 @@ POOL_GROUPS = [KVGroup(None, [1, 4]), KVGroup(9, [0, 2]), KVGroup(9, [3])]
 
 def make_config(**entries: Any) -> ModelConfig:
     return ModelConfig(
-        family="llama", dtype=torch.float32, vocab_size=9, hidden_size=32, intermediate_size=9, num_layers=5,
+        family="llama", dtype_name="float32", vocab_size=9, hidden_size=32, intermediate_size=9, num_layers=5,
         num_heads=2, num_kv_heads=2, head_size=16, max_model_len=99, norm_eps=1e-5, hidden_act="silu",
         tie_word_embeddings=False, attention_scales=(1.0,) * 5, sliding_windows=(9, None, 9, 9, None), **entries,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tokenloom.gpu_worker.checkpoint.directory_source import stored_dtype
+from tokenloom.gpu_worker.checkpoint.files.config_reader import stored_dtype
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint, file_stamps
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.models.model import LanguageModel

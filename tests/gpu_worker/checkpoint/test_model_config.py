@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.load_config import load_model_config, note_precision
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, OPTSwitches
 from tokenloom.gpu_worker.checkpoint.rope_config import RopeConfig, no_rotation
 
@@ -100,14 +100,18 @@ def test_layers_that_all_see_everything_are_let_through(load: Load, base: dict[s
     assert load(base, layer_types=["full_attention"] * 4) == load(base)
 
 
-def test_float16_is_served_as_bfloat16_with_a_warning(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_float16_is_served_as_bfloat16_with_a_warning(
+    load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert load(LLAMA, dtype="float16").dtype == torch.bfloat16
+    note_precision(tmp_path, "auto")
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "float16" in record.getMessage()
     assert "float32" in record.getMessage()
     caplog.clear()
     assert load(LLAMA, "float32", dtype="float16").dtype == torch.float32
+    note_precision(tmp_path, "float32")
     assert not caplog.records
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tokenloom.gpu_worker.checkpoint.directory_source import stored_dtype, weight_files
+from tokenloom.gpu_worker.checkpoint.files.config_reader import stored_dtype, weight_files
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.models.architectures import load_model
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenloom.gpu_worker.checkpoint.weights import take_part
 from tokenloom.gpu_worker.parallel.sharding import (
     WHOLE,
     RankPlace,
@@ -12,7 +13,6 @@ from tokenloom.gpu_worker.parallel.sharding import (
     ShardedDimension,
     joined,
     length,
-    take_part,
     total,
 )
 

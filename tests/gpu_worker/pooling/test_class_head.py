@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.gpu_worker.pooling.class_head import class_labels, num_classes
+from tokenloom.gpu_worker.checkpoint.load_config import num_classes
+from tokenloom.gpu_worker.pooling.class_head import class_labels
 
 
 @pytest.mark.parametrize(

@@ -115,5 +115,5 @@ def test_the_command_starts_without_torch() -> None:
 
 def test_the_supervisor_has_no_torch() -> None:
     """It forks its parts where it has one thread, so that what it has loaded is in each of them."""
-    code = "import sys, tokenloom.cli.serve.serving; sys.exit('torch' in sys.modules)"
+    code = "import sys, tokenloom.cli.serve.serving; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

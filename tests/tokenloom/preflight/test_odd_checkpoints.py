@@ -8,8 +8,6 @@ from typer.testing import CliRunner
 from tests.tokenloom.preflight.odd_checkpoints import ODD, Odd, good, safetensors
 from tokenloom.cli.main import app
 from tokenloom.cli.serve import serving
-from tokenloom.gpu_worker.checkpoint.load_config import METHODS
-from tokenloom.gpu_worker.checkpoint.supported import QUANTIZATION_METHODS
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.small_files import CannotServe
@@ -77,7 +75,3 @@ def test_without_transformers_the_answer_names_the_package(tmp_path: Path, monke
     monkeypatch.setattr("tokenloom.preflight.model.find_spec", lambda name: None)
     with pytest.raises(CannotServe, match=r"transformers: pip install 'tokenloom\[transformers\]'"):
         check_checkpoint(path)
-
-
-def test_the_methods_that_pass_are_those_that_are_read() -> None:
-    assert set(QUANTIZATION_METHODS) == set(METHODS)

@@ -17,7 +17,7 @@ from .quantization.compressed_tensors import find_compressed
 from .quantization.entries import Awq, CompressedTensors, Fp8, Gptq, Scheme
 from .quantization.fp8 import find_fp8
 from .quantization.gptq import find_gptq
-from .quantization.scheme import Found, TensorFiles
+from .quantization.scheme import KV_SCALES, Found, TensorFiles
 
 
 class SafetensorsFiles:
@@ -123,6 +123,8 @@ class DirectorySource:
         self._files = _open(weight_files(directory))
         self._found: Mapping[str, Found] = _FIND[type(scheme)](scheme, self._files) if scheme else {}
         parts = {part for found in self._found.values() for part in found.parts}
+        if scheme:
+            parts |= {name for name in self._files.names if KV_SCALES.fullmatch(name)}
         self.names = frozenset(self._files.names).difference(parts) | self._found.keys()
 
     @property

@@ -66,15 +66,12 @@ def check_quantization(quantization: str | None) -> None:
 
 def _family(reader: ConfigReader) -> tuple[Family, bool]:
     """Return the family, and whether the model has a class head."""
-    names = reader.take("architectures") or []
-    known = ", ".join(ARCHITECTURES)
-    if not isinstance(names, list) or not names:
-        raise reader.error("architectures", f"must name one of {known}")
-    if names[0] in CLASSIFIERS:
-        return CLASSIFIERS[names[0]], True
-    if names[0] not in ARCHITECTURES:
-        raise reader.error("architectures", f"is not supported: must be one of {known}")
-    return ARCHITECTURES[names[0]], False
+    name = reader.take_architecture()
+    if name in CLASSIFIERS:
+        return CLASSIFIERS[name], True
+    if name not in ARCHITECTURES:
+        raise reader.error("architectures", f"is not supported: must be one of {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name], False
 
 
 def _dtype(reader: ConfigReader, path: Path, dtype: str) -> DtypeName:

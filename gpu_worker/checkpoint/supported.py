@@ -66,6 +66,16 @@ ENCODERS: dict[str, EncoderFamily] = {
 """Names the encoders. Their heads for masked tokens are not used."""
 BUILT_IN = frozenset((*ARCHITECTURES, *CLASSIFIERS, *ENCODERS))
 """Names all architectures that are built in."""
+CLASS_OF_TYPE: dict[str, str] = {
+    # The type gemma3 is that of a model which reads images.
+    **{family.replace("gemma3", "gemma3_text"): name for name, family in ARCHITECTURES.items()},
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
+    "camembert": "CamembertModel",
+    "modernbert": "ModernBertModel",
+}
+"""The class that a ``model_type`` stands for, if ``architectures`` names none that is known."""
 
 
 ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")

@@ -64,7 +64,7 @@ class EncoderConfig:
 def read_encoder_config(path: Path, dtype: str = "auto") -> EncoderConfig:
     """Read the configuration of a checkpoint directory of an encoder. Raises ``ValueError`` naming what is wrong."""
     reader = ConfigReader.open(path)
-    architecture = (reader.take("architectures") or [""])[0]
+    architecture = reader.take_architecture()
     family = ENCODERS[architecture]
     shared: dict[str, Any] = {
         "family": family,

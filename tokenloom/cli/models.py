@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from tokenloom.gguf.gguf_file import SUFFIX, read_gguf
+from tokenloom.gpu_worker.checkpoint.files.config_reader import architecture_of
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME, weight_paths
 
 from .failures import RequestFailed, reported
@@ -99,7 +100,8 @@ def _read(path: Path, name: str) -> Iterator[LocalModel]:
     weights = weight_paths(path)
     try:
         config = json.loads((path / "config.json").read_text())
-        architecture = str((config.get("architectures") or ["?"])[0])
+        named = config.get("architectures") or config.get("model_type")
+        architecture = architecture_of(config, str(path)) if named else "?"
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
         return
     if weights:

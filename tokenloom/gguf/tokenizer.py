@@ -43,11 +43,14 @@ def _modern(digits: str) -> str:
 
 
 _GPT2_LIKE = Splitting((_GPT2,))
+# What llama.cpp does for files that name no model: those of before April 2024, and those of converters that knew none.
+_DEFAULT = Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9]{3}"))
 _DIGITS_FIRST = Splitting((r"\p{N}", _GPT2))
 _QWEN = Splitting((_modern(r"\p{N}"),), composes=True)
 _LLAMA3 = Splitting((_modern(r"\p{N}{1,3}"),), whole_words_first=True, begins=True)
 
 SPLITTINGS: dict[str, Splitting] = {
+    "default": _DEFAULT,
     "gpt-2": _GPT2_LIKE,
     "mpt": _GPT2_LIKE,
     "olmo": _GPT2_LIKE,

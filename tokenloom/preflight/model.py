@@ -1,15 +1,18 @@
 """Checks the files of a model before a start: a GGUF file, or a checkpoint's configuration, tokenizer and weights."""
 
 import json
-import re
 import struct
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES, is_gguf, read_gguf
-from tokenloom.gpu_worker.checkpoint.files.config_reader import is_pickled, weight_files
+from tokenloom.gpu_worker.checkpoint.files.config_reader import (
+    architecture_of,
+    causal_classes,
+    is_pickled,
+    weight_files,
+)
 from tokenloom.gpu_worker.checkpoint.quantization.entries import METHODS
 from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, BUILT_IN
 from tokenloom.model_files.tokenizer_json import has_byte_level_files
@@ -135,8 +138,8 @@ def check_weights(path: Path, config: Mapping[str, Any]) -> None:
     _check_unfinished(path)
     try:
         files = weight_files(path)
-    except ValueError:
-        raise CannotServe(_about_missing(path)) from None
+    except ValueError as error:
+        raise CannotServe(str(error) if "missing part" in str(error) else _about_missing(path)) from None
     for file in files:
         if is_pickled(file):
             _check_pickled(file)
@@ -216,7 +219,7 @@ def _read_header(file: Path) -> dict[str, Any]:
 
 def _check_embeddings(path: Path, file: Path, header: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Raise `CannotServe` if the weights are those of another model than ``config.json`` describes."""
-    if config["architectures"][0] not in ARCHITECTURES:
+    if architecture_of(config, str(path)) not in ARCHITECTURES:
         return  # others may store embeddings of another size
     for name in _EMBEDDINGS:
         shape = header[name].get("shape") if name in header else None
@@ -254,13 +257,14 @@ def check_config(path: Path, model_impl: str = "auto") -> dict[str, Any]:
     """
     file = path / "config.json"
     config = read_object(file)
-    names = config.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+    try:
+        name = architecture_of(config, str(file))
+    except ValueError:
         raise CannotServe(
             f"{file} does not name the model's class: set architectures, for example to "
-            f'["{_guessed_class(config)}"], as in the model\'s original checkpoint'
-        )
-    _check_architecture(file, names[0], config, model_impl)
+            '["LlamaForCausalLM"], as in the model\'s original checkpoint'
+        ) from None
+    _check_architecture(file, name, config, model_impl)
     _check_quantization(file, config)
     return config
 
@@ -268,7 +272,7 @@ def check_config(path: Path, model_impl: str = "auto") -> dict[str, Any]:
 def _check_architecture(file: Path, name: str, config: dict[str, Any], model_impl: str) -> None:
     if name in BUILT_IN and model_impl != "transformers":
         return
-    known = _classes_of_transformers()
+    known = frozenset(causal_classes().values())
     if name in known and model_impl != "native":
         return
     if config.get("is_encoder_decoder") is True:
@@ -308,25 +312,6 @@ def _check_quantization(file: Path, config: dict[str, Any]) -> None:
             f"{file}: quantization_config: the method {method!r} is not supported ({', '.join(METHODS)} "
             "are): use the model's unquantized checkpoint, with --quantization int8-dynamic or int4, or its GGUF file"
         )
-
-
-def _classes_of_transformers() -> frozenset[str]:
-    """Return the causal language models of the installed transformers, which importing would take seconds; empty: it is
-    not installed."""
-    package = find_spec("transformers")
-    if package is None or package.origin is None:
-        return frozenset()
-    source = Path(package.origin).parent / "models" / "auto" / "modeling_auto.py"
-    if not source.is_file():
-        return frozenset()
-    table = source.read_text(encoding="utf-8").partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")[2].partition("\n)")[0]
-    return frozenset(re.findall(r'"([A-Z]\w+)"', table))
-
-
-def _guessed_class(config: dict[str, Any]) -> str:
-    kind = re.sub(r"\W", "", str(config.get("model_type") or "llama"))
-    families = {family: name for name, family in ARCHITECTURES.items()}
-    return families.get(kind, f"{kind.capitalize()}ForCausalLM")  # type: ignore[call-overload, no-any-return]
 
 
 _PLAIN = (None, "default")

@@ -3,11 +3,16 @@ their headers. It does not import torch."""
 
 import json
 import pickletools
+import re
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from ..supported import BUILT_IN, CLASS_OF_TYPE
 
 # Entries for training, generation defaults (generation_config.json is read separately) and bookkeeping: none of them
 # changes a forward pass.
@@ -70,6 +75,11 @@ class ConfigReader:
         """Return the raw value, or ``default`` if the entry is absent (a null stays None)."""
         self._taken.add(name)
         return self._values.get(name, default)
+
+    def take_architecture(self) -> str:
+        """Return the name of the model's class (:func:`architecture_of`). Raises ``ValueError``."""
+        self._taken.add("architectures")
+        return architecture_of(self._values, self._where)
 
     def take_int(self, name: str, default: int | None = None) -> int:
         """Return a positive integer. An absent or null entry gives ``default``, and an error if that is None too."""
@@ -147,12 +157,47 @@ def _brief(value: Any) -> str:
 
 
 def read_architecture(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the first entry of ``architectures`` and all of ``config.json``. Raises ``ValueError``."""
+    """Return the name of the model's class and all of ``config.json``. Raises ``ValueError``."""
     values = _read_json(path)
-    names = values.get("architectures") if isinstance(values, dict) else None
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ValueError(f"{path / 'config.json'}: architectures must name the model's class, such as LlamaForCausalLM")
-    return names[0], values
+    return architecture_of(values if isinstance(values, dict) else {}, str(path / "config.json")), values
+
+
+def architecture_of(values: Mapping[str, Any], where: str) -> str:
+    """Return the name of the class that computes a model with these entries, which are from the file ``where``.
+
+    It is the first entry of ``architectures`` that some code here knows, else what ``model_type`` stands for, as in
+    vLLM and in transformers' AutoModelForCausalLM. Raises ``ValueError`` if the entries name no class.
+    """
+    names = values.get("architectures") or []
+    names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if known := next((name for name in names if name in BUILT_IN or f'"{name}"' in _auto_classes()), None):
+        return known
+    # Code of the checkpoint (auto_map) may compute something else than the type's own class does.
+    kind = None if values.get("auto_map") else values.get("model_type")
+    by_type = CLASS_OF_TYPE.get(str(kind)) or causal_classes().get(str(kind))
+    if by_type or names:
+        return by_type or names[0]
+    raise ValueError(
+        f"{where}: architectures must name the model's class, such as LlamaForCausalLM, or model_type its family, such "
+        "as llama"
+    )
+
+
+def causal_classes() -> dict[str, str]:
+    """Return the causal language models of the installed transformers by the ``model_type`` of their configurations,
+    without importing it, which would take seconds; empty: it is not installed."""
+    table = _auto_classes().partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")[2].partition("\n)")[0]
+    return dict(re.findall(r'\("([^"]+)", "(\w+)"', table))
+
+
+@cache
+def _auto_classes() -> str:
+    """Return the source of transformers' tables of classes; empty: it is not installed."""
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
+        return ""
+    source = Path(package.origin).parent / "models" / "auto" / "modeling_auto.py"
+    return source.read_text(encoding="utf-8") if source.is_file() else ""
 
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -167,8 +212,31 @@ def weight_files(directory: Path) -> list[Path]:
             return [directory / single]
         if (index := directory / f"{single}{_INDEX_SUFFIX}").is_file():
             return _files_of(index)
+    if shards := _shards(directory):
+        return shards
     names = " nor ".join(f"{single}[{_INDEX_SUFFIX}]" for single in _SINGLE)
     raise ValueError(f"{directory} has neither {names}: no weights in a format that is read")
+
+
+_SHARD = re.compile(r"(model|pytorch_model)-(\d+)-of-(\d+)\.(safetensors|bin)")
+
+
+def _shards(directory: Path) -> list[Path]:
+    """Return the parts of a checkpoint whose index is missing, as their names count them; empty: it has none.
+
+    Raises ``ValueError`` naming a part that is missing.
+    """
+    for ending in ("safetensors", "bin"):
+        found = [match for file in sorted(directory.glob(f"*.{ending}")) if (match := _SHARD.fullmatch(file.name))]
+        if not found:
+            continue
+        stem, total, width = found[0][1], found[0][3], len(found[0][2])
+        names = [f"{stem}-{number:0{width}}-of-{total}.{ending}" for number in range(1, int(total) + 1)]
+        for name in names:
+            if not (directory / name).is_file():
+                raise ValueError(f"{directory} has {found[0][0]}, and not {name}: download the missing part")
+        return [directory / name for name in names]
+    return []
 
 
 def is_pickled(path: Path) -> bool:

@@ -14,7 +14,19 @@ from torch import Tensor
 from ..files.quantized_weight import QuantizedWeight, unpack_words
 from .entries import CompressedTensors
 from .fp8 import find_floats
-from .scheme import Codes, Found, PackedCodes, TensorFiles, check_part, find_layers, groups_of, packed_codes, part_shape
+from .scheme import (
+    Codes,
+    Found,
+    PackedCodes,
+    TensorFiles,
+    check_part,
+    differs,
+    find_layers,
+    groups_of,
+    packed_codes,
+    part_shape,
+    read_order,
+)
 
 
 def find_compressed(entries: CompressedTensors, files: TensorFiles) -> Mapping[str, Found]:
@@ -32,6 +44,8 @@ def _find(entries: CompressedTensors, files: TensorFiles, layer: str) -> Found:
         parts["weight"] = f"{layer}.weight"
         if entries.format == "float-quantized":
             weight = find_floats(files, parts["weight"], parts["weight_scale"], entries.block)
+            # Scales are by tensor, output or block: inputs in groups of their own would be swallowed.
+            read_order(files, parts["weight_g_idx"], weight.shape[1], 1)
         else:
             weight = _integers(entries, files, parts)
     return Found(weight, tuple(parts.values()))
@@ -46,9 +60,7 @@ def _packed(entries: CompressedTensors, files: TensorFiles, parts: Mapping[str, 
     check_part(files, parts["weight_scale"], outputs, num_groups)
     if not entries.symmetric:
         check_part(files, parts["weight_zero_point"], -(-outputs // per_word), num_groups)
-    order = files.read(parts["weight_g_idx"]) if parts["weight_g_idx"] in files.names else None
-    if order is not None and int(order.min()) == -1:  # as written for layers without such an order
-        order = None
+    order = read_order(files, parts["weight_g_idx"], inputs, num_groups)
 
     def read(first: int, last: int) -> Codes:
         # The last word of a row is filled up when the inputs do not divide evenly.
@@ -75,8 +87,16 @@ def _integers(entries: CompressedTensors, files: TensorFiles, parts: Mapping[str
     zeros = None if entries.symmetric else parts["weight_zero_point"]
     if zeros is not None and part_shape(files, zeros) != scale:
         raise ValueError(f"{zeros} has shape {list(files.shape(zeros))}, its scale has {list(scale)}")
+    order = read_order(files, parts["weight_g_idx"], inputs, num_groups)
+    if scale != (outputs, num_groups):  # one for each output, or for the tensor
+        group, order = inputs, None
+    elif inputs % group:
+        order = torch.arange(inputs) // group if order is None else order
+    elif order is not None and not differs(order, group):
+        order = None
+    names = parts["weight"], parts["weight_scale"], zeros
     return PackedIntegers(
-        files, parts["weight"], parts["weight_scale"], zeros, (outputs, inputs), group, entries.int8_inputs
+        files, *names, (outputs, inputs), group if order is None else None, order, entries.int8_inputs
     )
 
 
@@ -89,7 +109,9 @@ class PackedIntegers:
     scale_name: str
     zeros_name: str | None
     shape: tuple[int, int]
-    group: int
+    group: int | None
+    group_of_input: Tensor | None
+    """[in] integers: the group of each input, if ``group`` is None."""
     rounds_inputs: bool
     bits: int = 8
 
@@ -98,21 +120,31 @@ class PackedIntegers:
         return self.zeros_name is not None
 
     def rows(self, first: int, last: int) -> Tensor:
-        return self._some(first, last).dequantize()
+        if self.group_of_input is None:
+            return self._some(first, last).dequantize()
+        values, scales, zeros = self._parts(first, last)
+        index = self.group_of_input.long()
+        centred = values.float() if zeros is None else values.float() - zeros[:, index]
+        return centred * scales[:, index]
 
     def quantized(self) -> QuantizedWeight:
         return self._some(0, self.shape[0])
 
     def _some(self, first: int, last: int) -> QuantizedWeight:
+        assert self.group is not None
+        values, scales, zeros = self._parts(first, last)
+        groups = self.shape[1] // self.group
+        scales = scales.expand(last - first, groups).contiguous()
+        return QuantizedWeight(values, scales, None if zeros is None else -zeros * scales, self.group)
+
+    def _parts(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the integers of some rows, their scales and zero points, each [rows, groups] or with sizes of 1."""
         values = self.files.read(self.weight_name)[first:last]
         if values.dtype != torch.int8:
             raise ValueError(f"{self.weight_name} is stored as {values.dtype}, its quantization_config asks for int8")
         scales = self._by_group(self.scale_name, first, last)
-        offsets = None if self.zeros_name is None else -self._by_group(self.zeros_name, first, last) * scales
-        return QuantizedWeight(values, scales, offsets, self.group)
+        return values, scales, None if self.zeros_name is None else self._by_group(self.zeros_name, first, last)
 
     def _by_group(self, name: str, first: int, last: int) -> Tensor:
         tensor = self.files.read(name).float()
-        if tensor.numel() == 1:
-            return tensor.view(1, 1).expand(last - first, self.shape[1] // self.group).contiguous()
-        return tensor.view(self.shape[0], -1)[first:last].contiguous()
+        return tensor.view(1, 1) if tensor.numel() == 1 else tensor.view(self.shape[0], -1)[first:last]

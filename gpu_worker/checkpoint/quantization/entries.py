@@ -89,11 +89,11 @@ class Awq:
 
 def _read_awq(reader: ConfigReader) -> Awq:
     """Read the entries of a ``quantization_config`` whose method is awq. Raises ``ValueError`` naming a wrong one."""
-    if reader.take_int("bits", AWQ_BITS) != AWQ_BITS:
-        raise reader.error("bits", "must be 4")
-    group_size = reader.take("group_size", 128)
-    if group_size != -1:
-        group_size = reader.take_int("group_size", 128)
+    if (bits := _either(reader, "bits", "w_bit")) and reader.take_int(bits) != AWQ_BITS:
+        raise reader.error(bits, "must be 4")
+    group, group_size = _either(reader, "group_size", "q_group_size"), 128
+    if group and (group_size := reader.take(group)) != -1:
+        group_size = reader.take_int(group)
     for name in ("version", "format", "checkpoint_format"):
         spelled = reader.take(name)
         if spelled is not None and str(spelled).lower() != "gemm":
@@ -104,8 +104,21 @@ def _read_awq(reader: ConfigReader) -> Awq:
     return Awq(group_size, reader.take_bool("zero_point", True))
 
 
-_FP8_HARMLESS = frozenset(("activation_scheme", "modules_to_not_convert", "ignored_layers", "dequantize"))
-"""Say how activations are rounded, or which layers are stored unquantized, which the tensors show."""
+def _either(reader: ConfigReader, name: str, older: str) -> str | None:
+    """Return which of two names of an entry the file holds; None: neither. The older one is llm-awq's and AutoAWQ's.
+
+    Raises ``ValueError`` if they differ.
+    """
+    held = [each for each in (name, older) if reader.take(each) is not None]
+    if len(held) > 1 and reader.take(name) != reader.take(older):
+        raise reader.error(older, f"must equal {name} = {reader.take(name)}")
+    return held[0] if held else None
+
+
+_FP8_HARMLESS = frozenset(
+    ("activation_scheme", "modules_to_not_convert", "ignored_layers", "dequantize", "kv_cache_scheme")
+)
+"""Say how activations and the KV cache were rounded, or which layers are stored unquantized, which the tensors show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +156,11 @@ def _read_block(reader: ConfigReader, name: str) -> tuple[int, int] | None:
 
 Format = Literal["pack-quantized", "int-quantized", "float-quantized"]
 
-_COMPRESSED_HARMLESS = frozenset(("ignore", "global_compression_ratio", "version", "quantization_status"))
-"""Say which layers are stored unquantized, which the tensors show, or how the checkpoint came about."""
+_COMPRESSED_HARMLESS = frozenset(
+    ("ignore", "global_compression_ratio", "version", "quantization_status", "kv_cache_scheme")
+)
+"""Say which layers are stored unquantized, which the tensors show, for which KV cache the checkpoint was made, or how
+it came about."""
 _COMPRESSED_ARGUMENTS = frozenset(("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype"))
 """Say how the scales were found and stored. The order of the inputs is read from the tensor ``weight_g_idx``."""
 
@@ -173,9 +189,8 @@ def _read_compressed_tensors(reader: ConfigReader) -> CompressedTensors:
 
     Raises ``ValueError`` naming what is wrong or not supported.
     """
-    for name in ("kv_cache_scheme", "transform_config"):
-        if reader.take(name):
-            raise reader.error(name, "is not supported: must be absent")
+    if reader.take("transform_config"):
+        raise reader.error("transform_config", "is not supported: must be absent")
     sparsity = reader.take("sparsity_config") or {}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise reader.error("sparsity_config", "is not supported: its format must be dense")

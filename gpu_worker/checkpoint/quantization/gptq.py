@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..files.quantized_weight import unpack_words
 from .entries import Gptq
-from .scheme import Codes, Found, TensorFiles, check_part, find_layers, groups_of, packed_codes, part_shape
+from .scheme import Codes, Found, TensorFiles, check_part, find_layers, groups_of, packed_codes, part_shape, read_order
 
 
 def find_gptq(entries: Gptq, files: TensorFiles) -> Mapping[str, Found]:
@@ -28,13 +28,7 @@ def _find(entries: Gptq, files: TensorFiles, layer: str) -> Found:
     group, num_groups = groups_of(inputs, entries.group_size)
     check_part(files, parts["qzeros"], num_groups, outputs // per_word)
     check_part(files, parts["scales"], num_groups, outputs)
-    order = None
-    if parts["g_idx"] in files.names:
-        check_part(files, parts["g_idx"], inputs)
-        order = files.read(parts["g_idx"])
-        if order.numel() and (int(order.min()) < 0 or int(order.max()) >= num_groups):
-            name = parts["g_idx"]
-            raise ValueError(f"{name} names a group that scales does not have: it must be below {num_groups}")
+    order = read_order(files, parts["g_idx"], inputs, num_groups)
 
     def read(first: int, last: int) -> Codes:
         codes = unpack_words(files.read(parts["qweight"])[:, first:last].t(), entries.bits)

@@ -1,6 +1,7 @@
 """Defines what a quantization method needs of a checkpoint's files and what it finds there, and holds weights whose
 numbers are stored as unsigned integers with scales and zero points (GPTQ, AWQ, W4A16)."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -57,6 +58,27 @@ def check_part(files: TensorFiles, name: str, *shape: int) -> None:
         raise ValueError(f"{name} has shape {list(found)}, its quantization_config asks for {list(shape)}")
 
 
+def read_order(files: TensorFiles, name: str, inputs: int, num_groups: int) -> Tensor | None:
+    """Return the tensor ``name`` [inputs], the group of each input; None: inputs that follow each other share a group.
+
+    Raises ``ValueError`` if it has another shape, or names a group that has no scale.
+    """
+    if name not in files.names:
+        return None
+    check_part(files, name, inputs)
+    order = files.read(name)
+    if not order.numel() or bool((order == -1).all()):  # as compressed-tensors writes layers without such an order
+        return None
+    if order.is_floating_point() or int(order.min()) < 0 or int(order.max()) >= num_groups:
+        raise ValueError(f"{name} names a group that has no scale: each must be an integer from 0 to {num_groups - 1}")
+    return order
+
+
+KV_SCALES = re.compile(r".+\.([qkv]_scale|kv_scale|[kv]_zero_point|[kv]_proj\.output_(scale|zero_point))")
+"""Names the scales of a quantized KV cache, which vLLM loads under these names. The cache has the model's dtype here,
+unless an option says otherwise, so none is needed."""
+
+
 class Codes(NamedTuple):
     """Holds some rows of a weight: (codes - zeros) * scales, with one zero point and scale for each group."""
 
@@ -102,6 +124,11 @@ def groups_of(inputs: int, group_size: int) -> tuple[int, int]:
     return group, -(-inputs // group)
 
 
+def differs(order: Tensor, group: int) -> bool:
+    """Return whether the inputs of a group, which ``order`` names for each, are not runs of ``group`` neighbours."""
+    return not torch.equal(order.int(), torch.arange(len(order), dtype=torch.int32) // group)
+
+
 def packed_codes(
     shape: tuple[int, int],
     bits: int,
@@ -113,7 +140,7 @@ def packed_codes(
     """Return the weight that ``read`` gives rows of, whose groups are runs of ``group`` neighbours unless that leaves a
     rest, or ``stored`` [in] integers, the group of each input in the checkpoint, say otherwise."""
     in_order = torch.arange(shape[1], dtype=torch.int32) // group
-    if stored is not None and not torch.equal(stored.int(), in_order):
+    if stored is not None and differs(stored, group):
         return PackedCodes(shape, bits, None, has_offsets, read, stored)
     whole = shape[1] % group == 0
     return PackedCodes(shape, bits, group if whole else None, has_offsets, read, None if whole else in_order)

@@ -263,7 +263,7 @@ def test_what_changes_no_forward_pass_is_let_through(load: Load) -> None:
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "architecture": (LLAMA, {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-    "no architecture": (LLAMA, {"architectures": None}, "architectures"),
+    "no architecture": (LLAMA, {"architectures": None, "model_type": "own"}, "architectures"),
     "quantization": (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "unknown entry": (LLAMA, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
     "another family's entry": (LLAMA, {"sliding_window": 64}, "sliding_window"),

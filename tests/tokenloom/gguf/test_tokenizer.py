@@ -110,6 +110,14 @@ def add_sentence_piece(writer: gguf.GGUFWriter) -> None:
     writer.add_unk_token_id(0)
 
 
+def test_a_file_that_names_no_splitting_is_split_as_llama_cpp_does() -> None:
+    """The expressions are those of the default case of src/llama-vocab.cpp; words of this text, cut by hand."""
+    splitter = make_pre_tokenizer(SPLITTINGS["default"])
+    found = [word.replace("Ġ", " ") for word, _ in splitter.pre_tokenize_str("Well, it's 1234567 or x+=2  (no)!")]
+    expected = "Well|,| it|'|s| |123|456|7| or| x|+=|2|  |(|no|)!"
+    assert found == expected.split("|")
+
+
 def test_sentence_piece(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", add_sentence_piece)
     tokenizer = load_tokenizer(path)
@@ -139,7 +147,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "another way to split": (
         lambda writer: (writer.add_tokenizer_model("gpt2"), writer.add_tokenizer_pre("viking")),
-        r"tokenizer\.ggml\.pre 'viking' is not supported: must be one of gpt-2",
+        r"tokenizer\.ggml\.pre 'viking' is not supported: must be one of default",
     ),
     "an end that is no token": (
         lambda writer: (add_tokenizer(writer), writer.add_bos_token_id(99_999), writer.add_add_bos_token(True)),

@@ -1,11 +1,12 @@
 """A checkpoint that cannot be served is answered with one sentence, before a process starts."""
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.tokenloom.preflight.odd_checkpoints import ODD, Odd, good, safetensors
+from tests.tokenloom.preflight.odd_checkpoints import CONFIG, ODD, Odd, good, safetensors
 from tokenloom.cli.main import app
 from tokenloom.cli.serve import serving
 from tokenloom.model_files.model_path import DEMO_MODEL
@@ -59,6 +60,22 @@ def test_weights_without_the_usual_name_of_the_embeddings_pass(tmp_path: Path) -
     check_checkpoint(path)
 
 
+@pytest.mark.parametrize("architectures", [None, ["LLaMAForCausalLM"]])
+def test_a_known_type_stands_for_its_class(architectures: list[str] | None, tmp_path: Path) -> None:
+    path = good(tmp_path / "model")
+    (path / "config.json").write_text(json.dumps(CONFIG | {"architectures": architectures}))
+    check_checkpoint(path)
+
+
+def test_shards_need_no_index_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    path = good(tmp_path / "model")
+    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    with pytest.raises(CannotServe, match=r"not model-00002-of-00002\.safetensors: download the missing part"):
+        check_checkpoint(path)
+    (path / "model-00002-of-00002.safetensors").write_bytes(safetensors([2, 4], "model.norm.weight"))
+    check_checkpoint(path)
+
+
 def test_a_class_of_transformers_passes_only_where_its_modules_compute(tmp_path: Path) -> None:
     path = good(tmp_path / "model")
     config = (path / "config.json").read_text().replace("LlamaForCausalLM", "FalconForCausalLM")
@@ -71,7 +88,7 @@ def test_a_class_of_transformers_passes_only_where_its_modules_compute(tmp_path:
 def test_without_transformers_the_answer_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = good(tmp_path / "model")
     config = (path / "config.json").read_text().replace("LlamaForCausalLM", "FalconForCausalLM")
-    (path / "config.json").write_text(config)
-    monkeypatch.setattr("tokenloom.preflight.model.find_spec", lambda name: None)
+    (path / "config.json").write_text(config.replace('"llama"', '"falcon"'))
+    monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.files.config_reader._auto_classes", lambda: "")
     with pytest.raises(CannotServe, match=r"transformers: pip install 'tokenloom\[transformers\]'"):
         check_checkpoint(path)

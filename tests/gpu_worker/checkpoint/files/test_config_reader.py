@@ -1,8 +1,18 @@
 """The accounting of configuration entries."""
 
-import pytest
+from pathlib import Path
+from typing import Any
 
-from tokenloom.gpu_worker.checkpoint.files.config_reader import ConfigReader
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+from tokenloom.gpu_worker.checkpoint.files.config_reader import (
+    ConfigReader,
+    architecture_of,
+    causal_classes,
+    weight_files,
+)
+from tokenloom.gpu_worker.checkpoint.supported import CLASS_OF_TYPE
 
 
 def test_what_was_taken_is_not_refused() -> None:
@@ -63,3 +73,52 @@ def test_missing_without_a_default() -> None:
 def test_not_an_object() -> None:
     with pytest.raises(ValueError, match="rope must be an object"):
         ConfigReader({"rope": [1]}, "config.json").take_object("rope")
+
+
+CODE = {"auto_map": {"AutoModelForCausalLM": "code.OwnForCausalLM"}}
+
+
+@pytest.mark.parametrize(
+    ("entries", "name"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "llama"}, "Qwen2ForCausalLM"),
+        ({"architectures": ["LlamaModel"], "model_type": "llama"}, "LlamaModel"),
+        ({"architectures": ["OwnForCausalLM", "LlamaForCausalLM"], "model_type": "own"}, "LlamaForCausalLM"),
+        ({"architectures": ["LLaMAForCausalLM"], "model_type": "llama"}, "LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "mistral"}, "MistralForCausalLM"),
+        ({"architectures": [], "model_type": "xlm-roberta"}, "XLMRobertaModel"),
+        ({"model_type": "gemma3_text"}, "Gemma3ForCausalLM"),
+        ({"model_type": "phi"}, "PhiForCausalLM"),
+        ({"architectures": ["OwnForCausalLM"], "model_type": "llama"} | CODE, "OwnForCausalLM"),
+        ({"architectures": ["OwnForCausalLM"], "model_type": "own"}, "OwnForCausalLM"),
+    ],
+)
+def test_the_class_is_the_first_known_entry_or_that_of_the_type(entries: dict[str, Any], name: str) -> None:
+    assert architecture_of(entries, "config.json") == name
+
+
+@pytest.mark.parametrize(
+    "entries", [{}, {"architectures": 5}, {"architectures": []}, {"model_type": "own"}, {"model_type": "llama"} | CODE]
+)
+def test_no_class_and_no_known_type(entries: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="architectures must name the model's class"):
+        architecture_of(entries, "config.json")
+
+
+def test_types_stand_for_the_classes_of_transformers() -> None:
+    """As models/auto/modeling_auto.py of transformers maps them; its table is read from the source."""
+    found = {kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if isinstance(name, str)}
+    assert causal_classes().items() >= found.items()
+    for kind, name in CLASS_OF_TYPE.items():
+        assert name == (MODEL_MAPPING_NAMES if name.endswith("Model") and kind != "gpt2" else found)[kind]
+
+
+@pytest.mark.parametrize("pattern", ["model-{:05}-of-00003.safetensors", "pytorch_model-{:05}-of-00003.bin"])
+def test_shards_are_found_without_their_index(pattern: str, tmp_path: Path) -> None:
+    names = [pattern.format(number) for number in (1, 2, 3)]
+    for name in [*names, "training_args.bin", "adapter-00001-of-00001.safetensors"]:
+        (tmp_path / name).touch()
+    assert [file.name for file in weight_files(tmp_path)] == names
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(ValueError, match=f"{names[0]}, and not {names[1]}: download the missing part"):
+        weight_files(tmp_path)

@@ -83,12 +83,15 @@ def awq(group: int) -> Quantize:
     return quantize
 
 
-def w4a16(group: int, *, symmetric: bool, bits: int = 4) -> Quantize:
-    """Pack weights along the inputs and zero points along the outputs, both as offsets from the least number."""
+def w4a16(group: int, *, symmetric: bool, bits: int = 4, shuffle: bool = False) -> Quantize:
+    """Pack weights along the inputs and zero points along the outputs, both as offsets from the least number;
+    ``shuffle`` scatters the inputs over the groups."""
 
     def quantize(weight: Tensor) -> tuple[Parts, Tensor]:
         size = weight.shape[1] if group == -1 else group
         index = np.arange(weight.shape[1]) // size
+        if shuffle:
+            index = np.random.default_rng(0).permutation(index)
         codes, zeros, scales = _round(weight.numpy(), index, bits, symmetric)
         parts = {
             "weight_packed": torch.from_numpy(_words(codes, bits)),
@@ -97,20 +100,27 @@ def w4a16(group: int, *, symmetric: bool, bits: int = 4) -> Quantize:
         }
         if not symmetric:
             parts["weight_zero_point"] = torch.from_numpy(_words(zeros.T, bits).T.copy())
+        if shuffle:
+            parts["weight_g_idx"] = torch.from_numpy(index.astype(np.int32))
         return parts, _value(codes, zeros, parts["weight_scale"].numpy(), index)
 
     return quantize
 
 
-def int8(*, symmetric: bool = True) -> Quantize:
-    """Store int8 with a scale for each output."""
+def int8(*, symmetric: bool = True, group: int = 0, shuffle: bool = False) -> Quantize:
+    """Store int8 with a scale for each output, or for each ``group`` of its inputs; ``shuffle`` scatters the inputs
+    over the groups."""
 
     def quantize(weight: Tensor) -> tuple[Parts, Tensor]:
-        index = np.zeros(weight.shape[1], dtype=np.int64)
+        index = np.arange(weight.shape[1]) // (group or weight.shape[1])
+        if shuffle:
+            index = np.random.default_rng(0).permutation(index)
         codes, zeros, scales = _round(weight.numpy(), index, 8, symmetric)
         parts = {"weight": torch.from_numpy(codes - 128).to(torch.int8), "weight_scale": torch.from_numpy(scales)}
         if not symmetric:
             parts["weight_zero_point"] = torch.from_numpy(zeros - 128).to(torch.int8)
+        if shuffle:
+            parts["weight_g_idx"] = torch.from_numpy(index.astype(np.int32))
         return parts, _value(codes, zeros, scales, index)
 
     return quantize

@@ -43,9 +43,9 @@ def compressed(stored: str, group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def int8_config(symmetric: bool = True) -> dict[str, Any]:
+def int8_config(symmetric: bool = True, **weights: Any) -> dict[str, Any]:
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False, "symmetric": symmetric}
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False, "symmetric": symmetric} | weights
     return compressed(
         "int-quantized",
         {"targets": ["Linear"], "weights": weights | {"observer": "minmax"}, "input_activations": inputs},
@@ -79,13 +79,27 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
         GPTQ | {"group_size": 32, "sym": False, "desc_act": True},
     ),
     "awq": (formats.awq(64), AWQ),
+    # The names of quant_config.json, as llm-awq and AutoAWQ write it.
+    "awq, older names": (
+        formats.awq(64),
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"},
+    ),
     "w4a16": (formats.w4a16(32, symmetric=True), packed_config(True)),
     "w4a16, zero points": (formats.w4a16(64, symmetric=False), packed_config(False, group_size=64)),
     "w8a16, by channel": (
         formats.w4a16(-1, symmetric=False, bits=8),
         packed_config(False, num_bits=8, strategy="channel", group_size=None),
     ),
+    "w4a16, order of activations": (
+        formats.w4a16(32, symmetric=False, shuffle=True),
+        packed_config(False, actorder="group"),
+    ),
     "w8a8": (formats.int8(), int8_config()),
+    "w8a8, by group": (formats.int8(group=32), int8_config(strategy="group", group_size=32)),
+    "w8a8, order of activations": (
+        formats.int8(symmetric=False, group=32, shuffle=True),
+        int8_config(symmetric=False, strategy="group", group_size=32, actorder="group"),
+    ),
     "w8a8, zero points": (formats.int8(symmetric=False), int8_config(symmetric=False)),
     "compressed fp8, by tensor": (formats.fp8("tensor"), float_config("tensor")),
     "compressed fp8, by channel": (formats.fp8("channel"), float_config("channel")),
@@ -174,7 +188,8 @@ REFUSED = {
     "another layout of gptq": ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format must be one of gptq"),
     "an unknown entry": ("gptq", {"rotation": "hadamard"}, "not supported: rotation = "),
     "another layout of awq": ("awq", {"version": "gemv"}, "version must be gemm"),
-    "cached scales": ("w8a8", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
+    "bits of awq": ("awq, older names", {"w_bit": 3}, "w_bit must be 4, found 3"),
+    "two sizes of groups": ("awq", {"q_group_size": 32}, "q_group_size must equal group_size = 64, found 32"),
     "sparse weights": ("w8a8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     "another format": ("w8a8", {"format": "nvfp4-pack-quantized"}, "format is not supported: 'nvfp4-pack-quantized'"),
     "a block": ("fp8, by block", {"weight_block_size": [128]}, "weight_block_size must be a list of two"),
@@ -236,3 +251,60 @@ def test_rows_are_unpacked_some_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     assert weight.dtype == torch.bfloat16
     assert len(asked) == 5
     assert max(asked) <= 1 << 15
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq, order of activations", "w4a16, order of activations", "w8a8, order of activations"]
+)
+@pytest.mark.parametrize("wrong", [-2, 8, 2**31 - 1])
+def test_a_group_without_a_scale_is_named(name: str, wrong: int, tmp_path: Path) -> None:
+    path, _ = formats.write(tmp_path, *FORMATS[name])
+    tensors = load_file(path / "model.safetensors")
+    order = next(f"{UP}.{part}" for part in ("g_idx", "weight_g_idx") if f"{UP}.{part}" in tensors)
+    tensors[order][7] = wrong
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{order} names a group that has no scale: .* from 0 to 7"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w8a8", "compressed fp8, by channel"])
+def test_an_order_of_minus_one_is_none(name: str, tmp_path: Path, run_model: RunModel) -> None:
+    """compressed-tensors writes it where the inputs are in no order of their own. Another one of floats, whose scales
+    know no groups of inputs, is refused."""
+    path, plain = formats.write(tmp_path, *FORMATS[name])
+    tensors = load_file(path / "model.safetensors")
+    orders = {f"{each}.weight_g_idx": torch.full((256,), -1) for each in (UP, UP.replace("up", "gate"))}
+    save_file(tensors | orders, path / "model.safetensors")
+    with torch.inference_mode():
+        found, expected = (
+            run_model(load_model(each, "float32"), [PROMPT], [[len(PROMPT)]])[0] for each in (path, plain)
+        )
+    assert (found - expected).abs().max() <= 1e-4
+    if "fp8" in name:
+        save_file(tensors | {f"{UP}.weight_g_idx": torch.arange(256) // 32}, path / "model.safetensors")
+        with pytest.raises(ValueError, match=f"{UP}.weight_g_idx names a group that has no scale: .* from 0 to 0"):
+            load_model(path)
+
+
+# Names of vllm/model_executor/model_loader/weight_utils.py (maybe_remap_kv_scale_name) and of compressed-tensors.
+KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.output_scale", "self_attn.v_proj.v_scale")
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("w8a8", {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}),
+        ("fp8, by tensor", "static"),
+    ],
+)
+def test_scales_of_a_kv_cache_change_nothing(name: str, scheme: Any, tmp_path: Path, run_model: RunModel) -> None:
+    quantize, config = FORMATS[name]
+    path, plain = formats.write(tmp_path, quantize, config | {"kv_cache_scheme": scheme})
+    tensors = load_file(path / "model.safetensors")
+    tensors |= {f"model.layers.{layer}.{kind}": torch.tensor([0.02]) for layer in (0, 1) for kind in KV_SCALES}
+    save_file(tensors, path / "model.safetensors")
+    with torch.inference_mode():
+        found, expected = (
+            run_model(load_model(each, "float32"), [PROMPT], [[len(PROMPT)]])[0] for each in (path, plain)
+        )
+    assert (found - expected).abs().max() <= 1e-4

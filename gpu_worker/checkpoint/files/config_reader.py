@@ -168,8 +168,8 @@ def architecture_of(values: Mapping[str, Any], where: str) -> str:
     It is the first entry of ``architectures`` that some code here knows, else what ``model_type`` stands for, as in
     vLLM and in transformers' AutoModelForCausalLM. Raises ``ValueError`` if the entries name no class.
     """
-    names = values.get("architectures") or []
-    names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    listed = values.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     if known := next((name for name in names if name in BUILT_IN or f'"{name}"' in _auto_classes()), None):
         return known
     # Code of the checkpoint (auto_map) may compute something else than the type's own class does.

@@ -89,7 +89,7 @@ class ContextPlan:
         queries = _by_head(group.all_gather(query))
         parts = group.all_gather(self._attend_own(queries, kv_cache, rule))
         mine = parts[:, :, group.rank * num_own : (group.rank + 1) * num_own]
-        return _merge(mine).to(query.dtype)
+        return _merge(mine, rule.sinks).to(query.dtype)
 
     def _all_kv_heads(self, heads: Tensor) -> Tensor:
         """Return [T, all KV heads, head_size]; where several ranks compute the same head, that of the first one."""
@@ -138,11 +138,16 @@ def _attend_part(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, l
     return torch.cat((torch.einsum("qhs,hsd->qhd", weights, value), weights.sum(-1, keepdim=True), largest), dim=-1)
 
 
-def _merge(parts: Tensor) -> Tensor:
-    """Return attention [T, heads, size] from the contributions of all ranks, [ranks, T, heads, size + 2].
+def _merge(parts: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return attention [T, heads, size] from the contributions of all ranks, [ranks, T, heads, size + 2], and from
+    the ``sinks`` [heads] of these heads, which the sum of weights holds once, whatever the number of ranks.
 
     Every query sees its own token, so a rank has a finite score for it.
     """
     sums, largest = parts[..., :-1], parts[..., -1:]
-    merged = (sums * (largest - largest.amax(0)).exp()).sum(0)
-    return merged[..., :-1] / merged[..., -1:]
+    most = largest.amax(0)
+    if sinks is not None:
+        most = most.maximum(sinks[:, None])
+    merged = (sums * (largest - most).exp()).sum(0)
+    weights = merged[..., -1:] if sinks is None else merged[..., -1:] + (sinks[:, None] - most).exp()
+    return merged[..., :-1] / weights

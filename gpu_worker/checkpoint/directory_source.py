@@ -11,12 +11,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .files.config_reader import is_pickled, weight_files
+from .files.fused_experts import OpenFiles, SplitExperts
 from .files.quantized_weight import PackedWeight
 from .quantization.awq import find_awq
 from .quantization.compressed_tensors import find_compressed
-from .quantization.entries import Awq, CompressedTensors, Fp8, Gptq, Scheme
+from .quantization.entries import Awq, CompressedTensors, Fp8, Gptq, Mxfp4, Scheme
 from .quantization.fp8 import find_fp8
 from .quantization.gptq import find_gptq
+from .quantization.mxfp4 import find_mxfp4
 from .quantization.scheme import KV_SCALES, Found, TensorFiles
 
 
@@ -110,6 +112,7 @@ _FIND: dict[type[Scheme], Callable[[Any, TensorFiles], Mapping[str, Found]]] = {
     Awq: find_awq,
     CompressedTensors: find_compressed,
     Fp8: find_fp8,
+    Mxfp4: find_mxfp4,
 }
 """By the entries of a method: what finds its weights."""
 
@@ -120,7 +123,7 @@ class DirectorySource:
     described_by = "config.json"
 
     def __init__(self, directory: Path, scheme: Scheme | None) -> None:
-        self._files = _open(weight_files(directory))
+        self._files = SplitExperts(_open(weight_files(directory)))
         self._found: Mapping[str, Found] = _FIND[type(scheme)](scheme, self._files) if scheme else {}
         parts = {part for found in self._found.values() for part in found.parts}
         if scheme:
@@ -138,6 +141,6 @@ class DirectorySource:
         self._files.close()
 
 
-def _open(paths: Collection[Path]) -> SafetensorsFiles | PytorchFiles:
+def _open(paths: Collection[Path]) -> OpenFiles:
     paths = list(paths)
     return PytorchFiles(paths) if is_pickled(paths[0]) else SafetensorsFiles(paths)

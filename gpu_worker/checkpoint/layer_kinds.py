@@ -1,13 +1,25 @@
 """Reads what differs between the layers of one decoder: windows, rotations, and experts of which a token uses some."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from .files.config_reader import ConfigReader
 from .model_config import ExpertSwitches
-from .rope_config import LongRopeScaling, RopeConfig, no_rotation, read_rope, read_rope_by_kind, with_context
+from .rope_config import (
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+    no_rotation,
+    read_rope,
+    read_rope_by_kind,
+    with_context,
+)
 from .supported import DECODERS
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_GPT_OSS_YARN = YarnScaling(32.0, 4096, 32.0, 1.0, 0.1 * math.log(32.0) + 1.0, truncate=False)
+"""How gpt-oss's class stretches its positions if the configuration says nothing."""
 
 
 def read_ropes(
@@ -29,6 +41,8 @@ def read_ropes(
             "rope_scaling" if reader.take("rope_scaling") else "rope_parameters", "is not supported"
         )
     rope = with_context(rope, max_model_len or 1)
+    if family == "gpt_oss" and not (reader.take("rope_scaling") or reader.take("rope_parameters")):
+        rope = replace(rope, scaling=_GPT_OSS_YARN)
     if family == "smollm3":
         unrotated = no_rotation(head_size)
         return tuple(rope if rotates else unrotated for rotates in _rotating(reader, num_layers))
@@ -43,6 +57,9 @@ def read_windows(reader: ConfigReader, family: str, num_layers: int, max_model_l
             return (None,) * num_layers
         case "gemma2" | "gemma3":
             window = _window(reader, 4096)
+            windows = [window if kind == _SLIDING else None for kind in _gemma_kinds(reader, family, num_layers)]
+        case "gpt_oss":
+            window = _window(reader, 128)
             windows = [window if kind == _SLIDING else None for kind in _gemma_kinds(reader, family, num_layers)]
         case "smollm3":
             windows = _smollm_windows(reader, num_layers)
@@ -63,8 +80,8 @@ def _window(reader: ConfigReader, default: int | None) -> int | None:
 
 
 def _gemma_kinds(reader: ConfigReader, family: str, num_layers: int) -> list[Any]:
-    """Return each layer's kind. Without a list, every second (Gemma 2) or n-th layer has no window."""
-    step = 2 if family == "gemma2" else reader.take_int("sliding_window_pattern", 6)
+    """Return each layer's kind. Without a list, every second (Gemma 2, gpt-oss) or n-th layer has no window."""
+    step = 2 if family in ("gemma2", "gpt_oss") else reader.take_int("sliding_window_pattern", 6)
     default = [_FULL if (layer + 1) % step == 0 else _SLIDING for layer in range(num_layers)]
     return _known_kinds(reader, num_layers) or default
 
@@ -137,7 +154,7 @@ def _check_full_attention(reader: ConfigReader, num_layers: int) -> None:
 
 def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediate_size: int) -> ExpertSwitches | None:
     """Return the experts of ``family``; None: it has none. Raises ``ValueError`` naming an entry that is wrong."""
-    if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
         return None
     for training_only in ("router_aux_loss_coef", "router_jitter_noise"):
         reader.take(training_only)
@@ -145,6 +162,16 @@ def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediat
         experts = ExpertSwitches(
             count=reader.take_int("num_local_experts", 8),
             per_token=reader.take_int("num_experts_per_tok", 2),
+            intermediate_size=intermediate_size,
+            normalizes_weights=True,
+            layers=(True,) * num_layers,
+        )
+    elif family == "gpt_oss":
+        for unread in ("experts_per_token", "initial_context_length"):
+            reader.take(unread)  # published files hold them; the class does not read them
+        experts = ExpertSwitches(
+            count=reader.take_int("num_local_experts", 128),
+            per_token=reader.take_int("num_experts_per_tok", 4),
             intermediate_size=intermediate_size,
             normalizes_weights=True,
             layers=(True,) * num_layers,

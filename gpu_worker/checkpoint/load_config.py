@@ -15,7 +15,7 @@ from .layer_kinds import read_experts, read_ropes, read_windows
 from .model_config import QUANTIZATIONS, DtypeName, ModelConfig, OPTSwitches
 from .quantization.entries import read_scheme
 from .rope_config import LongRopeScaling, RopeConfig, YarnScaling
-from .supported import ACTIVATION_NAMES, ARCHITECTURES, CLASSIFIERS, DECODERS, Family
+from .supported import ACTIVATION_NAMES, ARCHITECTURES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
 
 _DTYPES: dict[str, DtypeName] = {name: name for name in get_args(DtypeName)}
 
@@ -117,7 +117,7 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
         raise reader.error("head_dim", "must be even")
     ropes = read_ropes(reader, family, head_size, num_layers, wanted_model_len)
     max_model_len = _max_model_len(reader.take_int("max_position_embeddings"), ropes)
-    attention_bias = traits.may_have_attention_bias and reader.take_bool("attention_bias", False)
+    attention_bias = traits.may_have_attention_bias and reader.take_bool("attention_bias", traits.attention_bias)
     qkv_bias = traits.has_qkv_bias and (family != "qwen2_moe" or reader.take_bool("qkv_bias", True))
     config = ModelConfig(
         family=family,
@@ -136,12 +136,22 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
         ropes=ropes,
         qkv_bias=attention_bias or qkv_bias,
         attention_output_bias=attention_bias,
-        mlp_bias=traits.may_have_mlp_bias and reader.take_bool("mlp_bias", False),
+        mlp_bias=traits.has_mlp_bias or (traits.may_have_mlp_bias and reader.take_bool("mlp_bias", False)),
         attention_scales=(head_size**-0.5,) * num_layers,
         sliding_windows=read_windows(reader, family, num_layers, max_model_len),
         experts=read_experts(reader, family, num_layers, reader.take_int("intermediate_size")),
     )
+    if family == "gpt_oss":
+        return replace(config, hidden_act=_clamped_swiglu(reader))
     return _add_gemma(reader, config) if traits.is_gemma else config
+
+
+def _clamped_swiglu(reader: ConfigReader) -> str:
+    """Return the name of the activation of gpt-oss, whose class does not read ``hidden_act``."""
+    for name, known in CLAMPED_SWIGLU.items():
+        if reader.take_float(name, known) != known:
+            raise reader.unsupported(name, f"must be {known}")
+    return "clamped_swiglu"
 
 
 def _add_gemma(reader: ConfigReader, config: ModelConfig) -> ModelConfig:

@@ -98,7 +98,7 @@ class ModelConfig:
     """How many tokens prompt and output may have together."""
     norm_eps: float
     hidden_act: str
-    """One of ``supported.ACTIVATION_NAMES``."""
+    """One of ``supported.ACTIVATION_NAMES``, or ``clamped_swiglu``, the gate of gpt-oss."""
     tie_word_embeddings: bool
     ropes: tuple[RopeConfig, ...] = ()
     """[num_layers]: how each layer rotates its heads; empty: the model has learned absolute positions."""

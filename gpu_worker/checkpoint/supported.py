@@ -17,6 +17,7 @@ Family = Literal[
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "gpt_oss",
     "gpt2",
     "opt",
     "transformers",
@@ -36,6 +37,7 @@ ARCHITECTURES: dict[str, Family] = {
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
 }
@@ -81,6 +83,9 @@ CLASS_OF_TYPE: dict[str, str] = {
 ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 """Names the activation functions, as checkpoints do; ``layers.activation.ACTIVATIONS`` computes them."""
 
+CLAMPED_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+"""The numbers of gpt-oss's gate, ``layers.activation.clamped_swiglu``, by the entries that may state them."""
+
 
 NormOrder = Literal["before", "after", "around"]
 """Where a layer normalizes: the input of attention and of the MLP, their result, or both."""
@@ -109,6 +114,12 @@ class DecoderTraits:
     """Whether queries, keys and values always have a bias."""
     may_have_attention_bias: bool = False
     """Whether the configuration may ask for biases of all four matrices of attention."""
+    attention_bias: bool = False
+    """Whether those four have biases if the configuration says nothing."""
+    has_mlp_bias: bool = False
+    """Whether the matrices of MLPs, and the router of experts, always have a bias."""
+    has_sinks: bool = False
+    """Whether each head has a score that enters the sum of the softmax and weighs no value."""
     may_have_mlp_bias: bool = False
     is_fused: bool = False
     """Whether the checkpoint stores queries, keys and values as one matrix, and gate and up as another."""
@@ -146,5 +157,15 @@ DECODERS: dict[str, DecoderTraits] = {
     "mixtral": DecoderTraits(norm_eps=1e-5, num_kv_heads=8, rope_theta=1_000_000.0),
     "qwen2_moe": DecoderTraits(has_qkv_bias=True),
     "qwen3_moe": DecoderTraits(qk_norm="head", head_size=128, may_have_attention_bias=True),
+    "gpt_oss": DecoderTraits(
+        norm_eps=1e-5,
+        head_size=64,
+        num_kv_heads=8,
+        rope_theta=150_000.0,
+        may_have_attention_bias=True,
+        attention_bias=True,
+        has_mlp_bias=True,
+        has_sinks=True,
+    ),
 }
 """The families that ``models.decoder`` computes."""

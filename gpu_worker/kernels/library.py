@@ -140,7 +140,7 @@ def load_attention(head_size: int, march: str = "native", softcap: bool = False,
 @functools.cache
 def load_fused(march: str = "native") -> CDLL:
     """Load the operations between a layer's matrices. Raises :class:`KernelsUnavailable`."""
-    gates = dict.fromkeys(("silu_mul", "gelu_mul"), "iPPqqi")
+    gates = dict.fromkeys(("silu_mul", "gelu_mul", "clamped_swiglu_mul"), "iPPqqi")
     library = build("fused", march)
     return _load(library, add_norm="iPPPPqqffi", rotate_and_write="P", rotations="PPPPqqfi", **gates)
 

@@ -201,7 +201,8 @@ def _merge_quantized(weights: list[QuantizedWeight]) -> QuantizedWeight:
         # GGUF files mix types within a layer: V often has more bits than Q and K, and only some types have offsets.
         offsets = _merge([torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in weights])
     values, scales = _merge([each.values for each in weights]), _merge([each.scales for each in weights])
-    return QuantizedWeight(values, scales, offsets, weights[0].group)
+    is_float4 = all(each.is_float4 for each in weights)
+    return QuantizedWeight(values, scales, offsets, weights[0].group, is_float4)
 
 
 def _merge(tensors: Sequence[Tensor]) -> Tensor:

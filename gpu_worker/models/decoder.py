@@ -40,10 +40,10 @@ class Attention:
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
         self._ops = ops
-        self._head_size = config.head_size
-        self._rule = ScoreRule(
-            config.attention_scales[layer], config.sliding_windows[layer], softcap=config.attention_softcap
-        )
+        self._head_size, has_sinks = config.head_size, config.traits.has_sinks
+        sinks = checkpoint.take(f"{prefix}.sinks", config.shard.part(config.num_heads)).float() if has_sinks else None
+        scale, window = config.attention_scales[layer], config.sliding_windows[layer]
+        self._rule = ScoreRule(scale, window, config.attention_softcap, sinks)
         query_size = config.shard.part(config.num_heads * config.head_size)
         kv_size = config.shard.kv_part(config.num_kv_heads, config.head_size)
         sizes = (query_size, kv_size, kv_size)

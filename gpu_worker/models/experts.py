@@ -87,7 +87,8 @@ class Experts:
         self._switches = experts
         self._device = checkpoint.device
         self._routes = routes
-        self._router = load_linear(checkpoint, [f"{prefix}.gate"], config.hidden_size, [experts.count], bias=False)
+        router, is_biased = (f"{prefix}.router", True) if config.traits.has_mlp_bias else (f"{prefix}.gate", False)
+        self._router = load_linear(checkpoint, [router], config.hidden_size, [experts.count], is_biased)
         self._group, self._exchange = checkpoint.group, checkpoint.exchange
         self._placement: LayerPlacement | None = None
         """Which expert each place has; None: place i has expert i."""

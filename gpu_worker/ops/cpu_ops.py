@@ -13,7 +13,13 @@ from ..kernels.threads import kernel_threads
 from .ops import HeadNorm, Rotation
 from .torch_ops import TorchOps
 
-_GATES = {"silu": "silu_mul", "swish": "silu_mul", "gelu_pytorch_tanh": "gelu_mul", "gelu_new": "gelu_mul"}
+_GATES = {
+    "silu": "silu_mul",
+    "swish": "silu_mul",
+    "gelu_pytorch_tanh": "gelu_mul",
+    "gelu_new": "gelu_mul",
+    "clamped_swiglu": "clamped_swiglu_mul",
+}
 """The kernels of activations; PyTorch computes others."""
 
 

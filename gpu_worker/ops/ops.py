@@ -33,7 +33,8 @@ class Ops(Protocol):
         """
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """Return activation(gate) · up, [T, size], of [T, 2 * size] concatenated gates and ups."""
+        """Return activation(gate) · up, [T, size], of [T, 2 * size] concatenated gates and ups; ``clamped_swiglu``
+        changes both."""
 
     def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
         """Return :meth:`gate` of what ``linear``, whose outputs are gates and ups, computes of x [T, in]."""

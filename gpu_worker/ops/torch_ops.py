@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..checkpoint.weights import Linear
-from ..layers.activation import ACTIVATIONS
+from ..layers.activation import gated
 from ..layers.norm import rms_norm
 from ..layers.rotary import rotate, rotation
 from .ops import HeadNorm, Rotation
@@ -26,7 +26,7 @@ class TorchOps:
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return ACTIVATIONS[activation](gate) * up
+        return gated(gate, up, activation)
 
     def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
         return self.gate(linear(x), activation)

@@ -47,6 +47,8 @@ class TritonOps(TorchOps):
         return out
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation not in KINDS:
+            return super().gate(gate_up, activation)
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
@@ -55,7 +57,7 @@ class TritonOps(TorchOps):
         return out
 
     def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
-        if isinstance(linear, (TritonLinear, Fp8Linear)) and linear.takes(x):
+        if activation in KINDS and isinstance(linear, (TritonLinear, Fp8Linear)) and linear.takes(x):
             return linear.gated(x, activation)
         return super().gated(linear, x, activation)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 
+from tests.gpu_worker.models.gpt_oss import write_gpt_oss
 from tests.parity.identical import Case
 from tokenloom.model_files.model_path import DEMO_MODEL
 
@@ -60,6 +61,22 @@ _MORE_CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 64},
     "qwen3_moe": {**_QWEN_EXPERTS, "head_dim": 24, "norm_topk_prob": True},
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 50,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
     "opt": {
         "init_std": 0.2,
         "max_position_embeddings": 1024,
@@ -107,9 +124,21 @@ def make_small_reference(name: str, directory: Path, longest: int = 600) -> Refe
     return _reference(path, lambda prompts: [prompt for prompt in prompts if len(prompt) <= longest][::3])
 
 
-def _reference(path: Path, choose: Callable[[list[list[int]]], list[list[int]]] = list) -> Reference:
-    """``choose``: returns those of the prompts to compute."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+def make_gpt_oss_reference(directory: Path, longest: int = 600, **entries: Any) -> Reference:
+    """Write a tiny gpt-oss in the published layout, whose experts are MXFP4, and compute the reference's tokens, as
+    :func:`make_small_reference`, with the weights that transformers unpacks. ``entries``: of the configuration."""
+    path = write_gpt_oss(directory / "gpt-oss", **entries)
+    unpacks = transformers.Mxfp4Config(dequantize=True)
+    return _reference(
+        path, lambda prompts: [prompt for prompt in prompts if len(prompt) <= longest][::3], quantization_config=unpacks
+    )
+
+
+def _reference(path: Path, choose: Callable[[list[list[int]]], list[list[int]]] = list, **loading: Any) -> Reference:
+    """``choose``: returns those of the prompts to compute. ``loading``: more arguments of ``from_pretrained``."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", **loading
+    )
     eos = model.generation_config.eos_token_id
     eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     prompts = choose(_prompts(model.config.vocab_size))

@@ -6,19 +6,27 @@ import pytest
 
 from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
-from tests.parity.reference import MORE_MODELS, make_small_reference
+from tests.parity.reference import MORE_MODELS, Reference, make_gpt_oss_reference, make_small_reference
 
 
 @pytest.mark.parametrize("name", MORE_MODELS)
 def test_chunks_prefix_hits_and_preemption(name: str, tmp_path: Path) -> None:
-    reference = make_small_reference(name, tmp_path)
+    has_groups = "gemma" in name or name == "gpt_oss"
+    _check_reference(make_small_reference(name, tmp_path), 51 if has_groups else 42, has_groups)
+
+
+def test_gpt_oss_as_published(tmp_path: Path) -> None:
+    _check_reference(make_gpt_oss_reference(tmp_path), 56, has_groups=True)
+
+
+def _check_reference(reference: Reference, num_blocks: int, has_groups: bool) -> None:
+    """``num_blocks``: a few more than the longest request needs. In a pool of groups of layers it has full and window
+    blocks: 40 and 9 with a window of 50."""
     assert len({tuple(case.tokens) for case in reference.cases}) >= len(reference.cases) - 2
-    # In a pool of groups of layers, a request has full and window blocks: 40 and 9 for the longest one.
-    num_blocks = 51 if "gemma" in name else 42
     engine = Engine(
         reference.path, stop_token_ids=reference.eos_token_ids, budget=64, num_blocks=num_blocks, prefix_caching=True
     )
-    assert (engine.core.ready.num_kv_groups > 1) == ("gemma" in name)
+    assert (engine.core.ready.num_kv_groups > 1) == has_groups
     assert_identical(sorted(reference.cases, key=lambda case: len(case.prompt)), engine.generate)
     hits = engine.stats.prefix_cache_hits
     assert_identical(reference.cases, engine.generate)

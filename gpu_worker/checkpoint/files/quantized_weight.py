@@ -36,6 +36,8 @@ class QuantizedWeight:
     """[out, in / group] float32; None: all zero."""
     group: int
     """How many inputs share a scale; divides in."""
+    is_float4: bool = False
+    """Whether the values are twice those of floats of 4 bits (e2m1), and the scales powers of two."""
 
     def __post_init__(self) -> None:
         outputs, inputs = self.values.shape

@@ -154,6 +154,23 @@ def _read_block(reader: ConfigReader, name: str) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """Holds the entries of MXFP4: there are none beside ``_MXFP4_HARMLESS``."""
+
+    @property
+    def name(self) -> str:
+        return "mxfp4"
+
+
+_MXFP4_HARMLESS = frozenset(("modules_to_not_convert", "dequantize"))
+"""Say which layers are stored unquantized, which the tensors show, and what transformers does with the others."""
+
+
+def _read_mxfp4(reader: ConfigReader) -> Mxfp4:
+    return Mxfp4()
+
+
 Format = Literal["pack-quantized", "int-quantized", "float-quantized"]
 
 _COMPRESSED_HARMLESS = frozenset(
@@ -253,7 +270,7 @@ def _read_weights(weights: ConfigReader, group: ConfigReader, declared: Any, *, 
     return CompressedTensors(stored, bits, size, symmetric, block, int8_inputs and stored == "int-quantized")
 
 
-Scheme = Gptq | Awq | CompressedTensors | Fp8
+Scheme = Gptq | Awq | CompressedTensors | Fp8 | Mxfp4
 """Equal schemes read the same tensors in the same way; ``name`` is part of the engine's numerics."""
 
 ENTRY = "quantization_config"
@@ -263,6 +280,7 @@ METHODS: dict[str, tuple[Callable[[ConfigReader], Scheme], frozenset[str]]] = {
     "awq": (_read_awq, _AWQ_HARMLESS),
     "compressed-tensors": (_read_compressed_tensors, _COMPRESSED_HARMLESS),
     "fp8": (_read_fp8, _FP8_HARMLESS),
+    "mxfp4": (_read_mxfp4, _MXFP4_HARMLESS),
 }
 """By ``quant_method``: what reads the other entries, and the entries that change nothing."""
 

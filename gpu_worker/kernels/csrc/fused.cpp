@@ -104,14 +104,25 @@ void rotate_rows(const HeadsArgs& a) {
              [&](int64_t begin, int64_t end) { rotate_range<T, INT8>(a, begin, end); });
 }
 
-// x * sigmoid(x)
+// x * sigmoid(x) * up
 struct Silu {
-  static Vec of(Vec x) { return x / (1.f + exponential(-x)); }
+  static Vec of(Vec gate, Vec up) { return gate / (1.f + exponential(-gate)) * up; }
 };
 
-// The approximation of x * (the normal distribution's share below x) by a hyperbolic tangent, written as a sigmoid.
+// The approximation of x * (the normal distribution's share below x) by a hyperbolic tangent, written as a sigmoid,
+// times up.
 struct Gelu {
-  static Vec of(Vec x) { return x / (1.f + exponential(x * (x * x * -0.07135481627f - 1.59576912161f))); }
+  static Vec of(Vec x, Vec up) {
+    return x / (1.f + exponential(x * (x * x * -0.07135481627f - 1.59576912161f))) * up;
+  }
+};
+
+// What layers/activation.py calls clamped_swiglu. A NaN stays one.
+struct ClampedSwiglu {
+  static Vec of(Vec gate, Vec up) {
+    const Vec x = gate > 7.f ? splat(7.f) : gate, above = up > 7.f ? splat(7.f) : up;
+    return x / (1.f + exponential(x * -1.702f)) * ((above < -7.f ? splat(-7.f) : above) + 1.f);
+  }
 };
 
 template <class Activation, class T>
@@ -120,7 +131,7 @@ void gate_rows(const T* gate_up, T* out, int64_t rows, int64_t n, int threads) {
     for (int64_t r = begin; r < end; ++r) {
       const T *gate = gate_up + 2 * r * n, *up = gate + n;
       for (int64_t i = 0; i < n; i += LANES)
-        store(out + r * n + i, Activation::of(load(gate + i, n - i)) * load(up + i, n - i), n - i);
+        store(out + r * n + i, Activation::of(load(gate + i, n - i), load(up + i, n - i)), n - i);
     }
   });
 }
@@ -162,6 +173,12 @@ extern "C" void silu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_
 // The same with gelu, approximated by a hyperbolic tangent.
 extern "C" void gelu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_t rows, int64_t size, int32_t threads) {
   gate<Gelu>(is_bf16, gate_up, out, rows, size, threads);
+}
+
+// The same with the gate of gpt-oss.
+extern "C" void clamped_swiglu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_t rows, int64_t size,
+                                   int32_t threads) {
+  gate<ClampedSwiglu>(is_bf16, gate_up, out, rows, size, threads);
 }
 
 // The cosines and sines, [count, half], of the angles that `frequencies` [half] give to each position, times `factor`.

@@ -67,7 +67,7 @@ constexpr Entry entry() {
 constexpr Entry SIGNATURES[] = {
     entry<P>(),                                               // attend, rotate_and_write
     entry<I, P, P, P, P, L, L, F, F, I>(),                    // add_norm
-    entry<I, P, P, L, L, I>(),                                // silu_mul, gelu_mul
+    entry<I, P, P, L, L, I>(),                                // silu_mul, gelu_mul, clamped_swiglu_mul
     entry<I, P, P, P, P, P, L, L, L, L, L>(),                 // write_kv
     entry<P, P, P, P, L, L, L, I, I>(),                       // multiply of few rows
     entry<P, P, P, P, L, L, L, I>(),                          // multiply of panels

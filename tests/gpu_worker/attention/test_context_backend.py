@@ -1,6 +1,7 @@
 """Tests attention over tokens that are spread over ranks, against the plain computation of one."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,13 @@ from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 16, 4, 2, 24
-RULES = [ScoreRule(0.3), ScoreRule(0.3, sliding_window=5), ScoreRule(0.3, softcap=2.0)]
+SINKS = torch.linspace(-2, 4, NUM_HEADS)
+RULES = [
+    ScoreRule(0.3),
+    ScoreRule(0.3, sliding_window=5),
+    ScoreRule(0.3, softcap=2.0),
+    ScoreRule(0.3, sliding_window=5, sinks=SINKS),
+]
 
 
 class ThreadGroup:
@@ -92,7 +99,8 @@ def test_parts_of_a_sequence_are_merged(size: int, rule: ScoreRule) -> None:
         backend = ContextBackend(make_config(), BLOCK_SIZE, CPU, group)
         num_heads, head = NUM_HEADS // size, rank * NUM_KV_HEADS // size
         heads = slice(rank * num_heads, (rank + 1) * num_heads)
-        found[rank] = compute(backend, heads, slice(head, head + max(1, NUM_KV_HEADS // size)), rule)
+        own = replace(rule, sinks=None if rule.sinks is None else rule.sinks[heads])
+        found[rank] = compute(backend, heads, slice(head, head + max(1, NUM_KV_HEADS // size)), own)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -191,6 +191,51 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         **_SILU,
     },
+    "openai/gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+        **_SILU,
+    },
 }
 PHI_3_MINI_128K = CONFIGS["microsoft/Phi-3-mini-4k-instruct"] | {
     "max_position_embeddings": 131072,
@@ -242,3 +287,23 @@ def test_phi_4_mini_is_left_to_transformers(tmp_path: Path) -> None:
         load_model_config(path)
     assert uses_transformers(path, "auto")
     assert max_model_len(find_causal_class(path).config) == 4096
+
+
+GPT_OSS = CONFIGS["openai/gpt-oss-20b"]
+
+
+def test_gpt_oss_without_its_entries_is_what_the_class_makes_of_them(tmp_path: Path) -> None:
+    """``models/gpt_oss/configuration_gpt_oss.py`` of transformers 5.24 has these defaults."""
+    defaults = ("attention_bias", "layer_types", "rope_scaling", "rope_theta", "sliding_window", "swiglu_limit")
+    sizes = ("head_dim", "hidden_act", "max_position_embeddings", "num_experts_per_tok", "num_key_value_heads")
+    config = {name: value for name, value in GPT_OSS.items() if name not in (*defaults, *sizes)}
+    (tmp_path / "published").mkdir()
+    assert load_model_config(write(config | {"max_position_embeddings": 131072}, tmp_path)) == load_model_config(
+        write(GPT_OSS, tmp_path / "published")
+    )
+
+
+@pytest.mark.parametrize(("entry", "value"), [("swiglu_limit", 10.0), ("swiglu_alpha", 1.0)])
+def test_another_gate_of_gpt_oss_is_left_to_transformers(entry: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=f"{entry} must be"):
+        load_model_config(write(GPT_OSS | {entry: value}, tmp_path))

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from tokenloom.gpu_worker.attention.cache import write_slots
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
@@ -57,11 +59,22 @@ def test_add_norm(dtype, march, num_rows, size, with_delta, shift):
 @builds
 @rows
 @pytest.mark.parametrize("size", [256, 100, 7])
-@pytest.mark.parametrize("activation", ["silu", "swish", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "swish", "gelu", "gelu_pytorch_tanh", "clamped_swiglu"])
 def test_gate(dtype, march, num_rows, size, activation):
     gate_up = 4 * random(dtype, num_rows, 2 * size)
     found = CPUOps(march).gate(gate_up, activation)
     torch.testing.assert_close(found, TorchOps().gate(gate_up, activation), **TOLERANCE[dtype])
+
+
+def test_the_clamped_gate_is_that_of_transformers():
+    """``models/gpt_oss/modeling_gpt_oss.py``, whose gates and ups take turns."""
+    experts = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=1))
+    gate_up = 6 * random(torch.float32, 9, 64)
+    gate_up[0, 3], gate_up[1, 40], gate_up[2, 5] = 1e30, -1e30, float("nan")
+    expected = experts._apply_gate(gate_up.view(9, 2, 32).transpose(1, 2).flatten(1))
+    for ops in (CPUOps(), TorchOps()):
+        found = ops.gate(gate_up, "clamped_swiglu")
+        torch.testing.assert_close(found, expected, equal_nan=True, **TOLERANCE[torch.float32])
 
 
 def test_gates_of_any_size():

@@ -68,7 +68,7 @@ def test_greedy_and_seeded_tokens(name: str, tmp_path: Path) -> None:
         engine.core.shutdown()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"])
 def test_experts_spread_over_ranks(name: str, tmp_path: Path) -> None:
     path = save_random(name, tmp_path, **SMALL_CONFIGS[name])
     alone = Engine(path, budget=64, num_blocks=60)

@@ -1,0 +1,76 @@
+"""Gives each expert of a layer tensors of its own, where the files hold one tensor for all of them (gpt-oss)."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """Names where the outputs of an expert's matrix are in the tensor of all experts."""
+
+    fused: str
+    outputs: slice
+
+
+PARTS = {
+    "gate_proj": Part("gate_up_proj", slice(0, None, 2)),
+    "up_proj": Part("gate_up_proj", slice(1, None, 2)),
+    "down_proj": Part("down_proj", slice(None)),
+}
+"""By the matrix: gates and ups take turns."""
+
+
+class OpenFiles(Protocol):
+    """Holds the open files of a checkpoint."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    @property
+    def views(self) -> Sequence[Tensor]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class SplitExperts:
+    """Fulfils :class:`OpenFiles`: ``experts.N.gate_proj.weight``, for example, is a view into ``experts.gate_up_proj``.
+
+    The tensors of all experts are [experts, in, out], and [experts, out] for biases.
+    """
+
+    def __init__(self, files: OpenFiles) -> None:
+        self._files = files
+        self._split: dict[str, tuple[str, int, slice]] = {}
+        fused = {name for name in files.names if ".experts." in name}
+        for bias in [name for name in fused if name.endswith(".gate_up_proj_bias")]:
+            self._add(bias.removesuffix("gate_up_proj_bias"), fused)
+        hidden = {name for name, _, _ in self._split.values()}
+        self.names: Collection[str] = frozenset(files.names) - hidden | self._split.keys()
+
+    def _add(self, prefix: str, fused: Collection[str]) -> None:
+        for matrix, (name, outputs) in PARTS.items():
+            for kind, stored in (("weight", f"{prefix}{name}"), ("bias", f"{prefix}{name}_bias")):
+                for expert in range(self._files.shape(stored)[0] if stored in fused else 0):
+                    self._split[f"{prefix}{expert}.{matrix}.{kind}"] = (stored, expert, outputs)
+
+    @property
+    def views(self) -> Sequence[Tensor]:
+        return self._files.views
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.read(name).shape) if name in self._split else self._files.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._split:
+            return self._files.read(name)
+        stored, expert, outputs = self._split[name]
+        tensor = self._files.read(stored)[expert]
+        return tensor[outputs] if tensor.dim() == 1 else tensor[:, outputs].t()
+
+    def close(self) -> None:
+        self._files.close()

@@ -9,7 +9,6 @@ from prometheus_client import Gauge
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.liveness import StallAwareClock
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.placement.rules import RULES
 from tokenloom.services.runtime.registry.registry_view import watch_registry
@@ -20,6 +19,7 @@ from .caches.cache_followers import CacheFollowers
 from .coordinator_servicer import CoordinatorServicer, add_to_server
 from .coordinator_settings import CoordinatorSettings
 from .engines.engine_placement import Policy
+from .engines.engine_record import StallAwareClock
 from .engines.engine_registry import Predecessor, Registry
 from .lease.kubernetes_api import LeaseApi
 from .lease.kubernetes_lease import KubernetesLease

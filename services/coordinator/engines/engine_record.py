@@ -1,10 +1,14 @@
 """Keeps what the coordinator knows of one engine: its last report and the picks on their way. Remembers what an engine
 has to compute for the picks in its queue. Checks what engines report before the coordinator computes with it: one
-faulty engine must not harm the others. No I/O."""
+faulty engine must not harm the others. Measures their silence by a clock that leaves out the coordinator's own
+pauses."""
 
+import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
 from operator import attrgetter
+from typing import NoReturn
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
@@ -25,6 +29,11 @@ SILENT_SECONDS = 10.0
 """An engine that is silent for so long counts as dead. The stream of one that was stopped or cut off ends earlier."""
 STANDSTILL_SECONDS = 60.0
 """Far longer than any step: an engine with work to do whose step does not change for so long hangs."""
+TICK_SECONDS = 0.1
+LONGEST_TICK_SECONDS = 0.25
+"""As long as a turn of the event loop counts at most for a clock that runs: the reports that arrived during a longer
+one have not been read yet, and their engines are not silent. A report is read within a few turns; so many of them count
+for less than the time after which an engine is late."""
 OTHER_WEIGHTS = "other_weights"
 """The fall-back of an engine that waits aside (:mod:`.model_claims`)."""
 MAX_REQUESTS = 1 << 24
@@ -310,3 +319,29 @@ def _shown(report: EngineReport) -> EngineReport:
     for name in ("hello", "identity", "picks_arrived", "step", *_OF_ENGINE_ALONE):
         shown.ClearField(name)
     return shown
+
+
+class StallAwareClock:
+    """Returns seconds that grow with those of ``read``, by at most ``longest`` between two ticks."""
+
+    def __init__(self, read: Callable[[], float], longest: float = LONGEST_TICK_SECONDS) -> None:
+        """``longest``: seconds."""
+        self._read = read
+        self._longest = longest
+        self._base = self._ticked_at = read()
+
+    def __call__(self) -> float:
+        """Return the time, in seconds since no particular moment."""
+        # A batch of 150 picks once kept the loop from reading reports for so long that every engine counted as dead.
+        return self._base + min(self._read() - self._ticked_at, self._longest)
+
+    def tick(self) -> float:
+        """Count from now on, and return the time. To be called at least every ``longest`` seconds."""
+        self._base, self._ticked_at = self(), self._read()
+        return self._base
+
+    async def run(self) -> NoReturn:
+        """Tick until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.tick()

@@ -16,9 +16,8 @@ from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
-from ..records.request_ids import UNKNOWN_MARK, mark_in, marked, rank
 from .pending_request import PendingRequest, Sink
-from .process_stream import OutputLink, ProcessStream
+from .process_stream import UNKNOWN_MARK, OutputLink, ProcessStream, mark_in
 
 Cancel: TypeAlias = Callable[[], None]
 
@@ -134,9 +133,10 @@ class OutputPool:
         return partial(self._cancel, request)
 
     def name(self, random_digits: str) -> str:
-        """Return the id of a new request: the digits, and the mark of the output processor that is next in turn."""
+        """Return the id of a new request: 128 random bits in hexadecimal digits, and the mark of the output processor
+        that is next in turn."""
         able = self._able()
-        return marked(random_digits, able[0].mark if able else UNKNOWN_MARK)
+        return random_digits + (able[0].mark if able else UNKNOWN_MARK)
 
     def resume(self, submit: pb.Submit, collector: Sink, index: int) -> Cancel:
         """Find the output processor that has a request of another gateway, or of another call, and collect its output
@@ -224,7 +224,7 @@ class OutputPool:
         if request.takes_over:
             # The same for every gateway, so that a repeated call meets its request without a table that gateways would
             # share.
-            link = min(able, key=lambda link: rank(request.request_id, link.mark))
+            link = min(able, key=lambda link: link.rank(request.request_id))
         else:
             mark, link = mark_in(request.request_id), able[0]
             for each in able:
@@ -267,7 +267,7 @@ class OutputPool:
             timer.cancel()
         if request.collector.failed:
             return
-        links = sorted(self._links, key=lambda link: rank(request.request_id, link.mark))
+        links = sorted(self._links, key=lambda link: link.rank(request.request_id))
         streams = [link.stream for link in links]
         stream = next((each for each in streams if each is not None and each not in request.unknown_to), None)
         loop = asyncio.get_running_loop()

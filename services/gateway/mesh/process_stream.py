@@ -1,6 +1,7 @@
 """Connects to an output processor: its stream sends requests, and hands the frames' output to their collectors."""
 
 import asyncio
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 from tokenloom.v1.output_processor_pb2 import ProcessFrame
 
-from ..records.request_ids import UNKNOWN_MARK, mark_of
+from ..records.request_ids import MARK_DIGITS, RANDOM_DIGITS
 from .pending_request import Incarnation, PendingRequest
 
 
@@ -219,12 +220,22 @@ MIN_BACKOFF, MAX_BACKOFF = 0.1, 0.2
 """Seconds between two attempts to connect: a restarted output processor is used at once."""
 
 
+UNKNOWN_MARK = "0" * MARK_DIGITS
+"""Of a request that no output processor was connected for."""
+
+
+def mark_in(request_id: str) -> str:
+    """Return the mark in an id; empty for one of several prompts, which are spread."""
+    return request_id[RANDOM_DIGITS:] if len(request_id) == RANDOM_DIGITS + MARK_DIGITS else ""
+
+
 class OutputLink:
     """Connects to one output processor, again and again.
 
     Attributes:
         stream: The live stream, once both sides have said hello; otherwise None.
-        mark: What stands for the output processor in ids of requests, once it has said hello.
+        mark: What stands for the output processor in ids of requests, once it has said hello: a digest of its name. By
+            it any gateway finds a request; nothing else can be read from an id.
         changed_at: When it was lost, or returned, last; -inf if it was never lost.
     """
 
@@ -248,6 +259,12 @@ class OutputLink:
         self._ours = ours
         self._is_needed = is_needed
         self._backoff = MIN_BACKOFF
+
+    def rank(self, request_id: str) -> tuple[bool, bytes]:
+        """Return a key that sorts output processors for a request: the one that its id names, then all others in an
+        order that every gateway computes alike (rendezvous hashing)."""
+        digest = hashlib.blake2s(f"{request_id} {self.mark}".encode(), digest_size=8).digest()
+        return self.mark != mark_in(request_id), digest
 
     async def connect(self, stub: "output_processor_pb2_grpc.OutputProcessorAsyncStub") -> None:
         """Keep one incarnation of the stream to its end, then back off."""
@@ -273,7 +290,7 @@ class OutputLink:
         """Begin to use a stream whose output processor has said hello. Raises ``FailedPrecondition``."""
         # After the hello only: until then an output processor of another model may be at this address.
         check_hello(frame.hello, fingerprint=self._ours.fingerprint)
-        self.mark = mark_of(frame.hello.peer_id)
+        self.mark = hashlib.blake2s(frame.hello.peer_id.encode(), digest_size=MARK_DIGITS // 2).hexdigest()
         stream.leaving, stream.incarnation = frame.leaving, (self.address, frame.hello.epoch)
         self.stream = stream
         if self.changed_at > -math.inf:

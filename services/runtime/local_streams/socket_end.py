@@ -22,7 +22,6 @@ from google.protobuf.message import DecodeError
 from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
 
 from .. import addresses
-from ..liveness import LivenessTimer
 
 SUFFIX = ".calls"
 TICK_SECONDS = 0.5
@@ -194,7 +193,7 @@ class SocketEnd(ABC, asyncio.Protocol):
         self.is_finished = self.was_silent = False
         self._takes_messages = self._has_all = self._has_sent = self._is_half_closed = self._is_broken = False
         self._is_reading = True
-        self._silence = LivenessTimer(longest=TICK_SECONDS)  # a pause of this process counts as one tick
+        self._silent_ticks = 0
         self._ticker: asyncio.TimerHandle | None = None
         self._rest = bytearray()
         self._messages: deque[bytes] = deque()  # bounded by MAX_MESSAGES and MAX_BYTES
@@ -319,7 +318,7 @@ class SocketEnd(ABC, asyncio.Protocol):
             self._opening = b""
 
     def data_received(self, data: bytes) -> None:
-        self._silence.owed = 0.0
+        self._silent_ticks = 0
         if self._is_broken:
             return
         frames, error = split_frames(self._rest, data, self._max_message_bytes)
@@ -363,11 +362,11 @@ class SocketEnd(ABC, asyncio.Protocol):
     def _tick(self) -> None:
         assert self.transport is not None
         # While reading is paused the peer's beats stay in the kernel, so its silence is this side's doing and does not
-        # count.
-        silent_ticks = round(self._silence.look(owes=self._is_reading) / TICK_SECONDS)
+        # count. Ticks are counted, not seconds: a pause of this process, however long, is one tick of silence.
+        self._silent_ticks = self._silent_ticks + 1 if self._is_reading else 0
         # A beat shows that the event loop runs, not that the process lives: a gateway whose loop was busy for 2 s once
         # lost all streams. So the system is asked about the process, and a peer that runs but is busy gets 10 s.
-        if silent_ticks >= HUNG_TICKS or (silent_ticks >= SILENT_TICKS and self._is_peer_stopped()):
+        if self._silent_ticks >= HUNG_TICKS or (self._silent_ticks >= SILENT_TICKS and self._is_peer_stopped()):
             self.was_silent = True
             self.disconnect()
             return

@@ -1,11 +1,6 @@
 """The time for which a process itself was busy makes no peer of it silent."""
 
-import asyncio
-
-import pytest
-
-from tests.loop_clock import pass_time, settle
-from tokenloom.services.runtime.liveness import LONGEST_TICK_SECONDS, TICK_SECONDS, LivenessTimer, StallAwareClock
+from tokenloom.services.runtime.liveness import LivenessTimer
 
 
 class Time:
@@ -13,42 +8,6 @@ class Time:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_it_keeps_time_while_it_ticks() -> None:
-    time = Time()
-    clock = StallAwareClock(time)
-    begin = clock()
-    for _ in range(20):
-        time.now += TICK_SECONDS
-        clock.tick()
-    time.now += 0.125
-    assert clock() - begin == pytest.approx(20 * TICK_SECONDS + 0.125)
-
-
-def test_a_pause_counts_as_one_tick() -> None:
-    time = Time()
-    clock = StallAwareClock(time)
-    begin = clock()
-    time.now += 5.0
-    assert clock() - begin == LONGEST_TICK_SECONDS
-    clock.tick()
-    time.now += 0.125
-    assert clock() - begin == LONGEST_TICK_SECONDS + 0.125
-
-
-async def test_it_ticks_while_it_runs() -> None:
-    time = Time()
-    clock = StallAwareClock(time)
-    begin = clock()
-    running = asyncio.create_task(clock.run())
-    await settle()
-    for _ in range(8):
-        time.now += TICK_SECONDS
-        pass_time(TICK_SECONDS)
-        await settle()
-    assert clock() - begin == pytest.approx(8 * TICK_SECONDS)
-    running.cancel()
 
 
 def looks_until(timer: LivenessTimer, time: Time, seconds: float, turn: float) -> int:

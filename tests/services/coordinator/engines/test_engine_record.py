@@ -1,5 +1,6 @@
 """Whatever an engine reports, the coordinator refuses it or computes with it."""
 
+import asyncio
 import contextlib
 import math
 from typing import Any
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from tests.loop_clock import pass_time, settle
 from tests.services.coordinator.engines.test_engine_registry import Clock, identity, report
 from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.errors import InvalidArgument, TokenloomError
@@ -16,8 +18,11 @@ from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServi
 from tokenloom.services.coordinator.engines.defaults import PD_THRESHOLD
 from tokenloom.services.coordinator.engines.engine_placement import Policy
 from tokenloom.services.coordinator.engines.engine_record import (
+    LONGEST_TICK_SECONDS,
     MAX_BLOCK_SIZE,
     MAX_REQUESTS,
+    TICK_SECONDS,
+    StallAwareClock,
     check_identity,
     check_report,
 )
@@ -118,3 +123,39 @@ def test_no_report_ends_the_coordinator_or_a_pick(rule: Any, engines: list[Any],
         snapshot_of(registry)
     for engine in snapshot_of(registry).engines:
         assert engine.identity.engine_id
+
+
+def test_it_keeps_time_while_it_ticks() -> None:
+    time = Clock()
+    clock = StallAwareClock(time)
+    begin = clock()
+    for _ in range(20):
+        time.now += TICK_SECONDS
+        clock.tick()
+    time.now += 0.125
+    assert clock() - begin == pytest.approx(20 * TICK_SECONDS + 0.125)
+
+
+def test_a_pause_counts_as_one_tick() -> None:
+    time = Clock()
+    clock = StallAwareClock(time)
+    begin = clock()
+    time.now += 5.0
+    assert clock() - begin == LONGEST_TICK_SECONDS
+    clock.tick()
+    time.now += 0.125
+    assert clock() - begin == LONGEST_TICK_SECONDS + 0.125
+
+
+async def test_it_ticks_while_it_runs() -> None:
+    time = Clock()
+    clock = StallAwareClock(time)
+    begin = clock()
+    running = asyncio.create_task(clock.run())
+    await settle()
+    for _ in range(8):
+        time.now += TICK_SECONDS
+        pass_time(TICK_SECONDS)
+        await settle()
+    assert clock() - begin == pytest.approx(8 * TICK_SECONDS)
+    running.cancel()

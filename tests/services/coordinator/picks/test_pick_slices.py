@@ -14,10 +14,10 @@ from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.test_coordinator_servicer import first_report
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServicer
+from tokenloom.services.coordinator.engines.engine_record import StallAwareClock
 from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.picks.pick_slices import SLICE_SECONDS, PickMetrics, PickSlices
 from tokenloom.services.coordinator.picks.placed import Placed, engine_part
-from tokenloom.services.runtime.liveness import StallAwareClock
 from tokenloom.v1.coordinator_pb2 import (
     EngineIdentity,
     EngineReport,

@@ -10,11 +10,10 @@ from unittest.mock import patch
 from prometheus_client import CollectorRegistry
 
 from tokenloom.services.gateway.assistant.message_plans import MessagePlans
-from tokenloom.services.gateway.generation.admission import RequestAdmission
+from tokenloom.services.gateway.generation.admission import RequestAdmission, WaitEstimator
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.generation.preparation import MeshLinks, RequestContext
 from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
-from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator
 from tokenloom.services.gateway.http.json_body import BodyParser
 from tokenloom.services.gateway.mesh.mesh_view import MeshLoad
 from tokenloom.services.gateway.mesh.output_pool import OutputPool

@@ -14,8 +14,7 @@ from ..anthropic.count_tokens import CountTokens
 from ..anthropic.error_body import ANTHROPIC
 from ..anthropic.messages import MessagesApi
 from ..encoding.sse import encode_json
-from ..endpoints.answer_stream import SilentStreams
-from ..endpoints.generation_endpoint import GenerationApi, GenerationEndpoint
+from ..endpoints.generation_endpoint import GenerationApi, GenerationEndpoint, SilentStreams
 from ..http.client_flow import ANSWERS_PER_TURN, TurnShare
 from ..http.http_exchange import RESPONSES, ErrorForm, HttpExchange
 from ..http.json_body import BodyParser

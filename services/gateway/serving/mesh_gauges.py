@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.v1.coordinator_pb2 import EngineEntry
 
-from ..generation.wait_estimator import WaitEstimator
+from ..generation.admission import WaitEstimator
 from ..mesh.mesh_view import MeshView, load_of, placement_values
 
 

@@ -12,11 +12,10 @@ from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from ..assistant.message_plans import MessagePlans
-from ..generation.admission import RequestAdmission
+from ..generation.admission import RequestAdmission, WaitEstimator
 from ..generation.generator import Generator
 from ..generation.preparation import MeshLinks, RequestContext
 from ..generation.resumable import ResumableRequests, UnattendedMetrics
-from ..generation.wait_estimator import WaitEstimator
 from ..mesh.mesh_view import MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient

@@ -7,7 +7,12 @@ from typing import cast
 import pytest
 
 from tests.loop_clock import pass_time, settle
-from tokenloom.services.gateway.endpoints.answer_stream import LOOK_SECONDS, AnswerShaper, AnswerStream, SilentStreams
+from tokenloom.services.gateway.endpoints.generation_endpoint import (
+    LOOK_SECONDS,
+    AnswerShaper,
+    AnswerStream,
+    SilentStreams,
+)
 from tokenloom.services.gateway.generation.running_generation import RunningGeneration
 from tokenloom.services.gateway.http.client_flow import TurnShare
 from tokenloom.services.gateway.http.http_exchange import HttpExchange

@@ -3,8 +3,7 @@
 import pytest
 
 from tokenloom.request.errors import InvalidArgument, RateLimitExceeded, ResourceExhausted, Unavailable
-from tokenloom.services.gateway.generation.admission import RequestAdmission
-from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator
+from tokenloom.services.gateway.generation.admission import RequestAdmission, WaitEstimator
 from tokenloom.services.gateway.mesh.mesh_view import Capacity
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, TenantLimits

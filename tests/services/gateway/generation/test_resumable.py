@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from tests.loop_clock import pass_time, settle
 from tokenloom.request import errors
-from tokenloom.services.gateway.generation.admission import AdmittedCall, RequestAdmission
+from tokenloom.services.gateway.generation.admission import AdmittedCall, RequestAdmission, WaitEstimator
 from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
-from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
 from tokenloom.services.gateway.records.request_ids import ResumeToken
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, TenantLimits

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tokenloom.request.errors import ResourceExhausted
-from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator, WaitLimit, estimate_prompt_tokens
+from tokenloom.services.gateway.generation.admission import WaitEstimator, estimate_prompt_tokens
 from tokenloom.services.gateway.mesh.mesh_view import Capacity
 from tokenloom.services.gateway.records.generate_request import Chat, EmbeddedPrompt, GenerateRequest
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
@@ -22,7 +22,7 @@ def estimator(max_seconds: float = 10.0, **capacity: float) -> WaitEstimator:
 
 def is_admitted(estimator: WaitEstimator, priority: int = 0, timeout: float = HOUR, queue_share: float = 1.0) -> bool:
     try:
-        estimator.check(WaitLimit(priority, timeout, queue_share))
+        estimator.check(priority, timeout, queue_share=queue_share)
     except ResourceExhausted:
         return False
     return True
@@ -121,7 +121,7 @@ def test_a_refusal_says_when_to_retry_and_spreads_the_retries() -> None:
     times = []
     for _ in range(100):
         with pytest.raises(ResourceExhausted, match=r"would wait about 20 s .* may wait 10 s") as refusal:
-            busy.check(WaitLimit(0, HOUR))
+            busy.check(0, HOUR)
         assert refusal.value.retry_after is not None
         times.append(refusal.value.retry_after)
     assert 10 <= min(times) < 12

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh, FakeRequest
-from tokenloom.services.gateway.endpoints import answer_stream
+from tokenloom.services.gateway.endpoints import generation_endpoint
 from tokenloom.services.gateway.http import http_exchange as pieces
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.openai import chat, openai_logprobs
@@ -117,7 +117,7 @@ async def test_an_answer_is_shaped_in_slices(
     async with most_in_a_turn(monkeypatch) as most:
         answer = json.loads(await post(mesh, http, path, num_parts, n=2))
     step = -(-512 // (1 + TOP))
-    assert 0 < most["positions"] <= answer_stream.VALUES_PER_SLICE // (1 + TOP) + step < NUM_TOKENS
+    assert 0 < most["positions"] <= generation_endpoint.VALUES_PER_SLICE // (1 + TOP) + step < NUM_TOKENS
     assert most["bytes"] < 2 * pieces.PIECE_BYTES
     assert len(answer["choices"]) == 2
     for index, choice in enumerate(answer["choices"]):

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from tests.loop_clock import pass_time
-from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator
+from tokenloom.services.gateway.generation.admission import WaitEstimator
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS, MeshView
 from tokenloom.services.gateway.serving.mesh_gauges import MeshGauges
 from tokenloom.services.runtime.registry.registry_view import RegistryView

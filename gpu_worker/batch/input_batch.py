@@ -15,8 +15,7 @@ from tokenloom.engine_core.data.scheduler_output import CachedRequestData, Sched
 from ..pooling.pooler import PooledPrompt, PooledRows
 from ..sampler.host.logits_processors import make_logits_processors
 from ..sampler.host.logprobs import LogprobRows
-from .batch_kernels import Gathered, StepArrays, StepRows, make_gatherer, make_kernel_sampler
-from .block_table import BlockTable, RowChanges
+from .batch_arrays import BlockTable, Gathered, RowChanges, StepArrays, StepRows, make_gatherer, make_kernel_sampler
 from .expected_tokens import UNKNOWN_TOKEN, Places
 from .prompt_rows import PromptEmbeds, PromptLogprobRows, TokenRows, only_tokens
 

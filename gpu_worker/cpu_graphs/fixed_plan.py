@@ -10,7 +10,7 @@ from ..attention.attention_backend import AttentionBackend, AttentionPlan, IntAr
 from ..attention.cpu_backend import CPUBackend, CPUPlan, PlanArrays
 from ..attention.grouped_backend import GroupedBackend
 from ..attention.shared_prefix import SharedPrefixes
-from ..batch.batch_kernels import StepArrays
+from ..batch.batch_arrays import StepArrays
 from ..kernels.library import AttentionArgs
 
 

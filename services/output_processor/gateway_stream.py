@@ -23,8 +23,7 @@ from tokenloom.v1.types_pb2 import FinishReason, Hello
 from .placement.placement import FirstPick, PendingPick
 from .request.outbox import Outbox
 from .request.pooled_request import PooledRequest
-from .request.requests import Requests
-from .request.sample_group import SampleGroup
+from .request.requests import Requests, SampleGroup
 
 _SHARED_TOKENS = 1024
 """A prompt of so many tokens is worth a copy of its own."""

@@ -25,8 +25,7 @@ from .placement.engine_link import EngineLinks
 from .placement.placement import Placer
 from .request.kept_requests import KeptRequests
 from .request.metrics import OutputProcessorMetrics
-from .request.requests import LiveRequestLimit, Requests, default_prompt_bytes
-from .request.sample_group import SampleGroup
+from .request.requests import LiveRequestLimit, Requests, SampleGroup, default_prompt_bytes
 from .text.vocabulary import Vocabulary
 
 Load: TypeAlias = Callable[[Path, OutputProcessorSettings], tuple[CheckpointInfo, Vocabulary, Fingerprint]]

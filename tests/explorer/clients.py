@@ -10,10 +10,9 @@ from typing import Any
 
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.app import STOPPED, App, ClientAccess
-from tokenloom.services.gateway.http.client_flow import ClientFlow
+from tokenloom.services.gateway.http.client_flow import ClientFlow, Headers
 from tokenloom.services.gateway.http.http_exchange import JSON, HttpExchange
 from tokenloom.services.gateway.http.request_body import RequestBody
-from tokenloom.services.gateway.http.response_writer import Headers
 from tokenloom.services.gateway.http.route import Routes
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.tenant import Tenant, TenantLimits

@@ -40,7 +40,7 @@ from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
-from tokenloom.gpu_worker.batch.batch_kernels import KernelSampler, StepRows
+from tokenloom.gpu_worker.batch.batch_arrays import KernelSampler, StepRows
 from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.kernels.prebuilt import Variant

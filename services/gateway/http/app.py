@@ -18,10 +18,9 @@ from ..request_log.request_record import CURRENT_RECORD
 from ..tenants.api_keys import ApiKeys
 from ..tenants.tenant import NO_TENANT, Tenant
 from ..tenants.tenant_shares import TenantShares
-from .client_flow import ClientDisconnected
+from .client_flow import ClientDisconnected, Headers
 from .http_exchange import OPENAI, ErrorForm, HttpExchange, MethodNotAllowed
 from .response_counts import OTHER, ResponseCounts
-from .response_writer import Headers
 from .route import Handler, Route, Routes
 
 _ADVICE = "call it by its own address, set {option} or set API keys"

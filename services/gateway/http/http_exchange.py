@@ -15,10 +15,9 @@ from tokenloom.request import errors, wire_errors
 from ..encoding.sse import encode_json
 from ..request_log.request_record import RequestRecord
 from ..tenants.tenant import Tenant
-from .client_flow import ClientDisconnected
+from .client_flow import ClientDisconnected, Headers
 from .request_body import RequestBody, too_large
 from .response_counts import OTHER
-from .response_writer import Headers
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from tokenloom.request.limits import AdmissionLimit
 
 from ..tenants.tenant import Tenant
 from .app import App
-from .client_flow import ClientFlow
+from .client_flow import ClientFlow, Headers
 from .http_exchange import JSON, HttpExchange
 from .request_body import RequestBody
-from .response_writer import Headers
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@ import numpy as np
 
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from tokenloom.gpu_worker.batch.block_table import BlockTable
+from tokenloom.gpu_worker.batch.batch_arrays import BlockTable
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
-from tokenloom.gpu_worker.batch.batch_kernels import StepArrays
+from tokenloom.gpu_worker.batch.batch_arrays import StepArrays
 from tokenloom.gpu_worker.cpu_graphs.fixed_plan import FixedPlan, make_fixed_plan
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")

@@ -19,10 +19,9 @@ from uvicorn.server import ServerState
 
 from tokenloom.request.limits import AdmissionLimit
 
-from ..client_flow import ClientFlow, TurnShare
+from ..client_flow import ClientFlow, Headers, ResponseWriter, TurnShare
 from ..http_exchange import HttpExchange
 from ..request_body import RequestBody
-from ..response_writer import Headers, ResponseWriter
 from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections
 from .upgrade import parser_behind
 

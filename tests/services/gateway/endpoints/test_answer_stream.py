@@ -14,9 +14,8 @@ from tokenloom.services.gateway.endpoints.generation_endpoint import (
     SilentStreams,
 )
 from tokenloom.services.gateway.generation.running_generation import RunningGeneration
-from tokenloom.services.gateway.http.client_flow import TurnShare
+from tokenloom.services.gateway.http.client_flow import Headers, TurnShare
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
-from tokenloom.services.gateway.http.response_writer import Headers
 from tokenloom.services.gateway.mesh.collector import Collector, Delta
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 

@@ -7,10 +7,9 @@ import pytest
 
 from tokenloom.request import errors
 from tokenloom.request.limits import AdmissionLimit
-from tokenloom.services.gateway.http.client_flow import ClientDisconnected, ClientFlow
+from tokenloom.services.gateway.http.client_flow import ClientDisconnected, ClientFlow, Headers, ResponseWriter
 from tokenloom.services.gateway.http.http_exchange import HttpExchange, UnsupportedMediaType
 from tokenloom.services.gateway.http.request_body import RequestBody
-from tokenloom.services.gateway.http.response_writer import Headers, ResponseWriter
 
 
 def _tree(cls: type[errors.TokenloomError]) -> list[type[errors.TokenloomError]]:

@@ -13,7 +13,7 @@ from tests.gpu_worker.sampler.host.variants import VARIANTS, params, peaked
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.batch import input_batch
-from tokenloom.gpu_worker.batch.batch_kernels import KernelSampler, StepRows
+from tokenloom.gpu_worker.batch.batch_arrays import KernelSampler, StepRows
 from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
 from tokenloom.gpu_worker.kernels.threads import set_kernel_threads
 from tokenloom.gpu_worker.sampler.host.sampler import Sampler

@@ -8,7 +8,7 @@ from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.executor.worker import Worker
 
 from .checkpoint.files.config_reader import read_architecture
-from .checkpoint.supported import ENCODERS
+from .checkpoint.supported import is_encoder
 from .encoders.encoder_worker import EncoderWorker
 from .model_worker import ModelWorker
 from .platform.platform import CPUPlatform, CUDAPlatform
@@ -57,4 +57,4 @@ def _device_of(rank: int) -> torch.device | None:
 
 def _is_encoder(config: EngineConfig) -> bool:
     path = Path(config.worker.model)
-    return (path / "config.json").is_file() and read_architecture(path)[0] in ENCODERS
+    return (path / "config.json").is_file() and is_encoder(*read_architecture(path))

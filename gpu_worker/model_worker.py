@@ -287,7 +287,8 @@ class ModelWorker:
         self._require_slot().check(Path(path))
         if self._ranks.place.is_alone:
             info, head = (None, None) if self._pooler is None else (self._pooler.info, self._pooler.head)
-            check_pooling(info, Path(path), self._config.worker, self._kv_config.hidden_size, head)
+            config = self._kv_config
+            check_pooling(info, Path(path), self._config.worker, config.hidden_size, head, config.has_output)
 
     def reload_weights(self, path: str) -> None:
         slot = self._require_slot()
@@ -364,7 +365,8 @@ class ModelWorker:
             return None
         config, model = self._config.worker, self._model
         head = model.head if isinstance(model, DecoderModel) else None
-        return make_pooler(self._require_slot().path, config, model.config.hidden_size, head, is_encoder=False)
+        path, hidden_size, has_output = self._require_slot().path, model.config.hidden_size, model.config.has_output
+        return make_pooler(path, config, hidden_size, head, is_encoder=False, has_output=has_output)
 
     def _require_slot(self) -> ModelSlot:
         assert self._slot is not None, "load_model comes first"

@@ -32,6 +32,8 @@ ROUTED_ROWS = "tokenloom.request.routed_rows"
 LIMITS = "tokenloom.request.limits"
 # The head of a GGUF file, which holds configuration and tokenizer.
 GGUF_FILE = "tokenloom.gguf.gguf_file"
+# The list of sentence-transformers' modules next to a checkpoint, which say how texts and how vectors are made.
+SENTENCE_TEXTS = "tokenloom.model_files.sentence_texts"
 # What every process has: its limits, its end with its parent, sockets, a directory to meet in, its fall-backs.
 OF_PROCESSES = "tokenloom.process"
 # Names, checks and errors of requests and of the model's files, for every entrance.
@@ -219,7 +221,7 @@ def test_engine_core(module: Module) -> None:
 def test_gpu_worker() -> None:
     package, allowed = (
         "tokenloom.gpu_worker",
-        [*sorted(PLAIN_DATA), SAMPLING_PARAMS, LIMITS, GGUF_FILE, OF_PROCESSES],
+        [*sorted(PLAIN_DATA), SAMPLING_PARAMS, LIMITS, GGUF_FILE, SENTENCE_TEXTS, OF_PROCESSES],
     )
     assert not violations(package, allowed, never=("grpc", "asyncio"))
     # Only the folder for that library's models, which is imported when one is loaded.

@@ -93,6 +93,8 @@ class CorePoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defau
     """Whether vectors are normalized to length 1, and logits become probabilities; None: as the model says."""
     first_part_tokens: int = 0
     """Tokens of the prompt's first part, which have token type 0, and those after it 1; 0: all have type 0."""
+    skipped_tokens: int = 0
+    """So many tokens at the begin of the prompt take no part in the vector of the prompt."""
     late_interaction: LateInteraction | None = None
     """Only with ``TOKEN_EMBED``: the vectors stay in the core."""
 

@@ -141,6 +141,15 @@ class DirectorySource:
         self._files.close()
 
 
+def read_all(directory: Path) -> dict[str, Tensor]:
+    """Return the tensors of a small directory, such as those of one layer."""
+    files = _open(weight_files(directory))
+    try:
+        return {name: files.read(name).clone() for name in files.names}
+    finally:
+        files.close()
+
+
 def _open(paths: Collection[Path]) -> OpenFiles:
     paths = list(paths)
     return PytorchFiles(paths) if is_pickled(paths[0]) else SafetensorsFiles(paths)

@@ -9,13 +9,13 @@ from typing import NamedTuple, get_args
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from .files.config_reader import ConfigReader, stored_dtype
+from .files.config_reader import ConfigReader, stored_dtype, stored_names
 from .gguf.config import gguf_config
 from .layer_kinds import read_experts, read_ropes, read_windows
 from .model_config import QUANTIZATIONS, DtypeName, ModelConfig, OPTSwitches
 from .quantization.entries import read_scheme
 from .rope_config import LongRopeScaling, RopeConfig, YarnScaling
-from .supported import ACTIVATION_NAMES, ARCHITECTURES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
+from .supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
 
 _DTYPES: dict[str, DtypeName] = {name: name for name in get_args(DtypeName)}
 
@@ -31,7 +31,7 @@ def load_model_config(
     naming what is wrong or not supported in the configuration.
     """
     reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
-    family, has_class_head = _family(reader)
+    family, has_class_head, is_backbone = _family(reader)
     computed_in = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)
     if family in ("gpt2", "opt"):
@@ -40,7 +40,13 @@ def load_model_config(
         config = _read_decoder(reader, family, computed_in, max_model_len)
     reader.refuse_rest()
     check_quantization(quantization)
-    return replace(config, quantization=quantization, scheme=scheme, has_class_head=has_class_head)
+    return replace(
+        config,
+        quantization=quantization,
+        scheme=scheme,
+        has_class_head=has_class_head,
+        has_output=not is_backbone and not _lacks_output(path, config),
+    )
 
 
 def read_dtype(path: Path, dtype: str) -> DtypeName:
@@ -64,14 +70,23 @@ def check_quantization(quantization: str | None) -> None:
         raise ValueError(f"quantization must be {', '.join(QUANTIZATIONS)} or none, not {quantization!r}")
 
 
-def _family(reader: ConfigReader) -> tuple[Family, bool]:
-    """Return the family, and whether the model has a class head."""
+def _lacks_output(path: Path, config: ModelConfig) -> bool:
+    """Return whether the files of an embedding model lack the output layer that its class has."""
+    if config.tie_word_embeddings or not (path / "modules.json").is_file():
+        return False
+    return "lm_head.weight" not in stored_names(path)
+
+
+def _family(reader: ConfigReader) -> tuple[Family, bool, bool]:
+    """Return the family, whether the model has a class head, and whether it was saved without any head."""
     name = reader.take_architecture()
     if name in CLASSIFIERS:
-        return CLASSIFIERS[name], True
+        return CLASSIFIERS[name], True, False
+    if name in BACKBONES:
+        return BACKBONES[name], False, True
     if name not in ARCHITECTURES:
         raise reader.error("architectures", f"is not supported: must be one of {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[name], False
+    return ARCHITECTURES[name], False, False
 
 
 def _dtype(reader: ConfigReader, path: Path, dtype: str) -> DtypeName:

@@ -112,8 +112,8 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
     if config.scheme is not None or config.quantization is not None:
         method = config.quantization or (config.scheme.name if config.scheme else "")
         raise ValueError(f"quantization: {method} is not supported with several workers yet; use one worker")
-    if config.has_class_head:
-        raise ValueError("models with a class head are not supported with several workers yet; use one worker")
+    if config.has_class_head or not config.has_output:
+        raise ValueError("models that only pool are not supported with several workers yet; use one worker")
 
 
 def _check_redundant(config: ModelConfig, place: RankPlace) -> None:

@@ -123,6 +123,8 @@ class ModelConfig:
     """How matrices are quantized at load: one of ``QUANTIZATIONS`` or None."""
     has_class_head: bool = False
     """Whether classes of prompts are computed instead of logits of tokens."""
+    has_output: bool = True
+    """Whether the checkpoint has an output layer; without one or a class head, only hidden states are pooled."""
     scheme: Scheme | None = None
     """How the checkpoint stores quantized matrices, from ``quantization_config``; None: it stores plain tensors."""
 

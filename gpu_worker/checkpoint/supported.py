@@ -1,8 +1,9 @@
 """Names the architectures and methods that are built in, and says what the classes of each family of decoders fix, and
 the defaults that their configurations leave out. It does not import torch: checks before the start read it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 Family = Literal[
     "llama",
@@ -51,6 +52,8 @@ CLASSIFIERS: dict[str, Family] = {
     if family not in ("gpt2", "opt")
 }
 """Names the decoders with a class head instead of an output layer."""
+BACKBONES: dict[str, Family] = {name.replace(CLASS_HEAD, "Model"): family for name, family in CLASSIFIERS.items()}
+"""Names the decoders that were saved without any head, so that they only compute embeddings."""
 
 EncoderFamily = Literal["bert", "roberta", "modernbert"]
 _ENCODER_NAMES: dict[str, EncoderFamily] = {
@@ -66,7 +69,7 @@ ENCODERS: dict[str, EncoderFamily] = {
     for ending in ("Model", "ForMaskedLM", CLASS_HEAD)
 }
 """Names the encoders. Their heads for masked tokens are not used."""
-BUILT_IN = frozenset((*ARCHITECTURES, *CLASSIFIERS, *ENCODERS))
+BUILT_IN = frozenset((*ARCHITECTURES, *CLASSIFIERS, *BACKBONES, *ENCODERS))
 """Names all architectures that are built in."""
 CLASS_OF_TYPE: dict[str, str] = {
     # The type gemma3 is that of a model which reads images.
@@ -78,6 +81,22 @@ CLASS_OF_TYPE: dict[str, str] = {
     "modernbert": "ModernBertModel",
 }
 """The class that a ``model_type`` stands for, if ``architectures`` names none that is known."""
+
+_MASKED = """Albert ConvBert Deberta DebertaV2 DistilBert Electra Ernie EuroBert Gte JinaEmbeddingsV3 MPNet MegatronBert
+    MobileBert NomicBert RoFormer XLMRobertaXL"""
+_HEADLESS = """BloomModel GPT2Model GPTNeoModel GPTNeoXModel Gemma3TextModel GemmaModel MT5EncoderModel OPTModel
+    T5EncoderModel UMT5EncoderModel"""
+MODULE_ENCODERS = frozenset(
+    (*_HEADLESS.split(), *(f"{name}{ending}" for name in _MASKED.split() for ending in ("Model", "ForMaskedLM")))
+)
+"""Names the classes of transformers whose modules compute the vectors of whole prompts."""
+
+
+def is_encoder(name: str, values: Mapping[str, Any]) -> bool:
+    """Return whether steps compute whole prompts of the architecture ``name``, because its tokens attend to later ones
+    or because transformers' modules compute it without a KV cache. ``values`` is the content of ``config.json``."""
+    looks_ahead = values.get("is_causal") is False or values.get("use_bidirectional_attention") is True
+    return name in ENCODERS or name in MODULE_ENCODERS or looks_ahead
 
 
 ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")

@@ -41,6 +41,8 @@ Adapt: TypeAlias = Callable[[Linear, Sequence[str], int, Sequence[int], torch.dt
 dtype, so that LoRA adapters can change it."""
 
 
+_BASE = "model."
+"""Begins the names of the tensors below a head."""
 FORGET_AT = 64 << 20
 """After how many bytes that were unpacked or cast the files' pages and the allocator's free memory are dropped."""
 
@@ -95,6 +97,9 @@ class Checkpoint:
         self.dtype = dtype
         self.device = device
         self._source = source or _open(path, scheme)
+        names = self._source.names
+        # Base classes, such as Qwen3Model, save their tensors without the name that a class with a head gives them.
+        self._is_headless = f"{_BASE}embed_tokens.weight" not in names and "embed_tokens.weight" in names
         self._taken: set[str] = set()
         self._copied = 0  # bytes of the files since memory was dropped last
 
@@ -106,7 +111,7 @@ class Checkpoint:
         self._source.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._source.names
+        return self._stored(name) in self._source.names
 
     def take(self, name: str, *shape: Dimension) -> Tensor:
         """Return the tensor ``name`` in the model's dtype; of dimensions that are cut only this rank's part is read.
@@ -143,7 +148,7 @@ class Checkpoint:
 
     def skip(self, names: Iterable[str]) -> None:
         """Accept tensors that may be present and are not needed."""
-        self._taken.update(names)
+        self._taken.update(map(self._stored, names))
 
     def refuse_rest(self) -> None:
         """Raise ``ValueError`` naming tensors that the model did not read."""
@@ -163,7 +168,11 @@ class Checkpoint:
         if self._copied > FORGET_AT:
             self.drop_read()
 
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(_BASE) if self._is_headless else name
+
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
+        name = self._stored(name)
         if name not in self._source.names:
             raise ValueError(f"the checkpoint has no tensor {name}, which its {self._source.described_by} asks for")
         stored = self._source.read(name, shape)

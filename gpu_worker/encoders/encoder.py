@@ -1,16 +1,21 @@
 """Loads and computes encoders: BERT and RoBERTa, with learned positions, LayerNorm after each part and bidirectional
-attention; ModernBERT, with rotary positions, LayerNorm before each part, a gated MLP, and windows in most layers."""
+attention; ModernBERT, with rotary positions, LayerNorm before each part, a gated MLP, and windows in most layers. The
+modules of transformers compute the others."""
 
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.load_config import note_precision
+from ..checkpoint.files.config_reader import read_architecture
+from ..checkpoint.load_config import check_quantization, note_precision, read_dtype
+from ..checkpoint.model_config import DtypeName
+from ..checkpoint.supported import ENCODERS
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
 from ..layers.linear import load_linear
@@ -166,11 +171,27 @@ def _load_bert_head(checkpoint: Checkpoint, prefix: str, config: EncoderConfig) 
     return ClassHead(projections, class_activation(checkpoint.path), count, "CLS", by_token=False)
 
 
+class EncoderShape(Protocol):
+    """Describes an encoder. Models of equal descriptions can take each other's weights."""
+
+    @property
+    def dtype_name(self) -> DtypeName: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+
 class EncoderModel(Protocol):
     """Holds an encoder with its weights."""
 
     @property
-    def config(self) -> EncoderConfig: ...
+    def config(self) -> EncoderShape: ...
 
     @property
     def head(self) -> ClassHead | None:
@@ -185,6 +206,28 @@ class EncoderModel(Protocol):
         """
 
 
+def read_encoder_shape(path: Path, dtype: str = "auto") -> EncoderShape:
+    """Read the configuration of a checkpoint directory of an encoder. Raises ``ValueError`` naming what is wrong."""
+    if read_architecture(path)[0] in ENCODERS:
+        return read_encoder_config(path, dtype)
+    shape: EncoderShape = _of_transformers(path).read_module_config(path, read_dtype(path, dtype))
+    return shape
+
+
+def _of_transformers(path: Path) -> ModuleType:
+    """Return the module for encoders of transformers. Raises ``ValueError`` if that library is not installed."""
+    try:
+        from ..models.transformers import module_encoder
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ValueError(
+            f"{path / 'config.json'}: architectures names {read_architecture(path)[0]}, which the transformers package "
+            'computes; install it with: pip install "tokenloom[transformers]"'
+        ) from None
+    return module_encoder
+
+
 def load_encoder(
     path: Path, dtype: str = "auto", device: torch.device | None = None, quantization: str | None = None
 ) -> EncoderModel:
@@ -193,8 +236,12 @@ def load_encoder(
     Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
     """
     note_precision(path, dtype)
-    config = read_encoder_config(path, dtype)
     device = device or torch.device("cpu")
+    if read_architecture(path)[0] not in ENCODERS:
+        check_quantization(quantization)
+        found: EncoderModel = _of_transformers(path).ModuleEncoder(path, read_dtype(path, dtype), device, quantization)
+        return found
+    config = read_encoder_config(path, dtype)
     with Checkpoint(path, config.dtype, device) as checkpoint:
         model: EncoderModel
         if config.family == "modernbert":

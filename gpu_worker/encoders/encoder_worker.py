@@ -27,8 +27,7 @@ from ..device.profiler import Profiler
 from ..platform.platform import Platform
 from ..pooling.class_head import ClassHead
 from ..pooling.pooler import Floats, Pooler, check_pooling, make_pooler
-from .encoder import EncoderModel, load_encoder
-from .encoder_config import EncoderConfig, read_encoder_config
+from .encoder import EncoderModel, EncoderShape, load_encoder, read_encoder_shape
 
 
 class _Prompt(NamedTuple):
@@ -39,7 +38,7 @@ class _Prompt(NamedTuple):
 class _Offered(NamedTuple):
     """Describes the loaded model, awake or asleep: other weights must fit it."""
 
-    config: EncoderConfig
+    config: EncoderShape
     pooling: ModelPooling
     head: ClassHead | None
     """Without its weights."""
@@ -166,7 +165,7 @@ class EncoderWorker:
     def check_weights(self, path: str) -> None:
         settings, directory = self._config.worker, Path(path)
         try:
-            config = read_encoder_config(directory, settings.dtype)
+            config = read_encoder_shape(directory, settings.dtype)
             stamps = file_stamps(directory)
         except OSError as error:
             raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error

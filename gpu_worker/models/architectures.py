@@ -15,7 +15,7 @@ from ..checkpoint.files.config_reader import UnsupportedError, read_architecture
 from ..checkpoint.load_config import check_quantization, load_model_config, note_precision, read_dtype
 from ..checkpoint.local_config import local_config
 from ..checkpoint.model_config import DtypeName, ModelConfig
-from ..checkpoint.supported import ARCHITECTURES, CLASSIFIERS
+from ..checkpoint.supported import ARCHITECTURES, BACKBONES, CLASSIFIERS
 from ..checkpoint.weights import Adapt, Checkpoint
 from ..kernels.compiler import parallel_build
 from ..kernels.prebuilt import Variant
@@ -116,7 +116,9 @@ def uses_transformers(path: Path, model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "transformers"
     name = read_architecture(path)[0]
-    return name not in CLASSIFIERS and (name not in ARCHITECTURES or _missing_feature(path) is not None)
+    if name in CLASSIFIERS or name in BACKBONES:
+        return False
+    return name not in ARCHITECTURES or _missing_feature(path) is not None
 
 
 def _missing_feature(path: Path) -> UnsupportedError | None:

@@ -231,9 +231,10 @@ class DecoderModel:
         config, ops = self.config, self._ops
         vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
         name, self._lm_head, self.head = "model.embed_tokens.weight", None, None
-        if config.has_class_head:
+        if config.has_class_head or not config.has_output:
             self._embedding = checkpoint.take(name, config.vocab_size, config.hidden_size)
-            self.head = load_score_head(checkpoint, config.hidden_size)
+            if config.has_class_head:
+                self.head = load_score_head(checkpoint, config.hidden_size)
         else:
             self._embedding, output = load_embeddings(checkpoint, name, config)
             if config.samples:

@@ -1,5 +1,6 @@
 """Turns hidden states of prompts into vectors, classes and scores."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,14 +8,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tokenloom.engine_core.data.config import WorkerConfig
 from tokenloom.engine_core.data.core_params import CorePoolingParams, ModelPooling, PoolingTask
 
 from .class_head import ClassHead, class_labels
-from .sentence_files import PoolingType, Projection, SentenceFiles, project, read_matryoshka, read_sentence_files
+from .sentence_files import (
+    PoolingType,
+    SentenceFiles,
+    VectorStep,
+    apply_steps,
+    read_matryoshka,
+    read_sentence_files,
+    unit_length,
+)
 
 _VECTORS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 
@@ -22,31 +30,66 @@ _VECTORS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 class PromptStates:
     """Collects the hidden states of one prompt, chunk by chunk, as far as its pooling needs them."""
 
-    def __init__(self, pooling: PoolingType | None) -> None:
-        """``pooling``: None: the states of all tokens."""
-        self._pooling = pooling
+    def __init__(self, modes: Sequence[PoolingType] | None, skipped: int = 0) -> None:
+        """``modes``: whose states are joined; None: the states of all tokens. ``skipped``: so many tokens at the
+        begin of the prompt take no part."""
+        self._modes = modes
+        # The prefix cache may hold the begin of a prompt whose last state alone counts.
+        self._skipped = 0 if modes == ("LAST",) else skipped
         self._chunks: list[Tensor] = []
-        self._count = 0
+        self._parts: dict[PoolingType, Tensor] = {}
+        self._size = self._count = self._weight = 0
 
     def add(self, hidden: Tensor) -> None:
         """Add the states [n, hidden_size] of the next tokens."""
-        self._count += len(hidden)
-        match self._pooling:
+        self._size = hidden.shape[-1]
+        if self._modes is None:
+            self._chunks.append(hidden.float())
+            return
+        passed = min(self._skipped, len(hidden))
+        self._skipped -= passed
+        self._weight += passed
+        if passed < len(hidden):
+            for mode in self._modes:
+                self._add(mode, hidden[passed:])
+            self._count += len(hidden) - passed
+            self._weight += len(hidden) - passed
+
+    def _add(self, mode: PoolingType, hidden: Tensor) -> None:
+        old = self._parts.get(mode)
+        match mode:
             case "LAST":
-                self._chunks = [hidden[-1].float()]
+                new = hidden[-1].float()
             case "CLS":
-                self._chunks = self._chunks or [hidden[0].float()]
-            case "MEAN":
-                total = hidden.float().sum(0)
-                self._chunks = [self._chunks[0] + total if self._chunks else total]
-            case None:
-                self._chunks.append(hidden.float())
+                new = hidden[0].float() if old is None else old
+            case "MAX":
+                new = hidden.float().amax(0)
+                new = new if old is None else torch.maximum(old, new)
+            case "MEAN" | "MEAN_SQRT":
+                new = hidden.float().sum(0) + (0 if old is None else old)
+            case "WEIGHTED_MEAN":
+                # A token weighs as much as its position, counted from 1, skipped tokens included.
+                weights = torch.arange(self._weight + 1, self._weight + len(hidden) + 1, device=hidden.device)
+                new = (hidden.float() * weights[:, None]).sum(0) + (0 if old is None else old)
+        self._parts[mode] = new
 
     def pooled(self) -> Tensor:
-        """Return the state of the prompt [hidden_size], or of its tokens [n, hidden_size], float32."""
-        if self._pooling is None:
+        """Return the state of the prompt [modes * hidden_size], or of its tokens [n, hidden_size], float32."""
+        if self._modes is None:
             return torch.cat(self._chunks)
-        return self._chunks[0] / self._count if self._pooling == "MEAN" else self._chunks[0].clone()
+        return torch.cat([self._pooled(mode) for mode in self._modes])
+
+    def _pooled(self, mode: PoolingType) -> Tensor:
+        if not self._count:
+            return torch.zeros(self._size)
+        part = self._parts[mode]
+        first = self._weight - self._count
+        divisors = {
+            "MEAN": self._count,
+            "MEAN_SQRT": math.sqrt(self._count),
+            "WEIGHTED_MEAN": (self._weight * (self._weight + 1) - first * (first + 1)) / 2,
+        }
+        return part / divisors[mode] if mode in divisors else part.clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +98,14 @@ class Pooler:
 
     Attributes:
         info: What requests may ask for.
-        pooling: Whose state makes a vector.
+        poolings: Whose states make a vector.
+        steps: What is applied to it.
+        normalizes: Whether it gets length 1 after that.
     """
 
     info: ModelPooling
-    pooling: PoolingType
-    projections: Sequence[Projection]
+    poolings: tuple[PoolingType, ...]
+    steps: Sequence[VectorStep]
     normalizes: bool
     head: ClassHead | None
     activates: bool
@@ -69,7 +114,7 @@ class Pooler:
         """Return an empty collection for a prompt."""
         if params.task.is_by_token:
             return PromptStates(None)
-        return PromptStates(self.pooling if params.task in _VECTORS or self.head is None else self.head.pooling)
+        return PromptStates(_poolings_of(params.task, self.poolings, self.head), params.skipped_tokens)
 
     def finish(self, states: PromptStates, params: CorePoolingParams) -> npt.NDArray[np.float32]:
         """Return the result of a prompt, [], [n] or [tokens, n]."""
@@ -78,65 +123,78 @@ class Pooler:
         return result.contiguous().cpu().numpy()
 
     def _vectors(self, x: Tensor, params: CorePoolingParams) -> Tensor:
-        x = project(x, self.projections)[..., : params.dimensions]
+        # Of length 1 after the cut: the vector of a model that normalizes has length 1 whatever it was cut to.
+        x = apply_steps(x.cpu(), self.steps)[..., : params.dimensions]
         normalizes = self.normalizes if params.use_activation is None else params.use_activation
-        return F.normalize(x, dim=-1) if normalizes else x
+        return unit_length(x) if normalizes else x
 
     def _classes(self, x: Tensor, params: CorePoolingParams) -> Tensor:
         assert self.head is not None, "the core refuses tasks that the model does not have"
-        logits = project(x, self.head.projections)
+        logits = apply_steps(x, self.head.projections)
         activates = self.activates if params.use_activation is None else params.use_activation
         result = self.head.activation(logits) if activates else logits
         return result[..., 0] if params.task is PoolingTask.SCORE else result
 
 
 def make_pooler(
-    path: Path, config: WorkerConfig, hidden_size: int, head: ClassHead | None, *, is_encoder: bool
+    path: Path,
+    config: WorkerConfig,
+    hidden_size: int,
+    head: ClassHead | None,
+    *,
+    is_encoder: bool,
+    has_output: bool = True,
 ) -> Pooler | None:
     """Return how the checkpoint directory ``path`` is pooled, and None if it only generates.
 
-    ``head``: None if the model has no classes. Raises ``ValueError`` naming what is wrong.
+    ``head``: None if the model has no classes. ``has_output``: whether a decoder has an output layer. Raises
+    ``ValueError`` naming what is wrong.
     """
+    can_generate = head is None and has_output and not is_encoder
     if config.runner == "generate":
-        if head is not None or is_encoder:
+        if not can_generate:
             raise ValueError("runner is generate, but this model generates no text; choose auto or pooling")
         return None
     files, chosen = read_sentence_files(path), config.pooler_config
-    generates = not is_encoder and head is None and config.runner != "pooling"
+    generates = can_generate and config.runner != "pooling"
     if generates and files is None and chosen is None:
         return None
-    files = files or SentenceFiles("CLS" if is_encoder else "LAST", (), True, *read_matryoshka(path))
+    files = files or SentenceFiles(("CLS" if is_encoder else "LAST",), (), True, None, *read_matryoshka(path))
     if chosen is not None:
         files = replace(
             files,
-            pooling=chosen.pooling_type or files.pooling,
+            poolings=files.poolings if chosen.pooling_type is None else (chosen.pooling_type,),
             normalizes=files.normalizes if chosen.normalize is None else chosen.normalize,
         )
-    pooling = files.pooling or "MEAN"
-    size = len(files.projections[-1].weight) if files.projections else hidden_size
     tasks = _tasks(head)
     info = ModelPooling(
         tasks,
-        frozenset(task for task in tasks if task.is_by_token or _pooling_of(task, pooling, head) != "LAST"),
+        frozenset(task for task in tasks if task.is_by_token or _poolings_of(task, files.poolings, head) != ("LAST",)),
         generates=generates,
         is_encoder=is_encoder,
         matryoshka=files.matryoshka,
         dimensions=files.dimensions,
-        vector_size=size,
+        vector_size=files.size or hidden_size * len(files.poolings),
         class_labels=() if head is None else class_labels(path),
     )
     activates = chosen is None or chosen.use_activation is not False
-    return Pooler(info, pooling, files.projections, files.normalizes, head, activates)
+    return Pooler(info, files.poolings, files.steps, files.normalizes, head, activates)
 
 
 def check_pooling(
-    old: ModelPooling | None, path: Path, config: WorkerConfig, hidden_size: int, head: ClassHead | None
+    old: ModelPooling | None,
+    path: Path,
+    config: WorkerConfig,
+    hidden_size: int,
+    head: ClassHead | None,
+    has_output: bool = True,
 ) -> None:
     """Check that the checkpoint directory ``path`` offers what the loaded one, with ``head``, does: ``old``.
 
     Raises ``ValueError`` naming what differs, or what is wrong: what requests may ask for is fixed at the start.
     """
-    pooler = make_pooler(path, config, hidden_size, head, is_encoder=old is not None and old.is_encoder)
+    is_encoder = old is not None and old.is_encoder
+    pooler = make_pooler(path, config, hidden_size, head, is_encoder=is_encoder, has_output=has_output)
     old, new = old or ModelPooling(), ModelPooling() if pooler is None else pooler.info
     for name in ModelPooling.__struct_fields__:
         if getattr(old, name) != getattr(new, name):
@@ -146,8 +204,10 @@ def check_pooling(
             )
 
 
-def _pooling_of(task: PoolingTask, pooling: PoolingType, head: ClassHead | None) -> PoolingType:
-    return pooling if head is None or task in _VECTORS else head.pooling
+def _poolings_of(
+    task: PoolingTask, poolings: tuple[PoolingType, ...], head: ClassHead | None
+) -> tuple[PoolingType, ...]:
+    return poolings if head is None or task in _VECTORS else (head.pooling,)
 
 
 def _tasks(head: ClassHead | None) -> tuple[PoolingTask, ...]:

@@ -8,8 +8,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
+
+from tokenloom.model_files.sentence_texts import SentenceModule, read_modules
+
+from ..checkpoint.directory_source import read_all
 
 
 def same(x: Tensor) -> Tensor:
@@ -24,42 +27,94 @@ class Projection:
     weight: Tensor
     bias: Tensor | None
     then: Callable[[Tensor], Tensor] = same
+    adds_input: bool = False
+    residual: Tensor | None = None
+    """With ``adds_input``: maps the input to the size of the output; None: they have the same size."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
-        return self.then(F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float()))
+        y = self.then(F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float()))
+        if not self.adds_input:
+            return y
+        return y + (x if self.residual is None else F.linear(x, self.residual))
 
 
-def project(x: Tensor, projections: Sequence[Projection]) -> Tensor:
-    """Apply projections one after the other."""
-    for each in projections:
-        x = each(x)
+@dataclass(frozen=True, slots=True)
+class VectorNorm:
+    """Applies LayerNorm with the default epsilon of PyTorch."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (len(self.weight),), self.weight, self.bias)
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """Return vectors of length 1."""
+    return F.normalize(x, dim=-1)
+
+
+VectorStep = Callable[[Tensor], Tensor]
+
+
+def apply_steps(x: Tensor, steps: Sequence[VectorStep]) -> Tensor:
+    """Apply steps one after the other."""
+    for step in steps:
+        x = step(x)
     return x
 
 
-PoolingType = Literal["LAST", "MEAN", "CLS"]
+PoolingType = Literal["LAST", "MEAN", "CLS", "MAX", "MEAN_SQRT", "WEIGHTED_MEAN"]
 
-_MODES: dict[str, PoolingType] = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
+# In the order in which sentence-transformers joins the vectors of several modes that older files switch on.
+_MODES: dict[str, PoolingType] = {
+    "cls": "CLS",
+    "max": "MAX",
+    "mean": "MEAN",
+    "mean_sqrt_len_tokens": "MEAN_SQRT",
+    "weightedmean": "WEIGHTED_MEAN",
+    "lasttoken": "LAST",
+}
+_SWITCHES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.nn.modules.activation.Tanh": torch.tanh,
     "torch.nn.modules.linear.Identity": same,
     "torch.nn.modules.activation.Sigmoid": torch.sigmoid,
     "torch.nn.modules.activation.ReLU": torch.relu,
-    "torch.nn.modules.activation.GELU": torch.nn.functional.gelu,
+    "torch.nn.modules.activation.GELU": F.gelu,
+    "torch.nn.modules.activation.SiLU": F.silu,
 }
+_VECTOR = "sentence_embedding"
+"""What modules after the pooling read and write."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceFiles:
-    """Describes what follows the transformer."""
+    """Describes what follows the transformer.
 
-    pooling: PoolingType | None = None
-    """None: the files name no pooling, so only token vectors are meant."""
-    projections: tuple[Projection, ...] = ()
+    Attributes:
+        poolings: Whose states make a vector: the vectors of several are joined.
+        steps: What is applied to that vector, in order.
+        normalizes: Whether it gets length 1 after that.
+        size: Numbers of a vector; None: as many as the poolings give.
+        matryoshka: Whether vectors may be shortened.
+        dimensions: To which lengths; empty: any.
+    """
+
+    poolings: tuple[PoolingType, ...]
+    steps: tuple[VectorStep, ...] = ()
     normalizes: bool = False
+    size: int | None = None
     matryoshka: bool = False
     dimensions: tuple[int, ...] = ()
-    """The lengths of Matryoshka vectors; empty: any."""
 
 
 def read_sentence_files(path: Path) -> SentenceFiles | None:
@@ -67,24 +122,31 @@ def read_sentence_files(path: Path) -> SentenceFiles | None:
 
     Raises ``ValueError`` naming what is not supported.
     """
-    if not (path / "modules.json").is_file():
+    modules = read_modules(path)
+    if modules is None:
         return None
-    pooling, projections, normalizes = None, [], False
-    for module in json.loads((path / "modules.json").read_text()):
-        kind, directory = str(module["type"]).rpartition(".")[2], path / module["path"]
-        match kind:
-            case "Transformer":
-                pass
+    poolings: tuple[PoolingType, ...] = ()
+    steps: list[VectorStep] = []
+    size = None
+    for module in modules:
+        if not poolings and module.kind in ("Dense", "LayerNorm", "Normalize"):
+            raise ValueError(f"modules.json: the module {module.type} before the pooling is not supported")
+        match module.kind:
             case "Pooling":
-                pooling = _read_pooling(directory / "config.json")
+                poolings = _read_poolings(module)
             case "Dense":
-                projections.append(_read_dense(directory))
+                steps.append(dense := _read_dense(module))
+                size = len(dense.weight)
+            case "LayerNorm":
+                tensors = read_all(module.directory)
+                steps.append(VectorNorm(tensors["norm.weight"].float(), tensors["norm.bias"].float()))
             case "Normalize":
-                normalizes = True
-            case _:
-                raise ValueError(f"modules.json: the module {module['type']} is not supported")
+                steps.append(unit_length)
+    normalizes = bool(steps) and steps[-1] is unit_length
     matryoshka, dimensions = read_matryoshka(path)
-    return SentenceFiles(pooling, tuple(projections), normalizes, matryoshka, dimensions)
+    # Files without a pooling are meant for vectors of tokens.
+    kept = tuple(steps[:-1] if normalizes else steps)
+    return SentenceFiles(poolings or ("MEAN",), kept, normalizes, size, matryoshka, dimensions)
 
 
 def read_matryoshka(path: Path) -> tuple[bool, tuple[int, ...]]:
@@ -104,24 +166,29 @@ def activation_of(name: str, where: str) -> Callable[[Tensor], Tensor]:
     return _ACTIVATIONS[name]
 
 
-def _read_pooling(path: Path) -> PoolingType:
-    values = json.loads(path.read_text())
-    if isinstance(values.get("pooling_mode"), str):
-        modes = [values["pooling_mode"]]
-    else:
-        on = [name.removeprefix("pooling_mode_") for name, value in values.items() if value is True]
-        modes = [name.removesuffix("_tokens").removesuffix("_token") for name in on if name != "include_prompt"]
-    if len(modes) != 1 or modes[0] not in _MODES:
-        raise ValueError(f"{path.parent.name}/config.json: must choose one of {', '.join(_MODES)}, not {modes}")
-    return _MODES[modes[0]]
+def _read_poolings(module: SentenceModule) -> tuple[PoolingType, ...]:
+    values = module.config
+    chosen = values.get("pooling_mode")
+    if chosen is None:
+        chosen = [mode for switch, mode in _SWITCHES.items() if values.get(switch)] or ["mean"]
+    names = [chosen] if isinstance(chosen, str) else list(chosen)
+    if unknown := [name for name in names if name not in _MODES]:
+        raise ValueError(f"{module.where}: pooling modes are {', '.join(_MODES)}, not {unknown[0]}")
+    return tuple(_MODES[name] for name in names)
 
 
-def _read_dense(directory: Path) -> Projection:
-    where = f"{directory.name}/config.json"
-    values = json.loads((directory / "config.json").read_text())
-    if not (directory / "model.safetensors").is_file():
-        raise ValueError(f"{directory.name} has no model.safetensors")
-    tensors = load_file(directory / "model.safetensors")
-    weight = tensors["linear.weight"].float()
-    bias = tensors["linear.bias"].float() if values.get("bias", True) else None
-    return Projection(weight, bias, activation_of(values.get("activation_function", ""), where))
+def _read_dense(module: SentenceModule) -> Projection:
+    values, tensors = module.config, read_all(module.directory)
+    for name in ("module_input_name", "module_output_name"):
+        if values.get(name) not in (None, _VECTOR):
+            raise ValueError(f"{module.where}: {name} must be {_VECTOR}, not {values[name]}")
+    if "linear.weight" not in tensors:
+        raise ValueError(f"{module.where}: its weights have no tensor linear.weight")
+    residual = tensors.get("residual.weight")
+    return Projection(
+        tensors["linear.weight"].float(),
+        tensors["linear.bias"].float() if values.get("bias", True) else None,
+        activation_of(values.get("activation_function", "torch.nn.modules.activation.Tanh"), module.where),
+        values.get("use_residual") is True,
+        None if residual is None else residual.float(),
+    )

@@ -14,7 +14,7 @@ from tokenloom.gpu_worker.checkpoint.files.config_reader import (
     weight_files,
 )
 from tokenloom.gpu_worker.checkpoint.quantization.entries import METHODS
-from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, BUILT_IN
+from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, BUILT_IN, is_encoder
 from tokenloom.model_files.tokenizer_json import has_byte_level_files
 
 from .model_place import check_place
@@ -273,7 +273,8 @@ def _check_architecture(file: Path, name: str, config: dict[str, Any], model_imp
     if name in BUILT_IN and model_impl != "transformers":
         return
     known = frozenset(causal_classes().values())
-    if name in known and model_impl != "native":
+    is_served = name in known or (bool(known) and is_encoder(name, config) and not config.get("auto_map"))
+    if is_served and model_impl != "native":
         return
     if config.get("is_encoder_decoder") is True:
         raise CannotServe(f"{file}: {name} has an encoder and a decoder, which is not supported: {_ANOTHER}")

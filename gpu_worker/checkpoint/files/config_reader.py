@@ -308,13 +308,26 @@ def stored_dtype(directory: Path) -> str:
     return next((name for name in names if name in _STORED_DTYPES.values()), names[0] if names else "float32")
 
 
-def _pickled_dtypes(file: Path) -> list[str]:
-    """Return the dtypes of a file of torch.save, in its order, without running what it holds. Raises ``ValueError``."""
+def stored_names(directory: Path) -> frozenset[str]:
+    """Return the names of a checkpoint's tensors; of files of torch.save further texts, too. Raises ``ValueError``."""
+    names: set[str] = set()
+    for file in weight_files(directory):
+        names.update(map(str, _pickled(file)) if is_pickled(file) else read_header(file))
+    return frozenset(names)
+
+
+def _pickled(file: Path) -> list[object]:
+    """Return the arguments in a file of torch.save, in its order, without running what it holds. Raises
+    ``ValueError``."""
     try:
         with zipfile.ZipFile(file) as archive:
             name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            operations = list(pickletools.genops(archive.read(name)))
+            return [argument for _, argument, _ in pickletools.genops(archive.read(name))]
     except (StopIteration, ValueError, zipfile.BadZipFile):
         raise DamagedFile(f"{file} is no file of torch.save since PyTorch 1.6") from None
-    classes = [str(argument).split()[-1] for _, argument, _ in operations if str(argument).startswith("torch ")]
+
+
+def _pickled_dtypes(file: Path) -> list[str]:
+    """Return the dtypes of a file of torch.save, in its order. Raises ``ValueError``."""
+    classes = [text.split()[-1] for argument in _pickled(file) if (text := str(argument)).startswith("torch ")]
     return [_STORAGES[each] for each in classes if each in _STORAGES]

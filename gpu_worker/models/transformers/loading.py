@@ -33,16 +33,13 @@ def find_causal_class(path: Path) -> CausalClass:
     name, values = read_architecture(path)
     model = getattr(transformers, name, None) if name.isidentifier() else None
     if not isinstance(model, type) or not issubclass(model, transformers.PreTrainedModel):
-        raise _unknown(path, name, values, transformers.__version__)
+        raise unknown_class(path, name, values)
     if values.get("quantization_config"):
         raise ValueError(
             f"{path / 'config.json'}: quantization_config is not supported for {name}: use the checkpoint's "
             "unquantized weights, with --quantization int8-dynamic if memory is short"
         )
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # its checks raise errors of many kinds
-        raise ValueError(f"{path / 'config.json'}: transformers cannot read it: {_first_line(error)}") from error
+    config = read_config(path)
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ValueError(
             f"{path / 'config.json'}: architectures names {name}, which is not a causal language model: use a "
@@ -51,7 +48,16 @@ def find_causal_class(path: Path) -> CausalClass:
     return CausalClass(model, config, name)
 
 
-def _unknown(path: Path, name: str, values: dict[str, Any], version: str) -> ValueError:
+def read_config(path: Path) -> Any:
+    """Return the ``PreTrainedConfig`` of a checkpoint directory. Raises ``ValueError``."""
+    try:
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # its checks raise errors of many kinds
+        raise ValueError(f"{path / 'config.json'}: transformers cannot read it: {_first_line(error)}") from error
+
+
+def unknown_class(path: Path, name: str, values: dict[str, Any]) -> ValueError:
+    """Return the error for a class that transformers does not have."""
     file = path / "config.json"
     if values.get("auto_map"):
         return ValueError(
@@ -59,8 +65,8 @@ def _unknown(path: Path, name: str, values: dict[str, Any], version: str) -> Val
             "never run: use a model whose class is part of transformers, see docs/reference/models.md"
         )
     return ValueError(
-        f"{file}: architectures names {name}, which neither Tokenloom nor transformers {version} has: use a model of "
-        "docs/reference/models.md, or a newer transformers if it has that class"
+        f"{file}: architectures names {name}, which neither Tokenloom nor transformers {transformers.__version__} has: "
+        "use a model of docs/reference/models.md, or a newer transformers if it has that class"
     )
 
 
@@ -82,25 +88,29 @@ def load_modules(
     """
     files = weight_files(path)  # raises ValueError for other formats
     try:
-        model, report = _load_quietly(found, path, dtype, use_safetensors=not is_pickled(files[0]))
+        model, report = load_quietly(found, path, dtype, use_safetensors=not is_pickled(files[0]))
     except Exception as error:  # classes check their configurations in many ways
         raise ValueError(
             f"{path / 'config.json'}: transformers cannot load {found.architecture}: {type(error).__name__}: {error}"
         ) from error
-    _refuse_differences(report)
+    refuse_differences(report)
     model = model.to(device).eval().requires_grad_(False)
     with torch.inference_mode():
         replace_modules(model, model.get_output_embeddings(), ops, quantization)
     return model
 
 
-def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype, *, use_safetensors: bool) -> tuple[Any, Any]:
+def load_quietly(
+    found: CausalClass, path: Path, dtype: torch.dtype, *, use_safetensors: bool, attention: str | None = "eager"
+) -> tuple[Any, Any]:
     """Return the model with transformers' own attention, and the differences between its tensors and the files'.
 
-    Progress bars and warnings about the classes are for those who train models.
+    ``attention``: which one; None: the class's default. Progress bars and warnings about the classes are for those who
+    train models.
     """
-    shows_progress = transformers.logging.is_progress_bar_enabled()
+    shows_progress, verbosity = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         with _LOADING, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -108,7 +118,7 @@ def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype, *, use_saf
                 path,
                 config=found.config,
                 dtype=dtype,
-                attn_implementation="eager",
+                attn_implementation=attention,
                 # The class is that of the installed library: code that comes with a checkpoint is never run.
                 trust_remote_code=False,
                 local_files_only=True,
@@ -116,6 +126,7 @@ def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype, *, use_saf
                 output_loading_info=True,
             )
     finally:
+        transformers.logging.set_verbosity(verbosity)
         if shows_progress:
             transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     return loaded
@@ -127,7 +138,7 @@ def make_on_meta(found: CausalClass, dtype: torch.dtype) -> Any:
         return found.model._from_config(found.config, dtype=dtype, attn_implementation="eager")
 
 
-def _refuse_differences(report: Any) -> None:
+def refuse_differences(report: Any) -> None:
     """Raise ``ValueError`` naming the tensors that the checkpoint lacks, or that the model did not read."""
     for kind, text in (
         ("missing_keys", "the checkpoint has no tensor {}, which its config.json asks for"),

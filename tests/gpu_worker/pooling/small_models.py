@@ -56,7 +56,9 @@ def save_pooling(path: Path, *modules: dict[str, Any]) -> None:
         directory = path / f"{index}_{module['type']}"
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(module["config"]))
-        listed.append({"idx": index, "name": "", "path": directory.name, "type": f"st.models.{module['type']}"})
+        listed.append(
+            {"idx": index, "name": "", "path": directory.name, "type": f"sentence_transformers.models.{module['type']}"}
+        )
     (path / "modules.json").write_text(json.dumps(listed))
 
 

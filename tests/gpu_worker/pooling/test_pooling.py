@@ -1,5 +1,6 @@
 """What decoders and encoders pool, next to transformers' own classes."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,117 @@ def test_files_of_sentence_transformers_are_read(tmp_path: Path) -> None:
     core.add_request(EngineCoreRequest("5", PROMPTS[0], DRAWS_NOTHING, pooling_params=pooling_params))
     [output] = core.step().outputs
     assert (output.error, output.error_field) == ("dimensions is 5; this model's vectors can have 4, 8", "dimensions")
+
+
+def vector_of(mode: str, hidden: torch.Tensor, skipped: int) -> torch.Tensor:
+    """Pool states [n, hidden_size] by the definition of a mode of sentence-transformers."""
+    rest, positions = hidden[skipped:], torch.arange(skipped + 1, len(hidden) + 1)[:, None]
+    by_mode = {
+        "cls": rest[0],
+        "lasttoken": rest[-1],
+        "max": rest.max(0).values,
+        "mean": rest.sum(0) / len(rest),
+        "mean_sqrt_len_tokens": rest.sum(0) / len(rest) ** 0.5,
+        "weightedmean": (rest * positions).sum(0) / positions.sum(),
+    }
+    return by_mode[mode]
+
+
+MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+
+@pytest.mark.parametrize("modes", [(mode,) for mode in MODES] + [("weightedmean", "cls", "max"), MODES])
+def test_modes_of_pooling(tmp_path: Path, modes: tuple[str, ...]) -> None:
+    model = make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    save_pooling(tmp_path, {"type": "Pooling", "config": {"pooling_mode": modes}})
+    core = make_core(tmp_path, budget=8)  # the longest prompt takes several steps
+    assert core.ready.pooling.vector_size == 32 * len(modes)
+    for skipped in (0, 2):
+        found = pool(core, PROMPTS, PoolingTask.EMBED, skipped_tokens=skipped)
+        for vector, prompt in zip(found, PROMPTS, strict=True):
+            hidden = states(model, prompt)
+            close(vector, torch.cat([vector_of(mode, hidden, skipped) for mode in modes]))
+
+
+def test_prompt_without_a_text_has_no_direction(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    save_pooling(tmp_path, {"type": "Pooling", "config": {"pooling_mode": MODES}})
+    [found] = pool(make_core(tmp_path), PROMPTS[:1], PoolingTask.EMBED, skipped_tokens=len(PROMPTS[0]))
+    close(found, torch.zeros(6 * 32))
+
+
+def test_switches_of_older_files_are_read_in_their_order(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "BertModel")
+    config = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True, "pooling_mode_cls_token": False}
+    save_pooling(tmp_path, {"type": "Pooling", "config": config})
+    hidden = states(model, PROMPTS[0])
+    [found] = pool(make_core(tmp_path), PROMPTS[:1], PoolingTask.EMBED)
+    close(found, torch.cat([hidden.max(0).values, hidden.mean(0)]))
+
+
+def test_modules_are_applied_in_their_order(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "BertModel")
+    dense = {"in_features": 32, "out_features": 8, "use_residual": True}
+    pooling, normalize = {"type": "Pooling", "config": {"pooling_mode": "cls"}}, {"type": "Normalize", "config": {}}
+    norm = {"type": "LayerNorm", "config": {"dimension": 32}}
+    save_pooling(tmp_path, pooling, norm, normalize, {"type": "Dense", "config": dense})
+    draw = torch.Generator().manual_seed(3)
+    weight, bias, residual, scale, shift = (
+        torch.randn(*shape, generator=draw) for shape in ((8, 32), (8,), (8, 32), (32,), (32,))
+    )
+    dense_tensors = {"linear.weight": weight, "linear.bias": bias, "residual.weight": residual}
+    torch.save(dense_tensors, tmp_path / "4_Dense" / "pytorch_model.bin")
+    save_file({"norm.weight": scale, "norm.bias": shift}, tmp_path / "2_LayerNorm" / "model.safetensors")
+    x = F.normalize(F.layer_norm(states(model, PROMPTS[0])[0], (32,), scale, shift), dim=-1)
+    expected = torch.tanh(F.linear(x, weight, bias)) + F.linear(x, residual)
+    core = make_core(tmp_path)
+    for activation, wanted in ((None, expected), (True, F.normalize(expected, dim=-1))):
+        [found] = pool(core, PROMPTS[:1], PoolingTask.EMBED, use_activation=activation)
+        close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ({"type": "LSTM", "config": {}}, "the module sentence_transformers.models.LSTM is not supported"),
+        ({"type": "Dense", "config": {}}, "the module sentence_transformers.models.Dense before the pooling"),
+        (
+            {"type": "Pooling", "config": {"pooling_mode": "median"}},
+            "1_Pooling/config.json: pooling modes are cls, max",
+        ),
+    ],
+)
+def test_other_modules_are_refused_by_name(tmp_path: Path, module: dict[str, object], message: str) -> None:
+    make_checkpoint(tmp_path, "BertModel")
+    save_pooling(tmp_path, module)
+    with pytest.raises(ValueError, match=message):
+        make_core(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3Model", "MistralModel", "Gemma2Model", "Phi3Model"])
+def test_decoder_without_an_output_layer_only_pools(tmp_path: Path, architecture: str) -> None:
+    """Base classes save their tensors without the prefix ``model.``; those of e5-mistral-7b-instruct are such files."""
+    own = {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}
+    model = make_checkpoint(tmp_path, architecture, **own if architecture != "Phi3Model" else {"pad_token_id": 0})
+    save_pooling(tmp_path, {"type": "Pooling", "config": {"pooling_mode": "lasttoken"}})
+    core = make_core(tmp_path, budget=8)
+    assert not core.ready.pooling.generates
+    for found, prompt in zip(pool(core, PROMPTS, PoolingTask.EMBED), PROMPTS, strict=True):
+        close(found, states(model, prompt)[-1])
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_files_without_an_output_layer_under_the_name_of_a_whole_model(tmp_path: Path, is_tied: bool) -> None:
+    """Qwen3-Embedding names Qwen3ForCausalLM, and its files are those of Qwen3Model."""
+    model = make_checkpoint(tmp_path, "Qwen3Model", tie_word_embeddings=is_tied)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("Qwen3Model", "Qwen3ForCausalLM"))
+    save_pooling(tmp_path, {"type": "Pooling", "config": {"pooling_mode": "lasttoken"}})
+    core = make_core(tmp_path)
+    assert core.ready.pooling.generates == is_tied
+    close(pool(core, PROMPTS[:1], PoolingTask.EMBED)[0], states(model, PROMPTS[0])[-1])
+    with pytest.raises(ValueError, match="this model generates no text") if not is_tied else nullcontext():
+        make_core(tmp_path, runner="generate")
 
 
 @pytest.mark.parametrize("name", ["Bert", "XLMRoberta", "ModernBert"])

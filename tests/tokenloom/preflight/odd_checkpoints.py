@@ -174,9 +174,9 @@ ODD = [
         'set architectures, for example to ["Llama',
     ),
     Odd("vision", architecture("LlavaForConditionalGeneration"), "config.json", "ForCausalLM"),
-    Odd("encoder", architecture("ElectraForMaskedLM"), "config.json", "fills gaps"),
+    Odd("encoder", architecture("FunnelForMaskedLM"), "config.json", "fills gaps"),
     Odd("classifier", architecture("ElectraForSequenceClassification"), "config.json", "classifies texts"),
-    Odd("embeddings", architecture("ElectraModel"), "config.json", "embeddings"),
+    Odd("embeddings", architecture("FunnelModel"), "config.json", "embeddings"),
     Odd("translation", architecture("T5ForConditionalGeneration", is_encoder_decoder=True), "config.json", "encoder"),
     Odd(
         "code in it",

@@ -1,0 +1,164 @@
+"""Reads what sentence-transformers keeps next to a checkpoint: its list of modules, and how texts become tokens."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_FIRST = ("Transformer", "StaticEmbedding")
+_LATER = ("Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
+_SETTINGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_HARMLESS = frozenset(["attn_implementation", "dtype", "local_files_only", "token", "torch_dtype", "trust_remote_code"])
+"""Arguments that change no vector: the engine chooses the dtype and how attention is computed."""
+_NO_PROMPTS: dict[str, str] = {"query": "", "document": ""}
+"""Prompts that every checkpoint has, as in sentence-transformers."""
+
+
+class SentenceModule(NamedTuple):
+    """Names a module, and where its files are."""
+
+    type: str
+    kind: str
+    """The last part of the type."""
+    directory: Path
+
+    @property
+    def where(self) -> str:
+        """Return the name of its configuration, for errors."""
+        return f"{self.directory.name}/config.json"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return _read_object(self.directory / "config.json")
+
+
+def read_modules(path: Path) -> Sequence[SentenceModule] | None:
+    """Return the modules that ``modules.json`` of a checkpoint directory lists, in order; None if it has none.
+
+    Raises ``ValueError`` naming a module that is not supported.
+    """
+    file = path / "modules.json"
+    if not file.is_file():
+        return None
+    modules: list[SentenceModule] = []
+    for entry in json.loads(file.read_text(encoding="utf-8")):
+        name = str(entry["type"])
+        module = SentenceModule(name, name.rpartition(".")[2], path / str(entry["path"]))
+        # Other packages' modules are code that comes with the checkpoint, which never runs here.
+        is_known = name.startswith("sentence_transformers.") and module.kind in (_LATER if modules else _FIRST)
+        if not is_known:
+            raise ValueError(f"modules.json: the module {name} is not supported")
+        modules.append(module)
+    if not modules:
+        raise ValueError("modules.json lists no modules")
+    if modules[0].kind == "Transformer" and modules[0].directory.resolve() != path.resolve():
+        raise ValueError(
+            f"modules.json: the transformer is in the folder {modules[0].directory.name}: serve a checkpoint that "
+            "holds it in its own directory, as SentenceTransformer.save writes it"
+        )
+    return modules
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceTexts:
+    """Describes how the texts of a checkpoint's vectors become tokens.
+
+    Attributes:
+        prompts: What may stand before a text, by name.
+        default_prompt: The name of the prompt of a text that names none; None: it gets none.
+        max_tokens: Further tokens of a text are dropped; 0: none are.
+        keeps_first: Whether the last tokens are dropped, and not the first ones.
+        lowers: Whether texts are in lower case.
+        pools_prompt: Whether the tokens of the prompt take part in the vector.
+        adds_special_tokens: Whether the tokenizer's special tokens stand around the text.
+    """
+
+    prompts: Mapping[str, str]
+    default_prompt: str | None = None
+    max_tokens: int = 0
+    keeps_first: bool = True
+    lowers: bool = False
+    pools_prompt: bool = True
+    adds_special_tokens: bool = True
+
+    def prompt(self, name: str) -> str:
+        """Return the text of a prompt; an empty name: of the default. Raises ``ValueError`` naming the known ones."""
+        if not name:
+            return "" if self.default_prompt is None else self.prompts[self.default_prompt]
+        if name not in self.prompts:
+            raise ValueError(f"prompt_name is {name!r}; the model's prompts are: {', '.join(sorted(self.prompts))}")
+        return self.prompts[name]
+
+
+def read_sentence_texts(path: Path) -> SentenceTexts | None:
+    """Read the files of a checkpoint directory; None if it has no ``modules.json``.
+
+    Raises ``ValueError`` naming what is not supported.
+    """
+    modules = read_modules(path)
+    if modules is None:
+        return None
+    names = _read_object(path / "config_sentence_transformers.json")
+    if (kind := names.get("model_type", "SentenceTransformer")) != "SentenceTransformer":
+        raise ValueError(f"config_sentence_transformers.json: model_type {kind} is not supported")
+    prompts = _NO_PROMPTS | {str(name): text or "" for name, text in (names.get("prompts") or {}).items()}
+    default = names.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise ValueError(f"config_sentence_transformers.json: default_prompt_name {default!r} is none of its prompts")
+    pools_prompt = all(m.config.get("include_prompt") is not False for m in modules if m.kind == "Pooling")
+    if modules[0].kind == "StaticEmbedding":
+        return SentenceTexts(prompts, default, pools_prompt=pools_prompt, adds_special_tokens=False)
+    settings = _read_settings(path)
+    tokenizer = _read_object(path / "tokenizer_config.json")
+    return SentenceTexts(
+        prompts,
+        default,
+        max_tokens=_max_tokens(settings, tokenizer, _read_object(path / "config.json")),
+        keeps_first=tokenizer.get("truncation_side") != "left",
+        lowers=settings.get("do_lower_case") is True,
+        pools_prompt=pools_prompt,
+    )
+
+
+def _max_tokens(settings: Mapping[str, Any], tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    own = settings.get("max_seq_length")
+    if isinstance(own, int):
+        return own
+    # transformers writes 10^30 for a tokenizer without a limit.
+    limits = [tokenizer.get("model_max_length"), config.get("max_position_embeddings")]
+    return min((int(limit) for limit in limits if isinstance(limit, int | float) and 0 < limit < 2**31), default=0)
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of the transformer. Raises ``ValueError`` naming one that would change vectors."""
+    file = next((path / name for name in _SETTINGS if (path / name).is_file()), None)
+    settings = _read_object(file) if file is not None else {}
+    where = "" if file is None else file.name
+    if (task := settings.get("transformer_task", "feature-extraction")) != "feature-extraction":
+        raise ValueError(f"{where}: transformer_task {task} is not supported")
+    text = (settings.get("modality_config") or {}).get("text")
+    if text is not None and (text.get("method"), text.get("method_output_name")) != ("forward", "last_hidden_state"):
+        raise ValueError(f"{where}: modality_config for text must name forward and last_hidden_state, not {text}")
+    kinds = [
+        f"{kind}_{ending}" for kind in ("model", "tokenizer", "processor", "config") for ending in ("args", "kwargs")
+    ]
+    for kind in (*kinds, "processing_kwargs", "query_expansion"):
+        if wrong := sorted((settings.get(kind) or {}).keys() - _HARMLESS):
+            raise ValueError(f"{where}: {kind}: {', '.join(wrong)} is not supported")
+    return settings
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.name} must hold a JSON object")
+    return values

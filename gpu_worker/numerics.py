@@ -31,7 +31,6 @@ def numerics_of(config: ModelConfig, platform: Platform, backend: str, library: 
     # Processors with AMX round inputs by row, others by groups of 32: a request that moved between them would go on
     # with other KV than it began with.
     rounding = input_rounding() if kind == "cpu" and (scheme or quantization) else None
-    long_rope = "long-rope" if config.has_long_rope else None
-    layers = (config.dtype_name, scheme, quantization, backend, rounding, long_rope)
+    layers = (config.dtype_name, scheme, quantization, backend, rounding, config.rope_stretch)
     parts = (kind, platform.hardware, *layers, f"torch-{torch.__version__}", library, place.numerics)
     return "/".join(part for part in parts if part)

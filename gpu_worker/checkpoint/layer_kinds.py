@@ -34,7 +34,8 @@ def read_ropes(
     max_position = reader.take_int("max_position_embeddings")
     if family == "gemma3":
         by_kind = read_rope_by_kind(reader, head_size, max_position, {_FULL: theta, _SLIDING: 10_000.0})
-        return tuple(by_kind[kind] for kind in _gemma_kinds(reader, family, num_layers))
+        chosen = {kind: with_context(rope, max_model_len or 1) for kind, rope in by_kind.items()}
+        return tuple(chosen[kind] for kind in _gemma_kinds(reader, family, num_layers))
     rope = read_rope(reader, head_size, max_position, theta)
     if family == "phi3" and rope.scaling != 1.0 and not isinstance(rope.scaling, LongRopeScaling):
         raise reader.unsupported(

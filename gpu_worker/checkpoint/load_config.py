@@ -1,6 +1,7 @@
 """Reads the configuration of a checkpoint by its family. Absent entries take the defaults of the family's class in
 transformers. Nothing here imports torch: the checks before a start read the same."""
 
+import math
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from .gguf.config import gguf_config
 from .layer_kinds import read_experts, read_ropes, read_windows
 from .model_config import QUANTIZATIONS, DtypeName, ModelConfig, OPTSwitches
 from .quantization.entries import read_scheme
-from .rope_config import LongRopeScaling, RopeConfig, YarnScaling
+from .rope_config import RopeConfig
 from .supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
 
 _DTYPES: dict[str, DtypeName] = {name: name for name in get_args(DtypeName)}
@@ -27,8 +28,8 @@ def load_model_config(
 
     ``dtype`` is ``auto`` (the checkpoint's own, or bfloat16 if that is float16), ``float32`` or
     ``bfloat16``; ``quantization`` is None or one of ``QUANTIZATIONS``. ``max_model_len`` is the longest request that
-    the engine's options allow, None if they state none: a model with long rope rotates by it. Raises ``ValueError``
-    naming what is wrong or not supported in the configuration.
+    the engine's options allow, None if they state none: a model with long or dynamic rope rotates by it. Raises
+    ``ValueError`` naming what is wrong or not supported in the configuration.
     """
     reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
     family, has_class_head, is_backbone = _family(reader)
@@ -131,7 +132,7 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
     if head_size % 2:
         raise reader.error("head_dim", "must be even")
     ropes = read_ropes(reader, family, head_size, num_layers, wanted_model_len)
-    max_model_len = _max_model_len(reader.take_int("max_position_embeddings"), ropes)
+    max_model_len = _max_model_len(family, reader.take_int("max_position_embeddings"), ropes)
     attention_bias = traits.may_have_attention_bias and reader.take_bool("attention_bias", traits.attention_bias)
     qkv_bias = traits.has_qkv_bias and (family != "qwen2_moe" or reader.take_bool("qkv_bias", True))
     config = ModelConfig(
@@ -273,11 +274,9 @@ def _activation(reader: ConfigReader, name: str, default: str) -> str:
     return str(activation)
 
 
-def _max_model_len(max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
-    """Return the context length. YaRN states the original context and a factor; their product is the context length.
-    The short factors of long rope end at the original context."""
-    scalings = [rope.scaling for rope in ropes]
-    if any(isinstance(each, LongRopeScaling) and not each.is_long for each in scalings):
-        return min(each.original_max_position for each in scalings if isinstance(each, LongRopeScaling))
-    yarn = [each for each in scalings if isinstance(each, YarnScaling)]
-    return max([max_position, *(int(each.original_max_position * each.factor) for each in yarn)])
+def _max_model_len(family: Family, max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
+    """Return the context length: that of the layers with the shortest one, of those that rotate."""
+    scaled = [rope for rope in ropes if rope.scaling != math.inf]
+    if family == "gemma3":  # its max_position_embeddings is the context that linear scaling reaches, as in vLLM
+        scaled = [rope for rope in scaled if not isinstance(rope.scaling, float)]
+    return min((rope.context(max_position) for rope in scaled), default=max_position)

@@ -8,7 +8,7 @@ from tokenloom.engine_core.data.config import KVCacheDtype
 
 from ..parallel.sharding import WHOLE, Shard
 from .quantization.entries import Scheme
-from .rope_config import LongRopeScaling, RopeConfig
+from .rope_config import DynamicScaling, RopeConfig
 from .supported import DECODERS, DecoderTraits, Family
 
 if TYPE_CHECKING:
@@ -181,6 +181,10 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.kv_row_bytes
 
     @property
-    def has_long_rope(self) -> bool:
-        """Return whether heads are rotated for a context beyond that of the training."""
-        return any(isinstance(rope.scaling, LongRopeScaling) and rope.scaling.is_long for rope in self.ropes)
+    def rope_stretch(self) -> str | None:
+        """Return for which context beyond that of the training the engine's options let heads rotate; None: for
+        none."""
+        stretched = [rope.scaling for rope in self.ropes if rope.is_stretched]
+        if not stretched:
+            return None
+        return f"dynamic-rope-{stretched[0].length}" if isinstance(stretched[0], DynamicScaling) else "long-rope"

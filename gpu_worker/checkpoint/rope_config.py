@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from .files.config_reader import ConfigReader
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
 _LONG_ROPE = ("longrope", "su")
@@ -38,6 +38,18 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """Raises the base of the frequencies with the length of a sequence, once it passes the original context (dynamic
+    NTK)."""
+
+    factor: float
+    original_max_position: int
+    length: int = 0
+    """The tokens of the sequence that all requests of an engine are rotated for, as :class:`LongRopeScaling` says; up
+    to the original context nothing is scaled."""
+
+
+@dataclass(frozen=True, slots=True)
 class LongRopeScaling:
     """Divides each frequency by a factor of its own: a short one up to the original context, a long one beyond it
     (LongRoPE)."""
@@ -59,8 +71,29 @@ class RopeConfig:
 
     head_size: int
     theta: float = 10_000.0
-    scaling: float | Llama3Scaling | YarnScaling | LongRopeScaling = field(default=1.0)
+    scaling: float | Llama3Scaling | YarnScaling | DynamicScaling | LongRopeScaling = field(default=1.0)
     """A number divides every frequency (rope type ``linear``; 1 is ``default``)."""
+
+    @property
+    def is_stretched(self) -> bool:
+        """Return whether heads are rotated for a context that the engine's options chose, beyond the original one."""
+        match self.scaling:
+            case LongRopeScaling() as scaling:
+                return scaling.is_long
+            case DynamicScaling() as scaling:
+                return scaling.length > scaling.original_max_position
+        return False
+
+    def context(self, max_position: int) -> int:
+        """Return how many tokens a sequence may have, in a model that was trained with ``max_position``."""
+        match self.scaling:
+            case LongRopeScaling() | DynamicScaling() as scaling if not self.is_stretched:
+                return scaling.original_max_position
+            case DynamicScaling() | YarnScaling() as scaling:
+                return max(max_position, int(scaling.original_max_position * scaling.factor))
+            case float() as factor if math.isfinite(factor):  # linear
+                return max(max_position, int(max_position * factor))
+        return max_position
 
     @property
     def attention_factor(self) -> float:
@@ -74,7 +107,7 @@ def no_rotation(head_size: int) -> RopeConfig:
 
 def read_rope(config: ConfigReader, head_size: int, max_position: int, default_theta: float = 10_000.0) -> RopeConfig:
     """Read the rope entries of a configuration, in the spelling of transformers 4 or 5. Long rope uses its short
-    factors, until :func:`with_context` chooses.
+    factors, and dynamic rope scales nothing, until :func:`with_context` chooses.
 
     Raises ``ValueError`` naming a rope type or parameter that is not supported.
     """
@@ -126,6 +159,9 @@ def _read_parameters(
         original = config.take_int("original_max_position_embeddings")
     if rope_type in _LONG_ROPE:
         result = RopeConfig(plain.head_size, theta, _read_long_rope(rope, plain.head_size, original, max_position))
+    elif rope_type == "dynamic":
+        # Its context is max_position_embeddings: transformers reads no original one for it.
+        result = RopeConfig(plain.head_size, theta, DynamicScaling(rope.take_float("factor"), max_position))
     else:
         result = RopeConfig(plain.head_size, theta, _read_scaling(rope, rope_type, original))
     rope.refuse_rest()
@@ -154,19 +190,21 @@ def _read_factors(rope: ConfigReader, name: str, count: int) -> tuple[float, ...
 
 def with_context(rope: RopeConfig, max_model_len: int) -> RopeConfig:
     """Return the rotation of an engine whose requests have at most ``max_model_len`` tokens."""
-    scaling = rope.scaling
-    if not isinstance(scaling, LongRopeScaling):
-        return rope
     # transformers chooses by the longest sequence of a batch and computes a sequence anew when it passes the original
-    # context; in a paged cache, keys of both kinds would meet. vLLM chooses as here. The engine's numerics name the
-    # choice.
-    return replace(rope, scaling=replace(scaling, is_long=max_model_len > scaling.original_max_position))
+    # context; in a paged cache, keys of several kinds would meet. So one choice serves all requests: that of a sequence
+    # of the longest length. vLLM chooses as here; dynamic rope it always stretches by the whole factor, also where
+    # requests are shorter. The engine's numerics name the choice.
+    match rope.scaling:
+        case LongRopeScaling() as scaling:
+            return replace(rope, scaling=replace(scaling, is_long=max_model_len > scaling.original_max_position))
+        case DynamicScaling() as scaling:
+            longest = int(scaling.original_max_position * scaling.factor)
+            return replace(rope, scaling=replace(scaling, length=min(max_model_len, longest)))
+    return rope
 
 
-def _read_scaling(rope: ConfigReader, rope_type: RopeType, original: int) -> float | Llama3Scaling | YarnScaling:
+def _read_scaling(rope: ConfigReader, rope_type: str, original: int) -> float | Llama3Scaling | YarnScaling:
     match rope_type:
-        case "default":
-            return 1.0
         case "linear":
             return rope.take_float("factor")
         case "llama3":
@@ -186,6 +224,7 @@ def _read_scaling(rope: ConfigReader, rope_type: RopeType, original: int) -> flo
                 attention_factor=_yarn_attention_factor(rope, factor),
                 truncate=rope.take_bool("truncate", True),
             )
+    return 1.0
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..checkpoint.rope_config import Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
+from ..checkpoint.rope_config import DynamicScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
@@ -18,11 +18,20 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
             return _llama3(frequencies, scaling)
         case YarnScaling() as scaling:
             return _yarn(config, scaling)
+        case DynamicScaling() as scaling:
+            return 1.0 / _dynamic_base(config, scaling) ** exponents
         case LongRopeScaling() as scaling:
             factors = torch.tensor(scaling.long_factors if scaling.is_long else scaling.short_factors)
             return 1.0 / (factors * config.theta**exponents)
         case factor:
             return frequencies / factor
+
+
+def _dynamic_base(config: RopeConfig, scaling: DynamicScaling) -> float:
+    """Return the base for a sequence of ``scaling.length`` tokens: up to the original context it is ``theta``."""
+    length = max(scaling.length, scaling.original_max_position)
+    growth = scaling.factor * length / scaling.original_max_position - (scaling.factor - 1)
+    return float(config.theta * growth ** (config.head_size / (config.head_size - 2)))
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

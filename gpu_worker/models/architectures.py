@@ -58,7 +58,7 @@ def load_model(
     note_precision(path, dtype)
     if uses_transformers(path, model_impl):
         check_quantization(quantization)
-        return _load_transformers(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization)
+        return _load_transformers(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization, max_model_len)
     config = local_config(load_model_config(path, dtype, quantization, max_model_len), ranks.place)
     if config.shard.spreads_context:
         ops = TorchOps(config.num_kv_heads)  # the kernels write keys and values where they rotate them
@@ -135,13 +135,20 @@ def _missing_feature(path: Path) -> UnsupportedError | None:
 
 
 def _load_transformers(
-    path: Path, dtype: DtypeName, device: torch.device, ops: Ops, quantization: str | None
+    path: Path,
+    dtype: DtypeName,
+    device: torch.device,
+    ops: Ops,
+    quantization: str | None,
+    max_model_len: int | None,
 ) -> LanguageModel:
     lack = _missing_feature(path)
     if lack is not None:
         OF_PROCESS.begin("slow_modules", str(lack))
     try:
-        model: LanguageModel = _transformers(path).TransformersModel(path, dtype, device, ops, quantization)
+        model: LanguageModel = _transformers(path).TransformersModel(
+            path, dtype, device, ops, quantization, max_model_len
+        )
     except ValueError as error:
         if lack is None:
             raise
@@ -184,7 +191,7 @@ class ModelLoader:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
         if uses_transformers(path, self.model_impl):
             config: ModelConfig = _transformers(path).read_declared(
-                path, read_dtype(path, self.dtype), self.quantization
+                path, read_dtype(path, self.dtype), self.quantization, self.max_model_len
             )
             return config
         config = load_model_config(path, self.dtype, self.quantization, self.max_model_len)

@@ -30,11 +30,6 @@ PHI4_MINI = {
 }
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "long rope, partly rotated": ("phi3", PHI4_MINI, "partial_rotary_factor must be 1"),
-    "dynamic rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-        "rope_type must be one of",
-    ),
     "activation": ("olmo2", {"hidden_act": "relu2"}, "hidden_act is not supported"),
 }
 

@@ -3,6 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from ...checkpoint.model_config import DtypeName, ModelConfig
 from .paged_attention import LayerRule, UnservableModel
 
@@ -13,21 +16,40 @@ _GROWING = ("dynamic", "longrope", "su")
 """Kinds of rotary embedding whose frequencies depend on the longest sequence of a batch."""
 
 
-def max_model_len(config: Any) -> int:
-    """Return how many tokens prompt and output may have together.
+def max_model_len(config: Any, wanted: int | None = None) -> int:
+    """Return how many tokens prompt and output may have together, in an engine whose options allow ``wanted``; None:
+    they state nothing.
 
-    Where the frequencies of rotary positions change beyond a length, that length is the limit: requests of one batch
-    would otherwise change each other's tokens.
+    Where the frequencies of rotary positions change beyond a length, that length is the limit unless more is wanted:
+    requests of one batch would otherwise change each other's tokens. :func:`fix_ropes` makes them those of one length.
     """
     text = config.get_text_config(decoder=True)
     lengths = [getattr(text, name, None) for name in _LENGTHS]
-    length = next((length for length in lengths if isinstance(length, int) and length > 0), _UNLIMITED)
+    trained = next((length for length in lengths if isinstance(length, int) and length > 0), _UNLIMITED)
+    length = trained
     for rope in _rope_entries(text):
-        if rope.get("rope_type") in _GROWING:
-            original = rope.get("original_max_position_embeddings")
-            original = original or getattr(text, "original_max_position_embeddings", None) or length
-            length = min(length, int(original))
+        kind, factor = rope.get("rope_type"), rope.get("factor") or 1.0
+        original = rope.get("original_max_position_embeddings")
+        original = int(original or getattr(text, "original_max_position_embeddings", None) or trained)
+        if kind in _GROWING and (wanted or 0) <= original:
+            length = min(length, original)
+        elif kind in ("dynamic", "linear") and "gemma3" not in text.model_type:  # Gemma 3 states the stretched context
+            length = max(length, int(trained * factor))
+        elif kind == "yarn":
+            length = max(length, int(original * factor))
     return length
+
+
+def fix_ropes(model: Any, length: int) -> None:
+    """Give the rotary embeddings of ``model`` that change with the longest sequence of a batch the frequencies of one
+    of ``length`` tokens, for good."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind not in _GROWING or not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+            continue
+        compute = ROPE_INIT_FUNCTIONS["dynamic" if kind == "dynamic" else "longrope"]
+        module.inv_freq, module.attention_scaling = compute(module.config, module.inv_freq.device, seq_len=length)
+        module.rope_type = "default"
 
 
 def _rope_entries(text: Any) -> list[dict[str, Any]]:
@@ -38,8 +60,11 @@ def _rope_entries(text: Any) -> list[dict[str, Any]]:
     return [rope, *by_kind]
 
 
-def declared_config(config: Any, dtype: DtypeName, quantization: str | None) -> ModelConfig:
-    """Describe a model by its configuration alone, without what each layer asks of attention."""
+def declared_config(
+    config: Any, dtype: DtypeName, quantization: str | None, max_length: int | None = None
+) -> ModelConfig:
+    """Describe a model by its configuration alone, without what each layer asks of attention. ``max_length``: what the
+    engine's options allow, as in :func:`max_model_len`."""
     text = config.get_text_config(decoder=True)
     num_heads = _number(text, "num_attention_heads")
     hidden_size = _number(text, "hidden_size")
@@ -53,7 +78,7 @@ def declared_config(config: Any, dtype: DtypeName, quantization: str | None) -> 
         num_heads=num_heads,
         num_kv_heads=_number(text, "num_key_value_heads") or num_heads,
         head_size=_number(text, "head_dim") or hidden_size // max(num_heads, 1),
-        max_model_len=max_model_len(config),
+        max_model_len=max_model_len(config, max_length),
         norm_eps=0.0,
         hidden_act="",
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
@@ -68,7 +93,7 @@ def complete(declared: ModelConfig, text: Any, rules: list[LayerRule]) -> ModelC
 
     Raises :class:`UnservableModel` if the layers cannot share one KV cache.
     """
-    _check_layers(text, rules)
+    _check_layers(text, rules, declared.max_model_len)
     return replace(
         declared,
         num_heads=rules[0].num_heads,
@@ -88,7 +113,7 @@ def _number(text: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _check_layers(text: Any, rules: list[LayerRule]) -> None:
+def _check_layers(text: Any, rules: list[LayerRule], max_length: int) -> None:
     num_layers = _number(text, "num_hidden_layers")
     if not rules:
         raise UnservableModel("computes attention or state by itself, not through transformers' AttentionInterface")
@@ -101,10 +126,10 @@ def _check_layers(text: Any, rules: list[LayerRule]) -> None:
     heads = sorted({(rule.num_heads, rule.num_kv_heads) for rule in rules})
     if len(heads) > 1:
         raise UnservableModel(f"has layers with different numbers of heads, (query, KV): {', '.join(map(str, heads))}")
-    _check_windows(text, rules)
+    _check_windows(text, rules, max_length)
 
 
-def _check_windows(text: Any, rules: list[LayerRule]) -> None:
+def _check_windows(text: Any, rules: list[LayerRule], max_length: int) -> None:
     """Compare the windows with the declared ones."""
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
@@ -114,5 +139,5 @@ def _check_windows(text: Any, rules: list[LayerRule]) -> None:
         found = rule.scores.sliding_window
         if kind == "full_attention" and found is not None:
             raise UnservableModel(f"declares full attention in layer {layer} and computes a window of {found}")
-        if kind == "sliding_attention" and found is None and window and window < max_model_len(text):
+        if kind == "sliding_attention" and found is None and window and window < max_length:
             raise UnservableModel(f"declares a window of {window} in layer {layer} and computes full attention")

@@ -17,7 +17,7 @@ from ...device.memory import return_freed
 from ...layers.embedding import InputEmbeds
 from ...layers.expert_routes import ExpertRoutes
 from ...ops.ops import Ops
-from .declared import complete, declared_config, max_model_len
+from .declared import complete, declared_config, fix_ropes, max_model_len
 from .experts import routes_of_modules
 from .loading import CausalClass, find_causal_class, load_modules, make_on_meta
 from .modules import Head
@@ -50,11 +50,21 @@ class TransformersModel:
     architecture: str
     library = f"transformers-{transformers.__version__}"
 
-    def __init__(self, path: Path, dtype: DtypeName, device: torch.device, ops: Ops, quantization: str | None) -> None:
-        """Load the checkpoint directory ``path``. Raises ``ValueError`` naming what cannot be served, and why."""
+    def __init__(
+        self,
+        path: Path,
+        dtype: DtypeName,
+        device: torch.device,
+        ops: Ops,
+        quantization: str | None,
+        max_model_len: int | None = None,
+    ) -> None:
+        """Load the checkpoint directory ``path``; ``max_model_len`` is that of the engine's options. Raises
+        ``ValueError`` naming what cannot be served, and why."""
         self._dtype_name, self._dtype, self._device = dtype, as_torch(dtype), device
         self._ops = ops
         self._quantization = quantization
+        self._wanted_length = max_model_len
         self._parts = self._load(path)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
@@ -121,9 +131,14 @@ class TransformersModel:
     def _take(self, found: CausalClass, model: Any) -> _Parts:
         body_name = _body_name(model)
         body = getattr(model, body_name)
-        rules = record(body, model, max_model_len(found.config), self._device)
+        wanted = self._wanted_length
+        declared = self.declared = declared_config(found.config, self._dtype_name, self._quantization, wanted)
+        if declared.max_model_len > max_model_len(found.config):
+            length = min(wanted or 0, declared.max_model_len)
+            fix_ropes(model, length)
+            self.library = f"{type(self).library}-rope-{length}"
+        rules = record(body, model, declared.max_model_len, self._device)
         self.routes = routes_of_modules(body, NUM_PROBED)
-        declared = self.declared = declared_config(found.config, self._dtype_name, self._quantization)
         self._set_config(complete(declared, found.config.get_text_config(decoder=True), rules))
         attention = PagedAttention(rules, self.config.head_size)
         bind(model, attention)
@@ -166,12 +181,12 @@ def _body_name(model: Any) -> str:
 __all__ = ["TransformersModel", "check_checkpoint", "read_declared", "reads_entries"]
 
 
-def read_declared(path: Path, dtype: DtypeName, quantization: str | None) -> ModelConfig:
+def read_declared(path: Path, dtype: DtypeName, quantization: str | None, max_length: int | None) -> ModelConfig:
     """Return what a checkpoint's configuration declares, without what only its modules show (scales, windows).
 
-    Raises ``ValueError``.
+    ``max_length`` is what the engine's options allow. Raises ``ValueError``.
     """
-    return declared_config(find_causal_class(path).config, dtype, quantization)
+    return declared_config(find_causal_class(path).config, dtype, quantization, max_length)
 
 
 def reads_entries(path: Path, names: Sequence[str]) -> bool:

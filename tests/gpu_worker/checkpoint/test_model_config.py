@@ -126,7 +126,7 @@ def test_dtype_of_the_weights_when_none_is_declared(save_checkpoint: Any, edit_c
     [
         ({"rope_parameters": YARN}, 512),
         ({"rope_parameters": YARN, "max_position_embeddings": 1024}, 1024),
-        ({"rope_parameters": LINEAR}, 256),
+        ({"rope_parameters": LINEAR}, 512),
     ],
 )
 def test_context(load: Load, entries: dict[str, Any], max_model_len: int) -> None:
@@ -279,7 +279,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "activation": (LLAMA, {"hidden_act": "xielu"}, "hidden_act"),
     "rope type": (LLAMA, {"rope_scaling": {"type": "spiral", "factor": 2.0}}, "type must be one of"),
     "long rope without factors": (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor must be"),
-    "rope type, new": (LLAMA, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
+    "rope type, new": (LLAMA, {"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "rope_type must be one"),
     "rope parameter": (LLAMA, {"rope_parameters": LINEAR | {"mrope_section": [1, 2]}}, "mrope_section"),
     "rope by layer": (LLAMA, {"rope_parameters": {"full_attention": LINEAR}}, "full_attention"),
     "partly rotated": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -274,7 +274,46 @@ def test_is_built_in(name: str, tmp_path: Path) -> None:
 )
 def test_long_rope_follows_the_longest_request(wanted: int | None, context: int, is_long: bool, tmp_path: Path) -> None:
     config = load_model_config(write(PHI_3_MINI_128K, tmp_path), max_model_len=wanted)
-    assert (config.max_model_len, config.has_long_rope) == (context, is_long)
+    assert (config.max_model_len, config.rope_stretch == "long-rope") == (context, is_long)
+
+
+@pytest.mark.parametrize(
+    ("rope", "wanted", "context"),
+    [
+        ({"type": "linear", "factor": 4.0}, None, 16384),
+        ({"rope_type": "linear", "factor": 4.0}, 9000, 16384),
+        ({"type": "dynamic", "factor": 2.0}, None, 4096),
+        ({"type": "dynamic", "factor": 2.0}, 4096, 4096),
+        ({"type": "dynamic", "factor": 2.0}, 5000, 8192),
+        ({"type": "dynamic", "factor": 2.0}, 99999, 8192),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, None, 8192),
+        ({"rope_type": "default", "factor": 4.0}, None, 4096),
+    ],
+)
+def test_scaled_positions_reach_their_context(
+    rope: dict[str, Any], wanted: int | None, context: int, tmp_path: Path
+) -> None:
+    """As _get_and_verify_max_len of vllm/config/model.py derives it, but dynamic rope is not stretched unasked.
+
+    The class and transformers' modules say the same."""
+    from transformers import AutoConfig
+
+    from tokenloom.gpu_worker.models.transformers.declared import max_model_len
+
+    entries = {"model_type": "llama", "max_position_embeddings": 4096, "rope_scaling": dict(rope), "hidden_size": 64}
+    more = {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    path = write(entries | more | {"dtype": "float32"}, tmp_path)
+    if "default" in rope.values():
+        with pytest.raises(UnsupportedError, match=r"factor = 4\.0"):
+            load_model_config(path)
+    else:
+        assert load_model_config(path, max_model_len=wanted).max_model_len == context
+    assert max_model_len(AutoConfig.from_pretrained(path), wanted) == context
+
+
+def test_the_context_of_gemma_3_is_stretched_already(tmp_path: Path) -> None:
+    rope = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert load_model_config(write(CONFIGS["google/gemma-3-1b-it"] | rope, tmp_path)).max_model_len == 32768
 
 
 def test_phi_4_mini_is_left_to_transformers(tmp_path: Path) -> None:
@@ -287,6 +326,7 @@ def test_phi_4_mini_is_left_to_transformers(tmp_path: Path) -> None:
         load_model_config(path)
     assert uses_transformers(path, "auto")
     assert max_model_len(find_causal_class(path).config) == 4096
+    assert max_model_len(find_causal_class(path).config, 8192) == PHI_4_MINI["max_position_embeddings"]
 
 
 GPT_OSS = CONFIGS["openai/gpt-oss-20b"]

@@ -61,6 +61,21 @@ def test_long_rope_equals_transformers(entries: dict[str, Any], max_model_len: i
     torch.testing.assert_close(torch.cat((sin, sin), -1)[:, 0], expected_sin[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("max_model_len", [1, 4096, 4097, 6000, 16384, 99999])
+def test_dynamic_rope_is_that_of_a_sequence_of_the_longest_length(max_model_len: int) -> None:
+    """_compute_dynamic_ntk_parameters of transformers/modeling_rope_utils.py; the factor ends at 16,384 tokens."""
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    hf_config = transformers.LlamaConfig(head_dim=32, max_position_embeddings=4096, rope_parameters=dict(parameters))
+    config = with_context(read_rope(ConfigReader({"rope_parameters": parameters}, "c"), 32, 4096), max_model_len)
+    longest = min(max_model_len, 16384)
+    positions = torch.tensor([0, 1, 77, longest - 1])  # the last one chooses transformers' frequencies
+    cos, sin = RotaryEmbedding(config, torch.device("cpu"), rotation)(positions)
+    expected_cos, expected_sin = LlamaRotaryEmbedding(hf_config)(torch.zeros(1), positions[None])
+    torch.testing.assert_close(torch.cat((cos, cos), -1)[:, 0], expected_cos[0], rtol=0, atol=2e-3)
+    torch.testing.assert_close(torch.cat((sin, sin), -1)[:, 0], expected_sin[0], rtol=0, atol=2e-3)
+    assert config.is_stretched == (max_model_len > 4096)
+
+
 def test_without_rotation_heads_stay_as_they_are() -> None:
     cos, sin = RotaryEmbedding(no_rotation(8), torch.device("cpu"), rotation)(torch.tensor([0, 5, 100_000]))
     heads = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))

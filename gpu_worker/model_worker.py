@@ -26,7 +26,7 @@ from .attention.cache import make_kv_pool
 from .attention.context_backend import ContextBackend
 from .attention.grouped_backend import PoolLayers
 from .batch.input_batch import InputBatch
-from .checkpoint.local_config import check_options, num_sharing
+from .checkpoint.local_config import check_kv_dtype, check_options, num_sharing
 from .checkpoint.model_config import ModelConfig
 from .device.cpu_watch import bind_to
 from .device.pool_pages import PoolPages
@@ -108,6 +108,8 @@ class ModelWorker:
             ranks=self._ranks,
             load_format=config.load_format,
         )
+        if self._config.cache.dtype != "auto":
+            check_kv_dtype(loader.read_config(Path(config.model)), self._config.cache.dtype)
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
         if self._loras is not None:

@@ -46,6 +46,8 @@ KVCache = Tensor
 """Holds one layer's keys and values, [2, num_blocks, num_kv_heads, block_size, cache_head_size] ("HND"). What lies
 behind the head size is zero.
 
+A cache of compressed vectors has one plane and one head: [1, num_blocks, 1, block_size, cache_head_size].
+
 In int8 the last dimension has 4 more bytes. The bytes of a head's block are then its numbers, [block_size,
 cache_head_size], and behind all of them its scales, [block_size] float32; see ``int8_cache``."""
 

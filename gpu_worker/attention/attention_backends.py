@@ -7,6 +7,7 @@ from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import uses_triton, warn_unavailable
 from .attention_backend import AttentionBackend
 from .cpu_backend import CPUBackend
+from .latent_backend import LatentBackend
 from .torch_backend import ReferenceBackend, TorchBackend
 
 NAMES = ("auto", "cpu", "torch", "triton", "reference")
@@ -19,6 +20,8 @@ def make_attention_backend(name: str, config: ModelConfig, block_size: int, devi
     ``triton`` cannot be had or do not know the model's shapes, ``torch`` replaces them. Raises ``ValueError`` for an
     unknown name, and for a backend of another device.
     """
+    if config.latent is not None and (name in ("auto", "torch", "reference") or name == "cpu" == device.type):
+        return LatentBackend(config, block_size, device, "reference" if name == "reference" else "torch")
     match name:
         case "triton" | "auto" if uses_triton(device):
             from .triton_backend import TritonBackend

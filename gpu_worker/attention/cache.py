@@ -104,7 +104,7 @@ def allocate_kv_caches(
     # Rows are whole 16s of elements, because the C++ kernels read whole vectors: a head of 100 takes 112. All backends
     # share the size, so that engines with different ones can exchange blocks.
     row_size = config.kv_row_bytes // config.kv_dtype.itemsize
-    shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, row_size)
+    shape = (config.num_layers, config.kv_planes, num_blocks, config.num_kv_heads, block_size, row_size)
     if memory is None:
         return list(torch.zeros(shape, dtype=config.kv_dtype, device=device).unbind())
     nbytes = num_blocks * block_size * config.kv_bytes_per_token
@@ -112,12 +112,14 @@ def allocate_kv_caches(
 
 
 def make_kv_pool(config: ModelConfig, num_blocks: int, block_size: int, memory: PoolMemory, layout: str = "") -> KVPool:
-    """Describe caches in ``memory`` to transports: for each layer the region of its keys, then of its values.
+    """Describe caches in ``memory`` to transports: for each layer the region of its keys, then of its values, or the
+    one of its compressed vectors.
 
     ``layout``: the name of the layout; empty: that of :func:`kv_layout`.
     """
-    block_bytes = config.kv_bytes_per_token * block_size // (2 * config.num_layers)
-    regions = tuple(KVRegion(i * num_blocks * block_bytes, block_bytes) for i in range(2 * config.num_layers))
+    num_regions = config.kv_planes * config.num_layers
+    block_bytes = config.kv_bytes_per_token * block_size // num_regions
+    regions = tuple(KVRegion(i * num_blocks * block_bytes, block_bytes) for i in range(num_regions))
     return KVPool(memory, regions, num_blocks, layout or kv_layout(config, block_size))
 
 
@@ -127,6 +129,8 @@ def kv_layout(config: ModelConfig, block_size: int) -> str:
     Caches with equal names can exchange blocks.
     """
     dtype = _NAMES[config.kv_dtype]
+    if config.latent is not None:
+        return f"latent/{dtype}/{config.num_layers}x{config.latent.rank}+{config.latent.rope_size}/{block_size}"
     return f"HND/{dtype}/{config.num_layers}x{config.num_kv_heads}x{config.cache_head_size}/{block_size}"
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from .files.config_reader import ConfigReader
-from .model_config import ExpertSwitches
+from .model_config import ExpertSwitches, RouterSwitches
 from .rope_config import (
     LongRopeScaling,
     RopeConfig,
@@ -53,7 +53,7 @@ def read_ropes(
 def read_windows(reader: ConfigReader, family: str, num_layers: int, max_model_len: int) -> tuple[int | None, ...]:
     """Return how many positions a token of each layer sees; None: all. Raises ``ValueError`` as :func:`read_ropes`."""
     match family:
-        case "llama" | "olmo2":
+        case "llama" | "olmo2" | "deepseek_v2" | "deepseek_v3":
             _check_full_attention(reader, num_layers)
             return (None,) * num_layers
         case "gemma2" | "gemma3":
@@ -155,6 +155,8 @@ def _check_full_attention(reader: ConfigReader, num_layers: int) -> None:
 
 def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediate_size: int) -> ExpertSwitches | None:
     """Return the experts of ``family``; None: it has none. Raises ``ValueError`` naming an entry that is wrong."""
+    if family in ("deepseek_v2", "deepseek_v3"):
+        return _read_deepseek(reader, family == "deepseek_v3", num_layers)
     if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
         return None
     for training_only in ("router_aux_loss_coef", "router_jitter_noise"):
@@ -179,9 +181,13 @@ def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediat
         )
     else:
         experts = _read_qwen(reader, family, num_layers)
-    if experts.per_token > experts.count:
-        raise reader.error("num_experts_per_tok", f"must be at most the number of experts, {experts.count}")
+    _check_per_token(reader, experts.per_token, experts.count)
     return experts
+
+
+def _check_per_token(reader: ConfigReader, per_token: int, count: int) -> None:
+    if per_token > count:
+        raise reader.error("num_experts_per_tok", f"must be at most the number of experts, {count}")
 
 
 def _read_qwen(reader: ConfigReader, family: str, num_layers: int) -> ExpertSwitches:
@@ -197,4 +203,52 @@ def _read_qwen(reader: ConfigReader, family: str, num_layers: int) -> ExpertSwit
         shared_size=reader.take_int("shared_expert_intermediate_size", 5632) if is_2 else 0,
         normalizes_weights=reader.take_bool("norm_topk_prob", False),
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+    )
+
+
+def _read_deepseek(reader: ConfigReader, is_3: bool, num_layers: int) -> ExpertSwitches | None:
+    """Read the experts of DeepSeek-V2 and V3, of which published files state more than the classes read."""
+    for unused in ("aux_loss_alpha", "seq_aux", "ep_size"):
+        reader.take(unused)  # of training and of a layout on devices
+    first, step = reader.take_count("first_k_dense_replace", 3 if is_3 else 0), reader.take_int("moe_layer_freq", 1)
+    size = reader.take_int("moe_intermediate_size", 2048 if is_3 else 1407)
+    count = reader.take_count("n_routed_experts", 256 if is_3 else 64)
+    num_shared = reader.take_count("n_shared_experts", 1 if is_3 else 2)
+    per_token = reader.take_int("num_experts_per_tok", 8 if is_3 else None)
+    normalizes, router = reader.take_bool("norm_topk_prob", is_3), _read_router(reader, is_3)
+    if not count:
+        return None
+    in_group = count // router.num_groups
+    if count % router.num_groups or in_group < 2 or per_token > in_group * router.groups_per_token:
+        raise reader.error(
+            "n_group", f"must divide {count} experts, of which topk_group groups hold num_experts_per_tok"
+        )
+    if normalizes and not is_3:
+        raise reader.unsupported("norm_topk_prob", "must be false: transformers' class does not read it")
+    return ExpertSwitches(
+        count=count,
+        per_token=per_token,
+        intermediate_size=size,
+        shared_size=size * num_shared,
+        normalizes_weights=normalizes,
+        router=router,
+        layers=tuple(layer >= first and layer % step == 0 for layer in range(num_layers)),
+    )
+
+
+def _read_router(reader: ConfigReader, is_3: bool) -> RouterSwitches:
+    scoring = reader.take("scoring_func", wanted := "sigmoid" if is_3 else "softmax")
+    if scoring != wanted:
+        raise reader.unsupported("scoring_func", f"must be {wanted}")
+    methods = ("noaux_tc",) if is_3 else ("greedy", "group_limited_greedy")
+    method = reader.take("topk_method", methods[0])
+    if method not in methods:
+        raise reader.unsupported("topk_method", f"must be {' or '.join(methods)}")
+    for name in ("n_group", "topk_group"):
+        reader.take(name)  # files of greedy routers state them too
+    return RouterSwitches(
+        num_groups=1 if method == "greedy" else reader.take_int("n_group", 8 if is_3 else None),
+        groups_per_token=1 if method == "greedy" else reader.take_int("topk_group", 4 if is_3 else None),
+        has_independent_scores=is_3,
+        scale=reader.take_float("routed_scaling_factor", 2.5 if is_3 else 1.0),
     )

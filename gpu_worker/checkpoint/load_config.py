@@ -13,7 +13,7 @@ from tokenloom.process.fall_backs import OF_PROCESS
 from .files.config_reader import ConfigReader, stored_dtype, stored_names
 from .gguf.config import gguf_config
 from .layer_kinds import read_experts, read_ropes, read_windows
-from .model_config import QUANTIZATIONS, DtypeName, ModelConfig, OPTSwitches
+from .model_config import QUANTIZATIONS, DtypeName, LatentSwitches, ModelConfig, OPTSwitches
 from .quantization.entries import read_scheme
 from .rope_config import RopeConfig
 from .supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
@@ -126,6 +126,8 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
     hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
     num_layers = reader.take_int("num_hidden_layers")
     head_size = reader.take_int("head_dim", traits.head_size or hidden_size // num_heads)
+    if traits.is_latent:  # as the classes have it, whatever the file says
+        head_size = reader.take_int("qk_rope_head_dim", 64)
     num_kv_heads = reader.take_int("num_key_value_heads", traits.num_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         raise reader.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
@@ -159,6 +161,8 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
     )
     if family == "gpt_oss":
         return replace(config, hidden_act=_clamped_swiglu(reader))
+    if traits.is_latent:
+        return _add_latent(reader, config)
     return _add_gemma(reader, config) if traits.is_gemma else config
 
 
@@ -168,6 +172,29 @@ def _clamped_swiglu(reader: ConfigReader) -> str:
         if reader.take_float(name, known) != known:
             raise reader.unsupported(name, f"must be {known}")
     return "clamped_swiglu"
+
+
+def _add_latent(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the compressed KV of DeepSeek-V2 and V3; its ``head_size`` is the rotated part."""
+    query_rank = None if reader.take("q_lora_rank", 1536) is None else reader.take_int("q_lora_rank", 1536)
+    reader.take("qk_head_dim")  # the sum of its parts
+    latent = LatentSwitches(
+        rank=reader.take_int("kv_lora_rank", 512),
+        rope_size=config.head_size,
+        key_size=reader.take_int("qk_nope_head_dim", 128),
+        value_size=reader.take_int("v_head_dim", 128),
+        query_rank=query_rank,
+        is_interleaved=config.family == "deepseek_v2" or reader.take_bool("rope_interleave", True),
+    )
+    factor = config.ropes[0].score_factor
+    return replace(
+        config,
+        latent=latent,
+        num_kv_heads=1,
+        head_size=latent.rank + latent.rope_size,
+        attention_scales=(latent.query_size**-0.5 * factor,) * config.num_layers,
+        num_further_layers=reader.take_count("num_nextn_predict_layers") or reader.take_count("num_mtp_layers"),
+    )
 
 
 def _add_gemma(reader: ConfigReader, config: ModelConfig) -> ModelConfig:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig
+from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, ParallelConfig
 
 from ..parallel.sharding import RankPlace, Shard
 from .model_config import ExpertSwitches, ModelConfig
@@ -65,6 +65,15 @@ def check_options(config: EngineConfig) -> None:
             raise ValueError(f"{name}: is not supported with {several}")
 
 
+def check_kv_dtype(config: ModelConfig, dtype: KVCacheDtype) -> None:
+    """Raise ``ValueError`` if the model's KV cache cannot have ``dtype``."""
+    if config.latent is not None and dtype != "auto":
+        raise ValueError(
+            f"kv_cache_dtype: {dtype} is not supported for compressed vectors (MLA), which take a few hundred numbers "
+            "a token and layer as they are; leave it out"
+        )
+
+
 def _check_balancing(parallel: ParallelConfig) -> None:
     if not parallel.enable_eplb:
         if parallel.eplb_config is not None:
@@ -107,6 +116,10 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
             raise ValueError(f"tensor_parallel_size: {size} does not divide the model's {count} {what}")
     if kv_heads % size and size % kv_heads:
         raise ValueError(f"tensor_parallel_size: {size} neither divides the model's {kv_heads} KV heads nor is divided")
+    if config.latent is not None and place.spreads_context:
+        raise ValueError(
+            "decode_context_parallel_size: compressed vectors (MLA) are not spread over workers; leave it out"
+        )
     if place.num_stages > config.num_layers:
         raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {config.num_layers} layers")
     if config.scheme is not None or config.quantization is not None:

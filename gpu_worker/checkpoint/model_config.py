@@ -39,6 +39,44 @@ class OPTSwitches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSwitches:
+    """Holds what only multi-head latent attention knows: it caches one compressed vector of a token for all heads, from
+    which each head's keys and values follow (DeepSeek-AI, 2024)."""
+
+    rank: int
+    """The size of the compressed vector."""
+    rope_size: int
+    """The size of the rotated key, which all heads share and which lies behind the compressed vector in the cache."""
+    key_size: int
+    """The size of the part of a head's query and key that is not rotated."""
+    value_size: int
+    query_rank: int | None
+    """The size to which a token's queries are compressed; None: they are not."""
+    is_interleaved: bool
+    """Whether dimensions 2i and 2i + 1 rotate together, and not i and i + rope_size / 2."""
+
+    @property
+    def query_size(self) -> int:
+        """Return the size of one head's query."""
+        return self.key_size + self.rope_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSwitches:
+    """Holds how DeepSeek's routers choose experts: from the best groups of experts only, by shares or by independent
+    scores."""
+
+    num_groups: int = 1
+    groups_per_token: int = 1
+    """The groups among whose experts a token's are."""
+    has_independent_scores: bool
+    """Whether a score is the sigmoid of its own logit, to which a stored bias is added for the choice, and a group is
+    as good as its two best experts; otherwise scores are a softmax, and a group is as good as its best expert."""
+    scale: float = 1.0
+    """The factor on the weights of a token's experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSwitches:
     """Holds what only layers with experts know."""
 
@@ -50,6 +88,8 @@ class ExpertSwitches:
     """The intermediate size of the expert that computes every token; 0: none."""
     normalizes_weights: bool
     """Whether the weights of a token's experts add up to one."""
+    router: RouterSwitches | None = None
+    """None: the experts with the largest shares are chosen, and a gate weighs the expert of every token."""
     layers: tuple[bool, ...]
     """[num_layers]: whether the layer has experts, and not one MLP."""
     own: range | None = None
@@ -113,6 +153,10 @@ class ModelConfig:
     """A logit x becomes logit_softcap * tanh(x / logit_softcap); None: it stays x."""
     opt: OPTSwitches | None = None
     experts: ExpertSwitches | None = None
+    latent: LatentSwitches | None = None
+    """The model then has one KV head, of ``head_size`` = rank + rope_size elements, and no values of their own."""
+    num_further_layers: int = 0
+    """Layers behind the last one in the checkpoint, which draft further tokens (MTP). They are not computed."""
     attention_scales: tuple[float, ...]
     """[num_layers]: the factor on query times key."""
     sliding_windows: tuple[int | None, ...]
@@ -155,8 +199,11 @@ class ModelConfig:
     def cache_head_size(self) -> int:
         """Return how many elements of the KV cache a head takes: whole 16s, of which the last may be zeros.
 
-        The C++ kernels read whole vectors, and every backend keeps to it, so that they can exchange blocks.
+        The C++ kernels read whole vectors, and every backend keeps to it, so that they can exchange blocks. A
+        compressed vector takes exactly its elements.
         """
+        if self.latent is not None:
+            return self.head_size
         return -(-self.head_size // _HEAD_STEP) * _HEAD_STEP
 
     @property
@@ -176,9 +223,14 @@ class ModelConfig:
         return self.cache_head_size * self.kv_dtype.itemsize + scale_bytes
 
     @property
+    def kv_planes(self) -> int:
+        """Return how many rows of a token a KV head has in one layer: a key and a value, or a compressed vector."""
+        return 2 if self.latent is None else 1
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Return the size of one token's keys and values in all layers, in bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.kv_row_bytes
+        return self.kv_planes * self.num_layers * self.num_kv_heads * self.kv_row_bytes
 
     @property
     def rope_stretch(self) -> str | None:

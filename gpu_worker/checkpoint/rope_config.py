@@ -35,6 +35,8 @@ class YarnScaling:
     """The factor on cosine and sine."""
     truncate: bool
     """Whether the ends of the ramp are rounded to whole dimensions."""
+    score_factor: float = 1.0
+    """What DeepSeek's classes multiply attention scores by; others do not read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,10 @@ class RopeConfig:
     @property
     def attention_factor(self) -> float:
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling | LongRopeScaling) else 1.0
+
+    @property
+    def score_factor(self) -> float:
+        return self.scaling.score_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
 
 def no_rotation(head_size: int) -> RopeConfig:
@@ -223,6 +229,7 @@ def _read_scaling(rope: ConfigReader, rope_type: str, original: int) -> float | 
                 beta_slow=rope.take_float("beta_slow", 1.0),
                 attention_factor=_yarn_attention_factor(rope, factor),
                 truncate=rope.take_bool("truncate", True),
+                score_factor=_yarn_magnitude(factor, rope.take("mscale_all_dim") or 0.0) ** 2,
             )
     return 1.0
 
@@ -231,8 +238,10 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
     given, mscale, mscale_all = rope.take("attention_factor"), rope.take("mscale"), rope.take("mscale_all_dim")
     if given is not None:
         return rope.take_float("attention_factor")
+    if mscale and mscale_all:
+        return _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all)
+    return _yarn_magnitude(factor, 1.0)
 
-    def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+def _yarn_magnitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

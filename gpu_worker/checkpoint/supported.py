@@ -19,6 +19,8 @@ Family = Literal[
     "qwen2_moe",
     "qwen3_moe",
     "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
     "gpt2",
     "opt",
     "transformers",
@@ -39,6 +41,8 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
 }
@@ -144,6 +148,8 @@ class DecoderTraits:
     """Whether the checkpoint stores queries, keys and values as one matrix, and gate and up as another."""
     is_gemma: bool = False
     """Whether embeddings are scaled, and the configuration states the scale of attention and limits of scores."""
+    is_latent: bool = False
+    """Whether the KV cache holds one compressed vector of a token for all heads (multi-head latent attention)."""
 
 
 _GEMMA2 = DecoderTraits(
@@ -186,5 +192,7 @@ DECODERS: dict[str, DecoderTraits] = {
         has_mlp_bias=True,
         has_sinks=True,
     ),
+    "deepseek_v2": DecoderTraits(is_latent=True, may_have_attention_bias=True, may_have_mlp_bias=True),
+    "deepseek_v3": DecoderTraits(is_latent=True, may_have_attention_bias=True),
 }
 """The families that ``models.decoder`` computes."""

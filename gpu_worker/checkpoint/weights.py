@@ -113,21 +113,22 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return self._stored(name) in self._source.names
 
-    def take(self, name: str, *shape: Dimension) -> Tensor:
-        """Return the tensor ``name`` in the model's dtype; of dimensions that are cut only this rank's part is read.
+    def take(self, name: str, *shape: Dimension, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor ``name`` in ``dtype``, by default the model's; of dimensions that are cut only this rank's
+        part is read.
 
         Raises ``ValueError`` if it is absent or the whole tensor has another shape.
         """
         stored = self._read(name, tuple(map(total, shape)))
         if isinstance(stored, Tensor):
             stored = take_part(stored, shape)
-            tensor = stored.to(self.device, self.dtype)
+            tensor = stored.to(self.device, dtype or self.dtype)
             if tensor.data_ptr() != stored.data_ptr():
                 self._count_copied(stored.nbytes)
             return tensor
         if self.device.type == "meta":
-            return torch.empty(tuple(map(length, shape)), dtype=self.dtype, device="meta")
-        tensor = fill_rows(stored, self.dtype, self.device)
+            return torch.empty(tuple(map(length, shape)), dtype=dtype or self.dtype, device="meta")
+        tensor = fill_rows(stored, dtype or self.dtype, self.device)
         self._count_copied(stored.shape[0] * stored.shape[1] * stored.bits // 8)
         return tensor
 
@@ -149,6 +150,10 @@ class Checkpoint:
     def skip(self, names: Iterable[str]) -> None:
         """Accept tensors that may be present and are not needed."""
         self._taken.update(map(self._stored, names))
+
+    def skip_below(self, prefix: str) -> None:
+        """Accept all tensors whose names begin with ``prefix``, which are not needed."""
+        self._taken.update(name for name in self._source.names if name.startswith(prefix))
 
     def refuse_rest(self) -> None:
         """Raise ``ValueError`` naming tensors that the model did not read."""

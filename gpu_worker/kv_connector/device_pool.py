@@ -216,12 +216,12 @@ def make_device_pool(
 
 
 def _words(first: KVCache, count: int, num_blocks: int) -> Tensor:
-    """Return ``count`` caches from ``first`` on as [2 * count, num_blocks, words] int64."""
+    """Return ``count`` caches from ``first`` on as [planes * count, num_blocks, words] int64."""
     size = first.nbytes * count
     begin = first.storage_offset() * first.itemsize
     flat = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage(), begin, (size,), (1,))
     # Blocks move as words of 8 bytes, so that one kernel copies every dtype of a cache.
-    words: Tensor = flat.view(torch.int64).view(2 * count, num_blocks, -1)
+    words: Tensor = flat.view(torch.int64).view(len(first) * count, num_blocks, -1)
     return words
 
 

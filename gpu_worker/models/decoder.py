@@ -17,6 +17,7 @@ from ..parallel.ranks import Stage
 from ..parallel.sharding import Dimension, joined, length
 from ..pooling.class_head import ClassHead, load_score_head
 from .experts import Experts
+from .latent_attention import LatentAttention
 from .mlp import MLP
 from .model import LanguageModel, replace_layers
 
@@ -136,7 +137,7 @@ class DecoderLayer:
     ) -> None:
         """``routes`` records the choices of a model with experts."""
         self._input_norm = AddNorm(checkpoint, f"{prefix}.input_layernorm", config, ops)
-        self._attention = Attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
+        self._attention = _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
         self._post_norm = AddNorm(checkpoint, f"{prefix}.post_attention_layernorm", config, ops)
         self.mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
 
@@ -167,7 +168,7 @@ class PostNormLayer:
 
         around = config.traits.norm_order == "around"
         self._before_attention = norm("input") if around else add
-        self._attention = Attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
+        self._attention = _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
         self._after_attention = norm("post_attention")
         self._before_mlp = norm("pre_feedforward") if around else add
         self.mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
@@ -187,6 +188,13 @@ def add(residual: Tensor, delta: Tensor | None) -> Tensor:
     if delta is not None:
         residual += delta
     return residual
+
+
+def _load_attention(
+    checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int
+) -> Attention | LatentAttention:
+    kind = Attention if config.latent is None else LatentAttention
+    return kind(checkpoint, prefix, config, ops, layer)
 
 
 def _load_mlp(
@@ -248,6 +256,8 @@ class DecoderModel:
         self._norm = AddNorm(checkpoint, "model.norm", config, ops)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))
+        for layer in range(config.num_further_layers):
+            checkpoint.skip_below(f"model.layers.{config.num_layers + layer}.")
 
     def forward(
         self,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_config import FP8, ExpertSwitches, ModelConfig
+from ..checkpoint.model_config import FP8, ExpertSwitches, ModelConfig, RouterSwitches
 from ..checkpoint.weights import Checkpoint
 from ..kernels.library import uses_triton
 from ..layers.expert_routes import LayerRoutes
@@ -89,6 +89,11 @@ class Experts:
         self._routes = routes
         router, is_biased = (f"{prefix}.router", True) if config.traits.has_mlp_bias else (f"{prefix}.gate", False)
         self._router = load_linear(checkpoint, [router], config.hidden_size, [experts.count], is_biased)
+        self._score_bias: Tensor | None = None
+        if experts.router is not None and experts.router.has_independent_scores:
+            # In bfloat16 two experts' sums of score and bias, which decide between them, would often be equal.
+            name = f"{prefix}.gate.e_score_correction_bias"
+            self._score_bias = checkpoint.take(name, experts.count, dtype=torch.float32)
         self._group, self._exchange = checkpoint.group, checkpoint.exchange
         self._placement: LayerPlacement | None = None
         """Which expert each place has; None: place i has expert i."""
@@ -113,7 +118,9 @@ class Experts:
                 self._experts[place] = MLP(
                     checkpoint, f"{prefix}.experts.{expert}", expert_config, ops, size, names, sums=False
                 )
-        self._shared = _Shared(checkpoint, prefix, config, ops, experts.shared_size) if experts.shared_size else None
+        self._shared: _Shared | MLP | None = None
+        if experts.shared_size:
+            self._shared = _load_shared(checkpoint, prefix, config, ops, experts)
         checkpoint.drop_read()  # a layer's experts are most of its bytes, and were copied by packing them
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -161,9 +168,42 @@ class Experts:
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights, float32, and the numbers of each token's experts, both [T, per_token]."""
-        shares = self._router(x, torch.float32).softmax(-1)
+        logits = self._router(x, torch.float32)
+        if self._switches.router is not None:
+            return choose_in_groups(logits, self._score_bias, self._switches, self._switches.router)
+        shares = logits.softmax(-1)
         weights, chosen = shares.topk(self._switches.per_token, dim=-1)
         return weights / weights.sum(-1, keepdim=True) if self._switches.normalizes_weights else weights, chosen
+
+
+def choose_in_groups(
+    logits: Tensor, bias: Tensor | None, experts: ExpertSwitches, router: RouterSwitches
+) -> tuple[Tensor, Tensor]:
+    """Return the weights and the numbers of each token's experts, both [T, per_token], from logits [T, count].
+
+    ``bias`` [count] is added to the scores for the choice alone (DeepSeek-V3); None: there is none (V2).
+    """
+    scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+    ranked = scores if bias is None else scores + bias
+    if router.num_groups > 1:
+        grouped = ranked.view(len(ranked), router.num_groups, -1)
+        best = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
+        chosen_groups = best.topk(router.groups_per_token, dim=-1).indices
+        is_out = torch.ones_like(best, dtype=torch.bool).scatter_(-1, chosen_groups, False)
+        ranked = grouped.masked_fill(is_out[..., None], -torch.inf).flatten(-2)
+    chosen = ranked.topk(experts.per_token, dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    if experts.normalizes_weights:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * router.scale, chosen
+
+
+def _load_shared(
+    checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, experts: ExpertSwitches
+) -> "_Shared | MLP":
+    if experts.router is None:
+        return _Shared(checkpoint, prefix, config, ops, experts.shared_size)
+    return MLP(checkpoint, f"{prefix}.shared_experts", config, ops, experts.shared_size, sums=False)
 
 
 class _Shared:

@@ -52,6 +52,20 @@ MODELS = [*_CONFIGS, "demo"]
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 50, "pad_token_id": 0}
 _OPT_SHAPES = {"vocab_size": 503, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+# The entries of published files, of other sizes: deepseek-ai/DeepSeek-V3 and DeepSeek-V2-Lite (config.json).
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32, "beta_slow": 1}
+_DEEPSEEK_ROPE = {**_YARN, "original_max_position_embeddings": 128, "mscale": 0.707, "mscale_all_dim": 0.707}
 _MORE_CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 5.0},
     "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
@@ -76,6 +90,15 @@ _MORE_CONFIGS: dict[str, dict[str, Any]] = {
             "truncate": False,
             "original_max_position_embeddings": 128,
         },
+    },
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None, "rope_parameters": _DEEPSEEK_ROPE, "routed_scaling_factor": 1.5},
+    "deepseek_v3": {
+        **_LATENT,
+        "q_lora_rank": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "rope_parameters": {**_DEEPSEEK_ROPE, "mscale": 1.0},
     },
     "opt": {
         "init_std": 0.2,
@@ -154,6 +177,9 @@ def save_random(model_type: str, directory: Path, dtype: torch.dtype = torch.flo
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # zeros and ones would hide a bias or norm that is left out
             torch.nn.init.normal_(parameter, float("norm" in name or "ln_" in name), 0.1)
+    for name, buffer in model.named_buffers():
+        if "score_correction" in name:
+            torch.nn.init.normal_(buffer, 0.0, 0.1)
     path = directory / model_type
     model.to(dtype).save_pretrained(path)
     return path

@@ -89,6 +89,13 @@ class ConfigReader:
             raise self.error(name, "must be a positive integer")
         return value
 
+    def take_count(self, name: str, default: int = 0) -> int:
+        """Return a number that may be zero. An absent entry gives ``default``; null is zero."""
+        value = self.take(name, default)
+        if value is not None and (type(value) is not int or value < 0):
+            raise self.error(name, "must be zero or a positive integer")
+        return value or 0
+
     def take_float(self, name: str, default: float | None = None) -> float:
         """Return a positive number. An absent or null entry gives ``default``, and an error if that is None too."""
         value = self.take(name)

@@ -47,6 +47,8 @@ def shape(
         dtype=dtype,
         kv_dtype=kv_dtype or dtype,
         kv_row_bytes=row_bytes,
+        kv_planes=2,
+        latent=None,
         kv_bytes_per_token=2 * num_kv_heads * row_bytes,
     )
 

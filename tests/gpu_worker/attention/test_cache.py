@@ -34,6 +34,8 @@ CONFIG: Any = SimpleNamespace(
     dtype=torch.bfloat16,
     kv_dtype=torch.bfloat16,
     kv_row_bytes=4 * 2,
+    kv_planes=2,
+    latent=None,
     kv_bytes_per_token=2 * 3 * 2 * 4 * 2,
 )
 

@@ -128,7 +128,7 @@ def test_softcap_and_sinks(batch: str, rule: str, window: int | None) -> None:
 
 
 CONFIG: Any = SimpleNamespace(num_layers=1, num_kv_heads=2, head_size=8, cache_head_size=16, dtype=torch.float32)
-CONFIG.kv_dtype, CONFIG.kv_row_bytes = CONFIG.dtype, 16 * 4
+CONFIG.kv_dtype, CONFIG.kv_row_bytes, CONFIG.kv_planes = CONFIG.dtype, 16 * 4, 2
 
 
 @pytest.mark.parametrize("window", [None, 3])

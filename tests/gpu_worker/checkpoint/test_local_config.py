@@ -1,19 +1,29 @@
 """Tests the configuration of a rank's part of a model, and what is refused with several workers."""
 
+import json
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from tests.gpu_worker.checkpoint.test_published_configs import CONFIGS
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom import demo_model
-from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, SpeculativeConfig, WorkerConfig
+from tokenloom.engine_core.data.config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.local_config import check_options, local_config
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
+from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.models.architectures import ModelLoader
 from tokenloom.gpu_worker.parallel.ranks import Ranks, place_of
 from tokenloom.gpu_worker.parallel.sharding import ONLY_PLACE, RankPlace
+from tokenloom.gpu_worker.platform.platform import CPUPlatform
 
 DEMO = Path(demo_model.__file__).parent
 
@@ -38,6 +48,23 @@ def test_a_rank_has_its_heads_and_layers(config: ModelConfig) -> None:
 def test_kv_heads_are_repeated_where_there_are_fewer_than_ranks(config: ModelConfig) -> None:
     part = local_config(config, RankPlace(3, 4))
     assert (part.num_heads, part.num_kv_heads) == (1, 1)
+
+
+def test_compressed_vectors_are_not_spread(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["deepseek-ai/DeepSeek-V3"]))
+    config = load_model_config(tmp_path)
+    with pytest.raises(ValueError, match="decode_context_parallel_size: compressed vectors"):
+        local_config(config, RankPlace(0, 2, spreads_context=True))
+    assert local_config(config, RankPlace(0, 2)).kv_bytes_per_token == config.kv_bytes_per_token
+
+
+def test_compressed_vectors_are_not_rounded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["deepseek-ai/DeepSeek-V2-Lite"]))
+    config = EngineConfig(worker=WorkerConfig(model=str(tmp_path)), cache=CacheConfig(dtype="int8"))
+    worker = ModelWorker(config, CPUPlatform())
+    # Before it looks for weights, of which there are none.
+    with pytest.raises(ValueError, match="kv_cache_dtype: int8 is not supported for compressed vectors"):
+        worker.load_model()
 
 
 @pytest.mark.parametrize(

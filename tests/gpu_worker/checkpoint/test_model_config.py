@@ -1,6 +1,7 @@
 """What is read from ``config.json``, and what is refused by name."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config, note_precision
-from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, OPTSwitches
+from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, OPTSwitches, RouterSwitches
 from tokenloom.gpu_worker.checkpoint.rope_config import RopeConfig, no_rotation
 
 LLAMA: dict[str, Any] = {
@@ -233,6 +234,24 @@ def test_experts(load: Load) -> None:
     assert load(LLAMA).experts is None
 
 
+def test_layers_with_experts_of_deepseek(load: Load) -> None:
+    experts = load(LATENT | V3, num_hidden_layers=6, first_k_dense_replace=2, moe_layer_freq=2).experts
+    assert experts is not None
+    assert experts.layers == (False, False, True, False, True, False)
+    assert (experts.shared_size, experts.normalizes_weights) == (24, True)
+    assert experts.router == RouterSwitches(num_groups=4, groups_per_token=2, has_independent_scores=True, scale=2.5)
+    greedy = load(LATENT | V2, n_group=1, topk_group=1, n_shared_experts=None).experts
+    assert greedy is not None
+    assert (greedy.router, greedy.shared_size) == (RouterSwitches(has_independent_scores=False), 0)
+    assert load(LATENT | V3, n_routed_experts=None).experts is None
+
+
+def test_scores_of_yarn_grow_by_its_magnitude(load: Load) -> None:
+    plain, scaled = (load(LATENT | V3, rope_scaling=YARN | entries) for entries in ({}, {"mscale_all_dim": 1.0}))
+    assert plain.attention_scales == (24**-0.5,) * 4
+    assert scaled.attention_scales[0] == pytest.approx(24**-0.5 * (0.1 * math.log(4.0) + 1) ** 2)
+
+
 def test_opt(load: Load) -> None:
     config = load(OPT, layerdrop=0.1, dropout=0.1, init_std=0.02)
     assert (config.hidden_size, config.embedding_size, config.intermediate_size) == (64, 64, 96)
@@ -261,6 +280,10 @@ def test_what_changes_no_forward_pass_is_let_through(load: Load) -> None:
     assert load(LLAMA, **HARMLESS) == load(LLAMA)
 
 
+LATENT = LLAMA | {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+V2 = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None}
+V3 = {"architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_group": 2}
 UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "architecture": (LLAMA, {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
     "no architecture": (LLAMA, {"architectures": None, "model_type": "own"}, "architectures"),
@@ -326,6 +349,15 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"num_experts": 8, "use_sliding_window": True},
         "use_sliding_window",
     ),
+    "v2's other routers": (LATENT | V2, {"topk_method": "noaux_tc"}, "topk_method must be greedy or group_limited"),
+    "v3's other routers": (LATENT | V3, {"topk_method": "greedy"}, "topk_method must be noaux_tc"),
+    "v3's other scores": (LATENT | V3, {"scoring_func": "softmax"}, "scoring_func must be sigmoid"),
+    "weights that v2 does not normalize": (LATENT | V2, {"norm_topk_prob": True}, "norm_topk_prob must be false"),
+    "uneven groups": (LATENT | V3, {"n_group": 3}, "n_group must divide 8 experts"),
+    "groups that hold too few": (LATENT | V3, {"topk_group": 1, "num_experts_per_tok": 3}, "n_group must divide"),
+    "dense layers without a number": (LATENT | V3, {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+    "windows of compressed vectors": (LATENT | V3, {"sliding_window": 64}, "sliding_window"),
+    "a choice of positions (DSA)": (LATENT | V3, {"index_topk": 2048}, "index_topk"),
     "uneven heads of opt": (OPT, {"num_attention_heads": 5}, "num_attention_heads"),
     "unknown entry of opt": (OPT, {"head_dim": 16}, "head_dim"),
     "missing shape": (GPT2, {"n_positions": None}, "n_positions"),

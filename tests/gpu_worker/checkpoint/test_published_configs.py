@@ -12,6 +12,52 @@ from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 _COMMON = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True, "transformers_version": "4.50.0"}
 _SILU = {**_COMMON, "hidden_act": "silu", "torch_dtype": "bfloat16"}
 _GEMMA = {**_COMMON, "attention_bias": False, "cache_implementation": "hybrid", "torch_dtype": "bfloat16"}
+_DEEPSEEK_YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
+# Without its quantization_config, which has tests of its own.
+_DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": _DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    **_SILU,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "facebook/opt-125m": {
         "_name_or_path": "facebook/opt-125m",
@@ -236,6 +282,83 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 201088,
         **_SILU,
     },
+    "deepseek-ai/DeepSeek-V2-Lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "attention_bias": False,
+        "auto_map": {"AutoConfig": "x.DeepseekV2Config"},
+        "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "pretraining_tp": 1,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": _DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+        **_SILU,
+    },
+    "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
+    "moonshotai/Kimi-K2-Instruct": _DEEPSEEK_V3
+    | {
+        "model_type": "kimi_k2",
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 131072,
+        "n_group": 1,
+        "n_routed_experts": 384,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": _DEEPSEEK_YARN | {"beta_fast": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "topk_group": 1,
+        "vocab_size": 163840,
+    },
+    "moonshotai/Moonlight-16B-A3B": _DEEPSEEK_V3
+    | {
+        "first_k_dense_replace": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "max_position_embeddings": 8192,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": None,
+        "rope_scaling": None,
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.446,
+        "topk_group": 1,
+        "vocab_size": 163840,
+    },
 }
 PHI_3_MINI_128K = CONFIGS["microsoft/Phi-3-mini-4k-instruct"] | {
     "max_position_embeddings": 131072,
@@ -267,6 +390,12 @@ def write(config: dict[str, Any], directory: Path) -> Path:
 def test_is_built_in(name: str, tmp_path: Path) -> None:
     config = load_model_config(write(CONFIGS[name], tmp_path))
     assert config.max_model_len == CONFIGS[name]["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "Deepseek" in CONFIGS[name]["architectures"][0]])
+def test_compressed_vectors_take_their_elements_and_no_more(name: str, tmp_path: Path) -> None:
+    config = load_model_config(write(CONFIGS[name], tmp_path))
+    assert config.kv_bytes_per_token == CONFIGS[name]["num_hidden_layers"] * (512 + 64) * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,214 @@
+"""Computes attention over a cache of compressed vectors, of which all heads of a token share one.
+
+A head's keys and values are products with the compressed vectors. Either they are computed (expanded), as a prompt
+wants it, or the query is multiplied by the matrix of the keys instead and the result by that of the values (absorbed),
+so that a decode reads each compressed vector once for all heads.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoint.model_config import LatentSwitches, ModelConfig
+from .attention_backend import IntArray, KVCache
+from .cache import LocalBackend
+
+
+class LatentProjection:
+    """Holds one layer's matrix from compressed vectors to the keys and values of each head."""
+
+    def __init__(self, weight: Tensor, latent: LatentSwitches, scale: float) -> None:
+        """``weight`` [num_heads * (key_size + value_size), rank]; ``scale``: the factor on query times key."""
+        self.latent = latent
+        self.scale = scale
+        self._heads = weight.view(-1, latent.key_size + latent.value_size, latent.rank)
+
+    @property
+    def num_heads(self) -> int:
+        return len(self._heads)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Turn [T, num_heads, key_size] queries into queries of compressed vectors, [T, num_heads, rank]."""
+        return torch.bmm(query.transpose(0, 1), self._heads[:, : self.latent.key_size]).transpose(0, 1)
+
+    def values(self, mixed: Tensor) -> Tensor:
+        """Turn [T, num_heads, rank] weighted sums of compressed vectors into [T, num_heads, value_size] of values."""
+        matrices = self._heads[:, self.latent.key_size :].transpose(1, 2)
+        return torch.bmm(mixed.transpose(0, 1), matrices).transpose(0, 1)
+
+    def expand(self, latents: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Return the keys [heads, s, query_size] and values [heads, s, value_size] of compressed vectors with their
+        rotated keys, [s, rank + rope_size]."""
+        latent = self.latent
+        chosen = self._heads[heads]
+        both = F.linear(latents[:, : latent.rank], chosen.flatten(0, 1)).view(len(latents), *chosen.shape[:2])
+        keys, values = torch.split(both.transpose(0, 1), [latent.key_size, latent.value_size], dim=2)
+        rotated = latents[:, latent.rank :].expand(len(chosen), -1, -1)
+        return torch.cat((keys, rotated), dim=2), values
+
+    def expands(self, num_queries: int, num_keys: int) -> bool:
+        """Return whether the last ``num_queries`` of ``num_keys`` tokens take fewer products with expanded keys."""
+        latent, pairs = self.latent, num_queries * (num_keys - num_queries // 2)
+        matrix = (latent.key_size + latent.value_size) * latent.rank
+        absorbed = num_queries * matrix + pairs * (2 * latent.rank + latent.rope_size)
+        return num_keys * matrix + pairs * (latent.query_size + latent.value_size) < absorbed
+
+
+class LatentBackend(LocalBackend):
+    """Makes plans that compute with PyTorch's operations, on every device."""
+
+    def __init__(self, config: ModelConfig, block_size: int, device: torch.device, name: str = "torch") -> None:
+        """``name``: ``reference`` absorbs every query, in float32."""
+        super().__init__(config, block_size, device)
+        self.name = name
+
+    def plan(
+        self,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+        foreign_tails: IntArray | None = None,
+    ) -> "LatentPlan":
+        return LatentPlan(self, cu_query_lens, seq_lens, block_tables, slot_mapping)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Holds the rows of one request in a step."""
+
+    rows: slice
+    blocks: Tensor
+    seq_len: int
+
+    @property
+    def count(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+_EXPANDED_ELEMENTS = 1 << 24
+"""About how many elements of keys and values are expanded at once: so many heads are computed together."""
+_QUERY_ROWS = 256
+"""Queries of a prompt that one call takes: it bounds the mask, and early rows skip later keys."""
+
+
+class LatentPlan:
+    """Fulfils :class:`~.attention_backend.AttentionPlan` for compressed vectors, which have calls of their own."""
+
+    def __init__(
+        self,
+        backend: LatentBackend,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+    ) -> None:
+        self._device = backend.device
+        self._is_reference = backend.name == "reference"
+        self._slots = torch.from_numpy(slot_mapping.astype(np.int64)).to(self._device)
+        starts, lengths = cu_query_lens.tolist(), seq_lens.tolist()
+        tables = torch.from_numpy(block_tables.astype(np.int64)).to(self._device)
+        self._spans = [
+            _Span(slice(begin, end), table[: -(-length // backend.block_size)], length)
+            for begin, end, table, length in zip(starts, starts[1:], tables, lengths, strict=False)
+        ]
+
+    def slots_of(self, kv_cache: KVCache) -> Tensor:
+        return self._slots
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
+        raise AssertionError("compressed vectors are written by write_latents")
+
+    def attend(self, query: Tensor, kv_cache: KVCache, rule: object) -> Tensor:
+        raise AssertionError("compressed vectors are read by attend_latents")
+
+    def write_latents(self, latents: Tensor, kv_cache: KVCache) -> None:
+        """Store [T, rank + rope_size] compressed vectors and rotated keys in the slots of their tokens."""
+        kv_cache.view(-1, kv_cache.shape[-1]).index_copy_(0, self._slots, latents)
+
+    def attend_latents(self, query: Tensor, rotated: Tensor, kv_cache: KVCache, projection: LatentProjection) -> Tensor:
+        """Compute causal attention of queries, [T, num_heads, key_size] and, rotated, [T, num_heads, rope_size], over
+        the cached tokens of their requests. Returns [T, num_heads * value_size]."""
+        expanded = [] if self._is_reference else [s for s in self._spans if projection.expands(s.count, s.seq_len)]
+        if not expanded:
+            return self._absorbed(query, rotated, self._spans, kv_cache, projection).flatten(1)
+        out = query.new_empty(*query.shape[:2], projection.latent.value_size)
+        for span in expanded:
+            queries = torch.cat((query[span.rows], rotated[span.rows]), dim=2)
+            out[span.rows] = self._expanded(queries, span, kv_cache, projection)
+        others = [span for span in self._spans if span not in expanded]
+        if others:
+            rows = torch.cat([torch.arange(s.rows.start, s.rows.stop, device=self._device) for s in others])
+            out[rows] = self._absorbed(query[rows], rotated[rows], others, kv_cache, projection)
+        return out.flatten(1)
+
+    def _latents_of(self, span: _Span, kv_cache: KVCache) -> Tensor:
+        """Return what the cache holds of a request's tokens, [seq_len, rank + rope_size]."""
+        return kv_cache[0, :, 0].index_select(0, span.blocks).flatten(0, 1)[: span.seq_len]
+
+    def _absorbed(
+        self, query: Tensor, rotated: Tensor, spans: list[_Span], kv_cache: KVCache, projection: LatentProjection
+    ) -> Tensor:
+        """Compute the rows of these requests, one after the other, without expanding keys or values."""
+        queries = torch.cat((projection.absorb(query), rotated), dim=2)
+        return projection.values(self._attend_absorbed(queries, spans, kv_cache, projection))
+
+    def _attend_absorbed(
+        self, queries: Tensor, spans: list[_Span], kv_cache: KVCache, projection: LatentProjection
+    ) -> Tensor:
+        """Return for queries of compressed vectors, [T, num_heads, rank + rope_size], their weighted sums, [T,
+        num_heads, rank]."""
+        rank, scale = projection.latent.rank, projection.scale
+        parts, begin = [], 0
+        for span in spans:
+            latents = self._latents_of(span, kv_cache).float()
+            scores = queries[begin : begin + span.count].float() @ latents.t() * scale
+            if span.count > 1:
+                scores = scores.masked_fill(~self._seen(span, 0, span.count)[:, None], -torch.inf)
+            parts.append((scores.softmax(-1) @ latents[:, :rank]).to(queries.dtype))
+            begin += span.count
+        return torch.cat(parts)
+
+    def _seen(self, span: _Span, begin: int, end: int) -> Tensor:
+        """Return which tokens up to the last of them queries [begin, end) of a request see."""
+        context = span.seq_len - span.count
+        queries = torch.arange(context + begin, context + end, device=self._device)[:, None]
+        return torch.arange(context + end, device=self._device) <= queries
+
+    def _expanded(self, query: Tensor, span: _Span, kv_cache: KVCache, projection: LatentProjection) -> Tensor:
+        """Compute one request's rows, [n, num_heads, query_size], with the keys and values of a few heads at a time."""
+        latent, latents = projection.latent, self._latents_of(span, kv_cache)
+        each = span.seq_len * (latent.query_size + latent.value_size)
+        step = max(1, _EXPANDED_ELEMENTS // each)
+        size = max(latent.query_size, latent.value_size)
+        parts = []
+        for first in range(0, projection.num_heads, step):
+            heads = slice(first, first + step)
+            keys, values = projection.expand(latents, heads)
+            # Of one size, as the fast kernels of PyTorch want it; what is added is zero.
+            chosen, keys, values = (
+                F.pad(x, (0, size - x.shape[2])) for x in (query[:, heads].transpose(0, 1), keys, values)
+            )
+            parts.append(self._attend_expanded(chosen, keys, values, span, projection.scale)[..., : latent.value_size])
+        return torch.cat(parts).transpose(0, 1)
+
+    def _attend_expanded(self, query: Tensor, keys: Tensor, values: Tensor, span: _Span, scale: float) -> Tensor:
+        """Return [heads, n, size]: causal attention of a request's n queries over its [heads, seq_len, size]."""
+        parts = []
+        for begin in range(0, span.count, _QUERY_ROWS):
+            end = min(begin + _QUERY_ROWS, span.count)
+            last = span.seq_len - span.count + end
+            is_plain = last == end - begin  # the mask of PyTorch begins with the first key
+            part = F.scaled_dot_product_attention(
+                query[None, :, begin:end],
+                keys[None, :, :last],
+                values[None, :, :last],
+                attn_mask=None if is_plain else self._seen(span, begin, end),
+                is_causal=is_plain,
+                scale=scale,
+            )
+            parts.append(part[0])
+        return torch.cat(parts, dim=1)

@@ -18,7 +18,7 @@ from tokenloom.request.beam_search import (
 )
 from tokenloom.request.sampling_params import MAX_SAMPLES
 
-from .offline_loop import Progress
+from .offline_loop import Progress, check_failures
 from .offline_request import OfflineRequest
 from .outputs import Logprob
 from .prompts import TokenizedPrompt
@@ -27,7 +27,7 @@ from .sampling_params import SamplingParams
 
 Positions: TypeAlias = dict[int, Logprob]
 Run: TypeAlias = Callable[[list[OfflineRequest]], object]
-"""Runs requests to their ends."""
+"""Runs requests to their ends; one that fails has its error."""
 
 
 class BeamSearchParams(Struct, kw_only=True):
@@ -82,6 +82,8 @@ class BeamSearchOutput:
 
     sequences: list[BeamSearchSequence]
     """``beam_width`` sequences, best first."""
+    error: str | None = None
+    """Why the search of this prompt, one of several, was refused or failed; then there are no sequences."""
 
 
 class OfflineBeamSearch:
@@ -101,44 +103,42 @@ class OfflineBeamSearch:
     ) -> list[BeamSearchOutput]:
         """Return what is found for each prompt. ``concurrency_limit``: prompts that are searched at once; None: all.
 
-        Raises ``ValueError`` or ``InvalidArgument``.
+        Raises ``ValueError`` or ``InvalidArgument``, and the error of the first search if all fail.
         """
         at_once = max(len(prompts), 1) if concurrency_limit is None else concurrency_limit
         if at_once < 1:
             raise ValueError(f"concurrency_limit must be at least 1, not {concurrency_limit}")
-        self._builder.build(prompts, self._sampling(params, params.max_tokens))  # checks all before any runs
-        outputs: list[BeamSearchOutput] = []
+        checked = self._builder.build(prompts, self._sampling(params, params.max_tokens), refuses_alone=True)
+        searches = [
+            _Search(prompt, self._begin(prompt, params), request.error)
+            for prompt, request in zip(prompts, checked, strict=True)
+        ]
+        one_token = self._sampling(params, max_tokens=1)
         with Progress(len(prompts), use_tqdm) as progress:
             for start in range(0, len(prompts), at_once):
-                for prompt, beams in self._search_some(prompts[start : start + at_once], params):
-                    outputs.append(BeamSearchOutput([self._sequence(prompt, beam) for beam in beams]))
-                    progress.finished(len(prompt.token_ids), sum(len(beam.token_ids) for beam in beams))
-        return outputs
+                some = searches[start : start + at_once]
+                self._search_some(some, one_token)
+                for each in some:
+                    progress.finished(len(each.prompt.token_ids), sum(len(beam.token_ids) for beam in each.best()))
+        check_failures([each.error for each in searches])
+        return [self._output(each) for each in searches]
 
-    def _search_some(
-        self, prompts: Sequence[TokenizedPrompt], params: BeamSearchParams
-    ) -> list[tuple[TokenizedPrompt, list[Beam[Positions]]]]:
-        """Search prompts together: each step runs one request for every live beam of all."""
+    def _begin(self, prompt: TokenizedPrompt, params: BeamSearchParams) -> BeamSearch[Positions]:
         ends = frozenset(() if params.ignore_eos else self._builder.eos_token_ids)
-        searches: list[tuple[TokenizedPrompt, BeamSearch[Positions]]] = []
-        for prompt in prompts:
-            settings = BeamSettings(
-                params.beam_width, params.max_tokens, len(prompt.token_ids), ends, params.length_penalty
-            )
-            searches.append((prompt, BeamSearch(settings)))
-        one_token = self._sampling(params, max_tokens=1)
-        while any(search.live for _, search in searches):
-            steps = [
-                (search, self._builder.build([prompt.then(beam.token_ids) for beam in search.live], one_token))
-                for prompt, search in searches
-                if search.live
-            ]
+        num_tokens = len(prompt.token_ids)
+        return BeamSearch(BeamSettings(params.beam_width, params.max_tokens, num_tokens, ends, params.length_penalty))
+
+    def _search_some(self, searches: Sequence["_Search"], one_token: SamplingParams) -> None:
+        """Search prompts together: each step runs one request for every live beam of all."""
+        while live := [each for each in searches if each.is_live]:
+            steps = [self._builder.build(each.continued(), one_token) for each in live]
             # All prompts advance together: the requests of one step share a batch, where one search after the other
             # would fill a fraction of it.
-            self._run([request for _, step in steps for request in step])
-            for search, step in steps:
-                search.advance([_candidates(request) for request in step])
-        return [(prompt, search.best()) for prompt, search in searches]
+            self._run([request for step in steps for request in step])
+            for each, step in zip(live, steps, strict=True):
+                each.error = next((request.error for request in step if request.error is not None), None)
+                if each.error is None:
+                    each.beams.advance([_candidates(request) for request in step])
 
     def _sampling(self, params: BeamSearchParams, max_tokens: int) -> SamplingParams:
         """Return how a step is sampled: greedily, because only its log probabilities count."""
@@ -151,6 +151,10 @@ class OfflineBeamSearch:
         )
         return SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=top, ignore_eos=True, seed=0)
 
+    def _output(self, search: "_Search") -> BeamSearchOutput:
+        error = None if search.error is None else str(search.error)
+        return BeamSearchOutput([self._sequence(search.prompt, beam) for beam in search.best()], error)
+
     def _sequence(self, prompt: TokenizedPrompt, beam: Beam[Positions]) -> BeamSearchSequence:
         tokens = [*prompt.token_ids, *beam.token_ids]
         return BeamSearchSequence(
@@ -161,6 +165,27 @@ class OfflineBeamSearch:
             finish_reason="length" if beam.end_token_id is None else "stop",
             stop_reason=beam.end_token_id,
         )
+
+
+@dataclass
+class _Search:
+    """Searches one prompt, until it ends or fails."""
+
+    prompt: TokenizedPrompt
+    beams: BeamSearch[Positions]
+    error: Exception | None
+
+    @property
+    def is_live(self) -> bool:
+        return self.error is None and bool(self.beams.live)
+
+    def continued(self) -> list[TokenizedPrompt]:
+        """Return the prompt followed by the tokens of each live beam."""
+        return [self.prompt.then(beam.token_ids) for beam in self.beams.live]
+
+    def best(self) -> list[Beam[Positions]]:
+        """Return the beams that were found, best first."""
+        return self.beams.best() if self.error is None else []
 
 
 def _candidates(request: OfflineRequest) -> BeamCandidates[Positions]:

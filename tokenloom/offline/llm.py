@@ -22,7 +22,7 @@ from tokenloom.v1 import types_pb2
 from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
 from .engine_args import engine_config
 from .lora_request import LoRARequests, OfflineLoras
-from .offline_loop import OfflineLoop
+from .offline_loop import OfflineLoop, check_failures
 from .offline_request import OfflineRequest
 from .outputs import (
     ClassificationOutput,
@@ -37,7 +37,16 @@ from .outputs import (
     ScoringRequestOutput,
 )
 from .pooling import OfflinePooling, PoolingPrompts, with_outputs
-from .prompts import ChatPrompts, Message, Prompt, as_conversations, as_prompts, read_prompt
+from .prompts import (
+    ChatPrompts,
+    Message,
+    Prompt,
+    TokenizedPrompt,
+    as_conversations,
+    as_prompts,
+    read_each,
+    read_prompt,
+)
 from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams
 
@@ -107,11 +116,14 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequests = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; return the outputs in the order of the prompts.
 
-        Of several prompts, one that does not fit the context together with its ``max_tokens`` is refused alone: its
-        output has the finish reason ``error`` and says why in ``error``. A single one raises ``ValueError``.
+        Of several prompts, one that is refused or fails does so alone: its output has the finish reason ``error`` and
+        says why in ``error``. If none is left, the error of the first is raised: ``ValueError`` for a wrong prompt or
+        parameter (one that does not fit the context together with its ``max_tokens`` is one), ``RuntimeError`` if the
+        engine failed it. :meth:`chat`, :meth:`stream` and the methods that pool do the same.
 
         Args:
             prompts: Text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}``, ``{"prompt_embeds": tensor}``, a list of
@@ -119,11 +131,10 @@ class LLM:
             sampling_params: One for all, or one for each; None: the model's own (``get_default_sampling_params``).
             use_tqdm: Whether to show a progress bar, or what to make it with.
             lora_request: A LoRA adapter for all, or one or None for each; needs ``enable_lora=True``.
+            priority: One for all, or one for each; lower values run first. Needs ``scheduling_policy="priority"``.
         """
         with _as_value_error():
-            tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
-            adapted = self._loras.apply(tokenized, lora_request)
-            requests = self._builder.build(adapted, sampling_params, refuses_alone=True)
+            requests = self._requests(self._read(prompts), sampling_params, lora_request, priority)
         return self._run(requests, use_tqdm)
 
     def stream(
@@ -139,9 +150,7 @@ class LLM:
         the iterator early (``close``) aborts the rest.
         """
         with _as_value_error():
-            tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
-            adapted = self._loras.apply(tokenized, lora_request)
-            requests = self._builder.build(adapted, sampling_params, refuses_alone=True)
+            requests = self._requests(self._read(prompts), sampling_params, lora_request)
         return self._stream(requests)
 
     def chat(
@@ -174,8 +183,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 template_kwargs=chat_template_kwargs,
             )
-            adapted = self._loras.apply(encoded, lora_request)
-            requests = self._builder.build(adapted, sampling_params, refuses_alone=True)
+            requests = self._requests(encoded, sampling_params, lora_request)
         return self._run(requests, use_tqdm)
 
     def beam_search(
@@ -191,13 +199,13 @@ class LLM:
         Each step runs one request of one token for each beam, whose prefix hits the prefix cache.
 
         Args:
+            prompts: One that is refused or fails does so alone, as in :meth:`generate`.
             params: ``beam_width`` may be at most half of ``max_logprobs``.
             concurrency_limit: Prompts that are searched at once; None: all.
         """
         with _as_value_error():
-            tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
-            search = OfflineBeamSearch(self._builder, self._tokenizer, lambda requests: self._run(requests, False))
-            return search.search(tokenized, params, concurrency_limit, use_tqdm)
+            search = OfflineBeamSearch(self._builder, self._tokenizer, lambda requests: self._loop.run(requests, False))
+            return search.search(self._read(prompts), params, concurrency_limit, use_tqdm)
 
     def encode(
         self,
@@ -237,7 +245,7 @@ class LLM:
             use_tqdm=use_tqdm,
             pooling_task="embed",
         )
-        return [with_outputs(each, EmbeddingOutput(each.outputs.data.tolist())) for each in pooled]
+        return [with_outputs(each, lambda data: EmbeddingOutput(data.tolist())) for each in pooled]
 
     def classify(
         self,
@@ -255,7 +263,7 @@ class LLM:
             use_tqdm=use_tqdm,
             pooling_task="classify",
         )
-        return [with_outputs(each, ClassificationOutput(each.outputs.data.tolist())) for each in pooled]
+        return [with_outputs(each, lambda data: ClassificationOutput(data.tolist())) for each in pooled]
 
     def score(
         self,
@@ -361,15 +369,14 @@ class LLM:
         self._client.close()
 
     def _run(self, requests: list[OfflineRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
-        self._loop.run([request for request in requests if not request.finished], use_tqdm)
+        self._loop.run(requests, use_tqdm)
+        check_failures([request.error for request in requests])
         return [request.output for request in requests]
 
     def _stream(self, requests: list[OfflineRequest]) -> Iterator[RequestOutput]:
-        for request in requests:
-            if request.finished:  # refused
-                yield from request.news()
-        live = [request for request in requests if not request.finished]
-        with self._loop.running(live):
+        live = requests
+        num_failed = 0
+        with self._loop.running([request for request in requests if not request.finished]):
             while live:
                 if not any(request.output.finished for request in live):  # another call's steps may have ended some
                     self._loop.step()
@@ -377,9 +384,24 @@ class LLM:
                 left = [request for request in live if not request.output.finished]
                 for request in live:
                     if request.error is not None:
-                        raise request.error
+                        num_failed += 1
+                        if num_failed == len(requests):
+                            raise request.error
                     yield from request.news()
                 live = left
+
+    def _read(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenizedPrompt]:
+        return read_each(as_prompts(prompts), lambda prompt: read_prompt(prompt, self._tokenizer))
+
+    def _requests(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequests,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[OfflineRequest]:
+        adapted = self._loras.apply(prompts, lora_request)
+        return self._builder.build(adapted, sampling_params, priority, refuses_alone=True)
 
 
 @contextmanager

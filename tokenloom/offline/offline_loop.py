@@ -1,5 +1,6 @@
 """Steps the engine of the offline API and shows the progress; each step advances all requests in flight."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from tokenloom.engine_core.data.errors import EnginePausedError
 from tokenloom.engine_core.data.messages import EngineCoreOutput
 
 from .offline_request import CoreRefusal, OfflineRequest
+
+log = logging.getLogger(__name__)
 
 
 class InFlight(Protocol):
@@ -42,6 +45,17 @@ class InFlight(Protocol):
         """End the samples that have not ended, because of an error if there is one."""
 
 
+def check_failures(errors: Sequence[Exception | None]) -> None:
+    """Raise the first of these errors, one for each request, if all have failed: nothing is lost then. If some have,
+    log it."""
+    failures = [error for error in errors if error is not None]
+    if not failures:
+        return
+    if len(failures) == len(errors):
+        raise failures[0]
+    log.warning("%d of %d requests failed; the first: %s", len(failures), len(errors), failures[0])
+
+
 class OfflineLoop:
     """Holds the requests in flight. They may belong to several calls: a call may begin while a stream is being read."""
 
@@ -51,20 +65,18 @@ class OfflineLoop:
         self._enqueued: list[OfflineRequest] = []
 
     def run(self, requests: Sequence[InFlight], use_tqdm: bool | Callable[..., Any]) -> None:
-        """Add requests and step until all of them have ended. Raises ``EnginePausedError``, and the error of the first
-        of them that fails; the requests of other calls stay.
+        """Add requests that have not ended already, and step until all of them have; one that fails has its error, and
+        the others go on. Raises ``EnginePausedError``.
 
         Args:
             use_tqdm: Whether to show a progress bar, or what to make it with.
         """
-        with self.running(requests), Progress(len(requests), use_tqdm) as progress:
-            live = set(requests)
+        live = {request for request in requests if not request.finished}
+        with self.running(list(live)), Progress(len(requests), use_tqdm) as progress:
             while live:
                 ended = live.intersection(self.step())
                 live -= ended
                 for request in ended:
-                    if request.error is not None:
-                        raise request.error
                     progress.finished(len(request.samples[0].core_request.prompt_token_ids), request.num_tokens)
 
     def enqueue(self, request: OfflineRequest) -> None:

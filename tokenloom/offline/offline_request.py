@@ -1,12 +1,13 @@
 """Follows one prompt of the offline API and its samples from the first step to the last."""
 
-from collections.abc import Collection, Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
 from tokenloom.request.reasoning import Reasoning
 from tokenloom.request.routed_rows import RoutedRows, to_array
-from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
+from tokenloom.services.output_processor.text.detokenizer import OutputText, StopMatch
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
 from .outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
@@ -41,39 +42,40 @@ _FINISH_REASONS = {
 class TextSettings:
     """Holds what turns tokens into text."""
 
-    detokenizer: Detokenizer
+    text: OutputText
     vocabulary: Vocabulary | None
     """Decodes the tokens of log probabilities; None: the caller wants no text."""
-    eos_token_ids: Collection[int] = ()
-    """The model's own end tokens, which are not reported as stop reasons."""
     reasoning: Reasoning | None = None
     """Counts reasoning tokens; None: the marks around the model's reasoning are not known."""
+    is_bound_later: bool = False
+    """Whether a constraint begins where the reasoning ends."""
 
 
 class OfflineSample:
     """Collects one continuation's tokens, text and log probabilities in its ``completion``."""
 
-    def __init__(self, core_request: EngineCoreRequest, index: int, text: TextSettings) -> None:
+    def __init__(self, core_request: EngineCoreRequest, index: int, settings: TextSettings) -> None:
         self.core_request = core_request
-        self._text = text
+        self._settings = settings
+        self._text = text = settings.text
         params = core_request.sampling_params
         self._num_also = len(params.logprob_token_ids or ())
-        self.completion = CompletionOutput(index=index, text="", token_ids=[])
+        self.completion = CompletionOutput(index=index, text="", token_ids=text.token_ids)
         if params.logprobs is not None:
             self.completion.logprobs, self.completion.cumulative_logprob = [], 0.0
-        if text.reasoning is not None:
+        if settings.reasoning is not None:
             self.completion.num_reasoning_tokens = 0
         self._routed = RoutedRows(params.routed_experts_prompt_start) if params.return_routed_experts else None
         self._num_reported_chars = self._num_reported_tokens = 0
-        details = (self.completion.logprobs, text.reasoning, self._routed)
-        self._is_plain = not text.detokenizer.may_stop and all(each is None for each in details)
+        details = (self.completion.logprobs, settings.reasoning, self._routed)
+        self._is_plain = not text.may_stop and all(each is None for each in details)
         """Whether the text may be made when it is asked for: decoding it step by step takes longer."""
-        self._num_decoded = 0
+        self._unread: list[int] = []  # tokens of such an output whose text is not made yet
 
     @property
     def num_new_tokens(self) -> int:
         """Return the number of tokens since the last :meth:`news`."""
-        return len(self.completion.token_ids) - self._num_reported_tokens
+        return len(self.completion.token_ids) + len(self._unread) - self._num_reported_tokens
 
     @property
     def is_new(self) -> bool:
@@ -86,17 +88,13 @@ class OfflineSample:
         Raises `CoreRefusal`.
         """
         if self._is_plain and step.finish_reason is None:
-            self.completion.token_ids += step.new_token_ids
+            self._unread += step.new_token_ids
             return False
         check_step(step)
         completion = self.completion
-        ends = step.finish_reason is FinishReason.STOP
         num_before = len(completion.token_ids)
-        completion.token_ids += step.new_token_ids
-        match = self._decode(ends_with_stop_token=ends)
-        if match is not None:
-            del completion.token_ids[match.num_tokens :]
-        if (reasoning := self._text.reasoning) is not None:
+        match = self._read(step.new_token_ids)
+        if (reasoning := self._settings.reasoning) is not None:
             reasoning.feed(completion.token_ids[num_before:])
             completion.num_reasoning_tokens = reasoning.num_tokens
         if step.routed_experts is not None and self._routed is not None:
@@ -111,24 +109,30 @@ class OfflineSample:
             self._finish(step.finish_reason, step.stop_token_id)
         return False
 
-    def _decode(self, *, ends_with_stop_token: bool = False) -> StopMatch | None:
-        """Make the text of the tokens since the last call."""
-        completion = self.completion
-        new, self._num_decoded = completion.token_ids[self._num_decoded :], len(completion.token_ids)
-        text, match = self._text.detokenizer.step(new, ends_with_stop_token=ends_with_stop_token)
-        completion.text += text
+    def abort(self, reason: str) -> None:
+        """End the output, unless it has ended, with what it has."""
+        if not self.completion.finished():
+            self._read(())
+            self.completion.finish_reason = reason
+
+    def _read(self, new: Sequence[int]) -> StopMatch | None:
+        """Make the text of new tokens, and of those before them that have none yet."""
+        if self._unread:
+            new, self._unread = [*self._unread, *new], []
+        text, match = self._text.add(new)
+        self.completion.text += text
         return match
 
     def prompt_logprobs(self, columns: Logprobs) -> list[dict[int, Logprob] | None]:
         """Return the log probabilities of the prompt; ``columns`` has all its tokens except the first."""
         prompt = self.core_request.prompt_token_ids
-        return [None, *token_logprobs(columns, prompt[1:], 0, self._text.vocabulary)]
+        return [None, *token_logprobs(columns, prompt[1:], 0, self._settings.vocabulary)]
 
     def news(self, *, whole: bool) -> CompletionOutput:
         """Return a copy of the whole output so far, or of what is new since the last call."""
         full = self.completion
-        if self._num_decoded < len(full.token_ids):
-            self._decode()
+        if self._unread:
+            self._read(())
         chars, tokens = (0, 0) if whole else (self._num_reported_chars, self._num_reported_tokens)
         self._num_reported_chars, self._num_reported_tokens = len(full.text), len(full.token_ids)
         logprobs = None if full.logprobs is None else full.logprobs[tokens:]
@@ -140,8 +144,8 @@ class OfflineSample:
         assert completion.cumulative_logprob is not None
         kept = completion.token_ids[len(completion.logprobs) :]  # fewer than ``num_new`` after a stop string
         assert len(kept) <= num_new
-        completion.logprobs += token_logprobs(columns, kept, self._num_also, self._text.vocabulary)
-        completion.cumulative_logprob += sum(columns.sampled[: len(kept)])
+        completion.logprobs += token_logprobs(columns, kept, self._num_also, self._settings.vocabulary)
+        completion.cumulative_logprob += sum(array("f", columns.sampled[: len(kept)]))
 
     def _set_routed(self) -> None:
         """Return the experts of the output, which has ended."""
@@ -150,11 +154,15 @@ class OfflineSample:
             self.completion.routed_experts = to_array(rows) if rows.num_layers else None
 
     def _finish(self, reason: FinishReason, stop_token_id: int | None) -> None:
-        self.completion.text += self._text.detokenizer.finish()
-        self.completion.finish_reason = _FINISH_REASONS[reason]
+        completion, settings = self.completion, self._settings
+        completion.text += self._text.finish()
+        completion.finish_reason = _FINISH_REASONS[reason]
+        completion.stop_reason = self._text.stop_reason(stop_token_id)
         self._set_routed()
-        if stop_token_id not in self._text.eos_token_ids:
-            self.completion.stop_reason = stop_token_id
+        if settings.reasoning is not None and settings.is_bound_later:
+            by_itself = reason is FinishReason.STOP and completion.stop_reason is None
+            if settings.reasoning.lacks_answer(has_ended_by_itself=by_itself):
+                completion.finish_reason = _FINISH_REASONS[FinishReason.LENGTH]
 
 
 def token_logprobs(
@@ -166,6 +174,8 @@ def token_logprobs(
     ``vocabulary`` decodes the tokens; None: they are not decoded.
     """
     top = columns.top
+    # The numbers that the services send, which are of 32 bits.
+    sampled, others = array("f", columns.sampled), array("f", columns.logprobs)
 
     def logprob(token_id: int, value: float, rank: int | None) -> Logprob:
         if vocabulary is None:
@@ -174,12 +184,12 @@ def token_logprobs(
 
     positions = []
     for index, token_id in enumerate(token_ids):
-        found = {token_id: logprob(token_id, columns.sampled[index], columns.rank[index])}
+        found = {token_id: logprob(token_id, sampled[index], columns.rank[index])}
         for place in range(top):
             other = columns.token_ids[index * top + place]
             if other not in found:
                 rank = place + 1 if place < top - num_also else None
-                found[other] = logprob(other, columns.logprobs[index * top + place], rank)
+                found[other] = logprob(other, others[index * top + place], rank)
         positions.append(found)
     return positions
 
@@ -233,9 +243,8 @@ class OfflineRequest:
 
     def abort(self, error: Exception | None = None) -> None:
         """End the samples that have not ended, because of an error if there is one."""
-        reason = "abort" if error is None else "error"
-        for completion in self.output.outputs:
-            completion.finish_reason = completion.finish_reason or reason
+        for sample in self.samples:
+            sample.abort("abort" if error is None else "error")
         self.output.finished = True
         if error is not None and self.error is None:
             self.error, self.output.error = error, str(error)

@@ -77,8 +77,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token, as in ``logprobs``, but None for the first. None unless ``prompt_logprobs`` was set."""
     error: str | None = None
-    """What was wrong with an enqueued request that failed, or with one of several that was refused; its outputs hold
-    what came before."""
+    """Why the request, one of several or enqueued, was refused or failed; its outputs hold what came before."""
 
     @property
     def num_reasoning_tokens(self) -> int | None:
@@ -148,10 +147,13 @@ class PoolingRequestOutput(Generic[Output]):
 
     request_id: str
     outputs: Output
+    """None with ``error``."""
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     finished: bool = True
+    error: str | None = None
+    """Why the request, one of several, was refused or failed."""
 
 
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]

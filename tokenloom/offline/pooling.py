@@ -9,15 +9,19 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from tokenloom.engine_core.data.core_params import DRAWS_NOTHING
+from tokenloom.engine_core.data.core_params import DRAWS_NOTHING, CorePoolingParams
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
+from tokenloom.request.errors import TokenloomError
 from tokenloom.services.engine.records.core_request import to_core_pooling
 from tokenloom.v1 import engine_pb2, types_pb2
 
-from .offline_loop import OfflineLoop
+from .offline_loop import OfflineLoop, check_failures
 from .offline_request import check_step
 from .outputs import PoolingOutput, PoolingParams, PoolingRequestOutput, PoolingTaskName, ScoringOutput
-from .prompts import Prompt, TokenizedPrompt, read_prompt, whole_text
+from .prompts import Prompt, TokenizedPrompt, read_each, read_prompt, whole_text
+
+NO_OUTPUT: Any = None
+"""Stands for the numbers of a request that failed."""
 
 
 class PooledSample:
@@ -63,17 +67,19 @@ class OfflinePooledRequest:
         self.error = self.error or error
 
     def output(self) -> PoolingRequestOutput[PoolingOutput]:
-        """Return the result of a request that has ended."""
+        """Return the result of a request that has ended; without numbers if it failed."""
         step, request = self._result, self._sample.core_request
         if step is None or step.pooled is None:
-            raise RuntimeError("the request was aborted")
+            error = self.error or RuntimeError("the request was aborted")
+            return PoolingRequestOutput(request.request_id, NO_OUTPUT, request.prompt_token_ids, error=str(error))
         num_cached = step.prefill_stats.num_cached_tokens if step.prefill_stats is not None else 0
         data = torch.from_numpy(step.pooled.copy())
         return PoolingRequestOutput(request.request_id, PoolingOutput(data), request.prompt_token_ids, num_cached)
 
 
 class PoolingPrompts:
-    """Builds requests. Raises ``InvalidArgument`` or ``ValueError`` naming what is wrong."""
+    """Builds requests; one that is refused has ended with its error. Raises ``ValueError`` for arguments that are wrong
+    for all."""
 
     def __init__(self, tokenizer: Tokenizer, limits: types_pb2.ModelLimits) -> None:
         self._tokenizer = tokenizer
@@ -86,24 +92,45 @@ class PoolingPrompts:
 
     def read(self, prompts: Sequence[Prompt], truncate: int | None) -> list[TokenizedPrompt]:
         """Encode prompts, of which ``truncate`` tokens are kept; -1: as many as the context holds; None: all."""
-        return [self._shorten(read_prompt(prompt, self._tokenizer), truncate) for prompt in prompts]
+        most = self._most_tokens(truncate)
+        return read_each(prompts, lambda prompt: _shortened(read_prompt(prompt, self._tokenizer), most))
 
     def pairs(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, truncate: int | None
     ) -> list[OfflinePooledRequest]:
         """Return a request for each pair of texts, which the model reads at once."""
-        requests = []
-        for first, second in pairs:
-            encoding = self._tokenizer.encode(whole_text("a text", first), whole_text("a text", second))
-            prompt = self._shorten(TokenizedPrompt(None, encoding.ids), truncate)
+        most, first_parts = self._most_tokens(truncate), [0] * len(pairs)
+
+        def read(index: int) -> TokenizedPrompt:
+            first, second = (whole_text("a text", text) for text in pairs[index])
+            encoding = self._tokenizer.encode(first, second)
+            prompt = _shortened(TokenizedPrompt(None, encoding.ids), most)
             types = encoding.type_ids[: len(prompt.token_ids)]
-            requests.append(self.build(prompt, "score", params, types.index(1) if 1 in types else 0))
-        return requests
+            first_parts[index] = types.index(1) if 1 in types else 0
+            return prompt
+
+        prompts = read_each(range(len(pairs)), read)
+        return [self.build(prompt, "score", params, num) for prompt, num in zip(prompts, first_parts, strict=True)]
 
     def build(
         self, prompt: TokenizedPrompt, task: PoolingTaskName, params: PoolingParams, first_part_tokens: int = 0
     ) -> OfflinePooledRequest:
         """Return a request for a prompt."""
+        request_id = next(self._request_ids)
+        request = EngineCoreRequest(request_id, prompt.token_ids, DRAWS_NOTHING, cache_salt=prompt.cache_salt)
+        try:
+            if prompt.error is not None:
+                raise prompt.error
+            request.pooling_params = self._pooling_params(prompt, task, params, first_part_tokens)
+        except (TokenloomError, ValueError) as error:
+            refused = OfflinePooledRequest(request)
+            refused.abort(ValueError(error.message) if isinstance(error, TokenloomError) else error)
+            return refused
+        return OfflinePooledRequest(request)
+
+    def _pooling_params(
+        self, prompt: TokenizedPrompt, task: PoolingTaskName, params: PoolingParams, first_part_tokens: int
+    ) -> CorePoolingParams:
         wire = types_pb2.PoolingParams(
             task=_wire_name(task),
             dimensions=params.dimensions,
@@ -111,24 +138,18 @@ class PoolingPrompts:
             first_part_tokens=first_part_tokens,
         )
         wire_prompt = types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds)
-        pooling = to_core_pooling(engine_pb2.AddRequest(prompt=wire_prompt, pooling_params=wire), self._limits)
-        return OfflinePooledRequest(
-            EngineCoreRequest(
-                next(self._request_ids),
-                prompt.token_ids,
-                DRAWS_NOTHING,
-                cache_salt=prompt.cache_salt,
-                pooling_params=pooling,
-            )
-        )
+        return to_core_pooling(engine_pb2.AddRequest(prompt=wire_prompt, pooling_params=wire), self._limits)
 
-    def _shorten(self, prompt: TokenizedPrompt, truncate: int | None) -> TokenizedPrompt:
-        if truncate is None:
-            return prompt
+    def _most_tokens(self, truncate: int | None) -> int | None:
         most = self._limits.max_model_len if truncate == -1 else truncate
-        if most < 1:
+        if most is not None and most < 1:
             raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, not {truncate}")
-        return TokenizedPrompt(prompt.text, prompt.token_ids[:most], prompt.cache_salt, prompt.embeds)
+        return most
+
+
+def _shortened(prompt: TokenizedPrompt, most: int | None) -> TokenizedPrompt:
+    """Return the prompt with its first ``most`` tokens; None: all."""
+    return prompt if most is None else replace(prompt, token_ids=prompt.token_ids[:most])
 
 
 def _wire_name(task: PoolingTaskName) -> str:
@@ -176,7 +197,7 @@ class OfflinePooling:
         pairs = _pairs(first, second)
         if self._prompts.serves("score"):
             scored = self._run(self._prompts.pairs(pairs, params or PoolingParams(), truncate), use_tqdm)
-            return [with_outputs(output, ScoringOutput(float(output.outputs.data))) for output in scored]
+            return [with_outputs(output, lambda data: ScoringOutput(float(data))) for output in scored]
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         embedded = self.encode(texts, params, "embed", truncate, use_tqdm)
         vectors = dict(zip(texts, embedded, strict=True))
@@ -186,12 +207,15 @@ class OfflinePooling:
         self, requests: list[OfflinePooledRequest], use_tqdm: bool | Callable[..., Any]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         self._loop.run(requests, use_tqdm)
+        check_failures([request.error for request in requests])
         return [request.output() for request in requests]
 
 
-def with_outputs(output: PoolingRequestOutput[Any], outputs: Result) -> PoolingRequestOutput[Result]:
-    """Return a result with its numbers in another form."""
-    return replace(output, outputs=outputs)
+def with_outputs(
+    output: PoolingRequestOutput[Any], read: Callable[[torch.Tensor], Result]
+) -> PoolingRequestOutput[Result]:
+    """Return a result with its numbers in the form that ``read`` makes of them, if it has any."""
+    return replace(output, outputs=NO_OUTPUT if output.error is not None else read(output.outputs.data))
 
 
 def _one_for_each(params: PoolingParams | Sequence[PoolingParams] | None, count: int) -> list[PoolingParams]:
@@ -215,6 +239,7 @@ def _similarity(
     left: PoolingRequestOutput[PoolingOutput], right: PoolingRequestOutput[PoolingOutput]
 ) -> PoolingRequestOutput[ScoringOutput]:
     """Return the cosine similarity of two vectors."""
-    score = float(F.cosine_similarity(left.outputs.data, right.outputs.data, dim=0))
-    joined = replace(left, prompt_token_ids=left.prompt_token_ids + right.prompt_token_ids)
-    return with_outputs(joined, ScoringOutput(score))
+    joined = replace(
+        left, prompt_token_ids=left.prompt_token_ids + right.prompt_token_ids, error=left.error or right.error
+    )
+    return with_outputs(joined, lambda data: ScoringOutput(float(F.cosine_similarity(data, right.outputs.data, dim=0))))

@@ -1,15 +1,16 @@
 """Reads the forms in which the offline API accepts prompts, and renders conversations to prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
 import torch
 from tokenizers import Tokenizer
 
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request.chat_template import past_arguments, read_chat_template
+from tokenloom.request.errors import TokenloomError
 from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.request.reasoning import ReasoningStart
 from tokenloom.services.tokenizer.chat_template import ChatTemplate, MaskingTemplate
@@ -45,6 +46,8 @@ Prompt: TypeAlias = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[in
 Message: TypeAlias = Mapping[str, Any]
 """A turn of a chat in OpenAI's form."""
 
+T = TypeVar("T")
+
 _KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
 
 
@@ -59,6 +62,8 @@ class TokenizedPrompt:
     adapter: bytes = b""
     """The digest of its LoRA adapter; empty: the base model."""
     reasoning_start: ReasoningStart = ReasoningStart.BY_MARKS
+    error: ValueError | None = None
+    """Why it cannot be read; then it has no tokens."""
 
     def then(self, token_ids: Sequence[int]) -> "TokenizedPrompt":
         """Return the prompt followed by more tokens."""
@@ -77,6 +82,21 @@ def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
     """Return one conversation or several as a list."""
     turns: list[Any] = list(messages)
     return [turns] if turns and isinstance(turns[0], Mapping) else [list(conversation) for conversation in turns]
+
+
+def read_each(prompts: Iterable[T], read: Callable[[T], TokenizedPrompt]) -> list[TokenizedPrompt]:
+    """Return what ``read`` returns for each of several prompts; one that it refuses has its error, so that the others
+    run."""
+
+    def read_or_refuse(prompt: T) -> TokenizedPrompt:
+        try:
+            return read(prompt)
+        except ValueError as error:
+            return TokenizedPrompt(None, [], error=error)
+        except TokenloomError as error:
+            return TokenizedPrompt(None, [], error=ValueError(error.message))
+
+    return list(map(read_or_refuse, prompts))
 
 
 def read_prompt(prompt: object, tokenizer: Tokenizer) -> TokenizedPrompt:
@@ -188,7 +208,7 @@ class ChatPrompts:
         template_kwargs: Mapping[str, Any] | None = None,
         **options: bool,
     ) -> list[TokenizedPrompt]:
-        """Return each conversation's prompt. ``source``: another template, or its file.
+        """Return each conversation's prompt, as :func:`read_each` does. ``source``: another template, or its file.
 
         Special tokens that its texts spell out are plain text.
 
@@ -197,13 +217,13 @@ class ChatPrompts:
         template = self._template(source)
         controls = TokenFinder(control_tokens(self._tokenizer, template.source))
         masking = MaskingTemplate(template, controls, PARSED_MARKS)
-        rendered = [
-            masking.render([*map(plain_message, messages)], tools, template_kwargs, None, **options)
-            for messages in conversations
-        ]
-        for each in rendered:
-            whole_text("the conversation", each.text)
-        return [self._encode(each) for each in rendered]
+
+        def encode(messages: Sequence[Message]) -> TokenizedPrompt:
+            rendered = masking.render([*map(plain_message, messages)], tools, template_kwargs, None, **options)
+            whole_text("the conversation", rendered.text)
+            return self._encode(rendered)
+
+        return read_each(conversations, encode)
 
     def _encode(self, rendered: Rendered) -> TokenizedPrompt:
         text, start = unmasked(rendered.text, rendered.masks), ReasoningStart[rendered.reasoning_start]

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from msgspec.structs import replace
 from tokenizers import Tokenizer
@@ -13,13 +13,14 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request import bad_words, validation
 from tokenloom.request.adapter_names import adapter_salt
-from tokenloom.request.errors import ContextLengthExceeded
+from tokenloom.request.errors import TokenloomError
+from tokenloom.request.narrowing import narrow_int
 from tokenloom.request.output_constraints import relax
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.request.sampling_params import sample_seed
 from tokenloom.services.engine.records.core_request import check_generates, to_core_sampling, to_spans
-from tokenloom.services.output_processor.text.detokenizer import Detokenizer
+from tokenloom.services.output_processor.text.detokenizer import Detokenizer, OutputText
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.v1 import types_pb2
 
@@ -65,6 +66,7 @@ class RequestBuilder:
         self,
         prompts: Sequence[TokenizedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None = None,
         *,
         refuses_alone: bool = False,
     ) -> list[OfflineRequest]:
@@ -72,8 +74,9 @@ class RequestBuilder:
 
         Args:
             params: One for all, one for each, or None for the model's own.
-            refuses_alone: Of several prompts, one that does not fit the context becomes a request that has ended with
-                the error, so that the others run.
+            priority: One for all, one for each, or None for 0.
+            refuses_alone: Of several prompts, one that is refused becomes a request that has ended with the error, so
+                that the others run.
         """
         if params is None:
             each = [self._defaults_for(prompt) for prompt in prompts]
@@ -81,10 +84,12 @@ class RequestBuilder:
             each = [params] * len(prompts)
         else:
             each = list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"sampling_params has {len(each)} entries for {len(prompts)} prompts")
+        priorities = [priority or 0] * len(prompts) if isinstance(priority, int | None) else list(priority)
+        for name, values in (("sampling_params", each), ("priority", priorities)):
+            if len(values) != len(prompts):
+                raise ValueError(f"{name} has {len(values)} entries for {len(prompts)} prompts")
         make = self._request_or_refusal if refuses_alone and len(prompts) > 1 else self._request
-        return [make(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+        return list(map(make, prompts, each, priorities))
 
     def _defaults_for(self, prompt: TokenizedPrompt) -> SamplingParams:
         """Return the model's own parameters, with at most as many tokens as the prompt leaves room for."""
@@ -92,20 +97,23 @@ class RequestBuilder:
         rest = max(self.limits.max_model_len - len(prompt.token_ids), 1)
         return replace(params, max_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest))
 
-    def _request_or_refusal(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
+    def _request_or_refusal(self, prompt: TokenizedPrompt, params: SamplingParams, priority: int) -> OfflineRequest:
         try:
-            return self._request(prompt, params)
-        except ContextLengthExceeded as error:
+            return self._request(prompt, params, priority)
+        except (TokenloomError, ValueError) as error:
             request_id = next(self._request_ids)
             core_request = EngineCoreRequest(request_id, prompt.token_ids, CoreSamplingParams(max_tokens=1, seed=0))
             settings = self._text_settings(prompt, params, ())
             samples = [OfflineSample(core_request, index, settings) for index in range(params.n)]
             refused = OfflineRequest(request_id, prompt.text, samples, output_kind=params.output_kind)
-            refused.abort(ValueError(error.message))
+            refused.abort(ValueError(error.message) if isinstance(error, TokenloomError) else error)
             return refused
 
-    def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
+    def _request(self, prompt: TokenizedPrompt, params: SamplingParams, priority: int) -> OfflineRequest:
+        if prompt.error is not None:
+            raise prompt.error
         check_generates(self.limits)
+        validation.check_priority(narrow_int("priority", priority, -(2**31), 2**31 - 1), self.limits)
         wire = params.to_wire()
         if wire.HasField("structured_outputs") and (lost := relax(wire.structured_outputs)):
             log.warning("no grammar expresses %s; the output may break it", ", ".join(lost))
@@ -118,20 +126,20 @@ class RequestBuilder:
         validation.check_generate(prompt.token_ids, wire, self.limits, stop=params.stop_strings())
         if prompt.embeds:
             check_embeds(types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds), wire, self.limits)
-        request_id = next(self._request_ids)
+        request_id, stops = next(self._request_ids), frozenset(wire.stop_token_ids)
         return OfflineRequest(
             request_id,
             prompt.text,
             [
-                OfflineSample(core_request, index, self._text_settings(prompt, params, eos))
-                for index, core_request in enumerate(self._samples(request_id, prompt, wire, params.n))
+                OfflineSample(core_request, index, self._text_settings(prompt, params, stops))
+                for index, core_request in enumerate(self._samples(request_id, prompt, wire, params.n, priority))
             ],
             output_kind=params.output_kind,
             stream_interval=params.stream_interval,
         )
 
     def _samples(
-        self, request_id: str, prompt: TokenizedPrompt, wire: types_pb2.SamplingParams, n: int
+        self, request_id: str, prompt: TokenizedPrompt, wire: types_pb2.SamplingParams, n: int, priority: int
     ) -> list[EngineCoreRequest]:
         """Return n requests with different seeds; only the first returns the prompt's log probabilities and experts."""
         rest = self.limits.max_model_len - len(prompt.token_ids)
@@ -145,6 +153,7 @@ class RequestBuilder:
                 request_id=request_id if n == 1 else f"{index}_{request_id}",
                 prompt_token_ids=prompt.token_ids,
                 sampling_params=replace(others if index else first, seed=sample_seed(first.seed, index)),
+                priority=priority,
                 cache_salt=adapter_salt(prompt.cache_salt, prompt.adapter),
                 prompt_embeds=to_spans(prompt.embeds),
                 adapter=prompt.adapter,
@@ -153,7 +162,9 @@ class RequestBuilder:
             for index in range(n)
         ]
 
-    def _text_settings(self, prompt: TokenizedPrompt, params: SamplingParams, eos: Sequence[int]) -> TextSettings:
+    def _text_settings(
+        self, prompt: TokenizedPrompt, params: SamplingParams, stop_token_ids: Container[int]
+    ) -> TextSettings:
         detokenizer = Detokenizer(
             self._vocabulary,
             prompt.token_ids,
@@ -164,10 +175,13 @@ class RequestBuilder:
             spaces_between_special=params.spaces_between_special_tokens,
             detokenize=params.detokenize,
         )
-        reasoning = None
+        text = OutputText(detokenizer, stop_token_ids, self._info.eos_token_ids)
+        reasoning, is_bound_later = None, False
         if self._reasoning_marks is not None:
             reasoning = Reasoning(self._reasoning_marks, prompt.token_ids, prompt.reasoning_start)
-        return TextSettings(detokenizer, self._vocabulary if params.detokenize else None, eos, reasoning)
+            is_free = self.limits.reasoning == types_pb2.REASONING_MODE_FREE and not reasoning.is_over
+            is_bound_later = params.structured_outputs is not None and is_free
+        return TextSettings(text, self._vocabulary if params.detokenize else None, reasoning, is_bound_later)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

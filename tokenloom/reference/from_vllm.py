@@ -35,6 +35,9 @@ What differs on purpose:
 - A mesh has several processes. `tokenloom ps` lists them, `tokenloom top` shows their load.
 - Sampling depends on logits, parameters, seed and position only, so a request that moves to another engine continues
   with the same tokens. The tokens of a seed are not those of vLLM.
+- Of several prompts of a call of `LLM`, one that is refused or fails (too long, an invalid grammar, embeddings with
+  NaN) has an output with an `error`, and the others have theirs; vLLM raises for the whole call. If no prompt is left,
+  or there was only one, the call raises the error.
 - A gateway without API keys serves only clients that reach it under its own name (`--allowed-hosts`).
 - A request that would wait too long is refused with 503 and `Retry-After` instead of queued without bound
   ([overload](../operate/operations.md#overload)).

@@ -125,6 +125,12 @@ class Reasoning:
         """The reasoning tokens so far."""
         return self._num_inside - len(self._marks.end) if self.is_over and self._num_inside else self._num_inside
 
+    def lacks_answer(self, *, has_ended_by_itself: bool) -> bool:
+        """Return whether an output whose constraint begins after its reasoning has ended before that: it is cut off."""
+        # The model may end within its reasoning. The answer is empty then, and an empty one that has ended by itself
+        # looks like one that obeys the constraint.
+        return has_ended_by_itself and self.is_inside
+
     @property
     def next_of_start(self) -> int:
         """The token that begins or continues the start mark, while it is open whether the model will reason."""

@@ -215,11 +215,9 @@ class RunningGeneration:
 
     def _mark_unfinished(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
         """Say of an output that ended before its constraint began that it is cut off."""
-        # The model may end within its reasoning. The answer is empty then, and an empty one that has ended by itself
-        # looks like one that obeys the constraint.
         assert self.reasoning is not None
         by_itself = finished.reason == types_pb2.FINISH_REASON_STOP and not finished.stop_reason
-        if by_itself and self.reasoning.is_inside(index):
+        if self.reasoning.lacks_answer(index, has_ended_by_itself=by_itself):
             finished.reason = types_pb2.FINISH_REASON_LENGTH
 
     def fail(self, error: errors.TokenloomError) -> None:
@@ -256,9 +254,9 @@ class OutputsReasoning:
         """Follow new tokens of an output."""
         self._of_outputs[index].feed(token_ids)
 
-    def is_inside(self, index: int) -> bool:
-        """Return whether an output is within its reasoning."""
-        return self._of_outputs[index].is_inside
+    def lacks_answer(self, index: int, *, has_ended_by_itself: bool) -> bool:
+        """Return whether an output has ended before its constraint began, as :meth:`Reasoning.lacks_answer` says."""
+        return self._of_outputs[index].lacks_answer(has_ended_by_itself=has_ended_by_itself)
 
     def num_tokens(self, index: int) -> int:
         """Return the reasoning tokens of an output so far."""

@@ -9,7 +9,7 @@ from tokenloom.v1.engine_pb2 import Finished
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, SamplePosition, SlotTextLogprobs, Submit
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, RoutedExperts, SamplingParams, Timeline
 
-from ..text.detokenizer import Detokenizer, StopMatch
+from ..text.detokenizer import Detokenizer, OutputText, StopMatch
 from ..text.logprob_texts import PromptLogprobTexts, part_with_texts, with_texts
 from ..text.vocabulary import Vocabulary
 from .outbox import NOWHERE, Outbox, PacedOutbox
@@ -28,7 +28,6 @@ class SampleOutput:
     Attributes:
         sample_index: Number of the sample.
         token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.
-        stop_match: The stop string that ended the output; later tokens and reasons of the engine do not count.
         routed: The experts of its tokens; None unless they are asked for.
         timeline: Filled as the request proceeds; the times of tokens are filled in at the end.
         clock: Returns nanoseconds.
@@ -57,9 +56,8 @@ class SampleOutput:
         self._rows = PacedOutbox(outbox, interval, num_given) if interval > 1 else outbox
         self._vocabulary = vocabulary
         self._stop_token_ids = frozenset(params.stop_token_ids)
-        self._eos_token_ids = eos_token_ids
         self.clock = clock
-        self._detokenizer = _detokenizer(submit, vocabulary)
+        self._text = OutputText(_detokenizer(submit, vocabulary), self._stop_token_ids, eos_token_ids)
         has_prompt_logprobs = params.HasField("prompt_logprobs")
         num_known = submit.num_prompt_logprobs
         self._prompt_logprobs = PromptLogprobTexts(vocabulary, prompt_ids, num_known) if has_prompt_logprobs else None
@@ -75,9 +73,8 @@ class SampleOutput:
         if params.return_routed_experts:
             self.routed = RoutedOutput(params, len(prompt_ids), sample_index)
         self.sample_index = sample_index
-        self.token_ids: list[int] = []
+        self.token_ids = self._text.token_ids
         self.finished: RequestFinished | None = None
-        self.stop_match: StopMatch | None = None
         self.timeline = Timeline()
         self.num_attempts = 1
 
@@ -87,7 +84,7 @@ class SampleOutput:
         journal, self._journal = self._journal, None
         if journal is None:
             return None
-        text, match = self._detokenize(journal.token_ids)
+        text, match = self._text.add(journal.token_ids)
         if text := self._unsent(text):
             self._rows.add(self._key, text, len(self.token_ids), ())
         return match
@@ -101,7 +98,7 @@ class SampleOutput:
 
         Tokens after a stop string are ignored. Raises ``Internal`` when tokens are missing or doubled.
         """
-        if self.stop_match is not None:
+        if self._text.stop_match is not None:
             return None
         # An error and not a guess: wrong text is worse than a request that its client repeats.
         if token_index != len(self.token_ids):
@@ -109,7 +106,7 @@ class SampleOutput:
         self._last_token_ns = now = self.clock()
         if not self._first_token_ns:
             self._first_token_ns = now
-        text, match = self._detokenize(token_ids)
+        text, match = self._text.add(token_ids)
         # After a loss the text is counted in bytes and not characters: the piece that the client had last may have
         # ended where a character of several tokens was still incomplete.
         if self._bytes_to_skip:
@@ -154,15 +151,16 @@ class SampleOutput:
         self.timeline.kv_transfer_ns = finished.kv_wait_ns
         if finished.HasField("drafts"):
             self.timeline.drafts.CopyFrom(finished.drafts)
-        if self.stop_match is not None:
-            return self._end(_STOP, self.stop_match.stop_string)
+        if (match := self._text.stop_match) is not None:
+            return self._end(_STOP, match.stop_string)
         if finished.reason == _ERROR:
             return self.fail(wire_errors.from_proto(finished.error))
         if finished.num_output_tokens != len(self.token_ids):
             return self.fail(errors.Internal("the engine's last tokens are missing"))
-        if text := self._unsent(self._detokenizer.finish()):
+        if text := self._unsent(self._text.finish()):
             self._rows.add(self._key, text, len(self.token_ids), ())
-        return self._end(finished.reason, self._stop_reason(finished))
+        token_id = self._text.stop_reason(finished.stop_token_id) if finished.HasField("stop_token_id") else None
+        return self._end(finished.reason, "" if token_id is None else str(token_id))
 
     def stop(self) -> RequestFinished:
         """End with the stop string that was found, without an engine that confirms it."""
@@ -176,6 +174,11 @@ class SampleOutput:
     def fail(self, error: BaseException) -> RequestFinished:
         """End with an error; text that was held back for a stop string is not shown."""
         return self._end(_ERROR, error=error)
+
+    @property
+    def stop_match(self) -> StopMatch | None:
+        """The stop string that ended the output; later tokens and reasons of the engine do not count."""
+        return self._text.stop_match
 
     @property
     def num_kept_bytes(self) -> int:
@@ -226,10 +229,9 @@ class SampleOutput:
 
     def _text_so_far(self) -> str:
         """Return all text that was sent, made again from the tokens."""
-        detokenizer = _detokenizer(self._submit, self._vocabulary)
-        ends = bool(self.token_ids) and self.token_ids[-1] in self._stop_token_ids
-        text, _ = detokenizer.step(self.token_ids, ends_with_stop_token=ends)
-        return text if self.finished is None else text + detokenizer.finish()
+        again = OutputText(_detokenizer(self._submit, self._vocabulary), self._stop_token_ids)
+        text, _ = again.add(self.token_ids)
+        return text if self.finished is None else text + again.finish()
 
     def _add_logprobs(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs) -> None:
         """Send the log probabilities of tokens that were just added, without those of tokens after a stop string."""
@@ -241,15 +243,6 @@ class SampleOutput:
         if self._kept_logprobs is not None:
             self._kept_logprobs.append(columns)
         self._rows.add_logprobs(self._key, columns)
-
-    def _detokenize(self, token_ids: Sequence[int]) -> tuple[str, StopMatch | None]:
-        ends = bool(token_ids) and token_ids[-1] in self._stop_token_ids
-        text, match = self._detokenizer.step(token_ids, ends_with_stop_token=ends)
-        self.token_ids.extend(token_ids)
-        if match is not None:
-            self.stop_match = match
-            del self.token_ids[match.num_tokens :]
-        return text, match
 
     def _unsent(self, text: str) -> str:
         """Return the part of the text beyond the bytes that the client already has."""
@@ -264,11 +257,6 @@ class SampleOutput:
     def _num_cached(self) -> int:
         """Prompt tokens that a cache had; an attempt that continued an output may have found more than the prompt."""
         return min(self._prefill.cached_tokens, len(self._submit.prompt.token_ids)) if self._prefill is not None else 0
-
-    def _stop_reason(self, finished: Finished) -> str:
-        if not finished.HasField("stop_token_id") or finished.stop_token_id in self._eos_token_ids:
-            return ""
-        return str(finished.stop_token_id)
 
     def _end(
         self, reason: FinishReason, stop_reason: str = "", *, error: BaseException | None = None

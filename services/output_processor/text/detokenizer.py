@@ -6,14 +6,14 @@ in SentencePiece), and characters next to it, which may have been sent already, 
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 from .vocabulary import Vocabulary
 
-__all__ = ["Detokenizer", "StopMatch", "Vocabulary"]
+__all__ = ["Detokenizer", "OutputText", "StopMatch", "Vocabulary"]
 
 
 _EACH_BYTE = "tokenloom.replace_each_byte"
@@ -336,6 +336,53 @@ class Detokenizer:
             return found
         texts.append(found)
         return None
+
+
+class OutputText:
+    """Collects the tokens of one output and makes their text, up to its end: by the same rules in the mesh and in the
+    offline API.
+
+    Attributes:
+        token_ids: The output tokens, up to the stop string if one was found.
+        stop_match: The stop string that ended the output.
+    """
+
+    __slots__ = ("_detokenizer", "_eos_token_ids", "_stop_token_ids", "stop_match", "token_ids")
+
+    def __init__(
+        self, detokenizer: Detokenizer, stop_token_ids: Container[int], eos_token_ids: Container[int] = ()
+    ) -> None:
+        """``stop_token_ids``: the tokens that end the output, those of the model included. ``eos_token_ids``: the
+        model's own, which are no stop reason."""
+        self._detokenizer = detokenizer
+        self._stop_token_ids = stop_token_ids
+        self._eos_token_ids = eos_token_ids
+        self.token_ids: list[int] = []
+        self.stop_match: StopMatch | None = None
+
+    @property
+    def may_stop(self) -> bool:
+        """Return whether a stop string can end the output."""
+        return self._detokenizer.may_stop
+
+    def add(self, token_ids: Sequence[int]) -> tuple[str, StopMatch | None]:
+        """Take new tokens; return the text that can be shown now, and the stop string that they completed."""
+        # The last token decides, and not the reason of the end: an output that ends by its grammar ends with text.
+        ends = bool(token_ids) and token_ids[-1] in self._stop_token_ids
+        text, match = self._detokenizer.step(token_ids, ends_with_stop_token=ends)
+        self.token_ids.extend(token_ids)
+        if match is not None:
+            self.stop_match = match
+            del self.token_ids[match.num_tokens :]
+        return text, match
+
+    def finish(self) -> str:
+        """Return the rest of the text when the output ends; "" after a stop string."""
+        return self._detokenizer.finish()
+
+    def stop_reason(self, stop_token_id: int | None) -> int | None:
+        """Return the token to report as the stop reason of an output that ended with ``stop_token_id``, if any."""
+        return None if stop_token_id in self._eos_token_ids else stop_token_id
 
 
 def _partial_match(text: str, stop: str, start: int) -> int:

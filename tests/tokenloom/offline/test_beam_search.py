@@ -5,6 +5,7 @@ import torch
 
 from tokenloom import BeamSearchParams, SamplingParams
 from tokenloom.engine_core.data.errors import EnginePausedError
+from tokenloom.engine_core.data.messages import FinishReason
 
 STORY = "Once upon a time"
 
@@ -147,7 +148,32 @@ def test_wrong_parameters_are_named(llm, params, named):
 def test_wrong_prompts_and_limits_are_named(llm):
     params = BeamSearchParams(beam_width=2, max_tokens=2)
     with pytest.raises(ValueError, match="prompt is empty"):
-        llm.beam_search([STORY, ""], params)
+        llm.beam_search(["", ""], params)
     with pytest.raises(ValueError, match="concurrency_limit"):
         llm.beam_search([STORY], params, concurrency_limit=0)
     assert llm.beam_search([], params) == []
+
+
+def test_a_prompt_that_fails_leaves_the_searches_of_others_alone(llm, monkeypatch):
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    (alone,) = llm.beam_search(STORY, params)
+    compute = llm._client.get_output
+
+    def fail_in_its_second_step():
+        outputs = compute()
+        for output in outputs.outputs:
+            prompt = llm._loop._live[output.request_id][0].output.prompt_token_ids
+            if prompt[:2] == [8, 9] and len(prompt) > 2:
+                output.finish_reason, output.error = FinishReason.ERROR, "no finite logit"
+        return outputs
+
+    monkeypatch.setattr(llm._client, "get_output", fail_in_its_second_step)
+    first, refused, failed, last = llm.beam_search([STORY, "", [8, 9], STORY], params)
+    assert [sequence.tokens for sequence in first.sequences] == [sequence.tokens for sequence in alone.sequences]
+    assert first == last
+    assert first.error is None
+    assert (refused.sequences, failed.sequences) == ([], [])
+    assert "prompt is empty" in refused.error
+    assert "no finite logit" in failed.error
+    with pytest.raises(RuntimeError, match="no finite logit"):
+        llm.beam_search([[8, 9]], params)

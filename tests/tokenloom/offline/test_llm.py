@@ -113,6 +113,15 @@ def test_stop_strings_and_tokens(llm):
     assert (silent.text, silent.token_ids) == ("", ids)
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_an_output_that_ends_by_its_grammar_keeps_its_last_token(llm, ignore_eos):
+    choice = StructuredOutputsParams(choice=["yes please"])
+    params = SamplingParams(temperature=0.0, ignore_eos=ignore_eos, structured_outputs=choice)
+    (output,) = llm.generate(STORY, params, use_tqdm=False)
+    (completion,) = output.outputs
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("yes please", "stop", None)
+
+
 def test_chat_ends_its_turn_and_ignore_eos_goes_on(llm):
     (output,) = llm.chat(QUESTION, SamplingParams(temperature=0.0, max_tokens=None), use_tqdm=False)
     (completion,) = output.outputs
@@ -153,12 +162,20 @@ def test_a_longer_second_call_finds_the_first_in_the_cache(llm):
     [
         ("", GREEDY, "prompt is empty"),
         ([2048], GREEDY, "token id 2048"),
+        ("\ud83d", GREEDY, "half a surrogate pair"),
+        ({"text": "x"}, GREEDY, "'text' is not supported"),
+        ("x", SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a")), "unclosed group"),
         ("x", SamplingParams(stop_token_ids=[99999]), "stop_token_ids"),
     ],
 )
-def test_wrong_requests_are_refused_before_any_runs(llm, prompt, params, named):
-    with pytest.raises(ValueError, match=named):
-        llm.generate([STORY, prompt], params, use_tqdm=False)
+def test_a_wrong_request_is_refused_alone(llm, prompt, params, named):
+    story, refused = llm.generate([STORY, prompt], [GREEDY, params], use_tqdm=False)
+    assert (story.error, story.outputs[0].finish_reason) == (None, "length")
+    assert named in refused.error
+    assert (refused.finished, refused.outputs[0].finish_reason) == (True, "error")
+    for several in ([prompt], [prompt, prompt]):
+        with pytest.raises(ValueError, match=named):
+            llm.generate(several, params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("num_tokens", [250, 256])
@@ -174,6 +191,15 @@ def test_a_prompt_that_does_not_fit_is_refused_alone(llm, num_tokens):
     assert [bool(output.error) for output in streamed.values()] == [True, False]
     with pytest.raises(ValueError, match="maximum context length is 256"):
         llm.generate([long], GREEDY, use_tqdm=False)
+
+
+def test_a_conversation_that_the_template_refuses_is_refused_alone(llm):
+    each = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}"
+    template = "{% for m in messages %}" + each + "{% endfor %}"
+    turns = [[{"role": role, "content": "Once"}] for role in ("user", "tool")]
+    answered, refused = llm.chat(turns, GREEDY, False, chat_template=template)
+    assert (answered.error, answered.prompt) == (None, "Once")
+    assert "no tools" in refused.error
 
 
 def test_no_prompts_no_outputs(llm):

@@ -59,6 +59,20 @@ def test_wrong_requests_are_value_errors(llm):
         llm.score(["a", "b"], ["a", "b", "c"], use_tqdm=False)
 
 
+def test_a_wrong_prompt_is_refused_alone(llm):
+    ids = llm.get_tokenizer().encode("Once").ids
+    once, empty, long, last = llm.embed(["Once", "", [5] * 5000, "Once"], use_tqdm=False)
+    assert once.outputs.embedding == last.outputs.embedding == expected(ids, PoolingTask.EMBED).tolist()
+    assert (empty.outputs, long.outputs) == (None, None)
+    assert "prompt is empty" in empty.error
+    assert "prompt has 5000" in long.error
+    good, bad = llm.score("Once", ["upon", "\ud83d"], use_tqdm=False)
+    assert (good.error, bad.outputs) == (None, None)
+    assert "half a surrogate pair" in bad.error
+    with pytest.raises(ValueError, match="prompt is empty"):
+        llm.classify(["", ""], use_tqdm=False)
+
+
 def test_model_that_only_pools_generates_nothing():
     llm = LLM("tokenloom-demo", worker="hash", runner="pooling", num_gpu_blocks_override=64)
     with pytest.raises(ValueError, match="this model generates no tokens; its pooling tasks are: embed, classify"):

@@ -100,6 +100,16 @@ def test_a_stream_counts_up_to_a_stop_string(llm):
     assert counts[-1] == 4 + len(["<", "/", "th"]), "the mark is not complete"
 
 
+def test_an_output_that_ends_before_its_constraint_begins_is_cut_off(llm):
+    params = SamplingParams(temperature=0.0, logit_bias={2: 100.0}, structured_outputs=DATE)
+    (output,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("", "length")
+    for free in (replace(params, structured_outputs=None), replace(params, ignore_eos=True, stop_token_ids=[700])):
+        free = replace(free, logit_bias={2 if free.structured_outputs is None else 700: 100.0})
+        (output,) = llm.generate(PROMPTS[0], free, use_tqdm=False)
+        assert output.outputs[0].finish_reason == "stop"
+
+
 def test_without_a_parser_a_budget_is_refused_by_name():
     llm = make_llm(reasoning_parser="auto")  # the demo's template has no marks
     with pytest.raises(ValueError, match=r"thinking_token_budget is not available.*--reasoning-parser"):

@@ -33,8 +33,11 @@ def test_a_wrong_call_leaves_those_of_others_alone(llm: LLM) -> None:
     enqueued = llm.enqueue("hello", SHORT)
     stream = llm.stream(["x"], LONG)
     next(stream)
+    good, bad = llm.generate(["x", "bad"], [LONG, BAD], use_tqdm=False)
+    assert (good.error, good.outputs[0].token_ids) == (None, alone[0])
+    assert "regex" in (bad.error or "")
     with pytest.raises(ValueError, match="regex"):
-        llm.generate(["good", "bad"], [LONG, BAD], use_tqdm=False)
+        llm.generate(["bad", "bad"], BAD, use_tqdm=False)
     *_, last = stream
     assert (last.outputs[0].finish_reason, last.outputs[0].token_ids) == ("length", alone[0])
     (output,) = llm.next_finished()
@@ -62,6 +65,15 @@ def test_a_wrong_stream_raises_and_another_goes_on(llm: LLM) -> None:
         list(llm.stream(["a"], BAD))
     *_, last = stream
     assert last.outputs[0].finish_reason == "length"
+
+
+def test_of_several_in_a_stream_one_fails_alone(llm: LLM) -> None:
+    too_long = [5] * 256
+    last = {output.request_id: output for output in llm.stream(["x", "a", too_long], [LONG, BAD, LONG])}
+    good, bad, long = (last[key] for key in sorted(last, key=int))
+    assert (good.error, len(good.outputs[0].token_ids)) == (None, 30)
+    assert "regex" in (bad.error or "")
+    assert "maximum context length" in (long.error or "")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

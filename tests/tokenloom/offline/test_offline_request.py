@@ -14,7 +14,7 @@ from tokenloom.engine_core.data.messages import (
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.offline.offline_request import OfflineRequest, OfflineSample, TextSettings
-from tokenloom.services.output_processor.text.detokenizer import Detokenizer, Vocabulary
+from tokenloom.services.output_processor.text.detokenizer import Detokenizer, OutputText, Vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def vocabulary():
 def make(vocabulary):
     def make(**stream):
         core_request = EngineCoreRequest("r", [5, 6], CoreSamplingParams(max_tokens=9, seed=1))
-        settings = [TextSettings(Detokenizer(vocabulary, [5, 6]), vocabulary) for _ in range(2)]
+        settings = [TextSettings(OutputText(Detokenizer(vocabulary, [5, 6]), ()), vocabulary) for _ in range(2)]
         samples = [OfflineSample(core_request, index, text) for index, text in enumerate(settings)]
         return OfflineRequest("r", None, samples, **stream)
 

@@ -13,7 +13,7 @@ from tokenloom.engine_core.data.messages import (
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.offline.offline_request import CoreRefusal, OfflineSample, TextSettings
-from tokenloom.services.output_processor.text.detokenizer import Detokenizer, Vocabulary
+from tokenloom.services.output_processor.text.detokenizer import Detokenizer, OutputText, Vocabulary
 
 EOS = 2
 
@@ -29,7 +29,8 @@ def make(tokenizer):
         request = EngineCoreRequest("r", [5, 6], CoreSamplingParams(max_tokens=9, seed=1, **params))
         vocabulary = Vocabulary(tokenizer)
         detokenizer = Detokenizer(vocabulary, [5, 6], stop=stop, detokenize=text)
-        return OfflineSample(request, 0, TextSettings(detokenizer, vocabulary if text else None, (EOS,)))
+        output_text = OutputText(detokenizer, (EOS, 17), (EOS,))
+        return OfflineSample(request, 0, TextSettings(output_text, vocabulary if text else None))
 
     return make
 

@@ -173,6 +173,14 @@ def load_quantized(march: str = "native") -> CDLL:
 
 
 @load_once
+def load_float8(march: str = "native") -> CDLL:
+    """Load products of bfloat16 rows with matrices of 8-bit floats. Raises :class:`KernelsUnavailable`, also without
+    FMA."""
+    sizes = dict.fromkeys(("panel_outputs", "whole_inputs"), ":q")
+    return _checked(_load(build("float8", march), multiply_float8="PPPPPqqqqi", pack="PPqqi", **sizes), "FMA")
+
+
+@load_once
 def load_bfloat16(march: str = "native") -> CDLL:
     """Load products with bfloat16 matrices in float32 arithmetic. Raises :class:`KernelsUnavailable`, also without
     FMA."""

@@ -42,7 +42,7 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", 
 _HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 _SOFTCAP_HEAD_SIZES = (64, 128, 256)
 """Of Gemma 2, and of models with attention sinks."""
-_PRODUCTS = ("int8", "quantized", "bfloat16", "bfloat16_dots", "bfloat16_tiles", "floats")
+_PRODUCTS = ("int8", "quantized", "float8", "bfloat16", "bfloat16_dots", "bfloat16_tiles", "floats")
 _OTHERS = (*_PRODUCTS, "fused", "drafts", "replay", "batch", "draw", "lora", "pool", "sums")
 
 Variant = tuple[str, dict[str, int]]

@@ -1,13 +1,20 @@
-"""Computes linear layers with weights of 8-bit floats (e4m3), of which each output has a scale.
+"""Computes linear layers with weights of 8-bit floats (e4m3), of which each output has a scale, or several.
 
-Few rows are multiplied in their own dtype by a kernel that reads half the bytes of a bfloat16 weight. Of more rows each
+On a CPU a kernel widens the weights as it reads them, so that rows keep their own dtype and a row's result depends on
+no other row. On a GPU few rows are multiplied in their own dtype by a kernel that reads half the bytes of a bfloat16 weight. Of more rows each
 is rounded to 8-bit floats by its own scale, and the tensor cores multiply those (``torch._scaled_mm``).
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..kernels.library import uses_triton
+from ..checkpoint.files.quantized_weight import FloatWeight
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.library import load_float8, uses_triton
+from ..kernels.threads import kernel_threads
+from .weight_memory import weight_memory
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
@@ -73,6 +80,60 @@ class Fp8Linear:
         from .triton_linear import round_rows_at_once
 
         return round_rows_at_once(x)
+
+
+class WidenedLinear:
+    """Fulfils :class:`.Linear` on the CPU for bfloat16 inputs; keeps a packed copy of weights of which the outputs
+    follow each other, in their 8 bits.
+
+    Raises :class:`KernelsUnavailable` without a compiler or FMA, and for weights that differ in their groups.
+    """
+
+    def __init__(self, weights: Sequence[FloatWeight], bias: Tensor | None = None) -> None:
+        kernels = load_float8()
+        values, scales = [each.values for each in weights], torch.cat([each.scales for each in weights])
+        (inputs, group), *others = {(each.values.shape[1], each.group) for each in weights}
+        if others or inputs % kernels.whole_inputs() or (scales.shape[1] > 1 and group % kernels.whole_inputs()):
+            raise KernelsUnavailable(f"a weight of {inputs} inputs in groups of {group}")
+        self._multiply, self._bias = kernels.multiply_float8, None if bias is None else bias.float()
+        self._shape, self._group = (len(scales), inputs), group if scales.shape[1] > 1 else inputs
+        joined = torch.cat([each.view(torch.uint8) for each in values]).contiguous()
+        panel = kernels.panel_outputs()
+        self._matrix = weight_memory.empty(-(-len(scales) // panel), panel * inputs, dtype=torch.uint8)
+        kernels.pack(joined.data_ptr(), self._matrix.data_ptr(), len(scales), inputs, kernel_threads())
+        self._scales = _in_panels(_with_nan(scales, joined, self._group), panel)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        outputs, inputs = self._shape
+        x = x.contiguous()
+        out = x.new_empty(len(x), outputs)
+        self._multiply(
+            *(each.data_ptr() for each in (x, self._matrix, self._scales)),
+            None if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            inputs,
+            outputs,
+            self._group,
+            kernel_threads(),
+        )
+        return out if dtype is None else out.to(dtype)
+
+
+def _with_nan(scales: Tensor, values: Tensor, group: int) -> Tensor:
+    """Return the scales, NaN where a number of the group is: the kernel reads no NaN among the numbers [out, in]."""
+    not_numbers = torch.nonzero(values & 127 == 127)
+    if not len(not_numbers):
+        return scales
+    scales = scales.clone()
+    scales[not_numbers[:, 0], not_numbers[:, 1] // group] = torch.nan
+    return scales
+
+
+def _in_panels(scales: Tensor, panel: int) -> Tensor:
+    """Arrange [out, groups] for the kernel as [panels, groups, outputs of a panel]."""
+    padded = torch.nn.functional.pad(scales, (0, 0, 0, -len(scales) % panel))
+    return weight_memory.copy(padded.view(-1, panel, scales.shape[1]).transpose(1, 2))
 
 
 def can_round(weight: Tensor) -> bool:

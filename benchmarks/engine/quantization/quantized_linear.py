@@ -1,8 +1,8 @@
 """Measures linear layers of 4 and 8 bits next to those in the model's dtype, by number of rows.
 
 ``python -m tokenloom.bench.engine.quantization.quantized_linear`` runs the linear layers of qwen3-0.6b's blocks, more
-than a cache holds, in turns: each dtype, bfloat16 by oneDNN, int8 by output (``--quantization int8-dynamic``), and
-groups of 32 in 8 and 4 bits (``--quantization int4``). With ``OMP_NUM_THREADS=1`` it measures CPU time, which other
+than a cache holds, in turns: each dtype, bfloat16 by oneDNN, int8 by output (``--quantization int8-dynamic``), groups
+of 32 in 8 and 4 bits (``--quantization int4``), and 8-bit floats in blocks of 128 by 128, as checkpoints have them. With ``OMP_NUM_THREADS=1`` it measures CPU time, which other
 processes hardly change.
 """
 
@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokenloom.gpu_worker.checkpoint.files.quantized_weight import round_to_4_bits, round_to_8_bits
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import FloatWeight, round_to_4_bits, round_to_8_bits
+from tokenloom.gpu_worker.kernels.levels import LEVELS, limit_level
+from tokenloom.gpu_worker.layers.fp8_linear import WidenedLinear
 from tokenloom.gpu_worker.layers.linear import make_linear, make_quantized
 from tokenloom.gpu_worker.layers.panel_linear import PackedLinear
 from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear
@@ -29,10 +31,20 @@ _KINDS: dict[str, tuple[Callable[[Tensor], Layer], float]] = {
     "float32": (make_linear, 4.0),
     "int8": (Int8Linear, 1.0),
     "8 bits": (lambda weight: make_quantized(round_to_8_bits(weight), None, torch.bfloat16), 8.5 / 8),
+    "fp8": (lambda weight: WidenedLinear([_in_blocks(weight)]), 1 + 4 / 128),
     "4 bits": (lambda weight: make_quantized(round_to_4_bits(weight), None, torch.bfloat16), 4.5 / 8),
 }
 """Maps a kind to what makes its layer, and the bytes of a weight."""
 KINDS = tuple(_KINDS)
+
+
+def _in_blocks(weight: Tensor) -> FloatWeight:
+    """Round a weight [out, in] of whole blocks of 128 by 128 to 8-bit floats, with a scale for each block."""
+    outputs, inputs = weight.shape
+    blocks = weight.view(outputs // 128, 128, inputs // 128, 128)
+    scales = blocks.abs().amax((1, 3)) / 448
+    values = (blocks / scales[:, None, :, None]).view(outputs, inputs).to(torch.float8_e4m3fn)
+    return FloatWeight(values, scales.repeat_interleave(128, 0), 128)
 
 
 def make_layers(blocks: int, kinds: Sequence[str] = KINDS) -> dict[str, list[Layer]]:
@@ -76,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--level", choices=[level.name for level in LEVELS], help="compute as such a processor")
     options = parser.parse_args(arguments)
+    if options.level:
+        limit_level(options.level)
     torch.manual_seed(0)
     with torch.inference_mode():
         layers = make_layers(options.blocks, options.kinds)

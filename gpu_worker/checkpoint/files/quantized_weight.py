@@ -66,6 +66,18 @@ class QuantizedWeight:
         return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
+@dataclass(frozen=True)
+class FloatWeight:
+    """Holds a weight [out, in] of 8-bit floats: weight[o, i] = values[o, i] * scales[o, i // group]."""
+
+    values: Tensor
+    """[out, in] float8_e4m3fn."""
+    scales: Tensor
+    """[out, ceil(in / group)] float32."""
+    group: int
+    """How many inputs share a scale."""
+
+
 def round_to_4_bits(weight: Tensor, group: int = 32) -> QuantizedWeight:
     """Round ``weight`` [out, in], bfloat16 or float32, to 16 levels by groups of ``group`` inputs, symmetrically.
 

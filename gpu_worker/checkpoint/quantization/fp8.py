@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..files.quantized_weight import QuantizedWeight
+from ..files.quantized_weight import FloatWeight, QuantizedWeight
 from .entries import Fp8
 from .scheme import Found, TensorFiles, part_shape
 
@@ -33,17 +33,31 @@ class PackedFloats:
     rounds_inputs: bool = False
 
     def rows(self, first: int, last: int) -> Tensor:
-        weight = self.files.read(self.weight_name)
-        if weight.dtype not in _DTYPES:
-            raise ValueError(f"{self.weight_name} is stored as {weight.dtype}, but has a scale: FP8 is expected")
-        outputs, inputs = self.block
-        scales = self.files.read(self.scale_name).float().view(-(-self.shape[0] // outputs), -1)
-        by_row = scales[torch.arange(first, last) // outputs]
+        by_row, inputs = self._scales(first, last), self.block[1]
         by_input = by_row if by_row.shape[1] == 1 else by_row[:, torch.arange(self.shape[1]) // inputs]
-        return weight[first:last].float() * by_input
+        return self._values()[first:last].float() * by_input
 
     def quantized(self) -> QuantizedWeight:
         raise AssertionError("8-bit floats are not integers in groups")
+
+    def floats(self) -> FloatWeight | None:
+        """Return the whole weight as it is stored; None: in a format of which no kernel knows (e5m2)."""
+        values = self._values()
+        if values.dtype != torch.float8_e4m3fn:
+            return None
+        return FloatWeight(values, self._scales(0, self.shape[0]), self.block[1])
+
+    def _values(self) -> Tensor:
+        weight = self.files.read(self.weight_name)
+        if weight.dtype not in _DTYPES:
+            raise ValueError(f"{self.weight_name} is stored as {weight.dtype}, but has a scale: FP8 is expected")
+        return weight
+
+    def _scales(self, first: int, last: int) -> Tensor:
+        """Return those of some outputs, [last - first, groups of inputs] float32."""
+        outputs = self.block[0]
+        scales = self.files.read(self.scale_name).float().view(-(-self.shape[0] // outputs), -1)
+        return scales[torch.arange(first, last) // outputs]
 
 
 def find_fp8(entries: Fp8, files: TensorFiles) -> Mapping[str, Found]:

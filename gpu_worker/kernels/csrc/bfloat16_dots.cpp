@@ -8,6 +8,7 @@ namespace {
 // Only the instruction is here; panel_products.h has what it shares with the float32 kernel, so that a fix of one is
 // one of both.
 struct Numbers {
+  static constexpr bool SCALED = false;
   typedef BF16 Number;
   typedef uint32_t Word;
   typedef VecBits Words;

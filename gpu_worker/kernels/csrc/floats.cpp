@@ -4,6 +4,7 @@
 namespace {
 
 struct Numbers {
+  static constexpr bool SCALED = false;
   typedef float Number;
   typedef float Word;
   typedef Vec Words;

@@ -6,7 +6,8 @@
 // order, whatever the other rows are.
 //
 // A struct `Numbers` says what is multiplied: `Number` is the type of rows, matrix and results, `Word` that of a word,
-// `Words` that of a register of them, and add(sum, words, word) multiplies them and adds the products.
+// `Words` that of a register of them, and add(sum, words, word) multiplies them and adds the products. With `SCALED` each
+// chunk has a scale for every output, with which its products are multiplied as they are added.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -48,6 +49,7 @@ struct Chunk {
   int64_t words;
   const Word* next;
   int64_t lines;
+  const float* scales = nullptr;  // [PANEL], if `Numbers` has them
 };
 
 // Registers of a panel that R rows take at the same time; a lone row takes all, because an addition takes 4 cycles.
@@ -65,7 +67,12 @@ void add_rows(const Product<Numbers>& p, const typename Numbers::Number* rows,
 #pragma GCC unroll 6  // or the sums do not stay in registers
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) sum[r][i] = load(sums + r * PANEL + first + i * LANES);
+      for (int i = 0; i < N; ++i) {
+        if constexpr (Numbers::SCALED)
+          sum[r][i] = Vec{};
+        else
+          sum[r][i] = load(sums + r * PANEL + first + i * LANES);
+      }
     const auto add_word = [&](int64_t k) __attribute__((always_inline)) {
       typename Numbers::Words words[N];
 #pragma GCC unroll 8
@@ -88,7 +95,13 @@ void add_rows(const Product<Numbers>& p, const typename Numbers::Number* rows,
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) store(sums + r * PANEL + first + i * LANES, sum[r][i]);
+      for (int i = 0; i < N; ++i) {
+        float* to = sums + r * PANEL + first + i * LANES;
+        if constexpr (Numbers::SCALED)
+          store(to, load(to) + sum[r][i] * load(chunk.scales + first + i * LANES));
+        else
+          store(to, sum[r][i]);
+      }
   }
 }
 
@@ -137,16 +150,22 @@ void multiply_panel(const Product<Numbers>& p, int64_t first, int64_t num_rows, 
   }
 }
 
-// Shares the panels among threads, and the rows if there are many: those of a panel come one after the other.
-template <class Numbers>
-void multiply_rows(const Product<Numbers>& p, int threads) {
+// Shares the panels among threads, and the rows if there are many: those of a panel come one after the other. Calls
+// multiply(first, num_rows, panel) for each part.
+template <class Numbers, class F>
+void for_panels(const Product<Numbers>& p, int threads, F multiply) {
   const int64_t blocks = (p.num_rows + MOST_ROWS - 1) / MOST_ROWS, panels = (p.outputs + PANEL - 1) / PANEL;
   for_ranges(panels * blocks, 1, threads, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t block = piece % blocks, first = p.num_rows * block / blocks;
-      multiply_panel(p, first, p.num_rows * (block + 1) / blocks - first, piece / blocks);
+      multiply(first, p.num_rows * (block + 1) / blocks - first, piece / blocks);
     }
   });
+}
+
+template <class Numbers>
+void multiply_rows(const Product<Numbers>& p, int threads) {
+  for_panels(p, threads, [&](int64_t first, int64_t rows, int64_t panel) { multiply_panel(p, first, rows, panel); });
 }
 
 }  // namespace

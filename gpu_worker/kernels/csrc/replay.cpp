@@ -73,6 +73,7 @@ constexpr Entry SIGNATURES[] = {
     entry<P, P, P, P, L, L, L, I>(),                          // multiply of panels
     entry<I, P, P, P, P, P, L, L, L, I>(),                    // multiply_int8
     entry<I, I, P, P, P, P, P, P, L, L, L, L, F, I, I>(),     // multiply_quantized
+    entry<P, P, P, P, P, L, L, L, L, I>(),                    // multiply_float8
     entry<P, P, P, P, L, L, F, I>(),                          // rotations
     entry<P, P, P, L, L, L>(),                                // gather_rows
     entry<P, L, P, L, L, L>(),                                // copy_rows

@@ -1,0 +1,271 @@
+// Products of bfloat16 rows with a matrix of 8-bit floats (e4m3), of which each output has a scale for every group of
+// inputs. Needs AVX-512, or AVX2 with FMA.
+//
+// A thread widens a chunk of a panel once for a stretch of rows: to pairs of bfloat16 numbers with AVX-512 BF16,
+// otherwise to float32. Both hold each e4m3 number exactly, so that the scales alone are rounded, and those in float32.
+// NaN, which e4m3 has too, is a scale of NaN here: it makes the output NaN all the same.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "dot_bf16.h"
+#include "parallel.h"
+#include "vec.h"
+
+namespace {
+
+struct Task {
+  const BF16* rows;       // [num_rows, inputs]
+  const uint8_t* matrix;  // [outputs, inputs] of whole panels, packed
+  const float* scales;    // [panels, groups, outputs of a panel]
+  const float* bias;      // [outputs] or none
+  BF16* out;              // [num_rows, outputs]
+  int64_t num_rows, inputs, outputs, group;
+};
+
+struct Numbers {
+  static constexpr bool SCALED = true;
+#ifdef HAS_DOT_BF16
+  typedef BF16 Number;
+  typedef uint32_t Word;
+  typedef VecBits Words;
+  static Vec add(Vec sum, Words words, Word word) { return add_dot(sum, words, word); }
+#else
+  typedef float Number;
+  typedef float Word;
+  typedef Vec Words;
+  static Vec add(Vec sum, Words words, float word) { return sum + words * word; }
+#endif
+#if defined(__AVX512BW__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512F__))
+#define HAS_FLOAT8 1
+  static constexpr bool USABLE = true;
+#else
+  static constexpr bool USABLE = false;
+#endif
+};
+
+}  // namespace
+
+#include "panel_products.h"
+
+namespace {
+
+constexpr int INPUTS = Product<Numbers>::INPUTS;         // of a word
+constexpr int STEP = 64;                                 // words of an output that are widened together: 16 KB
+constexpr int WORD_BYTES = PANEL * INPUTS;               // of the matrix, for a word of each output
+constexpr float FACTOR = INPUTS == 2 ? 1.f : 256.f;      // of all sums, because of how numbers are widened
+constexpr int FEW = LANES == 16 ? 4 : 1;                  // rows that share what is widened in registers
+constexpr int AHEAD = 4096;                              // bytes that few rows fetch before their use
+constexpr int SMALL = 1 << 13;  // numbers of rows that one thread converts sooner than another one wakes up
+
+// Where the number of an output and of an input of a word lies among the bytes of the word.
+inline int64_t place_of(int64_t output, int64_t input) {
+  if (INPUTS == 1) return output;
+  // Two registers of words are made of 64 bytes, whose 16-byte lanes hold eight bytes of each.
+  const int64_t line = output / 32, vec = output / 16 % 2, word = output % 16;
+  return line * 64 + word / 4 * 16 + vec * 8 + word % 4 * 2 + input;
+}
+
+#ifdef HAS_FLOAT8
+#ifdef HAS_DOT_BF16
+constexpr int REGISTERS = 2;  // that the numbers of 64 bytes fill
+
+// Turns the numbers of 64 bytes into bfloat16.
+struct Widening {
+#ifdef __AVX512VBMI__
+  __m512i uppers[2], lowers[2];  // of the two bytes of a number, by the code without its sign
+
+  Widening() {
+    alignas(64) uint8_t bytes[2][128];
+    for (int code = 0; code < 128; ++code) {
+      const float x = code < 8 ? code / 512.f : as_float((code << 20) + (120 << 23));
+      uint32_t bits;
+      memcpy(&bits, &x, sizeof bits);
+      bytes[0][code] = bits >> 24;
+      bytes[1][code] = bits >> 16;
+    }
+    for (int i = 0; i < 2; ++i) {
+      uppers[i] = _mm512_load_si512(bytes[0] + i * 64);
+      lowers[i] = _mm512_load_si512(bytes[1] + i * 64);
+    }
+  }
+
+  void find(__m512i codes, __m512i& upper, __m512i& lower) const {
+    upper = _mm512_permutex2var_epi8(uppers[0], codes, uppers[1]);
+    lower = _mm512_permutex2var_epi8(lowers[0], codes, lowers[1]);
+  }
+#else
+  // Both bytes of a number follow from the halves of the code, apart from numbers below 2^-6, which e4m3 stores without
+  // a leading one: those have tables.
+  static __m512i table(uint64_t low, uint64_t high) {
+    return _mm512_broadcast_i32x4(_mm_set_epi64x((int64_t)high, (int64_t)low));
+  }
+  const __m512i of_upper = table(0x434241403f3e3d3c, 0x434241403f3e3d3c);
+  const __m512i of_lower = table(0x7060504030201000, 0xf0e0d0c0b0a09080);
+  const __m512i small_upper = table(0x3c3c3c3c3b3b3b00, 0x3c3c3c3c3c3c3c3c);
+  const __m512i small_lower = table(0x60402000c0800000, 0xf0e0d0c0b0a09080);
+
+  void find(__m512i codes, __m512i& upper, __m512i& lower) const {
+    const __m512i halves = _mm512_set1_epi8(15);
+    const __mmask64 small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x70));
+    const __m512i low = _mm512_and_si512(codes, halves), high = _mm512_and_si512(_mm512_srli_epi16(codes, 4), halves);
+    upper = _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(of_upper, high), small, small_upper, low);
+    lower = _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(of_lower, low), small, small_lower, low);
+  }
+#endif
+
+  void operator()(const uint8_t* from, VecBits* to) const {
+    const __m512i codes = _mm512_loadu_si512(from);
+    __m512i upper, lower;
+    find(codes, upper, lower);
+    upper = _mm512_ternarylogic_epi32(upper, codes, _mm512_set1_epi8((char)0x80), 0xf8);  // with the sign
+    to[0] = (VecBits)_mm512_unpacklo_epi8(lower, upper);
+    to[1] = (VecBits)_mm512_unpackhi_epi8(lower, upper);
+  }
+};
+#else
+constexpr int REGISTERS = 64 / LANES;
+
+// The numbers of 64 bytes as floats, times 2^-8: moved to their places in an IEEE half, whose exponent is biased by 8
+// more, the conversion reads also those without a leading one.
+struct Widening {
+  void operator()(const uint8_t* from, Vec* to) const {
+#pragma GCC unroll 8
+  for (int i = 0; i < REGISTERS; ++i) {
+#ifdef __AVX512F__
+    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from + i)), 7);
+    to[i] = (Vec)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((int16_t)0xbfff)));
+#else
+    const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)(from + i * LANES))), 7);
+    to[i] = (Vec)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((int16_t)0xbfff)));
+#endif
+  }
+  }
+};
+#endif
+
+// One panel for R rows, so few that widening on the way to their sums is less work than keeping what was widened.
+template <int R>
+void add_few(const Product<Numbers>& p, const Widening& widening, const Numbers::Number* rows, const uint8_t* codes, int64_t words,
+             const float* scales, float* sums) {
+  const Widening widen = widening;
+  Vec sum[R][VECS] = {};
+  for (int64_t k = 0; k < words; ++k) {
+#pragma GCC unroll 2
+    for (int line = 0; line < WORD_BYTES; line += 64, codes += 64) {
+      __builtin_prefetch(codes + AHEAD);
+      Numbers::Words widened[REGISTERS];
+      widen(codes, widened);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        Numbers::Word word;
+        memcpy(&word, rows + r * p.inputs + k * INPUTS, sizeof word);
+#pragma GCC unroll 8
+        for (int i = 0; i < REGISTERS; ++i) {
+          Vec& to = sum[r][line / 64 * REGISTERS + i];
+          to = Numbers::add(to, widened[i], word);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < VECS; ++i) {
+      float* to = sums + r * PANEL + i * LANES;
+      store(to, load(to) + sum[r][i] * load(scales + i * LANES));
+    }
+}
+
+template <int R = FEW>
+void add_some(int64_t count, const Product<Numbers>& p, const Widening& widen, const Numbers::Number* rows, const uint8_t* codes,
+              int64_t words, const float* scales, float* sums) {
+  if constexpr (R > 1)
+    if (count < R) return add_some<R - 1>(count, p, widen, rows, codes, words, scales, sums);
+  add_few<R>(p, widen, rows, codes, words, scales, sums);
+}
+
+// Rows [first, first + num_rows) and one panel.
+void multiply_panel(const Task& t, const Product<Numbers>& p, const Widening& widen, int64_t first, int64_t num_rows, int64_t panel) {
+  alignas(64) float sums[MOST_ROWS * PANEL];
+  Numbers::Words words[STEP * VECS];
+  std::fill_n(sums, num_rows * PANEL, 0.f);
+  const int64_t groups = (t.inputs + t.group - 1) / t.group, of_group = t.group / INPUTS;
+  const uint8_t* codes = t.matrix + panel * PANEL * t.inputs;
+  const float* scales = t.scales + panel * groups * PANEL;
+  for (int64_t k = 0; k < p.words();) {
+    const int64_t left = of_group - k % of_group, count = std::min({(int64_t)STEP, p.words() - k, left});
+    const Numbers::Number* rows = p.rows + first * p.inputs + k * INPUTS;
+    const float* of_chunk = scales + k / of_group * PANEL;
+    const uint8_t* end = codes + count * WORD_BYTES;
+    if (num_rows <= FEW) {
+      add_some(num_rows, p, widen, rows, codes, count, of_chunk, sums);
+    } else {
+      Numbers::Words* to = words;
+      for (const uint8_t* from = codes; from < end; from += 64, to += REGISTERS) widen(from, to);
+      add_chunk(p, rows, num_rows, {(Numbers::Word*)words, count, (Numbers::Word*)end, (end - codes) / 64, of_chunk}, sums);
+    }
+    codes = end;
+    k += count;
+  }
+  for (int64_t output = panel * PANEL; output < std::min(t.outputs, (panel + 1) * PANEL); output += LANES) {
+    const int64_t left = t.outputs - output;
+    const Vec bias = t.bias ? load(t.bias + output, left) : Vec{};
+    for (int64_t r = 0; r < num_rows; ++r)
+      store(t.out + (first + r) * t.outputs + output, load(sums + r * PANEL + output % PANEL) * FACTOR + bias, left);
+  }
+}
+
+// The rows as the products read them.
+#ifdef HAS_DOT_BF16
+const BF16* take_rows(const Task& t, int) { return t.rows; }
+#else
+const float* take_rows(const Task& t, int threads) {
+  static thread_local std::vector<float> scratch;
+  const int64_t size = t.num_rows * t.inputs;
+  if ((int64_t)scratch.size() < size) scratch.resize(size);
+  float* to = scratch.data();
+  for_ranges(size, SMALL, size > SMALL ? threads : 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += LANES) store(to + i, load(t.rows + i, end - i), end - i);
+  });
+  return to;
+}
+#endif
+
+void run(const Task& t, int threads) {
+  const Product<Numbers> p = {take_rows(t, threads), nullptr, nullptr, nullptr, t.num_rows, t.inputs, t.outputs};
+  const Widening widen;
+  for_panels(p, threads, [&](int64_t first, int64_t rows, int64_t panel) { multiply_panel(t, p, widen, first, rows, panel); });
+}
+#else
+void run(const Task&, int) {}
+#endif
+
+}  // namespace
+
+// Whether the products can be computed; otherwise, do not multiply.
+extern "C" int32_t can_multiply() { return Numbers::USABLE; }
+
+// How many outputs a panel has, and of how many inputs there must be a multiple, in all and in a group.
+extern "C" int64_t panel_outputs() { return PANEL; }
+extern "C" int64_t whole_inputs() { return INPUTS; }
+
+// Arranges `weight`, [outputs, inputs], as the products read it; zeros fill the last panel. A NaN becomes a zero.
+extern "C" void pack(const uint8_t* weight, uint8_t* matrix, int64_t outputs, int64_t inputs, int32_t threads) {
+  for_pieces((outputs + PANEL - 1) / PANEL, threads, [&](int64_t panel) {
+    uint8_t* to = matrix + panel * PANEL * inputs;
+    std::fill_n(to, PANEL * inputs, 0);
+    for (int64_t output = 0; output < std::min<int64_t>(PANEL, outputs - panel * PANEL); ++output) {
+      const uint8_t* from = weight + (panel * PANEL + output) * inputs;
+      for (int64_t k = 0; k < inputs; ++k)
+        if ((from[k] & 127) != 127) to[k / INPUTS * WORD_BYTES + place_of(output, k % INPUTS)] = from[k];
+    }
+  });
+}
+
+// out = rows times matrixᵀ, plus bias if there is one. `group`: inputs that share a scale of an output.
+extern "C" void multiply_float8(const BF16* rows, const uint8_t* matrix, const float* scales, const float* bias,
+                                BF16* out, int64_t num_rows, int64_t inputs, int64_t outputs, int64_t group,
+                                int32_t threads) {
+  run({rows, matrix, scales, bias, out, num_rows, inputs, outputs, group}, threads);
+}

@@ -1,8 +1,9 @@
 """Computes linear layers with weights of 8-bit floats (e4m3), of which each output has a scale, or several.
 
-On a CPU a kernel widens the weights as it reads them, so that rows keep their own dtype and a row's result depends on
-no other row. On a GPU few rows are multiplied in their own dtype by a kernel that reads half the bytes of a bfloat16 weight. Of more rows each
-is rounded to 8-bit floats by its own scale, and the tensor cores multiply those (``torch._scaled_mm``).
+On a CPU a kernel widens weights as it reads them: rows keep their dtype, and a row's result depends on no other row.
+
+On a GPU few rows are multiplied in their own dtype by a kernel that reads half the bytes of a bfloat16 weight. Of more
+rows each is rounded to 8-bit floats by its own scale, and the tensor cores multiply those (``torch._scaled_mm``).
 """
 
 from collections.abc import Sequence
@@ -91,9 +92,11 @@ class WidenedLinear:
 
     def __init__(self, weights: Sequence[FloatWeight], bias: Tensor | None = None) -> None:
         kernels = load_float8()
-        values, scales = [each.values for each in weights], torch.cat([each.scales for each in weights])
         (inputs, group), *others = {(each.values.shape[1], each.group) for each in weights}
-        if others or inputs % kernels.whole_inputs() or (scales.shape[1] > 1 and group % kernels.whole_inputs()):
+        if others:
+            raise KernelsUnavailable("weights that differ in their inputs or groups")
+        values, scales = [each.values for each in weights], torch.cat([each.scales for each in weights])
+        if inputs % kernels.whole_inputs() or (scales.shape[1] > 1 and group % kernels.whole_inputs()):
             raise KernelsUnavailable(f"a weight of {inputs} inputs in groups of {group}")
         self._multiply, self._bias = kernels.multiply_float8, None if bias is None else bias.float()
         self._shape, self._group = (len(scales), inputs), group if scales.shape[1] > 1 else inputs

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from ..checkpoint.files.quantized_weight import PackedWeight, QuantizedWeight, round_to_4_bits, round_to_8_bits
 from ..checkpoint.model_config import FP8, INT4, INT8_DYNAMIC
+from ..checkpoint.quantization.fp8 import PackedFloats
 from ..checkpoint.weights import Checkpoint
 from ..checkpoint.weights import Linear as Linear
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import uses_triton, warn_unavailable
 from ..parallel.group import RankGroup
 from ..parallel.sharding import Dimension, length
-from .fp8_linear import Fp8Linear, can_round
+from .fp8_linear import Fp8Linear, WidenedLinear, can_round
 from .panel_linear import PackedLinear, PanelLinear, can_pack, outruns_onednn
 from .quantized_linear import GROUP, Int8Linear, QuantizedLinear
 
@@ -158,8 +159,9 @@ def _load_linear(
     merged_bias = _merge(biases) if biases else None
     is_whole = all(isinstance(each, int) for each in (inputs, *outputs))  # ranks read plain tensors only
     if is_whole and quantization is None and checkpoint.dtype != torch.float32:
-        packed = [checkpoint.take_packed(f"{name}.weight", length(rows), length(inputs)) for name, rows in pairs]
-        if (layer := _make_packed([each for each in packed if each is not None], len(pairs), merged_bias)) is not None:
+        taken = [checkpoint.take_packed(f"{name}.weight", length(rows), length(inputs)) for name, rows in pairs]
+        packed = [each for each in taken if each is not None]
+        if len(packed) == len(pairs) and (layer := make_packed(packed, merged_bias, checkpoint.device)) is not None:
             return layer
     weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
     return _make_joined(weights, merged_bias, quantization)
@@ -174,24 +176,29 @@ def load_conv1d(
     return _summed(make_linear(weight.t().contiguous(), bias, quantization), checkpoint, inputs)
 
 
-def _make_packed(packed: list[PackedWeight], count: int, bias: Tensor | None) -> Linear | None:
-    """Make one layer of ``count`` weights that are stored as integers; None if no kernel fits all of them."""
-    if not packed or len(packed) != count:
+def make_packed(packed: Sequence[PackedWeight], bias: Tensor | None, device: torch.device) -> Linear | None:
+    """Make one layer of weights that are stored in few bits, and whose outputs follow each other, which keeps them so;
+    None if no kernel fits all of them."""
+    floats = [each.floats() for each in packed if isinstance(each, PackedFloats) and device.type == "cpu"]
+    weights = [each for each in floats if each is not None]
+    try:
+        return WidenedLinear(weights, bias) if len(weights) == len(packed) else _make_integers(packed, bias)
+    except KernelsUnavailable as error:
+        warn_unavailable(f"quantized layers are unpacked at load: {error}")
         return None
+
+
+def _make_integers(packed: Sequence[PackedWeight], bias: Tensor | None) -> Linear | None:
     inputs = packed[0].shape[1]
-    by_channel = [each for each in packed if each.bits == 8 and each.group == inputs and not each.has_offsets]
-    if len(by_channel) == count and all(each.rounds_inputs for each in packed):
+    by_channel = all(each.bits == 8 and each.group == inputs and not each.has_offsets for each in packed)
+    if by_channel and all(each.rounds_inputs for each in packed):
         weights = [each.quantized() for each in packed]
         values, scales = _merge([each.values for each in weights]), _merge([each.scales for each in weights])
         return Int8Linear(values, bias, scales.flatten())
     groups = {each.group for each in packed}
     if len(groups) > 1 or (group := groups.pop()) is None or group % GROUP:
         return None
-    try:
-        return QuantizedLinear(_merge_quantized([each.quantized() for each in packed]), bias)
-    except KernelsUnavailable as error:
-        warn_unavailable(f"quantized layers are unpacked at load: {error}")
-        return None
+    return QuantizedLinear(_merge_quantized([each.quantized() for each in packed]), bias)
 
 
 def _merge_quantized(weights: list[QuantizedWeight]) -> QuantizedWeight:

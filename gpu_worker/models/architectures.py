@@ -15,6 +15,7 @@ from ..checkpoint.files.config_reader import UnsupportedError, read_architecture
 from ..checkpoint.load_config import check_quantization, load_model_config, note_precision, read_dtype
 from ..checkpoint.local_config import local_config
 from ..checkpoint.model_config import DtypeName, ModelConfig
+from ..checkpoint.quantization.entries import Fp8
 from ..checkpoint.supported import ARCHITECTURES, BACKBONES, CLASSIFIERS
 from ..checkpoint.weights import Adapt, Checkpoint
 from ..kernels.compiler import parallel_build
@@ -100,7 +101,10 @@ def _make_dummy(config: ModelConfig, device: torch.device) -> DummySource:
 def _kernels(config: ModelConfig) -> list[Variant]:
     """Return the kernels of a model's steps, beside those that its operations loaded."""
     attention = {"HEAD_SIZE": config.cache_head_size} | ({} if config.attention_softcap is None else {"SOFTCAP": 1})
-    products = ("quantized", "int8") if config.scheme is not None else _PRODUCTS[config.dtype]
+    products = _PRODUCTS[config.dtype]
+    if config.scheme is not None:
+        has_floats = isinstance(config.scheme, Fp8) or getattr(config.scheme, "format", None) == "float-quantized"
+        products = ("float8", *products) if has_floats else ("quantized", "int8")
     return [("attention", attention), *((source, {}) for source in (*products, "batch", "replay"))]
 
 

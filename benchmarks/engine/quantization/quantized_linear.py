@@ -2,8 +2,8 @@
 
 ``python -m tokenloom.bench.engine.quantization.quantized_linear`` runs the linear layers of qwen3-0.6b's blocks, more
 than a cache holds, in turns: each dtype, bfloat16 by oneDNN, int8 by output (``--quantization int8-dynamic``), groups
-of 32 in 8 and 4 bits (``--quantization int4``), and 8-bit floats in blocks of 128 by 128, as checkpoints have them. With ``OMP_NUM_THREADS=1`` it measures CPU time, which other
-processes hardly change.
+of 32 in 8 and 4 bits (``--quantization int4``), and 8-bit floats in blocks of 128 by 128, as files have them. With
+``OMP_NUM_THREADS=1`` it measures CPU time, which other processes hardly change.
 """
 
 import argparse

@@ -131,31 +131,41 @@ constexpr int REGISTERS = 64 / LANES;
 struct Widening {
   void operator()(const uint8_t* from, Vec* to) const {
 #pragma GCC unroll 8
-  for (int i = 0; i < REGISTERS; ++i) {
+    for (int i = 0; i < REGISTERS; ++i) {
 #ifdef __AVX512F__
-    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from + i)), 7);
-    to[i] = (Vec)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((int16_t)0xbfff)));
+      const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from + i)), 7);
+      to[i] = (Vec)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((int16_t)0xbfff)));
 #else
-    const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)(from + i * LANES))), 7);
-    to[i] = (Vec)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((int16_t)0xbfff)));
+      const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)(from + i * LANES))), 7);
+      to[i] = (Vec)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((int16_t)0xbfff)));
 #endif
-  }
+    }
   }
 };
 #endif
 
-// One panel for R rows, so few that widening on the way to their sums is less work than keeping what was widened.
+// A chunk of a panel, for as many words of each output.
+struct Codes {
+  const uint8_t* bytes;
+  int64_t words;
+  const float* scales;  // [PANEL]
+
+  const uint8_t* end() const { return bytes + words * WORD_BYTES; }
+};
+
+// Adds the products of a chunk to the sums of R rows: so few that widening on the way is less work than storing words.
 template <int R>
-void add_few(const Product<Numbers>& p, const Widening& widening, const Numbers::Number* rows, const uint8_t* codes, int64_t words,
-             const float* scales, float* sums) {
-  const Widening widen = widening;
+void add_few(const Product<Numbers>& p, const Numbers::Number* rows, const Codes& codes, const Widening& tables,
+             float* sums) {
+  const Widening widen = tables;  // in registers
   Vec sum[R][VECS] = {};
-  for (int64_t k = 0; k < words; ++k) {
+  const uint8_t* from = codes.bytes;
+  for (int64_t k = 0; k < codes.words; ++k) {
 #pragma GCC unroll 2
-    for (int line = 0; line < WORD_BYTES; line += 64, codes += 64) {
-      __builtin_prefetch(codes + AHEAD);
+    for (int line = 0; line < WORD_BYTES; line += 64, from += 64) {
+      __builtin_prefetch(from + AHEAD);
       Numbers::Words widened[REGISTERS];
-      widen(codes, widened);
+      widen(from, widened);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         Numbers::Word word;
@@ -173,40 +183,41 @@ void add_few(const Product<Numbers>& p, const Widening& widening, const Numbers:
 #pragma GCC unroll 8
     for (int i = 0; i < VECS; ++i) {
       float* to = sums + r * PANEL + i * LANES;
-      store(to, load(to) + sum[r][i] * load(scales + i * LANES));
+      store(to, load(to) + sum[r][i] * load(codes.scales + i * LANES));
     }
 }
 
 template <int R = FEW>
-void add_some(int64_t count, const Product<Numbers>& p, const Widening& widen, const Numbers::Number* rows, const uint8_t* codes,
-              int64_t words, const float* scales, float* sums) {
+void add_few_rows(int64_t count, const Product<Numbers>& p, const Numbers::Number* rows, const Codes& codes,
+                  const Widening& widen, float* sums) {
   if constexpr (R > 1)
-    if (count < R) return add_some<R - 1>(count, p, widen, rows, codes, words, scales, sums);
-  add_few<R>(p, widen, rows, codes, words, scales, sums);
+    if (count < R) return add_few_rows<R - 1>(count, p, rows, codes, widen, sums);
+  add_few<R>(p, rows, codes, widen, sums);
+}
+
+// The same for any number of rows, which share what is widened once.
+void add_many_rows(int64_t count, const Product<Numbers>& p, const Numbers::Number* rows, const Codes& codes,
+                   const Widening& widen, float* sums) {
+  Numbers::Words words[STEP * VECS], *to = words;
+  for (const uint8_t* from = codes.bytes; from < codes.end(); from += 64, to += REGISTERS) widen(from, to);
+  const auto* next = (const Numbers::Word*)codes.end();  // only fetched
+  const int64_t lines = codes.words * WORD_BYTES / 64;
+  add_chunk(p, rows, count, {(Numbers::Word*)words, codes.words, next, lines, codes.scales}, sums);
 }
 
 // Rows [first, first + num_rows) and one panel.
-void multiply_panel(const Task& t, const Product<Numbers>& p, const Widening& widen, int64_t first, int64_t num_rows, int64_t panel) {
+void multiply_panel(const Task& t, const Product<Numbers>& p, int64_t first, int64_t num_rows, int64_t panel) {
+  static const Widening widen;
   alignas(64) float sums[MOST_ROWS * PANEL];
-  Numbers::Words words[STEP * VECS];
   std::fill_n(sums, num_rows * PANEL, 0.f);
   const int64_t groups = (t.inputs + t.group - 1) / t.group, of_group = t.group / INPUTS;
-  const uint8_t* codes = t.matrix + panel * PANEL * t.inputs;
-  const float* scales = t.scales + panel * groups * PANEL;
-  for (int64_t k = 0; k < p.words();) {
-    const int64_t left = of_group - k % of_group, count = std::min({(int64_t)STEP, p.words() - k, left});
-    const Numbers::Number* rows = p.rows + first * p.inputs + k * INPUTS;
-    const float* of_chunk = scales + k / of_group * PANEL;
-    const uint8_t* end = codes + count * WORD_BYTES;
-    if (num_rows <= FEW) {
-      add_some(num_rows, p, widen, rows, codes, count, of_chunk, sums);
-    } else {
-      Numbers::Words* to = words;
-      for (const uint8_t* from = codes; from < end; from += 64, to += REGISTERS) widen(from, to);
-      add_chunk(p, rows, num_rows, {(Numbers::Word*)words, count, (Numbers::Word*)end, (end - codes) / 64, of_chunk}, sums);
-    }
-    codes = end;
-    k += count;
+  Codes codes = {t.matrix + panel * PANEL * t.inputs, 0, nullptr};
+  for (int64_t k = 0; k < p.words(); k += codes.words) {
+    codes.words = std::min({(int64_t)STEP, p.words() - k, of_group - k % of_group});
+    codes.scales = t.scales + (panel * groups + k / of_group) * PANEL;
+    const auto add = num_rows <= FEW ? add_few_rows<> : add_many_rows;
+    add(num_rows, p, p.rows + first * p.inputs + k * INPUTS, codes, widen, sums);
+    codes.bytes = codes.end();
   }
   for (int64_t output = panel * PANEL; output < std::min(t.outputs, (panel + 1) * PANEL); output += LANES) {
     const int64_t left = t.outputs - output;
@@ -234,8 +245,7 @@ const float* take_rows(const Task& t, int threads) {
 
 void run(const Task& t, int threads) {
   const Product<Numbers> p = {take_rows(t, threads), nullptr, nullptr, nullptr, t.num_rows, t.inputs, t.outputs};
-  const Widening widen;
-  for_panels(p, threads, [&](int64_t first, int64_t rows, int64_t panel) { multiply_panel(t, p, widen, first, rows, panel); });
+  for_panels(p, threads, [&](int64_t first, int64_t rows, int64_t panel) { multiply_panel(t, p, first, rows, panel); });
 }
 #else
 void run(const Task&, int) {}

@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import FloatWeight
 from tokenloom.gpu_worker.checkpoint.model_config import FP8
-from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear, round_rows, round_weight
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+from tokenloom.gpu_worker.kernels.levels import processor_features
+from tokenloom.gpu_worker.kernels.library import load_float8
+from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear, WidenedLinear, round_rows, round_weight
 from tokenloom.gpu_worker.layers.linear import make_linear
 
 
@@ -61,3 +65,83 @@ def test_shapes_that_the_tensor_cores_do_not_multiply_stay_as_they_are():
     assert not isinstance(make_linear(random(40, 64), None, FP8), Fp8Linear)
     with pytest.raises(ValueError, match="whole 16s"):
         Fp8Linear(random(40, 64))
+
+
+WIDENED = [(1, 64, 128, 128), (3, 70, 96, 96), (5, 130, 640, 320), (9, 40, 256, 128), (140, 64, 192, 64)]
+"""Rows, outputs, inputs, inputs of a group."""
+
+
+def float_weight(outputs: int, inputs: int, group: int) -> FloatWeight:
+    """Return a weight that has every number of e4m3 but NaN."""
+    codes = torch.arange(outputs * inputs).view(outputs, inputs) * 37 % 256
+    codes[codes & 127 == 127] = 8
+    scales = random(outputs, -(-inputs // group)).abs() + 0.1
+    return FloatWeight(codes.to(torch.uint8).view(torch.float8_e4m3fn), scales, group)
+
+
+def dequantized(weight: FloatWeight) -> torch.Tensor:
+    """Return the numbers as the OCP's specification of e4m3 defines them, times their scales, in float64."""
+    codes = weight.values.view(torch.uint8).int()
+    sign, exponent, mantissa = 1.0 - 2.0 * (codes >> 7), (codes >> 3) & 15, (codes & 7).double()
+    numbers = sign * torch.where(exponent == 0, mantissa / 8 * 2**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    return numbers * weight.scales.double().repeat_interleave(weight.group, 1)[:, : codes.shape[1]]
+
+
+@pytest.fixture(params=["x86-64-v3", "x86-64-v4", "cooperlake", "native"])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let layers use the kernel for this level."""
+    needed = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl", "cooperlake": "avx512_bf16"}.get(request.param, "avx2")
+    if needed not in processor_features():
+        pytest.skip(f"the processor has no {needed}")
+    kernels = load_float8(request.param)
+    monkeypatch.setattr("tokenloom.gpu_worker.layers.fp8_linear.load_float8", lambda: kernels)
+    return str(request.param)
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "group"), WIDENED)
+def test_widened_weights_are_those_that_are_stored(rows, outputs, inputs, group, level):
+    x, bias, weight = random(rows, inputs).bfloat16(), random(outputs), float_weight(outputs, inputs, group)
+    layer, exact = WidenedLinear([weight], bias), x.double() @ dequantized(weight).t() + bias.double()
+    found = layer(x)
+    # A step of bfloat16, in which the result is stored, and an error of sums that is little next to their size.
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=float(exact.std()) * 1e-3)
+    one_by_one = torch.cat([layer(row[None]) for row in x])
+    assert torch.equal(found, one_by_one)  # whatever the other rows are
+    assert layer(x[:0]).shape == (0, outputs)
+    assert layer(x, torch.float32).dtype == torch.float32
+
+
+def test_each_number_is_widened_exactly(level):
+    """One input of one: the result is the number itself, subnormal ones and both zeros included."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes & 127 != 127]
+    numbers = codes.view(torch.float8_e4m3fn)[:, None].expand(-1, 2).contiguous()
+    layer = WidenedLinear([FloatWeight(numbers, torch.ones(254, 1), 2)])
+    one = torch.tensor([[1.0, 0.0]]).bfloat16()
+    assert torch.equal(layer(one)[0].float(), codes.view(torch.float8_e4m3fn).float())
+    many = layer(one.expand(20, -1))
+    assert torch.equal(many, many[:1].expand(20, -1))
+
+
+def test_what_is_not_finite_stays_so(level):
+    weight = float_weight(66, 256, 128)
+    weight.values.view(torch.uint8)[65, 200] = 0xFF  # NaN, in the second group of the last output
+    x = random(3, 256).bfloat16()
+    x[1, 7], x[2, 9] = float("inf"), float("nan")
+    found = WidenedLinear([weight])(x)
+    assert found[:, 65].isnan().all()
+    assert found[0, :65].isfinite().all()
+    assert not found[1].isfinite().any()
+    assert found[2].isnan().all()
+
+
+def test_outputs_of_several_weights_follow_each_other():
+    weights = [float_weight(size, 128, 64) for size in (70, 6, 64)]
+    x = random(4, 128).bfloat16()
+    joined = WidenedLinear(weights)(x)
+    assert torch.equal(joined, torch.cat([WidenedLinear([each])(x) for each in weights], 1))
+
+
+def test_weights_that_no_kernel_takes_are_refused():
+    with pytest.raises(KernelsUnavailable, match="differ in their inputs or groups"):
+        WidenedLinear([float_weight(64, 128, 64), float_weight(64, 128, 128)])

@@ -14,6 +14,7 @@ from tests.gpu_worker.checkpoint.quantization.formats import Quantize
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.quantization.fp8 import PackedFloats
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
+from tokenloom.gpu_worker.layers.fp8_linear import WidenedLinear
 from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, QuantizedLinear
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 
@@ -165,6 +166,42 @@ def test_groups_are_computed_as_they_are_stored(name: str, bits: int, tmp_path: 
     down = vars(vars(model)["_layers"][0].mlp)["_down"]
     assert isinstance(down, QuantizedLinear)
     assert down.bits == bits
+    assert ((found - expected).abs() * expected.exp()).sum(-1).mean() < 0.05
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "fp8" in name])
+def test_floats_of_8_bits_stay_as_they_are_stored(name: str, tmp_path: Path, run_model: RunModel) -> None:
+    """The layers keep the stored numbers and scales: closer to float32 than weights that are rounded to bfloat16."""
+    quantized, plain = formats.write(tmp_path, *FORMATS[name])
+    with torch.inference_mode():
+        model = load_model(quantized, "bfloat16")
+        found, rounded, expected = (
+            run_model(each, [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
+            for each in (model, load_model(plain, "bfloat16"), load_model(plain, "float32"))
+        )
+    mlp, attention = vars(vars(model)["_layers"][0].mlp), vars(vars(vars(model)["_layers"][0])["_attention"])
+    for layer in (mlp["_gate_up"], mlp["_down"], attention["_qkv"], attention["_out"]):
+        assert isinstance(layer, WidenedLinear)
+    error, usual = ((each - expected).abs().mean() for each in (found, rounded))
+    assert error <= 1.1 * usual
+
+
+@torch.inference_mode()
+def test_experts_keep_floats_of_8_bits(
+    tmp_path: Path, save_checkpoint: Callable[..., Path], run_model: RunModel
+) -> None:
+    quantized, plain = formats.write(
+        tmp_path / "written", *EXPERTS["fp8, by block"], source=save_checkpoint("qwen3_moe", norm_topk_prob=True)
+    )
+    model = load_model(quantized, "bfloat16")
+    experts = vars(vars(model)["_layers"][0].mlp)["_experts"]
+    assert all(
+        isinstance(vars(each)[part], WidenedLinear) for each in experts.values() for part in ("_gate_up", "_down")
+    )
+    prompt = torch.arange(100, 130)
+    found, expected = (
+        run_model(each, [prompt], [[30]])[0].log_softmax(-1) for each in (model, load_model(plain, "float32"))
+    )
     assert ((found - expected).abs() * expected.exp()).sum(-1).mean() < 0.05
 
 

@@ -1,14 +1,11 @@
 """Makes the worker of a device."""
 
-from pathlib import Path
-
 import torch
 
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.executor.worker import Worker
 
-from .checkpoint.files.config_reader import read_architecture
-from .checkpoint.supported import is_encoder
+from .checkpoint.served_how import served_how
 from .encoders.encoder_worker import EncoderWorker
 from .model_worker import ModelWorker
 from .platform.platform import CPUPlatform, CUDAPlatform
@@ -36,25 +33,19 @@ class CUDAWorker(ModelWorker):
 def make_worker(config: EngineConfig) -> Worker:
     """Return the worker for ``config.worker.device``; ``auto`` is a GPU if this PyTorch finds one.
 
-    Raises ``ValueError`` for an unknown device, or one that this machine does not have.
+    Raises ``ValueError`` for an unknown device, or one that this machine does not have, and as ``served_how`` does.
     """
-    name = config.worker.device
-    if config.parallel.world_size > 1 and _is_encoder(config):
-        raise ValueError("encoders are not supported with several workers; use one worker")
+    name, has_gpu = config.worker.device, torch.cuda.is_available()
     if name not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, not {name!r}")
-    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        if not _is_encoder(config):
+    is_encoder = served_how(config, has_gpu=has_gpu).by == "encoder"
+    if name == "cuda" or (name == "auto" and has_gpu):
+        if not is_encoder:
             return CUDAWorker(config)
         return EncoderWorker(config, CUDAPlatform(config.cache.gpu_memory_utilization))
-    return EncoderWorker(config, CPUPlatform()) if _is_encoder(config) else CPUWorker(config)
+    return EncoderWorker(config, CPUPlatform()) if is_encoder else CPUWorker(config)
 
 
 def _device_of(rank: int) -> torch.device | None:
     """Return the GPU of a rank; None: the first one."""
     return torch.device("cuda", rank % torch.cuda.device_count()) if rank and torch.cuda.is_available() else None
-
-
-def _is_encoder(config: EngineConfig) -> bool:
-    path = Path(config.worker.model)
-    return (path / "config.json").is_file() and is_encoder(*read_architecture(path))

@@ -31,7 +31,7 @@ def load_model_config(
     the engine's options allow, None if they state none: a model with long or dynamic rope rotates by it. Raises
     ``ValueError`` naming what is wrong or not supported in the configuration.
     """
-    reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
+    reader = ConfigReader.of_model(gguf_config(path), str(path)) if is_gguf(path) else ConfigReader.open(path)
     family, has_class_head, is_backbone = _family(reader)
     computed_in = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)
@@ -111,7 +111,7 @@ def _declared_dtype(reader: ConfigReader, path: Path) -> str:
 
 def note_precision(path: Path, dtype: str) -> None:
     """Report the fall-back of a directory or GGUF file that is computed with less precision than its numbers have."""
-    reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
+    reader = ConfigReader.of_model(gguf_config(path), str(path)) if is_gguf(path) else ConfigReader.open(path)
     if dtype == "auto" and _declared_dtype(reader, path) == "float16":
         OF_PROCESS.begin(
             "less_precision",

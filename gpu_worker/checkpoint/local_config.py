@@ -1,4 +1,5 @@
-"""Derives the configuration of the part of a model that one rank computes."""
+"""Derives the configuration of the part of a model that one rank computes, and refuses options that several ranks, or a
+device, do not support."""
 
 from dataclasses import replace
 
@@ -72,6 +73,42 @@ def check_kv_dtype(config: ModelConfig, dtype: KVCacheDtype) -> None:
             f"kv_cache_dtype: {dtype} is not supported for compressed vectors (MLA), which take a few hundred numbers "
             "a token and layer as they are; leave it out"
         )
+
+
+def check_device_options(config: EngineConfig, kind: str) -> None:
+    """Raise ``ValueError`` naming an option that is not supported on a device of this kind, ``cpu`` or ``cuda``."""
+    if kind == "cpu":
+        _check_host(config)
+    else:
+        _check_apart(config, kind)
+
+
+def _check_host(config: EngineConfig) -> None:
+    if config.worker.dtype == "float16":
+        raise ValueError("dtype float16 is computed on a GPU only: choose bfloat16 or float32 on a CPU")
+    if config.worker.quantization == "fp8":
+        raise ValueError("quantization fp8 is computed on a GPU only: choose int8-dynamic or int4 on a CPU")
+    if config.cache.dtype == "fp8":
+        raise ValueError("kv_cache_dtype fp8 is read on a GPU only: choose int8, of the same size, on a CPU")
+    if "cuda" in config.kv.transports:
+        raise ValueError("kv_transports: cuda moves KV between GPUs: choose shm or socket on a CPU")
+
+
+def _check_apart(config: EngineConfig, kind: str) -> None:
+    if config.kv.offload_path:
+        raise ValueError(f"kv_offload_path: KV on {kind} is not offloaded to files yet")
+    if config.worker.quantization not in (None, "fp8"):
+        raise ValueError(f"quantization: {config.worker.quantization} is not supported on {kind}: choose fp8")
+    if config.cache.dtype not in ("auto", "fp8"):
+        raise ValueError(f"kv_cache_dtype: {config.cache.dtype} is not supported on {kind}: choose fp8")
+    if not config.kv.transports:
+        return
+    if "nixl" in config.kv.transports:
+        raise ValueError(f"kv_transports: nixl moves no KV on {kind} yet: choose cuda, shm or socket")
+    if config.parallel.world_size > 1 or config.parallel.distributed_executor_backend in ("mp", "ray"):
+        raise ValueError(f"kv_transports: KV on {kind} moves only if the one worker runs in the core's process (uni)")
+    if config.speculative is not None and config.speculative.method != "ngram":
+        raise ValueError(f"kv_transports: the KV of a draft model on {kind} does not move between engines yet")
 
 
 def _check_balancing(parallel: ParallelConfig) -> None:

@@ -140,7 +140,7 @@ def read_rope_by_kind(
         local = RopeConfig(head_size, config.take_float("rope_local_base_freq", thetas["sliding_attention"]))
         full = read_rope(config, head_size, max_position, thetas["full_attention"])
         return {"full_attention": full, "sliding_attention": local}
-    reader, found = ConfigReader(parameters, "config.json: rope_parameters"), {}
+    reader, found = ConfigReader(parameters, f"{config.where}: rope_parameters"), {}
     for kind, theta in thetas.items():
         rope, plain = reader.take_object(kind), RopeConfig(head_size, theta)
         found[kind] = plain if rope is None else _read_parameters(config, rope, plain, max_position, None)

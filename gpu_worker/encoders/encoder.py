@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoint.encoder_config import EncoderConfig, read_encoder_config
 from ..checkpoint.files.config_reader import read_architecture
 from ..checkpoint.load_config import check_quantization, note_precision, read_dtype
 from ..checkpoint.model_config import DtypeName
@@ -23,7 +24,6 @@ from ..layers.norm import LayerNorm, load_layer_norm
 from ..layers.rotary import RotaryEmbedding, rotate, rotation
 from ..pooling.class_head import ClassHead, class_activation
 from ..pooling.sentence_files import PoolingType, Projection
-from .encoder_config import EncoderConfig, read_encoder_config
 
 
 class ModernBertLayer:

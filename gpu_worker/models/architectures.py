@@ -1,5 +1,6 @@
 """Loads a checkpoint with the model class of its architecture."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,11 +13,11 @@ from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..checkpoint.dummy_source import DummySource
 from ..checkpoint.files.config_reader import UnsupportedError, read_architecture
-from ..checkpoint.load_config import check_quantization, load_model_config, note_precision, read_dtype
+from ..checkpoint.load_config import note_precision, read_dtype
 from ..checkpoint.local_config import local_config
 from ..checkpoint.model_config import DtypeName, ModelConfig
 from ..checkpoint.quantization.entries import Fp8
-from ..checkpoint.supported import ARCHITECTURES, BACKBONES, CLASSIFIERS
+from ..checkpoint.served_how import ServedHow, check_dummy, choose
 from ..checkpoint.weights import Adapt, Checkpoint
 from ..kernels.compiler import parallel_build
 from ..kernels.prebuilt import Variant
@@ -54,18 +55,19 @@ def load_model(
     ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
     """
     device = device or torch.device("cpu")
+    found = _choose(path, dtype, quantization, model_impl, max_model_len)
     if load_format == "dummy":
-        _check_dummy(path, model_impl)
+        check_dummy(path, found)
     note_precision(path, dtype)
-    if uses_transformers(path, model_impl):
-        check_quantization(quantization)
-        return _load_transformers(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization, max_model_len)
-    config = local_config(load_model_config(path, dtype, quantization, max_model_len), ranks.place)
+    if not isinstance(found.config, ModelConfig):
+        modules = _transformers(path).TransformersModel
+        return _noted(found, lambda: modules(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization, max_model_len))
+    config = local_config(found.config, ranks.place)
     if config.shard.spreads_context:
         ops = TorchOps(config.num_kv_heads)  # the kernels write keys and values where they rotate them
     source = None
     if load_format == "dummy":
-        source = _make_dummy(config, device)
+        source = DummySource(config.dtype, device, has_output=not config.tie_word_embeddings)
     stage = Stage(ranks, config.hidden_size, config.dtype) if ranks.place.num_stages > 1 else None
     kernels = _kernels(config) if device.type == "cpu" else []
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks, source)
@@ -80,24 +82,6 @@ def load_model(
     return model
 
 
-def _check_dummy(path: Path, model_impl: str) -> None:
-    """Raise ``ValueError`` if random weights cannot stand for those of the model."""
-    if is_gguf(path) or uses_transformers(path, model_impl):
-        raise ValueError(
-            f"load_format dummy makes weights for the built-in architectures of a directory with config.json; "
-            f"{path.name} is a GGUF file, or transformers' modules compute it"
-        )
-
-
-def _make_dummy(config: ModelConfig, device: torch.device) -> DummySource:
-    if config.scheme is not None:
-        raise ValueError(
-            f"load_format dummy makes no weights that are quantized as {config.scheme.name}: leave quantization_config "
-            "out of config.json, or choose --quantization"
-        )
-    return DummySource(config.dtype, device, has_output=not config.tie_word_embeddings)
-
-
 def _kernels(config: ModelConfig) -> list[Variant]:
     """Return the kernels of a model's steps, beside those that its operations loaded."""
     attention = {"HEAD_SIZE": config.cache_head_size} | ({} if config.attention_softcap is None else {"SOFTCAP": 1})
@@ -108,56 +92,27 @@ def _kernels(config: ModelConfig) -> list[Variant]:
     return [("attention", attention), *((source, {}) for source in (*products, "batch", "replay"))]
 
 
-def uses_transformers(path: Path, model_impl: str) -> bool:
-    """Return whether transformers' modules compute the checkpoint: if they are asked for, or if only they can.
-
-    Raises ``ValueError`` if they are asked for and the checkpoint is a GGUF file, which they do not read.
-    """
-    if is_gguf(path):
-        if model_impl == "transformers":
-            raise ValueError(f"{path.name}: transformers' modules read no GGUF file; choose model_impl auto")
-        return False
-    if model_impl != "auto":
-        return model_impl == "transformers"
-    name = read_architecture(path)[0]
-    if name in CLASSIFIERS or name in BACKBONES:
-        return False
-    return name not in ARCHITECTURES or _missing_feature(path) is not None
+def _choose(
+    path: Path, dtype: str, quantization: str | None, model_impl: str, max_model_len: int | None = None
+) -> ServedHow:
+    """Return what computes a checkpoint of a decoder. Raises ``ValueError``."""
+    found = choose(path, dtype, quantization, model_impl, max_model_len)
+    lack = found.lack
+    if lack is not None and not found.is_tried and not _transformers(path, lack).reads_entries(path, lack.unread):
+        raise lack
+    return found
 
 
-def _missing_feature(path: Path) -> UnsupportedError | None:
-    """Return what the built-in code lacks for a checkpoint whose configuration transformers' class understands."""
-    if read_architecture(path)[0] not in ARCHITECTURES:
-        return None
+def _noted(found: ServedHow, load: Callable[[], LanguageModel]) -> LanguageModel:
+    """Load a model with transformers' modules, and say why the built-in code does not compute it if it has the class."""
+    if found.lack is not None:
+        OF_PROCESS.begin("slow_modules", str(found.lack))
     try:
-        load_model_config(path, "float32")
-    except UnsupportedError as error:
-        return error if _transformers(path, error).reads_entries(path, error.unread) else None
-    except ValueError:
-        return None  # is raised again where the checkpoint is loaded
-    return None
-
-
-def _load_transformers(
-    path: Path,
-    dtype: DtypeName,
-    device: torch.device,
-    ops: Ops,
-    quantization: str | None,
-    max_model_len: int | None,
-) -> LanguageModel:
-    lack = _missing_feature(path)
-    if lack is not None:
-        OF_PROCESS.begin("slow_modules", str(lack))
-    try:
-        model: LanguageModel = _transformers(path).TransformersModel(
-            path, dtype, device, ops, quantization, max_model_len
-        )
+        return load()
     except ValueError as error:
-        if lack is None:
+        if found.lack is None:
             raise
-        raise ValueError(f"{lack}; transformers' modules do not compute it either: {error}") from error
-    return model
+        raise ValueError(f"{found.lack}; transformers' modules do not compute it either: {error}") from error
 
 
 def _transformers(path: Path, lack: UnsupportedError | None = None) -> ModuleType:
@@ -193,13 +148,13 @@ class ModelLoader:
 
     def read_config(self, path: Path) -> ModelConfig:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
-        if uses_transformers(path, self.model_impl):
-            config: ModelConfig = _transformers(path).read_declared(
-                path, read_dtype(path, self.dtype), self.quantization, self.max_model_len
-            )
-            return config
-        config = load_model_config(path, self.dtype, self.quantization, self.max_model_len)
-        return local_config(config, self.ranks.place)
+        found = _choose(path, self.dtype, self.quantization, self.model_impl, self.max_model_len)
+        if isinstance(found.config, ModelConfig):
+            return local_config(found.config, self.ranks.place)
+        config: ModelConfig = _transformers(path).read_declared(
+            path, read_dtype(path, self.dtype), self.quantization, self.max_model_len
+        )
+        return config
 
     def load(self, path: Path) -> LanguageModel:
         """Load a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
@@ -221,13 +176,16 @@ class ModelLoader:
     def _check_for_ranks(self, path: Path) -> None:
         if is_gguf(path):
             raise ValueError(f"{path.name}: several workers read no GGUF file yet; use one worker")
-        if uses_transformers(path, self.model_impl):
+        if self._by_transformers(path):
             raise ValueError("model_impl: transformers' modules are not divided among several workers; use one worker")
         self.check(path)
 
+    def _by_transformers(self, path: Path) -> bool:
+        return _choose(path, self.dtype, self.quantization, self.model_impl, self.max_model_len).by == "transformers"
+
     def check(self, path: Path) -> None:
         """Raise the errors of :meth:`load` without reading the content of the tensors."""
-        if uses_transformers(path, self.model_impl):
+        if self._by_transformers(path):
             _transformers(path).check_checkpoint(path, read_dtype(path, self.dtype))
         else:
             meta = torch.device("meta")

@@ -16,7 +16,7 @@ from tokenloom.engine_core.data.config import EplbConfig, ParallelConfig
 from ..call_recording.recorder import current_recorder
 from .experts.expert_exchange import ExpertExchange
 from .group import ALONE, Peers, RankGroup
-from .sharding import ONLY_PLACE, RankPlace
+from .sharding import ONLY_PLACE, RankPlace, place_of
 
 if TYPE_CHECKING:  # engines that do not move experts import none of it
     from .experts.balancer import ExpertBalancer
@@ -83,33 +83,13 @@ class Ranks:
 ONLY_RANK: Final = Ranks()
 
 
-def place_of(parallel: ParallelConfig) -> RankPlace:
-    """Return the place of the rank that ``parallel`` is for."""
-    stage, tensor_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
-    return RankPlace(
-        tensor_rank,
-        parallel.tensor_parallel_size,
-        stage,
-        parallel.pipeline_parallel_size,
-        spreads_context=parallel.decode_context_parallel_size > 1,
-        spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1,
-        data_rank=parallel.data_parallel_rank if parallel.spreads_experts_over_engines else 0,
-        data_size=parallel.data_parallel_size if parallel.spreads_experts_over_engines else 1,
-        num_redundant_experts=_eplb_config(parallel).num_redundant_experts if parallel.enable_eplb else None,
-    )
-
-
 def make_balancer(parallel: ParallelConfig, place: RankPlace) -> "ExpertBalancer | None":
     """Return what moves the experts of this rank; None: they stay where they are."""
     if not parallel.enable_eplb:
         return None
     from .experts.balancer import ExpertBalancer
 
-    return ExpertBalancer(_eplb_config(parallel), place.num_expert_ranks, place.data_rank)
-
-
-def _eplb_config(parallel: ParallelConfig) -> EplbConfig:
-    return parallel.eplb_config or EplbConfig()
+    return ExpertBalancer(parallel.eplb_config or EplbConfig(), place.num_expert_ranks, place.data_rank)
 
 
 def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from tokenloom.engine_core.data.config import EplbConfig, ParallelConfig
+
 
 @dataclass(frozen=True, slots=True)
 class ShardedDimension:
@@ -156,3 +158,20 @@ class RankPlace:
 
 
 ONLY_PLACE: Final = RankPlace()
+
+
+def place_of(parallel: ParallelConfig) -> RankPlace:
+    """Return the place of the rank that ``parallel`` is for."""
+    stage, tensor_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
+    balancing = parallel.eplb_config or EplbConfig()
+    return RankPlace(
+        tensor_rank,
+        parallel.tensor_parallel_size,
+        stage,
+        parallel.pipeline_parallel_size,
+        spreads_context=parallel.decode_context_parallel_size > 1,
+        spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1,
+        data_rank=parallel.data_parallel_rank if parallel.spreads_experts_over_engines else 0,
+        data_size=parallel.data_parallel_size if parallel.spreads_experts_over_engines else 1,
+        num_redundant_experts=balancing.num_redundant_experts if parallel.enable_eplb else None,
+    )

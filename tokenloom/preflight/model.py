@@ -1,42 +1,61 @@
 """Checks the files of a model before a start: a GGUF file, or a checkpoint's configuration, tokenizer and weights."""
 
-import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES, is_gguf, read_gguf
+from msgspec.structs import replace
+
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.gguf.gguf_file import is_gguf, read_gguf
 from tokenloom.gpu_worker.checkpoint.files.config_reader import (
+    NoWeights,
     architecture_of,
-    causal_classes,
     is_pickled,
+    read_header,
     weight_files,
 )
-from tokenloom.gpu_worker.checkpoint.quantization.entries import METHODS
-from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, BUILT_IN, is_encoder
+from tokenloom.gpu_worker.checkpoint.gguf.config import gguf_config
+from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
+from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
 from tokenloom.model_files.tokenizer_json import has_byte_level_files
 
+from .host import may_have_gpu
 from .model_place import check_place
 from .small_files import CannotServe, check_content, read_object
 
 __all__ = ["check_checkpoint", "check_place"]
 
 
-def check_checkpoint(path: Path, model_impl: str = "auto", load_format: str = "auto") -> None:
-    """Check the configuration, the weights and the tokenizer of a checkpoint directory or GGUF file.
+def check_checkpoint(path: Path, options: EngineConfig | None = None) -> ServedHow:
+    """Return what computes a checkpoint directory or GGUF file with the ``options`` of an engine.
 
-    With ``load_format`` dummy no weights are needed. Raises `CannotServe`.
+    Checks its configuration, weights and tokenizer; with ``load_format`` dummy no weights are needed. Raises
+    `CannotServe`.
     """
+    options = options or EngineConfig()
     if is_gguf(path):
-        if model_impl == "transformers":
-            raise CannotServe(f"{path}: GGUF files are not read with --model-impl transformers: leave out that option")
         check_gguf(path)
-        return
-    config = check_config(path, model_impl)
-    if load_format == "auto":
+        return _served_how(path, options)
+    config = read_object(path / "config.json")
+    try:
+        found = _served_how(path, options)
+    except NoWeights as error:  # which were asked for the dtype; the check of weights knows more about them
+        check_weights(path, config)
+        raise CannotServe(f"{error}: {_AGAIN}") from None
+    if options.worker.load_format == "auto":
         check_weights(path, config)
     check_tokenizer(path, config)
+    return found
+
+
+def _served_how(path: Path, options: EngineConfig) -> ServedHow:
+    try:
+        return served_how(replace(options, worker=replace(options.worker, model=str(path))), has_gpu=may_have_gpu())
+    except NoWeights:
+        raise
+    except ValueError as error:
+        raise CannotServe(str(error)) from None
 
 
 _KINDS = {
@@ -59,11 +78,10 @@ def check_gguf(path: Path) -> None:
     if kind != "model" or architecture == "clip":
         reason = _KINDS.get("mmproj" if architecture == "clip" else kind, f"{kind}: serve the file of the model")
         raise CannotServe(f"{path} holds {reason}")
-    if architecture not in GGUF_ARCHITECTURES:
-        raise CannotServe(
-            f"{path}: the architecture {architecture!r} is not read from GGUF files ({', '.join(GGUF_ARCHITECTURES)} "
-            "are): serve the model's safetensors checkpoint"
-        )
+    try:
+        gguf_config(path, file)
+    except ValueError as error:
+        raise CannotServe(str(error)) from None
     _check_size(path, max((tensor.offset for tensor in file.tensors.values()), default=0))
     if "tokenizer.ggml.tokens" not in file.metadata:
         raise CannotServe(
@@ -126,8 +144,6 @@ def _check_ids(file: Path, vocabulary: object, config: Mapping[str, Any]) -> Non
 
 _AGAIN = "download it again"
 _ZIP = b"PK"
-_LONGEST_HEADER = 100 << 20
-"""What the safetensors library reads at most."""
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight")
 """Names of the matrix [vocab_size, hidden_size] in checkpoints of the usual families."""
 
@@ -191,30 +207,12 @@ def _check_pickled(file: Path) -> None:
         )
 
 
-def _read_header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: names, dtypes, shapes and offsets of its tensors.
-
-    Raises `CannotServe`.
-    """
-    head = check_content(file)
-    size = file.stat().st_size
-    length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else size
-    if length > min(size, _LONGEST_HEADER):
-        raise CannotServe(f"{file} is not a safetensors file, or was cut off in its header: {_AGAIN}")
-    with file.open("rb") as stream:
-        stream.seek(8)
-        text = stream.read(length)
+def _read_header(file: Path) -> dict[str, dict[str, Any]]:
+    check_content(file)
     try:
-        header: dict[str, Any] = json.loads(text)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        needed = 8 + length + max(ends, default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        raise CannotServe(
-            f"{file} is not a safetensors file: its header is no JSON object of tensors: {_AGAIN}"
-        ) from None
-    if size < needed:
-        raise CannotServe(f"{file} is cut off: it has {size:,} bytes, and its header describes {needed:,}: {_AGAIN}")
-    return header
+        return read_header(file)
+    except NoWeights as error:
+        raise CannotServe(f"{error}: {_AGAIN}") from None
 
 
 def _check_embeddings(path: Path, file: Path, header: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -231,123 +229,3 @@ def _check_embeddings(path: Path, file: Path, header: Mapping[str, Any], config:
             f"{file}: {name} is {shape}, but {path / 'config.json'} says vocab_size {wanted[0]} and hidden_size "
             f"{wanted[1]}: take both files from the same checkpoint"
         )
-
-
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
-_OTHER_TASKS = {
-    "ForConditionalGeneration": "it reads images or sound, or has an encoder",
-    "ForSequenceClassification": "it classifies texts",
-    "ForTokenClassification": "it classifies tokens",
-    "ForQuestionAnswering": "it marks answers in texts",
-    "ForMaskedLM": "it is an encoder that fills gaps",
-    "ForImageClassification": "it classifies images",
-    "ForSpeechSeq2Seq": "it writes down speech",
-    "EncoderModel": "it is an encoder",
-    "Model": "it has no head for text, so it only computes embeddings",
-}
-"""What classes with such names are for, the longer endings first."""
-_ANOTHER = "serve a model whose class ends in ForCausalLM (docs/reference/models.md)"
-_INSTALL = "pip install 'tokenloom[transformers]'"
-
-
-def check_config(path: Path, model_impl: str = "auto") -> dict[str, Any]:
-    """Return the content of the ``config.json`` in a checkpoint directory.
-
-    ``model_impl`` is the option of that name. Raises `CannotServe` for a model that no installed code computes.
-    """
-    file = path / "config.json"
-    config = read_object(file)
-    try:
-        name = architecture_of(config, str(file))
-    except ValueError:
-        raise CannotServe(
-            f"{file} does not name the model's class: set architectures, for example to "
-            '["LlamaForCausalLM"], as in the model\'s original checkpoint'
-        ) from None
-    _check_architecture(file, name, config, model_impl)
-    _check_quantization(file, config)
-    return config
-
-
-def _check_architecture(file: Path, name: str, config: dict[str, Any], model_impl: str) -> None:
-    if name in BUILT_IN and model_impl != "transformers":
-        return
-    known = frozenset(causal_classes().values())
-    is_served = name in known or (bool(known) and is_encoder(name, config) and not config.get("auto_map"))
-    if is_served and model_impl != "native":
-        return
-    if config.get("is_encoder_decoder") is True:
-        raise CannotServe(f"{file}: {name} has an encoder and a decoder, which is not supported: {_ANOTHER}")
-    if not name.endswith(_CAUSAL) and name not in known:
-        purpose = next((text for ending, text in _OTHER_TASKS.items() if name.endswith(ending)), "it writes no text")
-        raise CannotServe(f"{file}: {name} cannot be served ({purpose}): {_ANOTHER}")
-    if model_impl == "native":
-        raise CannotServe(
-            f"{file}: {name} is not built in: leave out --model-impl native, or see docs/reference/models.md"
-        )
-    if config.get("auto_map"):
-        raise CannotServe(
-            f"{file}: the code of {name} is in the checkpoint (auto_map) and is never run: use a model of "
-            "docs/reference/models.md"
-        )
-    if not known:
-        raise CannotServe(f"{file}: {name} is computed by the package transformers: {_INSTALL}")
-    raise CannotServe(
-        f"{file}: neither Tokenloom nor the installed transformers has {name}: use a model of "
-        "docs/reference/models.md, or install a newer transformers if that has the class"
-    )
-
-
-def _check_quantization(file: Path, config: dict[str, Any]) -> None:
-    entry = config.get("quantization_config")
-    if entry is None and isinstance(config.get("quantization"), dict):
-        raise CannotServe(
-            f"{file}: the weights are quantized by MLX (quantization), which is not read: use the model's unquantized "
-            "checkpoint or its GGUF file"
-        )
-    if not entry:
-        return
-    method = entry.get("quant_method") if isinstance(entry, dict) else entry
-    if method not in METHODS:
-        raise CannotServe(
-            f"{file}: quantization_config: the method {method!r} is not supported ({', '.join(METHODS)} "
-            "are): use the model's unquantized checkpoint, with --quantization int8-dynamic or int4, or its GGUF file"
-        )
-
-
-_PLAIN = (None, "default")
-"""Types of rotary positions that do not stretch the context."""
-
-
-def check_context(path: Path, max_model_len: int | None) -> None:
-    """Check ``--max-model-len`` for a checkpoint directory; the engine checks it again, for every kind of model.
-
-    Raises `CannotServe` only for what the engine is sure to refuse: positions that are stretched, and GGUF files, pass.
-    """
-    if max_model_len is None:
-        return
-    if max_model_len < 2:
-        raise CannotServe(
-            f"--max-model-len {max_model_len}: give at least 2, because a request has one token of prompt and one of "
-            "output"
-        )
-    if is_gguf(path):
-        return
-    config = read_object(path / "config.json")
-    ropes = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-    length = config.get("max_position_embeddings")
-    if not isinstance(length, int) or any(not _is_plain(rope) for rope in ropes):
-        return
-    # The engine refuses it as well, but a whole mesh was started for that, and the refusal came after eleven seconds.
-    if max_model_len > length:
-        raise CannotServe(
-            f"--max-model-len {max_model_len}: the model's context has {length} tokens (max_position_embeddings in "
-            f"{path / 'config.json'}): give at most that, or leave out the option"
-        )
-
-
-def _is_plain(rope: object) -> bool:
-    """Return whether rotary positions are not stretched, as far as is known: entries by layer kind are not read."""
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        return False
-    return rope.get("rope_type", rope.get("type")) in _PLAIN

@@ -64,12 +64,17 @@ class ConfigReader:
         values = _read_json(directory)
         if not isinstance(values, dict):
             raise ValueError(f"{directory / 'config.json'} must hold a JSON object")
-        return cls.of_model(values, "config.json")
+        return cls.of_model(values, str(directory / "config.json"))
 
     @classmethod
     def of_model(cls, values: Mapping[str, Any], where: str) -> "ConfigReader":
         """Return a reader of a model's entries, as ``config.json`` names them; ``where`` is the file they are from."""
         return cls(values, where, _HARMLESS)
+
+    @property
+    def where(self) -> str:
+        """Return the file, and the object in it, that the entries are from."""
+        return self._where
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return the raw value, or ``default`` if the entry is absent (a null stays None)."""
@@ -207,13 +212,17 @@ def _auto_classes() -> str:
     return source.read_text(encoding="utf-8") if source.is_file() else ""
 
 
+class NoWeights(ValueError):
+    """Raised for a file of weights that is missing or cut off, or holds something else."""
+
+
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 """safetensors files win: many checkpoints hold both."""
 _INDEX_SUFFIX = ".index.json"
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files of a checkpoint, all of one format. Raises ``ValueError`` if one is missing."""
+    """Return the weight files of a checkpoint, all of one format. Raises :class:`NoWeights` if one is missing."""
     for single in _SINGLE:
         if (directory / single).is_file():
             return [directory / single]
@@ -222,7 +231,7 @@ def weight_files(directory: Path) -> list[Path]:
     if shards := _shards(directory):
         return shards
     names = " nor ".join(f"{single}[{_INDEX_SUFFIX}]" for single in _SINGLE)
-    raise ValueError(f"{directory} has neither {names}: no weights in a format that is read")
+    raise NoWeights(f"{directory} has neither {names}: no weights in a format that is read")
 
 
 _SHARD = re.compile(r"(model|pytorch_model)-(\d+)-of-(\d+)\.(safetensors|bin)")
@@ -231,7 +240,7 @@ _SHARD = re.compile(r"(model|pytorch_model)-(\d+)-of-(\d+)\.(safetensors|bin)")
 def _shards(directory: Path) -> list[Path]:
     """Return the parts of a checkpoint whose index is missing, as their names count them; empty: it has none.
 
-    Raises ``ValueError`` naming a part that is missing.
+    Raises :class:`NoWeights` naming a part that is missing.
     """
     for ending in ("safetensors", "bin"):
         found = [match for file in sorted(directory.glob(f"*.{ending}")) if (match := _SHARD.fullmatch(file.name))]
@@ -241,7 +250,7 @@ def _shards(directory: Path) -> list[Path]:
         names = [f"{stem}-{number:0{width}}-of-{total}.{ending}" for number in range(1, int(total) + 1)]
         for name in names:
             if not (directory / name).is_file():
-                raise ValueError(f"{directory} has {found[0][0]}, and not {name}: download the missing part")
+                raise NoWeights(f"{directory} has {found[0][0]}, and not {name}: download the missing part")
         return [directory / name for name in names]
     return []
 
@@ -255,10 +264,10 @@ def _files_of(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError):
-        raise ValueError(f"{index} must be a JSON object with a weight_map") from None
+        raise NoWeights(f"{index} must be a JSON object with a weight_map") from None
     for name in names:
         if Path(name).name != name or not (index.parent / name).is_file():
-            raise ValueError(f"{index} names the file {name!r}, which is not in the directory")
+            raise NoWeights(f"{index} names the file {name!r}, which is not in the directory")
     return [index.parent / name for name in names]
 
 
@@ -266,27 +275,23 @@ _LONGEST_HEADER = 100 << 20
 """What the safetensors library reads at most, in bytes."""
 
 
-class DamagedFile(ValueError):
-    """Raised for a file of weights that is cut off, or holds something else."""
-
-
 def read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Return dtype, shape and offsets of each tensor in a safetensors file, by name. Raises :class:`DamagedFile`."""
+    """Return dtype, shape and offsets of each tensor in a safetensors file, by name. Raises :class:`NoWeights`."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if length > min(size, _LONGEST_HEADER):
-            raise DamagedFile(f"{file} is not a valid safetensors file, or was cut off in its header")
+            raise NoWeights(f"{file} is not a valid safetensors file, or was cut off in its header")
         text = stream.read(length)
     try:
         header: dict[str, Any] = json.loads(text)
         header.pop("__metadata__", None)
         needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        raise DamagedFile(f"{file} is not a valid safetensors file: its header is no JSON object of tensors") from None
+        raise NoWeights(f"{file} is not a valid safetensors file: its header is no JSON object of tensors") from None
     if size < needed:
-        raise DamagedFile(f"{file} is cut off: it has {size:,} bytes, and its header describes {needed:,}")
+        raise NoWeights(f"{file} is cut off: it has {size:,} bytes, and its header describes {needed:,}")
     return header
 
 
@@ -331,7 +336,7 @@ def _pickled(file: Path) -> list[object]:
             name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
             return [argument for _, argument, _ in pickletools.genops(archive.read(name))]
     except (StopIteration, ValueError, zipfile.BadZipFile):
-        raise DamagedFile(f"{file} is no file of torch.save since PyTorch 1.6") from None
+        raise NoWeights(f"{file} is no file of torch.save since PyTorch 1.6") from None
 
 
 def _pickled_dtypes(file: Path) -> list[str]:

@@ -25,23 +25,41 @@ _LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 """What every Llama from 3.1 on has; its file has only the factors that follow from them."""
 
 
-def gguf_config(path: Path) -> dict[str, Any]:
-    """Return the configuration of the model in a file, as Hugging Face's ``config.json`` states it.
+_LAST: dict[tuple[Path, int, int], dict[str, Any]] = {}
+"""The configuration that was derived last, by its file, time and size."""
+
+
+def gguf_config(path: Path, head: GgufFile | None = None) -> dict[str, Any]:
+    """Return the configuration of the model in a file, as Hugging Face's ``config.json`` states it. ``head``: that of
+    the file, if it was read already.
 
     Raises ``ValueError`` naming the file and the entry that is missing, wrong or not supported.
     """
-    file = read_gguf(path)
+    status = path.stat()
+    key = (path, status.st_mtime_ns, status.st_size)
+    # A start asks several times; reading the head of a file with 150,000 tokens takes 0.3 s.
+    if key not in _LAST:
+        config = _derive(path, head or read_gguf(path))
+        _LAST.clear()
+        _LAST[key] = config
+    return _LAST[key]
+
+
+def _derive(path: Path, file: GgufFile) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     if file.metadata.get("general.type", "model") != "model":
         raise ValueError(f"{path} holds no model but {file.metadata['general.type']!r:.40}")
     if not isinstance(architecture, str) or architecture not in GGUF_ARCHITECTURES:
         known = ", ".join(GGUF_ARCHITECTURES)
         raise ValueError(
-            f"{path.name}: general.architecture {architecture!r} is not supported: must be one of {known}; "
-            "the model's safetensors checkpoint may load"
+            f"{path}: general.architecture {architecture!r} is not supported: must be one of {known}; serve the "
+            "model's safetensors checkpoint"
         )
     own = {name: value for name, value in file.metadata.items() if name.startswith(f"{architecture}.")}
-    reader = ConfigReader(own, path.name)
+    for tensor in file.tensors.values():
+        if tensor.kind not in PLAIN_NAMES.keys() | BLOCK_NAMES.keys():
+            raise ValueError(f"{path}: {type_error(tensor.name, tensor.kind)}")
+    reader = ConfigReader(own, str(path))
     prefix = f"{architecture}."
     name = "MixtralForCausalLM" if architecture == "llama" and has_experts(file) else GGUF_ARCHITECTURES[architecture]
     config = _read(reader, prefix, file) | read_experts(reader, prefix, file) | {"architectures": [name]}
@@ -100,7 +118,7 @@ def _check(reader: ConfigReader, prefix: str, head_size: int, vocab_size: int) -
 def _vocab_size(file: GgufFile) -> int:
     embeddings = file.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
-        raise ValueError(f"{file.path.name} has no matrix token_embd.weight: it holds no language model")
+        raise ValueError(f"{file.path} has no matrix token_embd.weight: it holds no language model")
     return embeddings.shape[0]
 
 
@@ -139,7 +157,7 @@ def _llama3(file: GgufFile, theta: float, head_size: int) -> dict[str, Any]:
     """Return the parameters from which the factors of each frequency follow. Raises ``ValueError`` if none do."""
     tensor = file.tensors[ROPE_FACTORS]
     if tensor.kind != 0 or tensor.shape != (head_size // 2,):
-        raise ValueError(f"{file.path.name}: {ROPE_FACTORS} must be float32 [{head_size // 2}]")
+        raise ValueError(f"{file.path}: {ROPE_FACTORS} must be float32 [{head_size // 2}]")
     with file.path.open("rb") as stream:
         stream.seek(tensor.offset)
         content = stream.read(2 * head_size)
@@ -148,7 +166,7 @@ def _llama3(file: GgufFile, theta: float, head_size: int) -> dict[str, Any]:
     expected = [_llama3_factor(theta ** (-2 * pair / head_size), factor) for pair in range(head_size // 2)]
     if len(stored) != len(expected) or not all(map(_is_close, stored, expected)):
         raise ValueError(
-            f"{file.path.name}: {ROPE_FACTORS} holds other factors than those of Llama 3, which are the ones supported"
+            f"{file.path}: {ROPE_FACTORS} holds other factors than those of Llama 3, which are the ones supported"
         )
     return {
         "rope_type": "llama3",

@@ -178,7 +178,7 @@ def _body_name(model: Any) -> str:
     raise UnservableModel("has no part that computes hidden states separately from logits")
 
 
-__all__ = ["TransformersModel", "check_checkpoint", "read_declared", "reads_entries"]
+__all__ = ["TransformersModel", "check_checkpoint", "known_entries", "read_declared", "reads_entries"]
 
 
 def read_declared(path: Path, dtype: DtypeName, quantization: str | None, max_length: int | None) -> ModelConfig:
@@ -192,12 +192,16 @@ def read_declared(path: Path, dtype: DtypeName, quantization: str | None, max_le
 def reads_entries(path: Path, names: Sequence[str]) -> bool:
     """Return whether transformers reads the checkpoint's configuration, and its class knows these entries of it."""
     try:
-        config_class: Any = type(find_causal_class(path).config)
+        return known_entries(type(find_causal_class(path).config)).issuperset(names)
     except ValueError:
         return False
+
+
+def known_entries(config_class: Any) -> frozenset[str]:
+    """Return the entries that a class of transformers' configurations has."""
     defaults = config_class()
-    rope = getattr(defaults, "rope_parameters", None) or {}
-    return all(hasattr(defaults, name) or name in rope for name in names)
+    names = {name for name in dir(defaults) if not name.startswith("_") and not callable(getattr(defaults, name, len))}
+    return frozenset(names | (getattr(defaults, "rope_parameters", None) or {}).keys())
 
 
 def check_checkpoint(path: Path, dtype: DtypeName) -> None:

@@ -17,7 +17,7 @@ from tokenloom.supervisor.output import LineCopier, Tail
 from ..chat.chat_client import Answer, stream_chat, timeline_table
 from ..failures import INTERRUPTED, reported
 from ..model_directory import model_directory
-from ..serve.prechecks import check_model
+from ..serve.prechecks import check_models
 from ..server import Server
 from ..tables import plain_console
 
@@ -35,8 +35,6 @@ def run_demo(prompt: str, model: str, max_tokens: int, speculative_config: str) 
         speculative_config: How the engines draft tokens.
     """
     path, name = model_directory(model, None)
-    with reported():
-        check_model(path, {})
     options = MeshOptions(
         model=path,
         served_model_name=name,
@@ -49,6 +47,8 @@ def run_demo(prompt: str, model: str, max_tokens: int, speculative_config: str) 
         },
         drain_timeout=5.0,
     )
+    with reported():
+        check_models([path], options)
     console = plain_console(soft_wrap=True)
     logs = Tail()
     started = time.monotonic()

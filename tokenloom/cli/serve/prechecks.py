@@ -1,12 +1,13 @@
 """Checks everything that ``serve`` is given before a process starts, so that a mistake costs a second, not a mesh."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.preflight.host import (
     check_addresses,
     check_certificate,
@@ -17,9 +18,10 @@ from tokenloom.preflight.host import (
     check_run_directory,
     platform_note,
 )
-from tokenloom.preflight.model import check_checkpoint, check_context
+from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.tenant import CacheSalts
@@ -37,16 +39,25 @@ _MODULE = len(("python", "-m", "tokenloom.services.engine"))
 """Words of a part's command before its flags."""
 
 
-def check_model(path: Path, values: Mapping[str, Any]) -> None:
-    """Check the model, and the packages that compute it, for chosen options of ``serve``. Raises ``CannotServe``."""
+def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
+    """Check the models, and the packages that compute them, for chosen options of ``serve``. Raises ``CannotServe``."""
     if note := platform_note():
         typer.echo(f"Warning: {note}", err=True)
-    if values.get("worker", "model") == "model":  # the others compute no model
+    engine = _engine_config(options)
+    if engine.worker.worker == "model":  # the others compute no model
         # A missing package cost up to 32 s and a traceback from each of five parts. Checked here without importing
         # torch, a mistake ends the command after 0.64 s of CPU.
         check_engine_packages()
-        check_checkpoint(path, str(values.get("model_impl", "auto")), str(values.get("load_format", "auto")))
-        check_context(path, _parsed(values).get("max_model_len"))
+        for path in paths:
+            check_checkpoint(path, engine)
+
+
+def _engine_config(options: MeshOptions) -> EngineConfig:
+    """Return the options of the engines, as they will read them. Raises ``CannotServe``."""
+    try:
+        return EngineSettings.read(options.flags.get("engine", ()), options.environment.get("engine", {})).engine
+    except ValueError as error:
+        raise CannotServe(f"engine: {error}") from None
 
 
 def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from tokenloom.supervisor.part_health import context_length
 from ..failures import reported
 from ..model_directory import model_directory
 from ..options import built
-from .prechecks import check_host, check_model, warn_of_variables
+from .prechecks import check_host, check_models, warn_of_variables
 from .serve_options import service_arguments, service_flags
 
 
@@ -39,8 +39,7 @@ def serve_model(
     options = _with_more_models(with_names(options, _names(names, more_names)))
     warn_of_variables()
     with reported():
-        for each in options.models:
-            check_model(each.path, values)
+        check_models((each.path for each in options.models), options)
     write_line = (bare if values.get("log_format") == "json" else prefixed)(unbuffered(sys.stderr))
     scheme = "https" if "public_tls_cert" in values else "http"
     with reported():

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.files.config_reader import ConfigReader
-from ..checkpoint.load_config import num_classes, read_dtype
-from ..checkpoint.model_config import DtypeName, as_torch
-from ..checkpoint.rope_config import RopeConfig, read_rope_by_kind
-from ..checkpoint.supported import ACTIVATION_NAMES, CLASS_HEAD, ENCODERS, EncoderFamily
+from .files.config_reader import ConfigReader
+from .load_config import num_classes, read_dtype
+from .model_config import DtypeName, as_torch
+from .rope_config import RopeConfig, read_rope_by_kind
+from .supported import ACTIVATION_NAMES, CLASS_HEAD, ENCODERS, EncoderFamily
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,220 @@
+"""Answers how a checkpoint is served, or why not, from its configuration and the heads of its files. It imports neither
+torch nor transformers, so that checks before a start, ``tokenloom models`` and the engine all call the one function.
+
+To add to what is served:
+
+- A family: its class in ``supported.ARCHITECTURES`` and its ``DecoderTraits`` there; what they cannot state is read in
+  ``load_config``. Its layers are ``models.decoder``'s, or a module beside it.
+- A quantization method: ``quantization.entries`` says how. An architecture of GGUF: ``gguf.config``.
+- A refusal: ``reader.error`` or ``reader.unsupported`` where the entry is read, so that no option or class escapes it.
+  ``unsupported`` leaves the model to transformers' modules where their class reads the entry.
+- What transformers' modules serve is data: ``transformers_types.json``, written by ``make models-docs`` for the
+  installed version. Another version is not known here: the answer is ``untried``, and the engine decides.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.gguf.gguf_file import is_gguf
+
+from ..parallel.sharding import place_of
+from .encoder_config import EncoderConfig, read_encoder_config
+from .files.config_reader import UnsupportedError, causal_classes, read_architecture
+from .load_config import check_quantization, load_model_config
+from .local_config import check_device_options, check_options, local_config
+from .model_config import ModelConfig
+from .supported import BUILT_IN, CLASSIFIERS, ENCODERS
+
+By = Literal["built in", "encoder", "transformers"]
+"""What computes a checkpoint: the decoders or the encoders that are built in, or transformers' modules."""
+
+
+@dataclass(frozen=True)
+class ServedHow:
+    """Says what computes a checkpoint."""
+
+    by: By
+    config: ModelConfig | EncoderConfig | None = None
+    """What the built-in code reads; None: transformers' class reads it."""
+    lack: UnsupportedError | None = None
+    """What the built-in code lacks, though it has the class."""
+    is_tried: bool = True
+    """Whether the answer was found for this version of transformers; otherwise the engine decides."""
+
+
+def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
+    """Return what computes the checkpoint ``config.worker.model``, a directory or GGUF file, with these options.
+
+    ``has_gpu``: whether this machine has a GPU that PyTorch can use, or may have. Raises ``ValueError``, whose message
+    is one sentence that names what cannot be served and what would be.
+    """
+    worker, path = config.worker, Path(config.worker.model)
+    if worker.device == "cuda" and not has_gpu:
+        raise ValueError("device cuda: PyTorch finds no GPU on this machine; choose cpu, or leave the option out")
+    check_device_options(config, "cuda" if has_gpu and worker.device != "cpu" else "cpu")
+    check_options(config)
+    found = choose(path, worker.dtype, worker.quantization, worker.model_impl, config.max_model_len)
+    if worker.load_format == "dummy":
+        check_dummy(path, found)
+    place = place_of(config.parallel)
+    if found.by == "transformers":
+        if not place.is_whole:
+            raise ValueError("model_impl: transformers' modules are not divided among several workers; use one worker")
+        return _by_transformers(path, found)
+    if not place.is_whole and (found.by == "encoder" or is_gguf(path)):
+        what = "encoders are" if found.by == "encoder" else f"{path}: GGUF files are"
+        raise ValueError(f"{what} not supported with several workers; use one worker")
+    assert found.config is not None
+    if isinstance(found.config, ModelConfig):
+        local_config(found.config, place)
+    _check_context(config.max_model_len, found.config.max_model_len)
+    return found
+
+
+def choose(
+    path: Path,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    model_impl: str = "auto",
+    max_model_len: int | None = None,
+) -> ServedHow:
+    """Return what computes a checkpoint, as far as its configuration says; the arguments are those of
+    :func:`~..models.architectures.load_model`. Raises ``ValueError``."""
+    check_quantization(quantization)
+    if is_gguf(path):
+        if model_impl == "transformers":
+            raise ValueError(f"{path}: transformers' modules read no GGUF file; choose model_impl auto")
+        return ServedHow("built in", load_model_config(path, dtype, quantization, max_model_len))
+    name = read_architecture(path)[0]
+    if name in ENCODERS and model_impl != "transformers":
+        return ServedHow("encoder", read_encoder_config(path, dtype))
+    if model_impl == "transformers" or (model_impl == "auto" and name not in BUILT_IN):
+        return ServedHow("transformers")
+    try:
+        return ServedHow("built in", load_model_config(path, dtype, quantization, max_model_len))
+    except UnsupportedError as lack:
+        if model_impl == "native" or name in CLASSIFIERS:
+            raise
+        known = _known_entries(path)
+        if known is not None and not known.issuperset(lack.unread):
+            raise
+        return ServedHow("transformers", lack=lack, is_tried=known is not None)
+
+
+def check_dummy(path: Path, found: ServedHow) -> None:
+    """Raise ``ValueError`` if random weights cannot stand for those of the model."""
+    if is_gguf(path) or found.by != "built in":
+        raise ValueError(
+            f"load_format dummy makes weights for the built-in architectures of a directory with config.json; {path} "
+            "is a GGUF file, an encoder, or transformers' modules compute it"
+        )
+    scheme = found.config.scheme if isinstance(found.config, ModelConfig) else None
+    if scheme is not None:
+        raise ValueError(
+            f"load_format dummy makes no weights that are quantized as {scheme.name}: leave quantization_config out of "
+            "config.json, or choose --quantization"
+        )
+
+
+def _check_context(wanted: int | None, length: int) -> None:
+    if wanted is not None and not 2 <= wanted <= length:
+        raise ValueError(
+            f"max_model_len {wanted}: the model's context has {length} tokens: give at most that and at least 2 (one "
+            "token of prompt, one of output), or leave out the option"
+        )
+
+
+class _Types(TypedDict):
+    """Holds what one version of transformers serves."""
+
+    types: dict[str, list[str]]
+    """By model type: its class, and why it is refused; empty: it is served; ``untried``: the engine decides."""
+    entries: dict[str, list[str]]
+    """By model type of a built-in family: the entries that the class of its configuration reads."""
+
+
+UNTRIED = "untried"
+TYPES_FILE = Path(__file__).with_name("transformers_types.json")
+
+
+@cache
+def transformers_types() -> _Types | None:
+    """Return what was found for the installed version of transformers; None: it is another one, or not installed."""
+    try:
+        version = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return None
+    types: _Types | None = json.loads(TYPES_FILE.read_text(encoding="utf-8")).get(version)
+    return types
+
+
+def _known_entries(path: Path) -> frozenset[str] | None:
+    """Return the entries that transformers' class knows; None: that is not known here."""
+    types, kind = transformers_types(), read_architecture(path)[1].get("model_type")
+    return frozenset(types["entries"][kind]) if types is not None and kind in types["entries"] else None
+
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_OTHER_TASKS = {
+    "ForConditionalGeneration": "it reads images or sound, or has an encoder",
+    "ForSequenceClassification": "it classifies texts",
+    "ForTokenClassification": "it classifies tokens",
+    "ForQuestionAnswering": "it marks answers in texts",
+    "ForMaskedLM": "it is an encoder that fills gaps",
+    "ForImageClassification": "it classifies images",
+    "ForSpeechSeq2Seq": "it writes down speech",
+    "ForBlockDiffusion": "it is a diffusion model, which does not write one token after the other",
+    "EncoderModel": "it is an encoder",
+    "Model": "it has no head for text, so it only computes embeddings",
+}
+"""What classes with such names are for, the longer endings first."""
+_ANOTHER = "serve a model whose class ends in ForCausalLM (docs/reference/models.md)"
+_INSTALL = "pip install 'tokenloom[transformers]'"
+
+
+def _by_transformers(path: Path, found: ServedHow) -> ServedHow:
+    """Return the answer for a checkpoint that only transformers' modules may compute. Raises ``ValueError``."""
+    name, values = read_architecture(path)
+    file, types = path / "config.json", transformers_types()
+    classes = frozenset(causal_classes().values()) if types is None else {each for each, _ in types["types"].values()}
+    if name not in classes:
+        raise ValueError(f"{file}: {_unknown(name, values, has_transformers=bool(classes))}")
+    if values.get("quantization_config"):
+        raise ValueError(
+            f"{file}: quantization_config is not supported for {name}: use the checkpoint's unquantized weights, with "
+            "--quantization int8-dynamic if memory is short"
+        )
+    own, reason = (types["types"] if types else {}).get(str(values.get("model_type")), ("", UNTRIED))
+    if own != name or reason == UNTRIED:
+        return ServedHow("transformers", lack=found.lack, is_tried=False)
+    if reason:
+        lack = "" if found.lack is None else f"{found.lack}; transformers' modules do not compute it either: "
+        raise ValueError(f"{lack}{file}: {name} is not supported: it {reason}: use a model of docs/reference/models.md")
+    return found
+
+
+def _unknown(name: str, values: dict[str, Any], *, has_transformers: bool) -> str:
+    """Return why a class is refused that transformers does not list as a causal language model."""
+    if values.get("is_encoder_decoder") is True:
+        return f"{name} has an encoder and a decoder, which is not supported: {_ANOTHER}"
+    if name in BUILT_IN:
+        return f"{name} is not one of transformers' causal language models: leave out --model-impl transformers"
+    if not name.endswith(_CAUSAL):
+        purpose = next((text for ending, text in _OTHER_TASKS.items() if name.endswith(ending)), "it writes no text")
+        return f"{name} cannot be served ({purpose}): {_ANOTHER}"
+    if values.get("auto_map"):
+        return (
+            f"the code of {name} is in the checkpoint (auto_map) and is never run: use a model of "
+            "docs/reference/models.md"
+        )
+    if not has_transformers:
+        return f"{name} is computed by the package transformers: {_INSTALL}"
+    return (
+        f"neither Tokenloom nor the installed transformers has {name}: use a model of docs/reference/models.md, or "
+        "install a newer transformers if that has the class"
+    )

@@ -95,6 +95,11 @@ def choose(
         return ServedHow("encoder", read_encoder_config(path, dtype))
     if model_impl == "transformers" or (model_impl == "auto" and name not in BUILT_IN):
         return ServedHow("transformers")
+    if name not in BUILT_IN:
+        raise ValueError(
+            f"{path / 'config.json'}: {name} is not built in: leave out --model-impl native, or see "
+            "docs/reference/models.md"
+        )
     try:
         return ServedHow("built in", load_model_config(path, dtype, quantization, max_model_len))
     except UnsupportedError as lack:

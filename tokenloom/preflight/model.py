@@ -78,15 +78,15 @@ def check_gguf(path: Path) -> None:
     if kind != "model" or architecture == "clip":
         reason = _KINDS.get("mmproj" if architecture == "clip" else kind, f"{kind}: serve the file of the model")
         raise CannotServe(f"{path} holds {reason}")
-    try:
-        gguf_config(path, file)
-    except ValueError as error:
-        raise CannotServe(str(error)) from None
     _check_size(path, max((tensor.offset for tensor in file.tensors.values()), default=0))
     if "tokenizer.ggml.tokens" not in file.metadata:
         raise CannotServe(
             f"{path} has no tokenizer (tokenizer.ggml.tokens): convert the model again with its tokenizer"
         )
+    try:
+        gguf_config(path, file)
+    except ValueError as error:
+        raise CannotServe(str(error)) from None
 
 
 def _check_size(path: Path, last_tensor: int) -> None:

@@ -291,17 +291,19 @@ def read_scheme(reader: ConfigReader) -> Scheme | None:
     Raises ``ValueError`` naming a method or an entry that is not supported.
     """
     if reader.take_object("quantization") is not None:
-        raise reader.error("quantization", "is not read (MLX): use the unquantized checkpoint or its GGUF file")
+        raise ValueError(
+            f"{reader.where}: the weights are quantized by MLX (quantization), which is not read: use the model's "
+            "unquantized checkpoint or its GGUF file"
+        )
     method_reader = reader.take_object(ENTRY)
     if method_reader is None:
         return None
     method = method_reader.take("quant_method")
     if method not in METHODS:
-        wanted = (
-            f"is not supported ({', '.join(METHODS)} are): use the model's unquantized checkpoint, with --quantization "
-            "int8-dynamic or int4, or its GGUF file"
+        raise ValueError(
+            f"{method_reader.where}: quant_method {method!r} is not supported ({', '.join(METHODS)} are): use the "
+            "model's unquantized checkpoint, with --quantization int8-dynamic or int4, or its GGUF file"
         )
-        raise method_reader.error("quant_method", wanted)
     read, harmless = METHODS[method]
     entries = reader.take_object(ENTRY, harmless | {"quant_method"})
     assert entries is not None

@@ -446,14 +446,14 @@ def test_the_context_of_gemma_3_is_stretched_already(tmp_path: Path) -> None:
 
 
 def test_phi_4_mini_is_left_to_transformers(tmp_path: Path) -> None:
-    from tokenloom.gpu_worker.models.architectures import uses_transformers
+    from tokenloom.gpu_worker.checkpoint.served_how import choose
     from tokenloom.gpu_worker.models.transformers.declared import max_model_len
     from tokenloom.gpu_worker.models.transformers.loading import find_causal_class
 
     path = write(PHI_4_MINI, tmp_path)
     with pytest.raises(UnsupportedError, match="partial_rotary_factor must be 1"):
         load_model_config(path)
-    assert uses_transformers(path, "auto")
+    assert choose(path).by == "transformers"
     assert max_model_len(find_causal_class(path).config) == 4096
     assert max_model_len(find_causal_class(path).config, 8192) == PHI_4_MINI["max_position_embeddings"]
 

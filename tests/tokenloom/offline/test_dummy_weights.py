@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tokenloom import LLM, SamplingParams
+from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.small_files import CannotServe
@@ -34,6 +35,6 @@ def test_a_model_of_random_weights_generates(described: Path) -> None:
 
 
 def test_serve_misses_the_files_only_without_it(described: Path) -> None:
-    check_checkpoint(described, load_format="dummy")
+    check_checkpoint(described, EngineConfig(worker=WorkerConfig(load_format="dummy")))
     with pytest.raises(CannotServe, match=r"has config\.json but no weights"):
         check_checkpoint(described)

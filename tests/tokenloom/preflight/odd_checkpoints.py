@@ -10,7 +10,13 @@ from typing import Any
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
 WEB_PAGE = "<!DOCTYPE html><html><body>404</body></html>"
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8, "hidden_size": 4}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8, "hidden_size": 4} | {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "max_position_embeddings": 64,
+    "dtype": "float32",
+}
 TOKENIZER = {"model": {"type": "BPE", "vocab": {letter: i for i, letter in enumerate("abcdefgh")}, "merges": []}}
 
 
@@ -171,7 +177,7 @@ ODD = [
         "no class",
         config(architectures=None, model_type=None),
         "config.json",
-        'set architectures, for example to ["Llama',
+        "architectures must name the model's class, such as LlamaForCausalLM",
     ),
     Odd("vision", architecture("LlavaForConditionalGeneration"), "config.json", "ForCausalLM"),
     Odd("encoder", architecture("FunnelForMaskedLM"), "config.json", "fills gaps"),
@@ -222,7 +228,12 @@ ODD = [
         "tokenizer.json",
         "tokenizer of another model",
     ),
-    Odd("unknown GGUF", beside("m.gguf", gguf("rwkv7")), "m.gguf: the architecture 'rwkv7'", "safetensors checkpoint"),
+    Odd(
+        "unknown GGUF",
+        beside("m.gguf", gguf("rwkv7")),
+        "m.gguf: general.architecture 'rwkv7'",
+        "safetensors checkpoint",
+    ),
     Odd("GGUF adapter", beside("m.gguf", gguf(kind="adapter")), "m.gguf", "peft library"),
     Odd("GGUF of images", beside("m.gguf", gguf("clip")), "m.gguf", "serve the file of the language model"),
     Odd("GGUF without tokenizer", beside("m.gguf", gguf(tokens=False)), "m.gguf", "with its tokenizer"),

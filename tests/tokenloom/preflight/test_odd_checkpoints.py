@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from tests.tokenloom.preflight.odd_checkpoints import CONFIG, ODD, Odd, good, safetensors
 from tokenloom.cli.main import app
 from tokenloom.cli.serve import serving
+from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.small_files import CannotServe
@@ -78,11 +79,10 @@ def test_shards_need_no_index_and_a_missing_one_is_named(tmp_path: Path) -> None
 
 def test_a_class_of_transformers_passes_only_where_its_modules_compute(tmp_path: Path) -> None:
     path = good(tmp_path / "model")
-    config = (path / "config.json").read_text().replace("LlamaForCausalLM", "FalconForCausalLM")
-    (path / "config.json").write_text(config)
-    check_checkpoint(path)
+    (path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["PhiForCausalLM"], "model_type": "phi"}))
+    assert check_checkpoint(path).by == "transformers"
     with pytest.raises(CannotServe, match="not built in: leave out --model-impl native"):
-        check_checkpoint(path, "native")
+        check_checkpoint(path, EngineConfig(worker=WorkerConfig(model_impl="native")))
 
 
 def test_without_transformers_the_answer_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ CHANGES: dict[str, tuple[Callable[[gguf.GGUFWriter], None], str]] = {
     ),
     "another type": (
         lambda writer: writer.add_tensor("blk.9.ffn_up.weight", np.zeros((4, 84), np.uint8), raw_dtype=Kind.Q2_K),
-        r"unsupported feature: model\.layers\.9\.mlp\.up_proj\.weight",
+        r"blk\.9\.ffn_up\.weight has the type Q2_K, which is not supported",
     ),
     "factors of another rope": (
         lambda writer: writer.add_tensor("rope_freqs.weight", np.arange(1, 33, dtype=np.float32)),

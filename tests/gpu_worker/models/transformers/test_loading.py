@@ -12,8 +12,9 @@ import torch
 import transformers
 
 from tests.gpu_worker.conftest import SaveCheckpoint
+from tokenloom.gpu_worker.checkpoint.served_how import choose
 from tokenloom.gpu_worker.models import transformers as transformers_package
-from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model, uses_transformers
+from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 
 
@@ -57,7 +58,7 @@ def write(path: Path, **entries: Any) -> Path:
             "whose code is in the checkpoint .auto_map.; code of checkpoints is never run",
         ),
         ({"architectures": ["pipeline"]}, "architectures names pipeline, which neither"),
-        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "is not a causal language model"),
+        ({"architectures": ["ElectraForMaskedLM"], "model_type": "electra"}, "is not a causal language model"),
         ({"architectures": []}, "architectures must name the model's class"),
         (
             {"architectures": ["PhiForCausalLM"], "model_type": "phi", "quantization_config": {"quant_method": "awq"}},
@@ -98,16 +99,19 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "model_impl", "expected"),
     [
-        ("LlamaForCausalLM", "auto", False),
-        ("LlamaForCausalLM", "transformers", True),
-        ("BartForCausalLM", "auto", True),
-        ("BartForCausalLM", "native", False),
+        ("LlamaForCausalLM", "auto", "built in"),
+        ("LlamaForCausalLM", "native", "built in"),
+        ("LlamaForCausalLM", "transformers", "transformers"),
+        ("BartForCausalLM", "auto", "transformers"),
+        ("BertModel", "auto", "encoder"),
     ],
 )
-def test_which_code_computes_a_model(name: str, model_impl: str, expected: bool, tmp_path: Path) -> None:
-    assert uses_transformers(write(tmp_path, architectures=[name]), model_impl) is expected
+def test_which_code_computes_a_model(name: str, model_impl: str, expected: str, tmp_path: Path) -> None:
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), 8)
+    more = {"num_attention_heads": 2, "max_position_embeddings": 8, "dtype": "float32"}
+    assert choose(write(tmp_path, architectures=[name], **sizes, **more), model_impl=model_impl).by == expected
 
 
 def test_native_refuses_what_is_not_built_in(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="architectures is not supported: must be one of"):
+    with pytest.raises(ValueError, match="PhiForCausalLM is not built in: leave out --model-impl native"):
         load_model(write(tmp_path, architectures=["PhiForCausalLM"]), model_impl="native")

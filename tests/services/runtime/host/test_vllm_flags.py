@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from tests.docs.markdown_page import ROOT
 from tests.services.gateway.fakes import FakeMesh
 from tokenloom.model_files.model_path import DEMO_MODEL, resolve
-from tokenloom.preflight.model import check_config
+from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.small_files import CannotServe
 from tokenloom.services.gateway.openapi.document import document
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
@@ -115,7 +115,7 @@ async def runs_no_code(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
     config = {"architectures": ["OddForCausalLM"], "model_type": "odd", "auto_map": {"AutoModelForCausalLM": "odd.Odd"}}
     (mesh.directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(CannotServe, match="never run"):
-        check_config(mesh.directory)
+        check_checkpoint(mesh.directory)
     return True
 
 

@@ -24,14 +24,14 @@ from tokenloom.gguf.gguf_file import is_gguf
 
 from ..parallel.sharding import place_of
 from .encoder_config import EncoderConfig, read_encoder_config
-from .files.config_reader import UnsupportedError, causal_classes, read_architecture
+from .files.config_reader import UnsupportedError, causal_classes, is_class_of_transformers, read_architecture
 from .load_config import check_quantization, load_model_config
 from .local_config import check_device_options, check_options, local_config
 from .model_config import ModelConfig
-from .supported import BUILT_IN, CLASSIFIERS, ENCODERS
+from .supported import ARCHITECTURES, BUILT_IN, ENCODERS, is_encoder
 
 By = Literal["built in", "encoder", "transformers"]
-"""What computes a checkpoint: the decoders or the encoders that are built in, or transformers' modules."""
+"""What computes a checkpoint: the built-in decoders, an encoder, or transformers' modules over the KV cache."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ServedHow:
 
     by: By
     config: ModelConfig | EncoderConfig | None = None
-    """What the built-in code reads; None: transformers' class reads it."""
+    """What the built-in code reads; None: transformers' modules compute it."""
     lack: UnsupportedError | None = None
     """What the built-in code lacks, though it has the class."""
     is_tried: bool = True
@@ -69,7 +69,9 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     if not place.is_whole and (found.by == "encoder" or is_gguf(path)):
         what = "encoders are" if found.by == "encoder" else f"{path}: GGUF files are"
         raise ValueError(f"{what} not supported with several workers; use one worker")
-    assert found.config is not None
+    if found.config is None:
+        _check_module_encoder(path)
+        return found
     if isinstance(found.config, ModelConfig):
         local_config(found.config, place)
     _check_context(config.max_model_len, found.config.max_model_len)
@@ -90,9 +92,9 @@ def choose(
         if model_impl == "transformers":
             raise ValueError(f"{path}: transformers' modules read no GGUF file; choose model_impl auto")
         return ServedHow("built in", load_model_config(path, dtype, quantization, max_model_len))
-    name = read_architecture(path)[0]
-    if name in ENCODERS and model_impl != "transformers":
-        return ServedHow("encoder", read_encoder_config(path, dtype))
+    name, values = read_architecture(path)
+    if is_encoder(name, values):
+        return ServedHow("encoder", read_encoder_config(path, dtype) if name in ENCODERS else None)
     if model_impl == "transformers" or (model_impl == "auto" and name not in BUILT_IN):
         return ServedHow("transformers")
     if name not in BUILT_IN:
@@ -103,7 +105,7 @@ def choose(
     try:
         return ServedHow("built in", load_model_config(path, dtype, quantization, max_model_len))
     except UnsupportedError as lack:
-        if model_impl == "native" or name in CLASSIFIERS:
+        if model_impl == "native" or name not in ARCHITECTURES:
             raise
         known = _known_entries(path)
         if known is not None and not known.issuperset(lack.unread):
@@ -180,6 +182,15 @@ _OTHER_TASKS = {
 """What classes with such names are for, the longer endings first."""
 _ANOTHER = "serve a model whose class ends in ForCausalLM (docs/reference/models.md)"
 _INSTALL = "pip install 'tokenloom[transformers]'"
+
+
+def _check_module_encoder(path: Path) -> None:
+    """Raise ``ValueError`` for an encoder that no class of the installed transformers computes."""
+    name, values = read_architecture(path)
+    if not is_class_of_transformers(name):
+        raise ValueError(f"{path / 'config.json'}: {_unknown(name, values, has_transformers=bool(causal_classes()))}")
+    if values.get("quantization_config"):
+        raise ValueError(f"{path / 'config.json'}: quantization_config is not supported for embeddings of {name}")
 
 
 def _by_transformers(path: Path, found: ServedHow) -> ServedHow:

@@ -15,7 +15,7 @@ from ..checkpoint.dummy_source import DummySource
 from ..checkpoint.files.config_reader import UnsupportedError, read_architecture
 from ..checkpoint.load_config import note_precision, read_dtype
 from ..checkpoint.local_config import local_config
-from ..checkpoint.model_config import DtypeName, ModelConfig
+from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.quantization.entries import Fp8
 from ..checkpoint.served_how import ServedHow, check_dummy, choose
 from ..checkpoint.weights import Adapt, Checkpoint
@@ -61,7 +61,10 @@ def load_model(
     note_precision(path, dtype)
     if not isinstance(found.config, ModelConfig):
         modules = _transformers(path).TransformersModel
-        return _noted(found, lambda: modules(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization, max_model_len))
+        return _noted(
+            found,
+            lambda: modules(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization, max_model_len),
+        )
     config = local_config(found.config, ranks.place)
     if config.shard.spreads_context:
         ops = TorchOps(config.num_kv_heads)  # the kernels write keys and values where they rotate them
@@ -104,7 +107,8 @@ def _choose(
 
 
 def _noted(found: ServedHow, load: Callable[[], LanguageModel]) -> LanguageModel:
-    """Load a model with transformers' modules, and say why the built-in code does not compute it if it has the class."""
+    """Load a model with transformers' modules, and say why the built-in code does not compute it though it has the
+    class."""
     if found.lack is not None:
         OF_PROCESS.begin("slow_modules", str(found.lack))
     try:

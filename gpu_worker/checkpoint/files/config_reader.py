@@ -182,7 +182,7 @@ def architecture_of(values: Mapping[str, Any], where: str) -> str:
     """
     listed = values.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    if known := next((name for name in names if name in BUILT_IN or f'"{name}"' in _auto_classes()), None):
+    if known := next((name for name in names if name in BUILT_IN or is_class_of_transformers(name)), None):
         return known
     # Code of the checkpoint (auto_map) may compute something else than the type's own class does.
     kind = None if values.get("auto_map") else values.get("model_type")
@@ -200,6 +200,11 @@ def causal_classes() -> dict[str, str]:
     without importing it, which would take seconds; empty: it is not installed."""
     table = _auto_classes().partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")[2].partition("\n)")[0]
     return dict(re.findall(r'\("([^"]+)", "(\w+)"', table))
+
+
+def is_class_of_transformers(name: str) -> bool:
+    """Return whether the installed transformers has a model's class of this name."""
+    return f'"{name}"' in _auto_classes()
 
 
 @cache

@@ -26,7 +26,7 @@ from ..parallel.sharding import place_of
 from .encoder_config import EncoderConfig, read_encoder_config
 from .files.config_reader import UnsupportedError, causal_classes, is_class_of_transformers, read_architecture
 from .load_config import check_quantization, load_model_config
-from .local_config import check_device_options, check_options, local_config
+from .local_config import check_device_options, check_kv_dtype, check_options, local_config
 from .model_config import ModelConfig
 from .supported import ARCHITECTURES, BUILT_IN, ENCODERS, is_encoder
 
@@ -74,6 +74,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         return found
     if isinstance(found.config, ModelConfig):
         local_config(found.config, place)
+        check_kv_dtype(found.config, config.cache.dtype)
     _check_context(config.max_model_len, found.config.max_model_len)
     return found
 

@@ -17,6 +17,7 @@ from .errors import InvalidArgument
 from .output_constraints import narrow_structured_outputs
 from .sampling_params import (
     MAX_LOGIT_BIASES,
+    MAX_REPETITION,
     MAX_TOKEN_IDS,
     GenerationFields,
     RepetitionDetectionParams,
@@ -137,7 +138,7 @@ def _narrow_repetition_detection(name: str, value: object) -> types_pb2.Repetiti
     if not isinstance(value, Mapping) or not set(value) <= set(sizes):
         raise InvalidArgument(f"{name} must be an object of {', '.join(sizes)}", name)
     try:
-        numbers = {size: narrow_int(size, value.get(size, 0), 0, _U32) for size in sizes}
+        numbers = {size: narrow_int(size, value.get(size, 0), 0, MAX_REPETITION) for size in sizes}
     except InvalidArgument as error:
         raise InvalidArgument(f"{name}: {error.message}", name) from None
     numbers["min_pattern_size"] = numbers["min_pattern_size"] or 1

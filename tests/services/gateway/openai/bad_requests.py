@@ -66,6 +66,7 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         *both("repetition_detection", 5, [], {"size": 1}, {"max_pattern_size": 3}),
         *both("repetition_detection", {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}),
         *both("repetition_detection", {"max_pattern_size": HUGE, "min_count": 2}),
+        *both("repetition_detection", {"max_pattern_size": 0, "min_count": 1025}),  # off, and still not valid
         *both("skip_reading_prefix_cache", 1, "true"),
         *both("thinking_token_budget", 5, {}, -1, 1.5),
         *both("extra_args", {"a": 1}),

@@ -132,8 +132,8 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
             return _profile(core.executor, *args)
         return core.executor.collective_rpc(method, *args)
 
-    def profile(start: bool) -> None:
-        _profile(core.executor, start)
+    def profile(start: bool, prefix: str = "") -> None:
+        _profile(core.executor, start, prefix)
 
     return {
         **_adapter_methods(core.adapters),

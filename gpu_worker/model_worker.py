@@ -308,8 +308,11 @@ class ModelWorker:
     def drop_lora(self, digest: bytes) -> None:
         self._require_loras().drop(digest)
 
-    def profile(self, start: bool) -> None:
-        (self._profiler.start if start else self._profiler.stop)()
+    def profile(self, start: bool, prefix: str = "") -> None:
+        if start:
+            self._profiler.start(prefix)
+        else:
+            self._profiler.stop()
 
     def execute_dummy_batch(self) -> None:
         if (watch := self._platform.cpu_watch) is not None:

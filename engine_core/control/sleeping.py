@@ -14,6 +14,8 @@ from .pausing import Pausing
 LEVELS = (0, 1, 2)
 TAGS = ("weights", "kv_cache")
 """Parts that can be woken independently."""
+SCHEDULING = "scheduling"
+"""The tag that resumes an engine which sleeps at level 0, where no part is asleep."""
 
 
 class Sleeping:
@@ -108,8 +110,9 @@ class Sleeping:
         self.is_settling = False
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Restore the parts that ``tags`` name, or all if None. Once all are awake, requests continue. Do nothing if
-        awake. Returns whether this call has ended the sleep, and with it the pause.
+        """Restore the parts that ``tags`` name, or all if None. Once all are awake, requests continue; ``scheduling``
+        names no part, and alone resumes what sleeps at level 0. Do nothing if awake. Returns whether this call has
+        ended the sleep, and with it the pause.
 
         At level 2 only ``reload_weights`` restores the weights, so waking them alone does nothing: as in vLLM, a caller
         may wake the weights, reload them and then wake the KV cache.
@@ -119,13 +122,13 @@ class Sleeping:
         """
         wanted = TAGS if tags is None else tags
         for tag in wanted:
-            if tag not in TAGS:
-                raise ValueError(f"tag {tag!r} is unknown; use {' or '.join(TAGS)}")
+            if tag not in (*TAGS, SCHEDULING):
+                raise ValueError(f"tag {tag!r} is unknown; use {', '.join(TAGS)} or {SCHEDULING}")
         if self._level is None:
             return False
         # In vLLM this allocates memory that reload_weights fills later. Here reload_weights does both, so vLLM's order
         # of calls works when this one does nothing.
-        if self._level == 2 and set(wanted) == {"weights"}:
+        if self._level == 2 and set(wanted) - {SCHEDULING} == {"weights"}:
             return False
         if self._has_mixed_weights and "weights" in wanted:
             raise ValueError(self.calls_to_wake())

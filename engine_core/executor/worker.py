@@ -83,10 +83,12 @@ class Worker(Protocol):
     def drop_lora(self, digest: bytes) -> None:
         """Forget an adapter, if it is there. No request of a later step names it."""
 
-    def profile(self, start: bool) -> None:
-        """Start recording what the worker computes, or stop and write the profile to the configured directory.
+    def profile(self, start: bool, prefix: str = "") -> None:
+        """Start recording what the worker computes, or stop and write the profile to the configured directory, into a
+        file whose name begins with ``prefix``.
 
-        Raises ``ValueError`` without a directory, when starting twice, and when stopping without a start.
+        Raises ``ValueError`` without a directory, when starting twice, when stopping without a start, and for a prefix
+        that is no part of a name.
         """
 
     def execute_dummy_batch(self) -> None:

@@ -260,7 +260,7 @@ class HashWorker:
     def drop_lora(self, digest: bytes) -> None:
         self._loras.drop(digest)
 
-    def profile(self, start: bool) -> None:
+    def profile(self, start: bool, prefix: str = "") -> None:
         raise ValueError("this worker has nothing to profile")
 
     def check_health(self) -> None:

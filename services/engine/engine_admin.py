@@ -141,7 +141,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     async def StartProfile(
         self, request: engine_pb2.StartProfileRequest, context: Any
     ) -> engine_pb2.StartProfileResponse:
-        await self._core.call("profile", True)
+        await self._core.call("profile", True, request.profile_prefix)
         return engine_pb2.StartProfileResponse()
 
     async def StopProfile(self, request: engine_pb2.StopProfileRequest, context: Any) -> engine_pb2.StopProfileResponse:
@@ -149,7 +149,11 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         return engine_pb2.StopProfileResponse()
 
 
-_TAGS = {engine_pb2.WAKE_TAG_WEIGHTS: "weights", engine_pb2.WAKE_TAG_KV_CACHE: "kv_cache"}
+_TAGS = {
+    engine_pb2.WAKE_TAG_WEIGHTS: "weights",
+    engine_pb2.WAKE_TAG_KV_CACHE: "kv_cache",
+    engine_pb2.WAKE_TAG_SCHEDULING: "scheduling",
+}
 
 
 class Sleep:
@@ -186,7 +190,7 @@ class Sleep:
         Raises ``InvalidArgument`` for an unknown tag, ``FailedPrecondition`` if the weights cannot be restored.
         """
         if any(tag not in _TAGS for tag in tags):
-            raise InvalidArgument("tags must be WEIGHTS or KV_CACHE", "tags")
+            raise InvalidArgument("tags must be WEIGHTS, KV_CACHE or SCHEDULING", "tags")
         if not await self.is_sleeping():
             return
         await self._engine.pause.wake([_TAGS[tag] for tag in tags] or None)

@@ -159,7 +159,7 @@ class Recorder(HashWorker):
 
     records = False
 
-    def profile(self, start: bool) -> None:
+    def profile(self, start: bool, prefix: str = "") -> None:
         if self.records is start:
             raise ValueError("recording already" if start else "nothing is being recorded")
         self.records = start

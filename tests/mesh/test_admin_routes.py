@@ -56,6 +56,12 @@ async def test_a_failure_names_the_engine(http: httpx.AsyncClient) -> None:
     assert response.json()["error"]["code"] == "failed_precondition"
 
 
+async def test_scheduling_is_woken_from_level_0(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/sleep?level=0", headers=ADMIN)).status_code == 200
+    assert (await http.post("/wake_up?tags=scheduling", headers=ADMIN)).status_code == 200
+    assert (await http.get("/is_sleeping", headers=ADMIN)).json()["is_sleeping"] is False
+
+
 async def test_only_the_admin_key_opens(http: httpx.AsyncClient) -> None:
     for headers in ({}, {"authorization": "Bearer user"}):
         assert (await http.post("/pause", headers=headers)).status_code == 401

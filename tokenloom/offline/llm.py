@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.model_files.model_path import resolve, served_name
+from tokenloom.request.chat_template import read_chat_template
 from tokenloom.request.errors import TokenloomError
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
@@ -67,6 +69,7 @@ class LLM:
         served_model_name: str | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         enable_prompt_embeds: bool = False,
+        chat_template: str | Path | None = None,
         **engine: Any,
     ) -> None:
         """Load the model.
@@ -79,6 +82,7 @@ class LLM:
             served_model_name: The ``model_name`` of outputs; by default the directory's name.
             max_logprobs: Limit for ``logprobs`` and ``prompt_logprobs``; -1: no limit.
             enable_prompt_embeds: Whether prompts may hold embeddings.
+            chat_template: Jinja source, or the path of a file with it, to use instead of the checkpoint's.
             **engine: Options of the engine by their names in ``docs/reference/configuration.md`` or vLLM's, such as
                 ``dtype``, ``max_model_len``, ``max_num_seqs``, ``enable_prefix_caching`` or ``kv_cache_memory_bytes``.
                 None stands for the default. ``dtype`` may be torch's; ``max_num_seqs`` is by default at most the token
@@ -87,11 +91,14 @@ class LLM:
         config = engine_config(engine)
         with _as_value_error():
             path = resolve(str(model))
+            template = None if chat_template is None else read_chat_template(str(chat_template))
             self._info = CheckpointInfo.load(path)
             self._tokenizer = load_tokenizer(path if tokenizer is None else resolve(str(tokenizer), weights=False))
         self._path = path
         self.model_name = served_model_name or served_name(path, str(model))
-        config = for_checkpoint(config, str(path))
+        if template is not None:
+            self._info = replace(self._info, chat_template=template)
+        config = for_checkpoint(config, str(path), template)
         self._client = InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
         ready = self._client.ready
         limits = types_pb2.ModelLimits(
@@ -99,6 +106,7 @@ class LLM:
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if max_logprobs == -1 else max_logprobs,
             experts_per_token=ready.experts_per_token,
+            priorities=config.scheduler.policy == "priority",
             hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
             reasoning=reasoning_mode(config.reasoning, finds_reasoning=ready.finds_reasoning),
             **pooling_limits(ready.pooling),
@@ -169,7 +177,7 @@ class LLM:
 
         Args:
             messages: Turns in OpenAI's form (role, content), or a list of such lists.
-            chat_template: Jinja source, or the path of a file with it, to use instead of the checkpoint's.
+            chat_template: Jinja source, or the path of a file with it, to use instead of the model's.
             add_generation_prompt: Whether the prompt ends where the assistant's turn begins.
             tools: Functions in OpenAI's form, for the template to describe.
             chat_template_kwargs: More names for the template.
@@ -334,7 +342,7 @@ class LLM:
         self._client.call_utility("sleep", level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore ``weights``, ``kv_cache``, or both (None).
+        """Restore ``weights``, ``kv_cache``, or both (None); ``scheduling`` resumes what slept at level 0.
 
         After ``sleep(2)`` the weights come from :meth:`reload_weights`. Raises ``UtilityError`` if they are missing.
         """
@@ -351,6 +359,20 @@ class LLM:
         with _as_value_error():
             directory = self._path if path is None else resolve(str(path))
         self._client.call_utility("reload_weights", str(directory))
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Start recording what the workers compute, which slows them down; needs ``profiler_dir``.
+
+        Raises ``UtilityError`` without that directory, and while recording.
+
+        Args:
+            profile_prefix: The names of the files begin with it: letters, digits, ``.``, ``-`` and ``_``.
+        """
+        self._client.call_utility("profile", True, profile_prefix or "")
+
+    def stop_profile(self) -> None:
+        """Write the profile to ``profiler_dir``. Raises ``UtilityError`` if none is being recorded."""
+        self._client.call_utility("profile", False)
 
     def collective_rpc(self, method: str, args: Sequence[object] = ()) -> list[object]:
         """Call ``profile``, ``resident_bytes`` or ``reload_weights`` on every worker; return the results by rank.

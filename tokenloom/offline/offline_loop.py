@@ -71,8 +71,9 @@ class OfflineLoop:
         Args:
             use_tqdm: Whether to show a progress bar, or what to make it with.
         """
-        live = {request for request in requests if not request.finished}
-        with self.running(list(live)), Progress(len(requests), use_tqdm) as progress:
+        begun = [request for request in requests if not request.finished]
+        with self.running(begun), Progress(len(requests), use_tqdm) as progress:
+            live = set(begun)
             while live:
                 ended = live.intersection(self.step())
                 live -= ended

@@ -55,8 +55,9 @@ The [configuration page](../reference/configuration.md) describes them.
 ## Arguments of `LLM`
 
 `LLM` takes {arguments} with vLLM's meaning, and the other options of the engine by their names in the
-[configuration page](../reference/configuration.md). Any other argument of vLLM's, such as {missing}, is a `TypeError`
-that names it.
+[configuration page](../reference/configuration.md). Every other argument of vLLM's is accepted with the value that is
+vLLM's default, which changes nothing. With another value it is a `TypeError` that answers as the table below does for
+the flag of the same name. {permitted} may also be true, which asks for nothing here.
 """
 
 _OTHER_FLAGS = """
@@ -135,7 +136,7 @@ def from_vllm() -> str:
 def _flags_of_one_name() -> str:
     """Return the part about flags and arguments that both have."""
     head, _, arguments = _FLAGS.partition("`LLM` takes")
-    filled = f"`LLM` takes{arguments}".format(arguments=_named(SAME_ARGUMENTS), missing=_named(MISSING_ARGUMENTS))
+    filled = f"`LLM` takes{arguments}".format(arguments=_named(SAME_ARGUMENTS), permitted=_named(PERMITTED_ARGUMENTS))
     return head.format(names=_listed(SAME_FLAGS)) + textwrap.fill(filled, 120, break_on_hyphens=False) + "\n"
 
 
@@ -206,18 +207,13 @@ SAME_FLAGS = _names(
 SAME_ARGUMENTS = _names(
     """
     model tokenizer tensor_parallel_size dtype quantization seed gpu_memory_utilization kv_cache_memory_bytes
-    enforce_eager runner pooler_config
+    enforce_eager runner pooler_config chat_template
     """
 )
 """Those arguments that vLLM's ``LLM`` documents and ours has too."""
 
-MISSING_ARGUMENTS = _names(
-    """
-    tokenizer_mode skip_tokenizer_init trust_remote_code revision tokenizer_revision swap_space cpu_offload_gb hf_token
-    hf_overrides compilation_config
-    """
-)
-"""Some of the others."""
+PERMITTED_ARGUMENTS = _names("trust_remote_code enable_sleep_mode disable_log_stats disable_custom_all_reduce")
+"""Arguments whose false is vLLM's default, and whose true changes nothing either."""
 
 SAME_METRICS = _names(
     """

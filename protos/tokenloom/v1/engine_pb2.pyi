@@ -24,6 +24,7 @@ class WakeTag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WAKE_TAG_UNSPECIFIED: _ClassVar[WakeTag]
     WAKE_TAG_WEIGHTS: _ClassVar[WakeTag]
     WAKE_TAG_KV_CACHE: _ClassVar[WakeTag]
+    WAKE_TAG_SCHEDULING: _ClassVar[WakeTag]
 PAUSE_MODE_UNSPECIFIED: PauseMode
 PAUSE_MODE_ABORT: PauseMode
 PAUSE_MODE_WAIT: PauseMode
@@ -31,6 +32,7 @@ PAUSE_MODE_KEEP: PauseMode
 WAKE_TAG_UNSPECIFIED: WakeTag
 WAKE_TAG_WEIGHTS: WakeTag
 WAKE_TAG_KV_CACHE: WakeTag
+WAKE_TAG_SCHEDULING: WakeTag
 
 class EngineInput(_message.Message):
     __slots__ = ("hello", "add", "stop_at", "abort_slots", "credit", "accept")
@@ -464,8 +466,10 @@ class ReloadWeightsResponse(_message.Message):
     def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
 
 class StartProfileRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("profile_prefix",)
+    PROFILE_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    profile_prefix: str
+    def __init__(self, profile_prefix: _Optional[str] = ...) -> None: ...
 
 class StartProfileResponse(_message.Message):
     __slots__ = ()

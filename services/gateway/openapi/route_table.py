@@ -201,7 +201,7 @@ WAKE_UP = _route(
     query={
         "tags": {
             "type": "array",
-            "items": {"enum": ["weights", "kv_cache"]},
+            "items": {"enum": ["weights", "kv_cache", "scheduling"]},
             "description": "What to wake; default: all.",
         }
     },
@@ -244,7 +244,14 @@ PIN_ADAPTER = _route(
 )
 ADAPTERS = _route("GET", "/v1/lora_adapters", "LoRA adapters and where they are", lora.LoadedAdapters, is_admin=True)
 LAST_REQUESTS = _route("GET", "/requests", "The last requests of this gateway", LastRequests, is_admin=True)
-START_PROFILE = _route("POST", "/start_profile", "Start recording steps", answers.EnginesDone, is_admin=True)
+START_PROFILE = _route(
+    "POST",
+    "/start_profile",
+    "Start recording steps",
+    answers.EnginesDone,
+    query={"profile_prefix": {"type": "string", "description": "The names of the files begin with it; default: none."}},
+    is_admin=True,
+)
 STOP_PROFILE = _route("POST", "/stop_profile", "Write the recorded steps", answers.EnginesDone, is_admin=True)
 
 _MODEL = {"model": {"type": "string", "description": "Name of a served model; default: the first one."}}

@@ -17,7 +17,7 @@ from ..request_log.finished_request import LastRequests, RecentRequests
 from ..serving.served_meshes import ServedMeshes
 
 _MODES = {"abort": pb.PAUSE_MODE_ABORT, "wait": pb.PAUSE_MODE_WAIT, "keep": pb.PAUSE_MODE_KEEP}
-_TAGS = {"weights": pb.WAKE_TAG_WEIGHTS, "kv_cache": pb.WAKE_TAG_KV_CACHE}
+_TAGS = {"weights": pb.WAKE_TAG_WEIGHTS, "kv_cache": pb.WAKE_TAG_KV_CACHE, "scheduling": pb.WAKE_TAG_SCHEDULING}
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 T = TypeVar("T")
@@ -86,7 +86,10 @@ class AdminRoutes:
         await self._do(exchange, "reset", lambda stub: stub.ResetPrefixCache(request))
 
     async def start_profile(self, exchange: HttpExchange) -> None:
-        await self._do(exchange, "recording", lambda stub: stub.StartProfile(pb.StartProfileRequest()))
+        """``profile_prefix``: begins the names of the files."""
+        prefix = Query(exchange.query, ("profile_prefix",)).text("profile_prefix", "")
+        request = pb.StartProfileRequest(profile_prefix=prefix)
+        await self._do(exchange, "recording", lambda stub: stub.StartProfile(request))
 
     async def stop_profile(self, exchange: HttpExchange) -> None:
         await self._do(exchange, "written", lambda stub: stub.StopProfile(pb.StopProfileRequest()))
@@ -131,6 +134,9 @@ class Query:
         if value is None:
             raise errors.InvalidArgument(f"{name} must be true or false", name)
         return value
+
+    def text(self, name: str, default: str) -> str:
+        return self._values.get(name, [default])[-1]
 
     def choices(self, name: str, choices: Collection[str]) -> list[str]:
         """Return the values of a parameter that may be repeated."""

@@ -1,10 +1,11 @@
-"""Answers flags of ``vllm serve`` that Tokenloom does not have: what to use instead, or what holds without it.
+"""Answers flags of ``vllm serve``, and arguments of vLLM's ``LLM``, that Tokenloom does not have: what to use instead,
+or what holds without it. An argument has the name of its flag.
 
 A flag that both have under one name (``--max-num-seqs``) is an option of ours and stands in no table here.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,6 +19,10 @@ _DEFAULTS = "edit generation_config.json of the checkpoint"
 _CONFIG = "edit config.json of the checkpoint"
 _TEXT_ONLY = "models read text only; images and audio are refused by name"
 _LOG = "prompts and outputs are never logged"
+_METRICS = "see GET /metrics, which has the statistics"
+_WEIGHTS = "use --quantization"
+_DECIDED = "there is no such choice: the engine decides by the device and the model"
+_NO_PLUGINS = "there are no plug-ins"
 
 ANSWERS = {
     # The edge.
@@ -44,7 +49,10 @@ ANSWERS = {
     "--enable-log-outputs": _LOG,
     "--enable-log-deltas": _LOG,
     "--max-log-len": _LOG,
-    "--disable-log-stats": "see GET /metrics, which has the statistics",
+    "--disable-log-stats --aggregate-engine-logging": _METRICS,
+    "--kv-cache-metrics --kv-cache-metrics-sample --cudagraph-metrics --enable-mfu-metrics": _METRICS,
+    "--show-hidden-metrics-for-version": _METRICS,
+    "--enable-layerwise-nvtx-tracing": "use --profiler-dir",
     "--otlp-traces-endpoint": "use --otlp-endpoint",
     "--collect-detailed-traces": "use --otlp-endpoint",
     "--profiler-config": "use --profiler-dir",
@@ -57,6 +65,7 @@ ANSWERS = {
     "--enable-return-routed-experts": "send return_routed_experts in the request",
     "--logits-processors": "send logit_bias, bad_words or allowed_token_ids in the request",
     "--seed": "send seed in the request",
+    "--logprobs-mode": "log probabilities are the model's own, before penalties and temperature (raw_logprobs)",
     "--response-role": "answers always have the role assistant",
     "--enable-auto-tool-choice": "use --tool-call-parser",
     "--tool-parser-plugin": "use --tool-call-parser",
@@ -64,7 +73,11 @@ ANSWERS = {
     "--limit-mm-per-prompt": _TEXT_ONLY,
     "--mm-processor-kwargs": _TEXT_ONLY,
     "--media-io-kwargs": _TEXT_ONLY,
-    "--allowed-local-media-path": _TEXT_ONLY,
+    "--allowed-local-media-path --allowed-media-domains": _TEXT_ONLY,
+    "--enable-mm-embeds --interleave-mm-strings --mm-encoder-only --mm-encoder-tp-mode": _TEXT_ONLY,
+    "--mm-processor-cache-gb --mm-processor-cache-type --mm-shm-cache-max-object-size-mb": _TEXT_ONLY,
+    "--mm-encoder-attn-backend --skip-mm-profiling --video-pruning-rate --disable-chunked-mm-input": _TEXT_ONLY,
+    "--enable-mm-processor-stats --default-mm-loras --enable-tower-connector-lora --ec-transfer-config": _TEXT_ONLY,
     # The model and its files.
     "--task": "use --runner",
     "--convert": "use --runner",
@@ -79,11 +92,25 @@ ANSWERS = {
     "--generation-config": _DEFAULTS,
     "--override-generation-config": _DEFAULTS,
     "--trust-remote-code": "code of a checkpoint is never run",
+    "--tokenizer-mode": "the fast tokenizer of the checkpoint is used; one that has no tokenizer.json is converted",
+    "--skip-tokenizer-init --tokens-only": "the tokenizer is always loaded; send token ids, and detokenize false",
+    "--config-format --hf-config-path --model-weights": "a model is one directory, with config.json and its weights",
+    "--safetensors-load-strategy --pt-load-map-location --max-parallel-loading-workers": "files are mapped into memory",
+    "--model-loader-extra-config --ignore-patterns --use-tqdm-on-load": "use --load-format",
     "--override-attention-dtype": "use --dtype",
-    "--cpu-offload-gb": "use --quantization",
+    "--cpu-offload-gb --cpu-offload-params": _WEIGHTS,
+    "--offload-backend --offload-group-size --offload-num-in-group --offload-prefetch-step --offload-params": _WEIGHTS,
+    "--quantization-config --allow-deprecated-quantization": _WEIGHTS,
+    "--fully-sharded-loras --lora-dtype --specialize-active-lora": "use --enable-lora, --max-loras and --max-lora-rank",
+    "--kernel-config --moe-backend --enable-flashinfer-autotune --disable-cascade-attn": _DECIDED,
+    "--disable-custom-all-reduce --disable-nccl-for-dp-synchronization --ray-workers-use-nsight": _DECIDED,
+    "--enable-dbo --ubatch-size --dbo-decode-token-threshold --dbo-prefill-token-threshold": _DECIDED,
+    "--kv-sharing-fast-prefill --performance-mode --max-cudagraph-capture-size": _DECIDED,
+    "--mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-block-size --mamba-cache-mode": _DECIDED,
+    "--io-processor-plugin --worker-cls --worker-extension-cls --additional-config": _NO_PLUGINS,
     "--disable-sliding-window": "use --max-model-len",
     "--attention-config": "use --attention-backend",
-    "--compilation-config -cc -O": "use --enforce-eager",
+    "--compilation-config -cc -O --optimization-level": "use --enforce-eager",
     "--cudagraph-capture-sizes": "use --max-num-seqs",
     # KV cache and scheduling.
     "--swap-space": _OFFLOAD,
@@ -92,6 +119,7 @@ ANSWERS = {
     "--kv-events-config": "use --kv-events",
     "--kv-transfer-config": "use --prefill and --decode, and --kv-transports",
     "--calculate-kv-scales": "use --kv-cache-dtype",
+    "--prefix-caching-hash-algo": "blocks are always named by SHA-256",
     "--max-num-partial-prefills": "use --prefill-tokens-beside-decode",
     "--max-long-partial-prefills": "use --long-prefill-token-threshold",
     "--scheduler-reserve-full-isl": "use --reserve-full-prompt",
@@ -109,12 +137,14 @@ ANSWERS = {
     "-pp": "use --pipeline-parallel-size",
     "-dcp": "use --decode-context-parallel-size",
     "--prefill-context-parallel-size -pcp": "use --decode-context-parallel-size",
+    "--dcp-comm-backend --dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size": "use "
+    "--decode-context-parallel-size",
     "-ep": "use --enable-expert-parallel",
-    "--all2all-backend": "use --enable-expert-parallel",
+    "--all2all-backend --enable-elastic-ep": "use --enable-expert-parallel",
     "--expert-placement-strategy": "use --enable-eplb",
     "-dp": "use --data-parallel-size",
     "-dpl": "use --data-parallel-size-local",
-    "-dpr": "use --data-parallel-start-rank",
+    "-dpr --data-parallel-rank": "use --data-parallel-start-rank",
     "-dph": "use --data-parallel-hybrid-lb",
     "-dpe": "use --data-parallel-external-lb",
     "-dpa": "use --data-parallel-address",
@@ -125,9 +155,71 @@ ANSWERS = {
     "--nnodes -n": _MACHINES,
     "--node-rank -r": _MACHINES,
     "--master-addr": _MACHINES,
-    "--master-port": _MACHINES,
+    "--master-port --distributed-timeout-seconds --fail-on-environ-validation": _MACHINES,
 }
 
+DEFAULTS: Mapping[str, tuple[object, ...]] = {
+    # Permissions and switches that ask for nothing here.
+    "trust_remote_code": (True,),
+    "enable_sleep_mode": (True,),
+    "disable_log_stats": (True,),
+    "disable_custom_all_reduce": (True,),
+    "use_tqdm_on_load": (True,),
+    "enable_flashinfer_autotune": (True,),
+    # vLLM's own defaults.
+    "tokenizer_mode": ("auto", "hf"),
+    "task": ("auto",),
+    "convert": ("auto",),
+    "config_format": ("auto",),
+    "generation_config": ("auto",),
+    "logprobs_mode": ("raw_logprobs",),
+    "safetensors_load_strategy": ("lazy",),
+    "pt_load_map_location": ("cpu",),
+    "ignore_patterns": ("original/**/*", ["original/**/*"]),
+    "lora_dtype": ("auto",),
+    "swap_space": (4,),
+    "offload_backend": ("auto",),
+    "offload_num_in_group": (1,),
+    "offload_prefetch_step": (1,),
+    "kv_offloading_backend": ("native",),
+    "prefix_caching_hash_algo": ("sha256",),
+    "kv_cache_metrics_sample": (0.01,),
+    "max_num_partial_prefills": (1,),
+    "max_long_partial_prefills": (1,),
+    "scheduler_reserve_full_isl": (True,),
+    "stream_interval": (1,),
+    "optimization_level": (2,),
+    "performance_mode": ("balanced",),
+    "moe_backend": ("auto",),
+    "worker_cls": ("auto",),
+    "mm_processor_cache_gb": (4,),
+    "mm_processor_cache_type": ("lru",),
+    "mm_shm_cache_max_object_size_mb": (128,),
+    "mm_encoder_tp_mode": ("weights",),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_ssm_cache_dtype": ("auto",),
+    "mamba_cache_mode": ("none",),
+    "dbo_decode_token_threshold": (32,),
+    "dbo_prefill_token_threshold": (512,),
+    "prefill_context_parallel_size": (1,),
+    "dcp_comm_backend": ("ag_rs",),
+    "dcp_kv_cache_interleave_size": (1,),
+    "cp_kv_cache_interleave_size": (1,),
+    "all2all_backend": ("allgather_reducescatter",),
+    "expert_placement_strategy": ("linear",),
+    "data_parallel_backend": ("mp",),
+    "nnodes": (1,),
+    "master_addr": ("127.0.0.1",),
+    "master_port": (29501,),
+}
+"""Values of vLLM's arguments that change nothing here; None, and what is empty, 0 or False, changes nothing either."""
+
+
+_SERVED_ARGUMENTS = dict.fromkeys(
+    ("data_parallel_size_local", "data_parallel_hybrid_lb", "data_parallel_external_lb"),
+    "LLM runs one engine; serve a group with `tokenloom serve`",
+)
+"""Arguments whose flags ``tokenloom serve`` has."""
 
 _OWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 _COMMAND = re.compile(r"`[^`]*`")
@@ -174,6 +266,33 @@ def answer_unknown(written: str, own: Collection[str]) -> str:
         if spelling in known:
             return known[spelling].sentence(name, own)
     return f"{name}: no such option{did_you_mean(name, own)}"
+
+
+def answer_argument(name: str, value: object, own: Collection[str]) -> str | None:
+    """Return one sentence about an argument of vLLM's ``LLM`` that ours does not have; None if this value of it changes
+    nothing.
+
+    Args:
+        own: The arguments of ours.
+    """
+    if not value or value in DEFAULTS.get(name, ()):
+        return None
+    if (answer := _SERVED_ARGUMENTS.get(name, "")) == "":
+        flag = _by_name()["--" + name.replace("_", "-")]
+        answer = _OWN.sub(lambda match: _argument(match[0]), flag.answer)
+        if not set(map(_argument, flag.own)) <= set(own):
+            answer = f"{flag.answer}, with `tokenloom serve`"
+    # Without the value, which may be a secret.
+    return f"{name}, which vLLM has: {answer}"
+
+
+def is_foreign_argument(name: str) -> bool:
+    """Return whether vLLM's ``LLM`` has an argument that is answered here."""
+    return name in _SERVED_ARGUMENTS or "--" + name.replace("_", "-") in _by_name()
+
+
+def _argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 @cache

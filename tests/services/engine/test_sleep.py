@@ -66,7 +66,7 @@ async def test_awake_waking_does_nothing_and_ends_no_pause(admin: EngineAdminStu
         (SleepRequest(level=2, mode=PAUSE_MODE_ABORT), "FAILED_PRECONDITION", "sleeps at level 1"),
         (SleepRequest(level=1, mode=PAUSE_MODE_KEEP), "FAILED_PRECONDITION", "paused in mode abort"),
         (engine_pb2.ResumeRequest(), "FAILED_PRECONDITION", "call wake_up first"),
-        (WakeUpRequest(tags=[9]), "INVALID_ARGUMENT", "WEIGHTS or KV_CACHE"),
+        (WakeUpRequest(tags=[9]), "INVALID_ARGUMENT", "WEIGHTS, KV_CACHE or SCHEDULING"),
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(

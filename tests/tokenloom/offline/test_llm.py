@@ -86,6 +86,16 @@ def test_sampling_params_for_each(llm):
         llm.generate([STORY] * 3, params[:2], use_tqdm=False)
 
 
+def test_priorities_need_their_policy(llm):
+    (output,) = llm.generate(STORY, GREEDY, use_tqdm=False, priority=[0])
+    assert output.error is None
+    with pytest.raises(ValueError, match="first come, first served"):
+        llm.generate([STORY] * 2, GREEDY, use_tqdm=False, priority=5)
+    for wrong in ([0], ["high", "low"], [2**40, 2**40]):
+        with pytest.raises(ValueError, match="priority"):
+            llm.generate([STORY] * 2, GREEDY, use_tqdm=False, priority=wrong)
+
+
 def test_a_seed_decides_and_its_absence_varies(llm):
     drawn = [SamplingParams(max_tokens=12, seed=seed) for seed in (1, 1, 2, None, None)]
     one, again, other, free, freer = texts(llm.generate([STORY] * 5, drawn, use_tqdm=False))
@@ -303,3 +313,21 @@ def test_embeddings_of_a_text_give_its_tokens():
 def test_embeddings_are_off_unless_asked_for(llm):
     with pytest.raises(ValueError, match="--enable-prompt-embeds"):
         llm.generate({"prompt_embeds": torch.ones(2, 4)}, GREEDY, use_tqdm=False)
+
+
+def test_the_lowest_priority_runs_first_and_a_template_may_replace_the_checkpoints():
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    llm = LLM("tokenloom-demo", worker="hash", max_num_seqs=1, scheduling_policy="priority", chat_template=template)
+    finished = [
+        output.request_id
+        for output in llm.stream(["a", "b", "c"], SamplingParams(max_tokens=2, ignore_eos=True))
+        if output.finished
+    ]
+    assert finished == ["0", "1", "2"]
+    order = []
+    collect, llm._loop.step = llm._loop.step, lambda: order.extend(ended := collect()) or ended
+    llm.generate(["a", "b", "c"], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False, priority=[3, -1, 2])
+    assert [request.output.request_id for request in order] == ["4", "5", "3"]
+    (output,) = llm.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=1), False)
+    assert output.prompt == "<x>"
+    llm.close()

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
 PROMPTS = ["Once upon a time", "The dog", [5, 6, 7]]
 
 
-def make_llm(backend):
+def make_llm(backend, **options):
     return LLM(
         "tokenloom-demo",
         dtype="float32",
@@ -32,6 +32,7 @@ def make_llm(backend):
         num_gpu_blocks_override=2000,
         distributed_executor_backend=backend,
         enable_prompt_embeds=True,
+        **options,
     )
 
 
@@ -99,6 +100,21 @@ def test_a_killed_worker_ends_the_call_in_an_error():
 def test_what_does_not_work_is_a_value_error():
     with pytest.raises(ValueError, match="must be one of auto, uni, mp, ray, not 'slurm'"):
         make_llm("slurm")
+
+
+def test_llm_records_profiles(tmp_path):
+    llm = make_llm("uni", profiler_dir=str(tmp_path))
+    for prefix in (None, "first-2.x"):
+        llm.start_profile(prefix)
+        say(llm)
+        llm.stop_profile()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == 2
+    assert sum(name.startswith("first-2.x_") for name in names) == 1
+    for wrong in ("../up", "a/b", "x" * 101, "\n"):
+        with pytest.raises(UtilityError, match="profile_prefix may hold"):
+            llm.start_profile(wrong)
+    llm.close()
 
 
 def test_a_profile_of_what_the_worker_computes(tmp_path):

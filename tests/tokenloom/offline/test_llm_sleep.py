@@ -66,6 +66,20 @@ def test_requests_of_a_sleeping_engine_fail_at_once(llm, level, named):
     assert say(llm) == expected
 
 
+def test_the_tag_scheduling_resumes_what_sleeps_at_level_0_and_wakes_no_part(llm):
+    llm.sleep(0)
+    llm.wake_up(["scheduling"])
+    assert say(llm)
+    llm.sleep(1)
+    llm.wake_up(["scheduling"])
+    with pytest.raises(EnginePausedError, match="asleep"):
+        say(llm)
+    llm.wake_up(["weights", "kv_cache", "scheduling"])
+    assert say(llm)
+    with pytest.raises(UtilityError, match="weights, kv_cache or scheduling"):
+        llm.wake_up(["all"])
+
+
 def test_the_error_names_the_part_that_still_sleeps(llm):
     llm.sleep()
     llm.wake_up(["weights"])

@@ -190,9 +190,9 @@ class EncoderWorker:
     def drop_lora(self, digest: bytes) -> None:
         """Do nothing: this worker has no adapters."""
 
-    def profile(self, start: bool) -> None:
+    def profile(self, start: bool, prefix: str = "") -> None:
         if start:
-            self._profiler.start()
+            self._profiler.start(prefix)
         else:
             self._profiler.stop()
 

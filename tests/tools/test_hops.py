@@ -2,7 +2,17 @@
 
 import pytest
 
-from tools.figures.hops import Call, Function, Share, count_hops, cut, process_name, read_calls, typical
+from tools.figures.hops import (
+    Call,
+    Function,
+    Share,
+    count_hops,
+    cut,
+    process_name,
+    read_calls,
+    typical,
+    without_strays,
+)
 
 _ROUTE = Function("services/gateway/app.py", "App.__call__", 10)
 _PARSE = Function("services/gateway/app.py", "Body.__init__", 90)
@@ -67,6 +77,16 @@ def test_the_typical_road_is_the_median_one() -> None:
     fewest, middle, most = (count_hops(cut([*_CALLS, *[stray] * extra], sent=10)) for extra in range(3))
     assert typical([most, fewest, middle]) is middle
     assert typical([most, fewest]) is fewest
+
+
+def test_calls_that_not_three_quarters_of_the_roads_have_are_left_out() -> None:
+    tick = Function("services/runtime/clock.py", "Clock.tick", 7)
+    road = cut(_CALLS, sent=10)
+    with_tick = [_call(11, "gateway", tick), *road]
+    with_more = [*road[:2], _call(13, "gateway", _ROUTE), *road[2:]]
+    without_last = [*road[:2], with_more[2], *road[2:5], *road[6:]]
+    assert without_strays([with_tick, with_tick, road, with_more]) == [road, road, road, without_last]
+    assert without_strays([*[with_tick] * 3, road]) == [*[with_tick] * 3, road]
 
 
 def test_calls_into_other_files_are_left_out() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .hops import Call, Hops, count_hops, cut, process_name, read_calls, typical
+from .hops import Call, Hops, count_hops, cut, process_name, read_calls, typical, without_strays
 from .mesh_run import MeshRunError, record
 from .source_tree import SourceTree
 
@@ -15,11 +15,11 @@ REQUESTS = 9
 
 @dataclass(frozen=True)
 class HopCount:
-    """Holds the request with the median number of calls, and how far the others were from it."""
+    """Holds the request with the median number of calls, without strays, and the calls of all requests."""
 
     hops: Hops
     all_calls: list[int]
-    """The calls of every measured request, in the order in which they were sent."""
+    """The calls of every measured request, strays included, in the order in which they were sent."""
     python: str
     """The Python version of the mesh: versions differ in what they count as a call."""
 
@@ -34,10 +34,11 @@ def count_on_mesh(tree: SourceTree, requests: int = REQUESTS) -> HopCount:
     if not calls:
         raise MeshRunError(f"the mesh called no function under {tree.root}; its environment imports another checkout")
     try:
-        roads = [count_hops(cut(calls, sent)) for sent in recording.sent]
+        roads = [cut(calls, sent) for sent in recording.sent]
     except ValueError as error:
         raise MeshRunError(str(error)) from error
-    return HopCount(typical(roads), [road.total.calls for road in roads], str(recording.dumps[0]["python"]))
+    hops = typical([count_hops(road) for road in without_strays(roads)])
+    return HopCount(hops, [len(road) for road in roads], str(recording.dumps[0]["python"]))
 
 
 def _calls(tree: SourceTree, dumps: list[dict[str, Any]]) -> list[Call]:

@@ -1,5 +1,6 @@
 """Counts the hops of one request from what the processes of a mesh recorded."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,6 +81,30 @@ def cut(calls: Iterable[Call], sent: int) -> list[Call]:
     return road[: end + 1]
 
 
+def without_strays(roads: Sequence[Sequence[Call]]) -> list[list[Call]]:
+    """Leave out of each road the calls of a function beyond the number that three quarters of the roads have.
+
+    Such calls are those of periodic work that falls into a road: the coordinator publishes ten times a second, and on a
+    slow machine a road takes long enough for clocks and keep-alives too.
+    """
+    counts = [Counter(call.function for call in road) for road in roads]
+    usual = {
+        function: sorted(count[function] for count in counts)[len(counts) // 4] for function in set().union(*counts)
+    }
+    return [_at_most(usual, road) for road in roads]
+
+
+def _at_most(counts: Mapping[Function, int], road: Sequence[Call]) -> list[Call]:
+    """Return a road with the first ``counts`` calls of each function."""
+    seen: Counter[Function] = Counter()
+    kept = []
+    for call in road:
+        seen[call.function] += 1
+        if seen[call.function] <= counts[call.function]:
+            kept.append(call)
+    return kept
+
+
 def count_hops(road: Sequence[Call]) -> Hops:
     """Count the calls of a road that :func:`cut` returned."""
     by_process: dict[str, list[Call]] = {}
@@ -98,8 +123,8 @@ def count_hops(road: Sequence[Call]) -> Hops:
 def typical(roads: Sequence[Hops]) -> Hops:
     """Return the road with the median number of calls.
 
-    Roads differ a little: periodic work falls into one, and processes that run at the same time as the last part of the
-    road get further or less far before the forward pass begins.
+    Roads differ a little: processes that run at the same time as the last part of the road get further or less far
+    before the forward pass begins.
     """
     return sorted(roads, key=lambda hops: hops.total.calls)[(len(roads) - 1) // 2]
 

@@ -90,6 +90,7 @@ def _hops(count: HopCount | str) -> list[str]:
         "",
         f"From the request's arrival to {hops.forward}; calls of product code only, Python {count.python}.",
         f"The request with the median number of calls, of {len(count.all_calls)} requests ({all_calls}).",
+        "Calls that not three quarters of them have are left out: periodic work.",
     ]
 
 

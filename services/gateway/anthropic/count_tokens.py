@@ -8,7 +8,7 @@ from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
 from ..mesh.tokenizer_client import TokenizerClient, limited
 from ..openai.body_reader import Body, BodyReader
-from ..openai.chat_messages import read_chat
+from ..openai.chat import read_chat
 from ..openapi.request_schemas import CountTokensRequest
 from ..records.generate_request import Chat
 from ..records.model_names import ModelNames

@@ -10,7 +10,7 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import inference_pb2
 
 from ..formats.tool_request import MAX_TOOLS, Tool, ToolRequest, read_tool_request
-from ..openai.chat_messages import read_chat
+from ..openai.chat import read_chat
 from ..records.generate_request import Chat
 
 MAX_MESSAGES = 4096

@@ -1,26 +1,24 @@
-"""``/v1/chat/completions``: reads bodies and shapes answers."""
+"""``/v1/chat/completions``: reads bodies, and narrows conversations, which other APIs have too, to what chat templates
+accept."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenloom.request import errors
-from tokenloom.v1 import output_processor_pb2, types_pb2
+from tokenloom.request.chat_template import past_arguments
+from tokenloom.v1 import types_pb2
 
-from ..assistant.message_plans import CallDelta, MessagePlans, OutputReader, calls_of, reasoning_of, text_of
+from ..assistant.message_plans import MessagePlans
 from ..encoding import sse
-from ..encoding.sse import JsonBlocks
-from ..formats.tool_request import NO_TOOLS, read_tool_request
+from ..formats.call_arguments import raw_arguments
+from ..formats.tool_request import NO_TOOLS, Tool, read_tool_request
 from ..generation.running_generation import RunningGeneration
-from ..mesh.collector import Delta
 from ..openapi.request_schemas import ChatCompletionRequest
-from ..records.generate_request import GenerateRequest
+from ..records.generate_request import Chat, GenerateRequest
 from ..tenants.tenant import Tenant
-from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
+from .answer import AnswerBase, ChatAnswer
 from .body_reader import AnswerOptions, Body, BodyReader, ignored_in_chat, make_generate_request, sampling_params
-from .chat_messages import read_chat, template_kwargs
-from .event_ids import CONTENT_ENDED, FINISHED
-from .openai_logprobs import chat_entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,233 +58,8 @@ class ChatApi:
             names["structured_outputs"] = "tools"  # constrained, if at all, to calls that are forced or strict
         return generate_request, AnswerOptions.of(fields, sampling, plan=plan, ignored=ignored, field_names=names)
 
-    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> "ChatAnswer":
+    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> ChatAnswer:
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", generation.model, "chat.completion.chunk"))
-
-
-class ChatAnswer:
-    """Shapes a conversation's next turn, in one sample or several."""
-
-    def __init__(self, base: AnswerBase) -> None:
-        self._base = base
-        self._writer = base.writer
-        self._live = base.generation.num_samples
-        self._has_details = base.has_details or base.options.plan is not None
-        # The token that ends an output is not part of its text, so it has no entry, as in OpenAI's API.
-        self._ends: Sequence[int] = () if base.options.shows_stop else base.generation.stop_token_ids
-        self._turns: list[_Turn] = []
-        for index in range(self._live):
-            self._turns.append(_Turn(base, index))
-
-    def first_events(self) -> bytes:
-        """Return the events before any output."""
-        extra = b""
-        if self._base.options.return_token_ids:
-            extra = b',"prompt_token_ids":' + sse.encode_json(list(self._base.generation.prompts[0]))
-        events = b""
-        for index in range(len(self._turns)):
-            if self._base.has_begun(index):
-                continue
-            role = sse.choice(index, b'"delta":{"role":"assistant","content":""}')
-            events += self._line(index) + self._writer.event(role, extra, self._base.usage_of(index))
-        return events
-
-    def _line(self, index: int, state: str = "") -> bytes:
-        """Return the line of an event's id; empty if the client did not ask for ids."""
-        return b"" if self._base.ids is None else self._base.ids.line(index, state)
-
-    def events(self, delta: Delta) -> bytes:
-        """Return the events of some output; empty when there is nothing to send."""
-        turn = self._turns[delta.index]
-        if (ids := self._base.ids) is not None:
-            ids.advance(delta)
-        if delta.finished is None and not self._has_details:
-            if not delta.text:
-                return b""
-            event = b"%b%b%b" % (turn.head, sse.encode_json(delta.text), turn.tail)
-            return event if ids is None else ids.line(delta.index) + event
-        events = self._content_event(delta, turn)
-        if delta.finished is not None:
-            if self._base.has_content(delta.index):
-                events = b""
-            self._live -= 1
-            events += self._last_event(delta.index, delta.finished)
-        return events
-
-    def keep_alive(self) -> bytes:
-        return sse.KEEP_ALIVE
-
-    def repeat(self, delta: Delta) -> None:
-        """Shape output that the client of a resumed answer has: what follows depends on it."""
-        self.events(delta)
-        self._base.repeated(delta.index)
-
-    def last_events(self) -> bytes:
-        """Return the events after all output."""
-        return self._base.last_events() + sse.DONE
-
-    def is_large(self, delta: Delta) -> bool:
-        """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""
-        return len(delta.logprobs) > MANY_PARTS
-
-    def shape(self, delta: Delta) -> Iterator[int]:
-        """Shape a delta's log probabilities, step by step; yield how many were shaped in each step."""
-        turn, as_ids = self._turns[delta.index], self._base.options.tokens_as_ids
-        num_values = 0
-        for at in self._base.positions(delta):
-            if at.token_id in self._ends:
-                continue
-            turn.logprobs.add(chat_entry(at, as_ids=as_ids))
-            num_values += 1 + len(at.ids)
-            if num_values >= VALUES_PER_STEP:
-                yield num_values
-                num_values = 0
-        yield num_values
-
-    def add(self, delta: Delta) -> Iterator[int] | None:
-        """Keep some output for :meth:`body`; return the steps of :meth:`shape`, or None without any."""
-        turn = self._turns[delta.index]
-        turn.feed(delta.text, ends=delta.finished is not None)
-        turn.token_ids += delta.token_ids
-        return self.shape(delta) if delta.logprobs else None
-
-    def body(self) -> Iterator[bytes]:
-        """Return the whole JSON response, in blocks."""
-        if not self._base.is_plain:
-            choices = (self._blocks(index, turn) for index, turn in enumerate(self._turns))
-            return self._base.body("chat.completion", choices, self._own_blocks())
-        plain = [self._choice(index, turn) for index, turn in enumerate(self._turns)]
-        return iter((self._base.plain_body("chat.completion", plain, self._own_members()),))
-
-    def _own_members(self) -> dict[str, object]:
-        if not self._base.options.return_token_ids:
-            return {}
-        return {"prompt_token_ids": list(self._base.generation.prompts[0])}
-
-    def _own_blocks(self) -> Iterator[bytes]:
-        yield from self._base.prompt_logprobs(0)
-        yield sse.members(self._own_members())
-
-    def _blocks(self, index: int, turn: "_Turn") -> Iterator[bytes]:
-        yield from choice_blocks(self._choice(index, turn), _logprobs(turn.logprobs))
-        yield b"}"
-
-    def _content_event(self, delta: Delta, turn: "_Turn") -> bytes:
-        """Return the event of a delta's content; empty when it has none to send."""
-        added = turn.feed(delta.text, ends=delta.finished is not None)
-        if not (any(added.values()) or (self._base.has_details and delta.token_ids)):
-            return b""
-        ids = sse.token_ids_member(delta.token_ids) if self._base.options.return_token_ids else b""
-        logprobs = b"".join(_logprobs(self._content(delta, turn))) if delta.logprobs else b"null"
-        choice = sse.choice(delta.index, b'"delta":%b' % sse.encode_json(added), extra=ids, logprobs=logprobs)
-        line = self._line(delta.index, "" if delta.finished is None else CONTENT_ENDED)
-        return line + self._writer.event(choice, usage=self._base.usage_of(delta.index))
-
-    def _last_event(self, index: int, finished: output_processor_pb2.RequestFinished) -> bytes:
-        """Return the event that ends an output."""
-        finish = sse.encode_json(self._finish_reason(index, finished))
-        stop = b',"stop_reason":' + sse.encode_json(self._base.stop_reason(finished))
-        stop += sse.members(routed_member(finished))
-        choice = sse.choice(index, b'"delta":{}', finish, stop)
-        is_last = self._live == 0 and not self._base.options.include_usage
-        timeline = sse.members(self._base.timeline()) if is_last else b""
-        return self._line(index, FINISHED) + self._writer.event(choice, timeline, self._base.usage_of(index))
-
-    def _choice(self, index: int, turn: "_Turn") -> dict[str, object]:
-        """Return a choice; its log probabilities are only marked."""
-        finished = self._base.generation.finished[index]
-        choice: dict[str, object] = {
-            "index": index,
-            "message": turn.message(),
-            "logprobs": self._base.options.num_logprobs,
-            "finish_reason": self._finish_reason(index, finished),
-            "stop_reason": self._base.stop_reason(finished),
-        }
-        if self._base.options.return_token_ids:
-            choice["token_ids"] = turn.token_ids
-        return choice | routed_member(finished)
-
-    def _finish_reason(self, index: int, finished: output_processor_pb2.RequestFinished) -> str:
-        """Return ``tool_calls`` for an output that ended by itself and calls tools; one that the client's stop string
-        cut within a call does not."""
-        reason, turn = finish_reason(finished), self._turns[index]
-        if reason != "stop" or not turn.calls or (finished.stop_reason and turn.is_within_call):
-            return reason
-        return "tool_calls"
-
-    def _content(self, delta: Delta, turn: "_Turn") -> JsonBlocks:
-        """Return a delta's log probabilities, which may be shaped already."""
-        if not turn.logprobs:
-            for _ in self.shape(delta):
-                pass
-        return turn.logprobs
-
-
-class _Turn:
-    """Collects one output of a chat: the assistant's message, and what else the client asked for.
-
-    Attributes:
-        head, tail: What stands before and after the text in events that hold only text.
-    """
-
-    def __init__(self, base: AnswerBase, index: int) -> None:
-        plan = base.options.plan
-        generation = base.generation
-        self.head, self.tail = base.writer.text_ends(index, b'"delta":{"content":', b"}")
-        self.token_ids: list[int] = []
-        self.logprobs = JsonBlocks()
-        self.calls: list[dict[str, Any]] = []
-        is_open, may_reason = generation.opens_reasoning, generation.may_reason
-        self._reader = OutputReader(plan, reasoning_is_open=is_open, may_reason=may_reason)
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._arguments: list[list[str]] = []
-
-    def feed(self, text: str, *, ends: bool) -> dict[str, object]:
-        """Return what more text adds, as a ``delta``; without values while nothing is certain.
-
-        ``ends``: it is the last text.
-        """
-        if self._reader.is_plain:
-            self._content.append(text)
-            return {"content": text}
-        delta = self._reader.feed(text, ends=ends)
-        if not delta:
-            return {}
-        added: dict[str, object] = {}
-        if content := text_of(delta):
-            self._content.append(content)
-            added["content"] = content
-        if reasoning := reasoning_of(delta):
-            self._reasoning.append(reasoning)
-            added |= _reasoning(reasoning)
-        if calls := calls_of(delta):
-            added["tool_calls"] = [self._add_call(call) for call in calls]
-        return added
-
-    @property
-    def is_within_call(self) -> bool:
-        """Return whether the output ends within a call."""
-        return self._reader.is_within_call
-
-    def message(self) -> dict[str, object]:
-        """Return all of it, as a ``message``."""
-        content = None if self.calls and not self._content else "".join(self._content)
-        message = {"role": "assistant", "content": content} | _reasoning("".join(self._reasoning))
-        for call, arguments in zip(self.calls, self._arguments, strict=True):
-            call["function"]["arguments"] = "".join(arguments)
-        return message | {"tool_calls": self.calls} if self.calls else message
-
-    def _add_call(self, call: CallDelta) -> dict[str, object]:
-        """Return a call's delta; only the first one holds its id and name."""
-        if not call.call_id:
-            self._arguments[call.index].append(call.arguments)
-            return {"index": call.index, "function": {"arguments": call.arguments}}
-        function = {"name": call.name, "arguments": call.arguments}
-        whole = {"id": call.call_id, "type": "function", "function": function}
-        self.calls.append(whole)
-        self._arguments.append([call.arguments])
-        return {"index": call.index, **whole, "function": dict(function)}
 
 
 def _sampling(
@@ -318,12 +91,141 @@ def _sampling(
     return sampling, lost, names
 
 
-def _reasoning(text: str) -> dict[str, object]:
-    """Return reasoning under vLLM's name, and the older name that clients know."""
-    return {"reasoning": text, "reasoning_content": text} if text else {}
+def template_kwargs(fields: ChatCompletionRequest) -> dict[str, Any]:
+    """Return the variables of the chat template; those of ``chat_template_kwargs`` win. Raises ``InvalidArgument``."""
+    kwargs: dict[str, Any] = {}
+    if fields.documents:
+        kwargs["documents"] = fields.documents
+    effort = fields.reasoning_effort or (_member(fields, "reasoning", "effort", str) if fields.reasoning else None)
+    if effort is not None:
+        kwargs["reasoning_effort"] = effort
+        if effort == "none":
+            kwargs["enable_thinking"] = False
+    if fields.reasoning and (enabled := _member(fields, "reasoning", "enabled", bool)) is not None:
+        kwargs["enable_thinking"] = enabled
+    if fields.thinking and (kind := _member(fields, "thinking", "type", str)) is not None:
+        if kind not in ("enabled", "disabled", "adaptive"):
+            raise errors.InvalidArgument("thinking.type must be enabled, adaptive or disabled", "thinking.type")
+        kwargs["enable_thinking"] = kind != "disabled"
+    return kwargs | (fields.chat_template_kwargs or {})
 
 
-def _logprobs(content: JsonBlocks) -> Iterator[bytes]:
-    yield b'{"content":['
-    yield from content.take()
-    yield b'],"refusal":null}'
+def _member(fields: ChatCompletionRequest, field: str, name: str, kind: type) -> Any:
+    """Return a member of a field that is an object; None if either is not set."""
+    value = (getattr(fields, field) or {}).get(name)
+    if value is not None and type(value) is not kind:
+        article = "a boolean" if kind is bool else "a string"
+        raise errors.InvalidArgument(f"{field}.{name} must be {article}", f"{field}.{name}")
+    return value
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXTS = ("name", "tool_call_id")
+# A turn that only called tools or only reasoned, and a tool that returned nothing, come without a content, with null or
+# with no parts, depending on the client.
+_MAY_BE_EMPTY = ("assistant", "tool")
+_TEXT_PARTS = ("text", "refusal")
+"""Types of parts, whose text is in a member of the same name."""
+
+
+def read_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    *,
+    continue_final_message: bool | None = None,
+    where: str = "messages",
+) -> Chat:
+    """Return a conversation for the tokenizer. Raises ``InvalidArgument`` naming the part below ``where``."""
+    if not messages:
+        raise errors.InvalidArgument(f"{where} must not be empty", where)
+    turns = []
+    for index, message in enumerate(messages):
+        turns.append(_message(f"{where}[{index}]", message))
+    if continue_final_message and add_generation_prompt:
+        conflict = "continue_final_message excludes add_generation_prompt, which begins another turn"
+        raise errors.InvalidArgument(conflict, "continue_final_message")
+    return Chat(
+        messages_json=sse.encode_json(turns),
+        tools_json=sse.encode_json([tool.definition for tool in tools]) if tools else b"",
+        template_kwargs_json=sse.encode_json(template_kwargs) if template_kwargs else b"",
+        add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
+        continue_final_message=bool(continue_final_message),
+    )
+
+
+def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
+    """Return one turn as templates accept it: role, text, and what only some roles have."""
+    role = message.get("role")
+    if role not in ROLES:
+        raise errors.InvalidArgument(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+    for part in ("function_call", "audio") if role == "assistant" else ("function_call", "audio", "tool_calls"):
+        if message.get(part):
+            raise errors.InvalidArgument(f"{where}.{part} is not supported yet", f"{where}.{part}")
+    turn: dict[str, object] = {"role": role}
+    calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls")) if role == "assistant" else []
+    content = message.get("content")
+    if content is None and role == "assistant":
+        content = message.get("refusal")
+    if isinstance(content, str):
+        turn["content"] = content
+    elif content in (None, []) and role in _MAY_BE_EMPTY:
+        turn["content"] = ""
+    else:
+        turn["content"] = _join_parts(f"{where}.content", content)
+    if calls:
+        turn["tool_calls"] = calls
+    # vLLM has renamed reasoning_content to reasoning; templates use the older name.
+    for name in (*_TEXTS, "reasoning_content", "reasoning") if role == "assistant" else _TEXTS:
+        value = message.get(name)
+        if value is not None and (text := _string(f"{where}.{name}", value)):
+            turn["reasoning_content" if name == "reasoning" else name] = text
+    return turn
+
+
+def _join_parts(where: str, content: object) -> str:
+    """Return the text of a turn that is sent in parts; they are joined by line breaks, as in vLLM."""
+    if not isinstance(content, list) or not content:
+        raise errors.InvalidArgument(f"{where} must be a string or a list of text parts", where)
+    return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+
+
+def _part(where: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise errors.InvalidArgument(f"{where} must be an object with type and text", where)
+    kind = part.get("type")
+    if kind not in _TEXT_PARTS:
+        raise errors.InvalidArgument(f"{where}.type: {str(kind)[:64]!r} is not supported; send text", f"{where}.type")
+    return _string(f"{where}.{kind}", part.get(kind))
+
+
+def _tool_calls(where: str, calls: object) -> list[dict[str, object]]:
+    """Return the calls of a past turn."""
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise errors.InvalidArgument(f"{where} must be a list of tool calls", where)
+    return [_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
+
+
+def _tool_call(where: str, call: object) -> dict[str, object]:
+    function = call.get("function") if isinstance(call, dict) else None
+    is_function = isinstance(call, dict) and call.get("type") in (None, "function")
+    if not isinstance(call, dict) or not isinstance(function, dict) or not is_function:
+        raise errors.InvalidArgument(f'{where} must be {{"id": …, "type": "function", "function": {{…}}}}', where)
+    name = _string(f"{where}.function.name", function.get("name"))
+    arguments = past_arguments(function.get("arguments"))
+    if isinstance(arguments, dict):
+        arguments = raw_arguments(arguments)
+    turn: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    call_id = call.get("id")
+    return turn | {"id": _string(f"{where}.id", call_id)} if call_id not in (None, "") else turn
+
+
+def _string(where: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise errors.InvalidArgument(f"{where} must be a string", where)
+    return value

@@ -19,7 +19,7 @@ from ..generation.running_pooling import RunningPooling
 from ..http.http_exchange import HttpExchange, respond_in_pieces
 from ..http.json_body import BodyParser
 from ..openai.body_reader import Body
-from ..openai.chat_messages import read_chat
+from ..openai.chat import read_chat
 from ..openapi.pooling_schemas import InputFields, PoolingFields
 from ..records.generate_request import Chat, GenerateRequest
 from ..records.model_names import ModelNames

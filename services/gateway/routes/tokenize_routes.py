@@ -16,7 +16,7 @@ from ..http.json_body import BodyParser
 from ..http.route import Routes
 from ..mesh.tokenizer_client import TokenizerClient, limited
 from ..openai.body_reader import Body, BodyReader
-from ..openai.chat_messages import read_chat
+from ..openai.chat import read_chat
 from ..openapi import route_table
 from ..openapi.request_schemas import DetokenizeRequest, TokenizeRequest
 from ..records.generate_request import Chat

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.openai.chat_messages import read_chat
+from tokenloom.services.gateway.openai.chat import read_chat
 
 USER = {"role": "user", "content": "hi"}
 

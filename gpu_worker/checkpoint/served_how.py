@@ -28,6 +28,7 @@ from .files.config_reader import UnsupportedError, causal_classes, is_class_of_t
 from .load_config import check_quantization, load_model_config
 from .local_config import check_device_options, check_kv_dtype, check_options, local_config
 from .model_config import ModelConfig
+from .quantization.entries import scheme_for_modules
 from .supported import ARCHITECTURES, BUILT_IN, ENCODERS, is_encoder
 
 By = Literal["built in", "encoder", "transformers"]
@@ -201,11 +202,7 @@ def _by_transformers(path: Path, found: ServedHow) -> ServedHow:
     classes = frozenset(causal_classes().values()) if types is None else {each for each, _ in types["types"].values()}
     if name not in classes:
         raise ValueError(f"{file}: {_unknown(name, values, has_transformers=bool(classes))}")
-    if values.get("quantization_config"):
-        raise ValueError(
-            f"{file}: quantization_config is not supported for {name}: use the checkpoint's unquantized weights, with "
-            "--quantization int8-dynamic if memory is short"
-        )
+    scheme_for_modules(path)
     own, reason = (types["types"] if types else {}).get(str(values.get("model_type")), ("", UNTRIED))
     if own != name or reason == UNTRIED:
         return ServedHow("transformers", lack=found.lack, is_tried=False)

@@ -8,6 +8,7 @@ take it refuses with ``reader.error``, which names entry, wanted and found value
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ..files.config_reader import ConfigReader
@@ -309,4 +310,16 @@ def read_scheme(reader: ConfigReader) -> Scheme | None:
     assert entries is not None
     scheme = read(entries)
     entries.refuse_rest()
+    return scheme
+
+
+def scheme_for_modules(path: Path) -> Scheme | None:
+    """Return what :func:`read_scheme` does for a checkpoint directory that transformers' modules compute.
+
+    Raises ``ValueError`` for a method whose tensors only the built-in code reads, too.
+    """
+    reader = ConfigReader.open(path)
+    scheme = read_scheme(reader)
+    if isinstance(scheme, Mxfp4):
+        raise reader.error(ENTRY, "is mxfp4, which transformers' modules do not compute here: choose model_impl auto")
     return scheme

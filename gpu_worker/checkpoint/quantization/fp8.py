@@ -56,8 +56,10 @@ class PackedFloats:
     def _scales(self, first: int, last: int) -> Tensor:
         """Return those of some outputs, [last - first, groups of inputs] float32."""
         outputs = self.block[0]
-        scales = self.files.read(self.scale_name).float().view(-(-self.shape[0] // outputs), -1)
-        return scales[torch.arange(first, last) // outputs]
+        stored = self.files.read(self.scale_name)
+        # Scales that are powers of two may be stored as their exponents (e8m0), then without a dtype of their own.
+        scales = (stored.float() - 127).exp2() if stored.dtype == torch.uint8 else stored.float()
+        return scales.view(-(-self.shape[0] // outputs), -1)[torch.arange(first, last) // outputs]
 
 
 def find_fp8(entries: Fp8, files: TensorFiles) -> Mapping[str, Found]:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.expert_routes import ExpertRoutes, LayerRoutes
-from ...layers.linear import Linear, make_linear
+from ...layers.linear import Linear
 from ...parallel.experts.grouped_rows import GroupedRows, mix_experts
+from .stored_weights import StoredWeight, make_layer
 
 _ATTRIBUTE = "tokenloom_experts"
 
@@ -63,9 +64,10 @@ class ModuleExperts:
         weights = getattr(module, name).detach()
         biases = getattr(module, f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
         linears = []
-        for weight, bias in zip(weights, biases, strict=True):
+        for expert, bias in enumerate(biases):
+            weight = weights.first(expert) if isinstance(weights, StoredWeight) else weights[expert]
             matrix = weight.t() if module.is_transposed else weight
-            linears.append(make_linear(matrix.contiguous(), bias, quantization))
+            linears.append(make_layer(matrix.contiguous(), bias, quantization))
         delattr(module, name)
         return linears
 

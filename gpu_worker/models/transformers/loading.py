@@ -3,16 +3,21 @@ checkpoint into its modules."""
 
 import threading
 import warnings
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ...checkpoint.directory_source import DirectorySource
 from ...checkpoint.files.config_reader import is_pickled, read_architecture, weight_files
+from ...checkpoint.quantization.entries import Scheme, scheme_for_modules
 from ...ops.ops import Ops
 from .modules import replace_modules
+from .stored_weights import read_state, unpack_rest
 
 
 class CausalClass(NamedTuple):
@@ -23,6 +28,8 @@ class CausalClass(NamedTuple):
     config: Any
     """The checkpoint's ``PreTrainedConfig``."""
     architecture: str
+    scheme: Scheme | None = None
+    """How the checkpoint stores quantized weights."""
 
 
 def find_causal_class(path: Path) -> CausalClass:
@@ -34,18 +41,14 @@ def find_causal_class(path: Path) -> CausalClass:
     model = getattr(transformers, name, None) if name.isidentifier() else None
     if not isinstance(model, type) or not issubclass(model, transformers.PreTrainedModel):
         raise unknown_class(path, name, values)
-    if values.get("quantization_config"):
-        raise ValueError(
-            f"{path / 'config.json'}: quantization_config is not supported for {name}: use the checkpoint's "
-            "unquantized weights, with --quantization int8-dynamic if memory is short"
-        )
     config = read_config(path)
+    vars(config).pop("quantization_config", None)  # transformers' own readers are not used
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ValueError(
             f"{path / 'config.json'}: architectures names {name}, which is not a causal language model: use a "
             "checkpoint whose entry ends in ForCausalLM"
         )
-    return CausalClass(model, config, name)
+    return CausalClass(model, config, name, scheme_for_modules(path))
 
 
 def read_config(path: Path) -> Any:
@@ -87,26 +90,44 @@ def load_modules(
     Raises ``ValueError`` if tensors are missing, left over or of another shape.
     """
     files = weight_files(path)  # raises ValueError for other formats
-    try:
-        model, report = load_quietly(found, path, dtype, use_safetensors=not is_pickled(files[0]))
-    except Exception as error:  # classes check their configurations in many ways
-        raise ValueError(
-            f"{path / 'config.json'}: transformers cannot load {found.architecture}: {type(error).__name__}: {error}"
-        ) from error
-    refuse_differences(report)
-    model = model.to(device).eval().requires_grad_(False)
-    with torch.inference_mode():
-        replace_modules(model, model.get_output_embeddings(), ops, quantization)
+    with ExitStack() as opened:
+        state = None
+        if found.scheme is not None:
+            source = opened.enter_context(closing(DirectorySource(path, found.scheme)))
+            with torch.inference_mode(False):
+                state = read_state(source, dtype)
+        try:
+            # Stand-ins of weights cannot be tensors of inference mode, in which transformers makes parameters of them.
+            with torch.inference_mode(torch.is_inference_mode_enabled() and state is None), torch.no_grad():
+                model, report = load_quietly(found, path, dtype, use_safetensors=not is_pickled(files[0]), state=state)
+        except Exception as error:  # classes check their configurations in many ways
+            raise ValueError(
+                f"{path / 'config.json'}: transformers cannot load {found.architecture}: {type(error).__name__}: "
+                f"{error}"
+            ) from error
+        refuse_differences(report)
+        with torch.inference_mode():
+            if device.type != "cpu":  # where layers keep no weights as they are stored
+                unpack_rest(model)
+            model = model.to(device).eval().requires_grad_(False)
+            replace_modules(model, model.get_output_embeddings(), ops, quantization)
+            unpack_rest(model)
     return model
 
 
 def load_quietly(
-    found: CausalClass, path: Path, dtype: torch.dtype, *, use_safetensors: bool, attention: str | None = "eager"
+    found: CausalClass,
+    path: Path,
+    dtype: torch.dtype,
+    *,
+    use_safetensors: bool,
+    attention: str | None = "eager",
+    state: dict[str, Tensor] | None = None,
 ) -> tuple[Any, Any]:
     """Return the model with transformers' own attention, and the differences between its tensors and the files'.
 
-    ``attention``: which one; None: the class's default. Progress bars and warnings about the classes are for those who
-    train models.
+    ``attention``: which one; None: the class's default. ``state``: the tensors; None: those of the files of ``path``.
+    Progress bars and warnings about the classes are for those who train models.
     """
     shows_progress, verbosity = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -115,8 +136,9 @@ def load_quietly(
         with _LOADING, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loaded: tuple[Any, Any] = found.model.from_pretrained(
-                path,
+                path if state is None else None,
                 config=found.config,
+                state_dict=state,
                 dtype=dtype,
                 attn_implementation=attention,
                 # The class is that of the installed library: code that comes with a checkpoint is never run.

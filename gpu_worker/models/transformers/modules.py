@@ -13,11 +13,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from ...layers.activation import ACTIVATIONS
-from ...layers.linear import Linear, make_linear
+from ...layers.linear import Linear
 from ...layers.norm import rms_norm
 from ...ops.ops import Ops
 from .experts import ModuleExperts, can_group
 from .paged_attention import UnservableModel
+from .stored_weights import make_layer
 
 _READABLE = {
     Tensor.size,
@@ -39,7 +40,7 @@ class AbsentWeight(Tensor):
     @classmethod
     def like(cls, tensor: Tensor) -> "AbsentWeight":
         """Return the stand-in of ``tensor``. Its device is ``meta``."""
-        return torch.empty_like(tensor, device="meta", requires_grad=False).as_subclass(cls)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(cls)
 
     @classmethod
     def __torch_function__(
@@ -145,7 +146,7 @@ def _can_merge(layers: Sequence[nn.Module | None]) -> bool:
 def _merge(layers: Sequence[Any], quantization: str | None) -> MergedLinear:
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-    return MergedLinear(make_linear(weight, bias, quantization), [layer.out_features for layer in layers])
+    return MergedLinear(make_layer(weight, bias, quantization), [layer.out_features for layer in layers])
 
 
 def _activation(module: Any) -> str | None:
@@ -218,7 +219,7 @@ def _replacement(module: nn.Module, quantization: str | None, ops: Ops) -> nn.Mo
     if type(module) is nn.Linear or type(module) is Conv1D:
         weight = module.weight.detach() if type(module) is nn.Linear else module.weight.detach().t().contiguous()
         bias = None if module.bias is None else module.bias.detach()
-        return LinearModule(make_linear(weight, bias, quantization), weight, bias)
+        return LinearModule(make_layer(weight, bias, quantization), weight, bias)
     if type(module).__name__.endswith("RMSNorm"):
         return _replace_norm(module, ops)
     return None

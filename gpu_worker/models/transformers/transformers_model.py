@@ -132,7 +132,8 @@ class TransformersModel:
         body_name = _body_name(model)
         body = getattr(model, body_name)
         wanted = self._wanted_length
-        declared = self.declared = declared_config(found.config, self._dtype_name, self._quantization, wanted)
+        declared = declared_config(found.config, self._dtype_name, self._quantization, wanted)
+        declared = self.declared = dataclasses.replace(declared, scheme=found.scheme)
         if declared.max_model_len > max_model_len(found.config):
             length = min(wanted or 0, declared.max_model_len)
             fix_ropes(model, length)
@@ -186,7 +187,9 @@ def read_declared(path: Path, dtype: DtypeName, quantization: str | None, max_le
 
     ``max_length`` is what the engine's options allow. Raises ``ValueError``.
     """
-    return declared_config(find_causal_class(path).config, dtype, quantization, max_length)
+    found = find_causal_class(path)
+    declared = declared_config(found.config, dtype, quantization, max_length)
+    return dataclasses.replace(declared, scheme=found.scheme)
 
 
 def reads_entries(path: Path, names: Sequence[str]) -> bool:
@@ -210,7 +213,7 @@ def check_checkpoint(path: Path, dtype: DtypeName) -> None:
     Raises ``ValueError``. Tensors that transformers stores under other names than it computes with are not compared.
     """
     found, computed_in = find_causal_class(path), as_torch(dtype)
-    with Checkpoint(path, computed_in, torch.device("meta")) as checkpoint:
+    with Checkpoint(path, computed_in, torch.device("meta"), found.scheme) as checkpoint:
         for name, tensor in make_on_meta(found, computed_in).state_dict().items():
             if name in checkpoint:
                 checkpoint.take(name, *tensor.shape)

@@ -17,7 +17,7 @@ Parts = dict[str, Tensor]
 Quantize = Callable[[Tensor], tuple[Parts, Tensor]]
 """From a weight [out, in] to the stored tensors by the ends of their names, and the weight that they stand for."""
 
-_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "fc1", "fc2")
 
 
 def write(

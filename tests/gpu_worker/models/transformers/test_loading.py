@@ -61,8 +61,16 @@ def write(path: Path, **entries: Any) -> Path:
         ({"architectures": ["ElectraForMaskedLM"], "model_type": "electra"}, "is not a causal language model"),
         ({"architectures": []}, "architectures must name the model's class"),
         (
-            {"architectures": ["PhiForCausalLM"], "model_type": "phi", "quantization_config": {"quant_method": "awq"}},
-            "quantization_config is not supported for PhiForCausalLM",
+            {"architectures": ["PhiForCausalLM"], "model_type": "phi", "quantization_config": {"quant_method": "hqq"}},
+            "quant_method 'hqq' is not supported .gptq, awq",
+        ),
+        (
+            {
+                "architectures": ["PhiForCausalLM"],
+                "model_type": "phi",
+                "quantization_config": {"quant_method": "mxfp4"},
+            },
+            "quantization_config is mxfp4, which transformers' modules do not compute here",
         ),
         (
             {"architectures": ["PhiForCausalLM"], "model_type": "phi", "dtype": "float32"},

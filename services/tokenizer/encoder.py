@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 
+from tokenloom.model_files.sentence_texts import SentenceTexts
 from tokenloom.request import errors
 from tokenloom.request.prefix_schedule import prefix_hashes
 from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
@@ -40,11 +41,86 @@ class PromptTruncation:
         return [position for position in range(len(sequence_ids)) if position not in dropped]
 
 
+class TextRule(NamedTuple):
+    """Says how texts become tokens."""
+
+    add_special_tokens: bool = True
+    prefix: str = ""
+    """Stands before each text."""
+    num_skipped: int = 0
+    """So many tokens of the prefix take no part in a vector."""
+    cut: PromptTruncation | None = None
+    """Limits the tokens of each prompt; None: nothing does."""
+
+
+class VectorTexts:
+    """Gives the rules of texts that become vectors, as the files of sentence-transformers say."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: SentenceTexts | None) -> None:
+        """``texts``: None: the checkpoint has no such files."""
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._rules: dict[str, TextRule] = {}  # at most as many as the checkpoint has prompts
+
+    def rule(self, prompt_name: str) -> TextRule:
+        """Return the rule with the prompt of this name; empty: with the default. Raises ``InvalidArgument``."""
+        if prompt_name not in self._rules:
+            self._rules[prompt_name] = self._make(prompt_name)
+        return self._rules[prompt_name]
+
+    def _make(self, prompt_name: str) -> TextRule:
+        texts = self._texts
+        if texts is None:
+            if prompt_name:
+                raise errors.InvalidArgument("prompt_name: the model's files define no prompts", "prompt_name")
+            return TextRule()
+        try:
+            prefix = texts.prompt(prompt_name)
+        except ValueError as error:
+            raise errors.InvalidArgument(str(error), "prompt_name") from None
+        cut = PromptTruncation(texts.max_tokens, texts.keeps_first) if texts.max_tokens else None
+        rule = TextRule(texts.adds_special_tokens, prefix, cut=cut)
+        if texts.pools_prompt or not prefix:
+            return rule
+        encoding = self._tokenizer.encode(prefix, add_special_tokens=texts.adds_special_tokens)
+        length = min(len(encoding.ids), texts.max_tokens or len(encoding.ids))
+        # A special token at the end comes after the text, as in sentence-transformers.
+        return rule._replace(num_skipped=length - encoding.special_tokens_mask[-1])
+
+
+def encode_text(
+    tokenizer: Tokenizer, text: str, second: str | None, rule: TextRule, *, want_strings: bool = False
+) -> TokenizedPrompt:
+    """Return the tokens of a text, or of a pair, without block hashes."""
+    encoding = tokenizer.encode(rule.prefix + text, second, add_special_tokens=rule.add_special_tokens)
+    ids, types = encoding.ids, encoding.type_ids if second is not None else ()
+    num_skipped, cut = min(rule.num_skipped, len(ids)), rule.cut
+    if cut is not None and len(ids) > cut.max_tokens:
+        kept = cut.kept(encoding.sequence_ids)
+        ids, types = [ids[index] for index in kept], [types[index] for index in kept] if types else ()
+        num_skipped = sum(index < num_skipped for index in kept)
+    return TokenizedPrompt(
+        token_ids=ids,
+        token_strings=encoding.tokens if want_strings else (),
+        first_part_tokens=types.index(1) if 1 in types else 0,
+        skipped_tokens=num_skipped,
+    )
+
+
 class TextEncoder:
     """Runs a tokenizer in its own threads."""
 
-    def __init__(self, tokenizer: Tokenizer, *, block_size: int, max_text_bytes: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        block_size: int,
+        max_text_bytes: int,
+        num_threads: int,
+        vector_texts: SentenceTexts | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._vector_texts = VectorTexts(tokenizer, vector_texts)
         self._block_size = block_size
         self._max_text_bytes = max_text_bytes
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
@@ -60,12 +136,14 @@ class TextEncoder:
         want_token_strings: bool = False,
         second_texts: Sequence[str] = (),
         cut: PromptTruncation | None = None,
+        prompt_name: str | None = None,
     ) -> Coroutine[Any, Any, list[TokenizedPrompt]]:
         """Return the ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
 
         Args:
             second_texts: What to join to each text; empty: nothing.
-            cut: Limits the tokens of each prompt; None: nothing does.
+            cut: Limits the tokens of each prompt; None: nothing does, but the files of sentence-transformers.
+            prompt_name: Of the prompt of texts that become vectors; empty: the default; None: they become none.
 
         Raises ``InvalidArgument`` for a text over the size limit or one that makes the tokenizer fail,
         ``ResourceExhausted`` when too many calls wait.
@@ -75,8 +153,12 @@ class TextEncoder:
         for text in (*texts, *second_texts):
             if 4 * len(text) > self._max_text_bytes:  # a character has at most four bytes: most need not be measured
                 self._check_size(text)
+        rule = TextRule() if prompt_name is None else self._vector_texts.rule(prompt_name)
+        rule = rule._replace(
+            add_special_tokens=add_special_tokens and rule.add_special_tokens, cut=rule.cut if cut is None else cut
+        )
         pairs = list(zip_longest(texts, second_texts))
-        return self._in_thread(self._encode, pairs, add_special_tokens, want_hashes, salt, want_token_strings, cut)
+        return self._in_thread(self._encode, pairs, rule, want_hashes, salt, want_token_strings)
 
     def encode_chat(
         self, rendered: Rendered, *, want_hashes: bool, salt: bytes, want_token_strings: bool = False
@@ -88,8 +170,8 @@ class TextEncoder:
         if not rendered.masks:
             if 4 * len(rendered.text) > self._max_text_bytes:
                 self._check_size(rendered.text)
-            pairs = [(rendered.text, None)]
-            return self._in_thread(self._encode, pairs, False, want_hashes, salt, want_token_strings, None)
+            rule = TextRule(add_special_tokens=False)
+            return self._in_thread(self._encode, [(rendered.text, None)], rule, want_hashes, salt, want_token_strings)
         return self._in_thread(self._encode_masked, rendered, want_hashes, salt, want_token_strings)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -103,26 +185,16 @@ class TextEncoder:
     def _encode(
         self,
         pairs: Sequence[tuple[str, str | None]],
-        add_special_tokens: bool,
+        rule: TextRule,
         want_hashes: bool,
         salt: bytes,
         want_token_strings: bool,
-        cut: PromptTruncation | None,
     ) -> list[TokenizedPrompt]:
         prompts = []
         for text, second in pairs:
-            encoding = self._tokenizer.encode(text, second, add_special_tokens=add_special_tokens)
-            ids, types = encoding.ids, encoding.type_ids if second is not None else ()
-            if cut is not None and len(ids) > cut.max_tokens:
-                kept = cut.kept(encoding.sequence_ids)
-                ids, types = [ids[index] for index in kept], [types[index] for index in kept] if types else ()
-            prompt = TokenizedPrompt(
-                token_ids=ids,
-                token_strings=encoding.tokens if want_token_strings else (),
-                first_part_tokens=types.index(1) if 1 in types else 0,
-            )
+            prompt = encode_text(self._tokenizer, text, second, rule, want_strings=want_token_strings)
             if want_hashes:
-                prompt.block_hash_prefixes.extend(prefix_hashes(ids, self._block_size, salt))
+                prompt.block_hash_prefixes.extend(prefix_hashes(prompt.token_ids, self._block_size, salt))
             prompts.append(prompt)
         return prompts
 

@@ -37,6 +37,7 @@ class TokenizerService:
             block_size=settings.block_size,
             max_text_bytes=settings.max_text_bytes,
             num_threads=settings.threads,
+            vector_texts=info.vector_texts,
         )
         if info.chat_template:
             self._renderer = Renderer(
@@ -85,5 +86,6 @@ def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTo
         tool_call_parser=output_format.tool_call_parser(info.chat_template),
         reasoning_parser=format_of_template(info.chat_template),
         special_marks=output_format.special_marks(tokenizer),
+        max_sentence_tokens=0 if info.vector_texts is None else info.vector_texts.max_tokens,
     )
     return info, tokenizer, answer

@@ -65,6 +65,7 @@ class TokenizerServicer(TokenizerServicerBase):
             want_token_strings=request.want_token_strings,
             second_texts=request.second_texts,
             cut=PromptTruncation(request.max_tokens, request.keep_first) if request.max_tokens else None,
+            prompt_name=request.prompt_name if request.HasField("prompt_name") else None,
         )
         self._metrics.encode.observe(time.monotonic() - started)
         self._metrics.tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))

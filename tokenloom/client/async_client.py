@@ -249,8 +249,8 @@ class AsyncClient:
     async def embed(self, inputs: Sequence[PoolInput], *, timeout: float | None = None, **options: Any) -> Pooled:
         """Return one vector for each input, at most 2048.
 
-        ``options``: ``model``, ``dimensions``, ``normalize``, ``truncate_prompt_tokens``, ``priority``. Raises any of
-        :mod:`errors`.
+        ``options``: ``model``, ``dimensions``, ``normalize``, ``prompt_name``, ``truncate_prompt_tokens``,
+        ``priority``. Raises any of :mod:`errors`.
         """
         return await self._pooled("Embed", embed_request(inputs, **options), timeout)
 

@@ -243,8 +243,8 @@ class Client:
     def embed(self, inputs: Sequence[PoolInput], *, timeout: float | None = None, **options: Any) -> Pooled:
         """Return one vector for each input, at most 2048.
 
-        ``options``: ``model``, ``dimensions``, ``normalize``, ``truncate_prompt_tokens``, ``priority``. Raises any of
-        :mod:`errors`.
+        ``options``: ``model``, ``dimensions``, ``normalize``, ``prompt_name``, ``truncate_prompt_tokens``,
+        ``priority``. Raises any of :mod:`errors`.
         """
         return self._pooled("Embed", embed_request(inputs, **options), timeout)
 

@@ -15,6 +15,7 @@ from ..request.narrowing import narrow_sampling
 from ..request.sampling_params import CHECKPOINT_NAMES
 from ..v1 import types_pb2
 from .model_path import weight_paths
+from .sentence_texts import TEXT_FILES, SentenceTexts, read_sentence_texts
 from .tokenizer_json import VOCABULARY_FILES, has_byte_level_files, make_byte_level_tokenizer, save_tokenizer
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    *TEXT_FILES,
 )
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -45,6 +47,8 @@ class CheckpointInfo:
         default_sampling_params: Defaults of ``generation_config.json`` for requests that do not set a parameter.
         chat_template: The template's text; empty: none.
         special_tokens: ``bos_token`` and the like, by name, as templates see them.
+        vector_texts: How sentence-transformers treats texts that become vectors; None: the checkpoint has no such
+            files.
     """
 
     path: Path
@@ -52,6 +56,7 @@ class CheckpointInfo:
     default_sampling_params: types_pb2.SamplingParams = field(default_factory=types_pb2.SamplingParams)
     chat_template: str = ""
     special_tokens: dict[str, str] = field(default_factory=dict)
+    vector_texts: SentenceTexts | None = None
 
     @classmethod
     def load(cls, path: Path) -> "CheckpointInfo":
@@ -75,6 +80,7 @@ class CheckpointInfo:
             default_sampling_params=_sampling_defaults(path, generation),
             chat_template=_chat_template(path, tokenizer),
             special_tokens=tokens,
+            vector_texts=_vector_texts(path),
         )
 
 
@@ -88,7 +94,25 @@ def load_tokenizer(path: Path) -> "Tokenizer":
         return load_gguf_tokenizer(path)
     tokenizer = _read_tokenizer(path)
     _add_tokens(tokenizer, path)
+    texts = _vector_texts(path)
+    if texts is not None and texts.lowers:
+        _lower(tokenizer)
     return tokenizer
+
+
+def _vector_texts(path: Path) -> SentenceTexts | None:
+    try:
+        return read_sentence_texts(path)
+    except ValueError as error:
+        raise InvalidArgument(f"model {path.name!r}: {error}", "model") from None
+
+
+def _lower(tokenizer: "Tokenizer") -> None:
+    """Let the tokenizer read every text in lower case."""
+    from tokenizers import normalizers
+
+    own = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
 
 
 def _read_tokenizer(path: Path) -> "Tokenizer":

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 _FIRST = ("Transformer", "StaticEmbedding")
 _LATER = ("Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
+_NAMES = "config_sentence_transformers.json"
 _SETTINGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+TEXT_FILES = ("modules.json", "1_Pooling/config.json", _NAMES, *_SETTINGS)
+"""The files that say how texts become tokens."""
 _HARMLESS = frozenset(["attn_implementation", "dtype", "local_files_only", "token", "torch_dtype", "trust_remote_code"])
 """Arguments that change no vector: the engine chooses the dtype and how attention is computed."""
 _NO_PROMPTS: dict[str, str] = {"query": "", "document": ""}
@@ -36,14 +39,21 @@ class SentenceModule(NamedTuple):
         return _read_object(self.directory / "config.json")
 
 
+def model_kind(path: Path) -> str:
+    """Return the class of sentence-transformers that saved a checkpoint directory."""
+    return str(_read_object(path / _NAMES).get("model_type", "SentenceTransformer"))
+
+
 def read_modules(path: Path) -> Sequence[SentenceModule] | None:
     """Return the modules that ``modules.json`` of a checkpoint directory lists, in order; None if it has none.
 
     Raises ``ValueError`` naming a module that is not supported.
     """
     file = path / "modules.json"
-    if not file.is_file():
+    if not file.is_file() or (kind := model_kind(path)) == "CrossEncoder":
         return None
+    if kind != "SentenceTransformer":
+        raise ValueError(f"{_NAMES}: model_type {kind} is not supported")
     modules: list[SentenceModule] = []
     for entry in json.loads(file.read_text(encoding="utf-8")):
         name = str(entry["type"])
@@ -102,13 +112,11 @@ def read_sentence_texts(path: Path) -> SentenceTexts | None:
     modules = read_modules(path)
     if modules is None:
         return None
-    names = _read_object(path / "config_sentence_transformers.json")
-    if (kind := names.get("model_type", "SentenceTransformer")) != "SentenceTransformer":
-        raise ValueError(f"config_sentence_transformers.json: model_type {kind} is not supported")
+    names = _read_object(path / _NAMES)
     prompts = _NO_PROMPTS | {str(name): text or "" for name, text in (names.get("prompts") or {}).items()}
     default = names.get("default_prompt_name")
     if default is not None and default not in prompts:
-        raise ValueError(f"config_sentence_transformers.json: default_prompt_name {default!r} is none of its prompts")
+        raise ValueError(f"{_NAMES}: default_prompt_name {default!r} is none of its prompts")
     pools_prompt = all(m.config.get("include_prompt") is not False for m in modules if m.kind == "Pooling")
     if modules[0].kind == "StaticEmbedding":
         return SentenceTexts(prompts, default, pools_prompt=pools_prompt, adds_special_tokens=False)

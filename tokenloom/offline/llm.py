@@ -114,7 +114,7 @@ class LLM:
         self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed, config.reasoning.marks)
         self._loras = OfflineLoras(self._client, are_enabled=config.lora.enable)
         self._loop = OfflineLoop(self._client)
-        self._pooling = OfflinePooling(PoolingPrompts(self._tokenizer, limits), self._loop)
+        self._pooling = OfflinePooling(PoolingPrompts(self._tokenizer, limits, self._info.vector_texts), self._loop)
         self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name)
 
     def generate(
@@ -223,6 +223,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_task: PoolingTaskName | None = None,
+        prompt_name: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool each prompt; return the results in the order of the prompts.
 
@@ -232,10 +233,14 @@ class LLM:
             truncate_prompt_tokens: How many tokens of a longer prompt to keep; -1: as many as the context holds.
             pooling_task: ``embed``, ``classify``, ``score``, ``token_embed`` or ``token_classify``, unless the
                 parameters name it.
+            prompt_name: Of the prompt of the checkpoint's ``config_sentence_transformers.json`` before each text that
+                becomes a vector; None: its default prompt, if it has one.
         """
         with _as_value_error():
             texts = as_prompts(prompts)
-            return self._pooling.encode(texts, pooling_params, pooling_task, truncate_prompt_tokens, use_tqdm)
+            return self._pooling.encode(
+                texts, pooling_params, pooling_task, truncate_prompt_tokens, use_tqdm, prompt_name
+            )
 
     def embed(
         self,
@@ -244,6 +249,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompt_name: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return a vector for each prompt; the arguments are those of :meth:`encode`."""
         pooled = self.encode(
@@ -252,6 +258,7 @@ class LLM:
             truncate_prompt_tokens=truncate_prompt_tokens,
             use_tqdm=use_tqdm,
             pooling_task="embed",
+            prompt_name=prompt_name,
         )
         return [with_outputs(each, lambda data: EmbeddingOutput(data.tolist())) for each in pooled]
 

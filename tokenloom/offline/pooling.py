@@ -1,7 +1,7 @@
 """Pools prompts offline: embeddings, classes, scores and rewards."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,8 +11,10 @@ from tokenizers import Tokenizer
 
 from tokenloom.engine_core.data.core_params import DRAWS_NOTHING, CorePoolingParams
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
+from tokenloom.model_files.sentence_texts import SentenceTexts
 from tokenloom.request.errors import TokenloomError
 from tokenloom.services.engine.records.core_request import to_core_pooling
+from tokenloom.services.tokenizer.encoder import VectorTexts, encode_text
 from tokenloom.v1 import engine_pb2, types_pb2
 
 from .offline_loop import OfflineLoop, check_failures
@@ -81,8 +83,10 @@ class PoolingPrompts:
     """Builds requests; one that is refused has ended with its error. Raises ``ValueError`` for arguments that are wrong
     for all."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: types_pb2.ModelLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: types_pb2.ModelLimits, texts: SentenceTexts | None = None) -> None:
+        """``texts``: how texts that become vectors are encoded; None: as all others."""
         self._tokenizer = tokenizer
+        self._vector_texts = VectorTexts(tokenizer, texts)
         self._limits = limits
         self._request_ids = (f"pooled-{number}" for number in itertools.count())
 
@@ -90,10 +94,29 @@ class PoolingPrompts:
         """Return whether the model pools for this task."""
         return types_pb2.PoolingTask.Value(_wire_name(task)) in self._limits.pooling_tasks
 
-    def read(self, prompts: Sequence[Prompt], truncate: int | None) -> list[TokenizedPrompt]:
-        """Encode prompts, of which ``truncate`` tokens are kept; -1: as many as the context holds; None: all."""
-        most = self._most_tokens(truncate)
-        return read_each(prompts, lambda prompt: _shortened(read_prompt(prompt, self._tokenizer), most))
+    def read(
+        self, prompts: Sequence[Prompt], tasks: Sequence[PoolingTaskName], truncate: int | None, prompt_name: str | None
+    ) -> list[TokenizedPrompt]:
+        """Encode prompts, of which ``truncate`` tokens are kept; -1: as many as the context holds; None: as many as
+        the files of sentence-transformers say of texts that become vectors, and all of others.
+
+        ``prompt_name``: of the prompt before such texts; None: the default.
+        """
+        most, rule = self._most_tokens(truncate), self._vector_texts.rule(prompt_name or "")
+        rule = rule if most is None else rule._replace(cut=None)
+
+        def read(pair: tuple[Prompt, PoolingTaskName]) -> TokenizedPrompt:
+            prompt, makes_vectors = pair[0], pair[1] in ("embed", "token_embed")
+            tokenized = read_prompt(prompt, self._tokenizer)
+            is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt)
+            if prompt_name and not (is_text and makes_vectors):
+                raise ValueError("prompt_name is for texts that become vectors; leave it out")
+            if is_text and makes_vectors and tokenized.text is not None:
+                encoded = encode_text(self._tokenizer, tokenized.text, None, rule)
+                tokenized = replace(tokenized, token_ids=list(encoded.token_ids), skipped_tokens=encoded.skipped_tokens)
+            return _shortened(tokenized, most)
+
+        return read_each(zip(prompts, tasks, strict=True), read)
 
     def pairs(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, truncate: int | None
@@ -136,6 +159,7 @@ class PoolingPrompts:
             dimensions=params.dimensions,
             use_activation=params.use_activation,
             first_part_tokens=first_part_tokens,
+            skipped_tokens=prompt.skipped_tokens,
         )
         wire_prompt = types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds)
         return to_core_pooling(engine_pb2.AddRequest(prompt=wire_prompt, pooling_params=wire), self._limits)
@@ -173,17 +197,12 @@ class OfflinePooling:
         task: PoolingTaskName | None,
         truncate: int | None,
         use_tqdm: bool | Callable[..., Any],
+        prompt_name: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         each = _one_for_each(params, len(prompts))
-        requests = []
-        for prompt, own in zip(self._prompts.read(prompts, truncate), each, strict=True):
-            if task is not None and own.task not in (None, task):
-                raise ValueError(f"pooling_params.task is {own.task}, but {task} is asked for")
-            if (wanted := task or own.task) is None:
-                raise ValueError(
-                    "pooling_task is not set; expected embed, classify, score, token_embed, token_classify"
-                )
-            requests.append(self._prompts.build(prompt, wanted, own))
+        tasks = [_task(task, own) for own in each]
+        tokenized = self._prompts.read(prompts, tasks, truncate, prompt_name)
+        requests = [self._prompts.build(*one) for one in zip(tokenized, tasks, each, strict=True)]
         return self._run(requests, use_tqdm)
 
     def score(
@@ -216,6 +235,15 @@ def with_outputs(
 ) -> PoolingRequestOutput[Result]:
     """Return a result with its numbers in the form that ``read`` makes of them, if it has any."""
     return replace(output, outputs=NO_OUTPUT if output.error is not None else read(output.outputs.data))
+
+
+def _task(task: PoolingTaskName | None, params: PoolingParams) -> PoolingTaskName:
+    """Return the task that the call or its parameters name. Raises ``ValueError`` for none, or for two."""
+    if task is not None and params.task not in (None, task):
+        raise ValueError(f"pooling_params.task is {params.task}, but {task} is asked for")
+    if (wanted := task or params.task) is None:
+        raise ValueError("pooling_task is not set; expected embed, classify, score, token_embed, token_classify")
+    return wanted
 
 
 def _one_for_each(params: PoolingParams | Sequence[PoolingParams] | None, count: int) -> list[PoolingParams]:

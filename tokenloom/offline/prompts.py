@@ -62,6 +62,8 @@ class TokenizedPrompt:
     adapter: bytes = b""
     """The digest of its LoRA adapter; empty: the base model."""
     reasoning_start: ReasoningStart = ReasoningStart.BY_MARKS
+    skipped_tokens: int = 0
+    """So many tokens at its begin take no part in a vector."""
     error: ValueError | None = None
     """Why it cannot be read; then it has no tokens."""
 

@@ -279,18 +279,20 @@ class PoolInputOptions(_message.Message):
     def __init__(self, truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("model", "inputs", "options", "dimensions", "normalize")
+    __slots__ = ("model", "inputs", "options", "dimensions", "normalize", "prompt_name")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     model: str
     inputs: _containers.RepeatedCompositeFieldContainer[PoolInput]
     options: PoolInputOptions
     dimensions: int
     normalize: bool
-    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[PoolInput, _Mapping]]] = ..., options: _Optional[_Union[PoolInputOptions, _Mapping]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ...) -> None: ...
+    prompt_name: str
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[PoolInput, _Mapping]]] = ..., options: _Optional[_Union[PoolInputOptions, _Mapping]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., prompt_name: _Optional[str] = ...) -> None: ...
 
 class ClassifyRequest(_message.Message):
     __slots__ = ("model", "inputs", "options", "use_activation")
@@ -319,20 +321,22 @@ class ScoreRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., options: _Optional[_Union[PoolInputOptions, _Mapping]] = ..., use_activation: _Optional[bool] = ...) -> None: ...
 
 class PoolRequest(_message.Message):
-    __slots__ = ("model", "inputs", "options", "task", "dimensions", "use_activation")
+    __slots__ = ("model", "inputs", "options", "task", "dimensions", "use_activation", "prompt_name")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     model: str
     inputs: _containers.RepeatedCompositeFieldContainer[PoolInput]
     options: PoolInputOptions
     task: _types_pb2.PoolingTask
     dimensions: int
     use_activation: bool
-    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[PoolInput, _Mapping]]] = ..., options: _Optional[_Union[PoolInputOptions, _Mapping]] = ..., task: _Optional[_Union[_types_pb2.PoolingTask, str]] = ..., dimensions: _Optional[int] = ..., use_activation: _Optional[bool] = ...) -> None: ...
+    prompt_name: str
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[PoolInput, _Mapping]]] = ..., options: _Optional[_Union[PoolInputOptions, _Mapping]] = ..., task: _Optional[_Union[_types_pb2.PoolingTask, str]] = ..., dimensions: _Optional[int] = ..., use_activation: _Optional[bool] = ..., prompt_name: _Optional[str] = ...) -> None: ...
 
 class PoolResponse(_message.Message):
     __slots__ = ("request_id", "outputs", "usage")

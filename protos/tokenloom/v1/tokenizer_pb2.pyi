@@ -8,23 +8,25 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TokenizedPrompt(_message.Message):
-    __slots__ = ("token_ids", "block_hash_prefixes", "token_strings", "first_part_tokens", "plain_text_tokens", "reasoning_start")
+    __slots__ = ("token_ids", "block_hash_prefixes", "token_strings", "first_part_tokens", "plain_text_tokens", "reasoning_start", "skipped_tokens")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASH_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_STRINGS_FIELD_NUMBER: _ClassVar[int]
     FIRST_PART_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_TEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONING_START_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_hash_prefixes: _containers.RepeatedScalarFieldContainer[int]
     token_strings: _containers.RepeatedScalarFieldContainer[str]
     first_part_tokens: int
     plain_text_tokens: _containers.RepeatedScalarFieldContainer[str]
     reasoning_start: _types_pb2.ReasoningStart
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., token_strings: _Optional[_Iterable[str]] = ..., first_part_tokens: _Optional[int] = ..., plain_text_tokens: _Optional[_Iterable[str]] = ..., reasoning_start: _Optional[_Union[_types_pb2.ReasoningStart, str]] = ...) -> None: ...
+    skipped_tokens: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., token_strings: _Optional[_Iterable[str]] = ..., first_part_tokens: _Optional[int] = ..., plain_text_tokens: _Optional[_Iterable[str]] = ..., reasoning_start: _Optional[_Union[_types_pb2.ReasoningStart, str]] = ..., skipped_tokens: _Optional[int] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("texts", "add_special_tokens", "want_hashes", "cache_salt", "want_token_strings", "second_texts", "max_tokens", "keep_first")
+    __slots__ = ("texts", "add_special_tokens", "want_hashes", "cache_salt", "want_token_strings", "second_texts", "max_tokens", "keep_first", "prompt_name")
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WANT_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +35,7 @@ class EncodeRequest(_message.Message):
     SECOND_TEXTS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIRST_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     texts: _containers.RepeatedScalarFieldContainer[str]
     add_special_tokens: bool
     want_hashes: bool
@@ -41,7 +44,8 @@ class EncodeRequest(_message.Message):
     second_texts: _containers.RepeatedScalarFieldContainer[str]
     max_tokens: int
     keep_first: bool
-    def __init__(self, texts: _Optional[_Iterable[str]] = ..., add_special_tokens: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ..., second_texts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., keep_first: _Optional[bool] = ...) -> None: ...
+    prompt_name: str
+    def __init__(self, texts: _Optional[_Iterable[str]] = ..., add_special_tokens: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ..., second_texts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., keep_first: _Optional[bool] = ..., prompt_name: _Optional[str] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
     __slots__ = ("prompts",)
@@ -94,7 +98,7 @@ class GetTokenizerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTokenizerInfoResponse(_message.Message):
-    __slots__ = ("fingerprint", "vocab_size", "eos_token_ids", "has_chat_template", "default_sampling_params", "max_token_bytes", "tool_call_parser", "reasoning_parser", "special_marks")
+    __slots__ = ("fingerprint", "vocab_size", "eos_token_ids", "has_chat_template", "default_sampling_params", "max_token_bytes", "tool_call_parser", "reasoning_parser", "special_marks", "max_sentence_tokens")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +108,7 @@ class GetTokenizerInfoResponse(_message.Message):
     TOOL_CALL_PARSER_FIELD_NUMBER: _ClassVar[int]
     REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_MARKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SENTENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -113,4 +118,5 @@ class GetTokenizerInfoResponse(_message.Message):
     tool_call_parser: str
     reasoning_parser: str
     special_marks: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., default_sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_token_bytes: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., special_marks: _Optional[_Iterable[str]] = ...) -> None: ...
+    max_sentence_tokens: int
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., default_sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_token_bytes: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., special_marks: _Optional[_Iterable[str]] = ..., max_sentence_tokens: _Optional[int] = ...) -> None: ...

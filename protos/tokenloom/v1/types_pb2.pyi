@@ -259,18 +259,20 @@ class Adapter(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., name: _Optional[str] = ..., pinned: _Optional[bool] = ..., path: _Optional[str] = ...) -> None: ...
 
 class PoolingParams(_message.Message):
-    __slots__ = ("task", "dimensions", "use_activation", "first_part_tokens", "late_interaction")
+    __slots__ = ("task", "dimensions", "use_activation", "first_part_tokens", "late_interaction", "skipped_tokens")
     TASK_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     FIRST_PART_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LATE_INTERACTION_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     task: PoolingTask
     dimensions: int
     use_activation: bool
     first_part_tokens: int
     late_interaction: LateInteraction
-    def __init__(self, task: _Optional[_Union[PoolingTask, str]] = ..., dimensions: _Optional[int] = ..., use_activation: _Optional[bool] = ..., first_part_tokens: _Optional[int] = ..., late_interaction: _Optional[_Union[LateInteraction, _Mapping]] = ...) -> None: ...
+    skipped_tokens: int
+    def __init__(self, task: _Optional[_Union[PoolingTask, str]] = ..., dimensions: _Optional[int] = ..., use_activation: _Optional[bool] = ..., first_part_tokens: _Optional[int] = ..., late_interaction: _Optional[_Union[LateInteraction, _Mapping]] = ..., skipped_tokens: _Optional[int] = ...) -> None: ...
 
 class LateInteraction(_message.Message):
     __slots__ = ("query_id", "num_documents")

@@ -184,6 +184,7 @@ def to_core_pooling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -
         dimensions=_dimensions(wire, limits),
         use_activation=wire.use_activation if wire.HasField("use_activation") else None,
         first_part_tokens=wire.first_part_tokens,
+        skipped_tokens=wire.skipped_tokens,
         late_interaction=_late_interaction(wire),
     )
 

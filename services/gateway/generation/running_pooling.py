@@ -173,6 +173,7 @@ class RunningPooling:
         submit.prompt.token_ids.extend(prompt.token_ids)
         submit.block_hash_prefixes.extend(prompt.block_hash_prefixes)
         submit.pooling_params.first_part_tokens = prompt.first_part_tokens
+        submit.pooling_params.skipped_tokens = prompt.skipped_tokens
         submit.timeout.FromNanoseconds(max(round(seconds_left * 1e9), 0))
         return submit
 
@@ -203,7 +204,8 @@ async def encode(pooling: PoolingInput, tokenizers: TokenizerClient, limits: typ
     request = pooling.request
     keep = _num_kept(pooling, limits)
     info = tokenizers.info
-    if info is not None and not keep:
+    is_cut = bool(keep) or (pooling.makes_vectors and info is not None and info.max_sentence_tokens > 0)
+    if info is not None and not is_cut:
         check_sizes(request, info.max_token_bytes, limits)
     prompts = await _encode(pooling, tokenizers, keep)
     for start in range(0, len(prompts), _CHECKED_AT_ONCE):
@@ -215,6 +217,8 @@ async def encode(pooling: PoolingInput, tokenizers: TokenizerClient, limits: typ
 
 async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int) -> Prompts:
     request = pooling.request
+    if pooling.prompt_name and not _takes_prompt(pooling):
+        raise errors.InvalidArgument("prompt_name is for texts that become vectors; leave it out", "prompt_name")
     if isinstance(request.prompts, Chat):
         chat = (await tokenizers.encode_chat(request.prompts, hash_salt=cache_salt(request))).prompt
         return [_cut(chat.token_ids, pooling, keep) if keep else chat]
@@ -243,10 +247,16 @@ async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int)
             second_texts=pooling.second_texts[start : start + _TEXTS_PER_CALL],
             max_tokens=keep,
             keep_first=pooling.keep_first,
+            prompt_name=pooling.prompt_name if pooling.makes_vectors else None,
         )
         for start in range(0, len(texts), _TEXTS_PER_CALL)
     ]
     return [prompt for response in await asyncio.gather(*calls) for prompt in response.prompts]
+
+
+def _takes_prompt(pooling: PoolingInput) -> bool:
+    prompts = pooling.request.prompts
+    return pooling.makes_vectors and not isinstance(prompts, Chat) and all(isinstance(each, str) for each in prompts)
 
 
 def _cut(token_ids: Sequence[int], pooling: PoolingInput, keep: int) -> tokenizer_pb2.TokenizedPrompt:

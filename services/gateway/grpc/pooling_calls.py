@@ -47,7 +47,8 @@ class PoolingCall:
         generate_request = self._generate_request(
             [_input(each) for each in request.inputs], "inputs", request.options, context
         )
-        await self._answer(PoolingInput(generate_request, params), context, _outputs)
+        named = "" if isinstance(request, inference_pb2.ClassifyRequest) else request.prompt_name
+        await self._answer(PoolingInput(generate_request, params, prompt_name=named), context, _outputs)
 
     async def score(self, request: inference_pb2.ScoreRequest, context: Context) -> None:
         """Write the scores of a request. Raises ``InvalidArgument`` naming the field."""

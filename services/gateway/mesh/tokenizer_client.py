@@ -100,10 +100,11 @@ class TokenizerClient:
         second_texts: Sequence[str] = (),
         max_tokens: int = 0,
         keep_first: bool = False,
+        prompt_name: str | None = None,
     ) -> Awaitable[tokenizer_pb2.EncodeResponse]:
         """Return token ids of each text, with block hashes under the tenant's ``hash_salt``; None: without hashes.
 
-        ``second_texts``, ``max_tokens``, ``keep_first``: as in ``EncodeRequest``.
+        ``second_texts``, ``max_tokens``, ``keep_first``, ``prompt_name``: as in ``EncodeRequest``.
         """
         request = tokenizer_pb2.EncodeRequest(
             texts=texts,
@@ -114,6 +115,7 @@ class TokenizerClient:
             second_texts=second_texts,
             max_tokens=max_tokens,
             keep_first=keep_first,
+            prompt_name=prompt_name,
         )
         return self._call("Encode", request)
 

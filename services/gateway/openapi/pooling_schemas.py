@@ -74,6 +74,12 @@ class EmbeddingRequest(InputFields, frozen=True, kw_only=True):
         Literal["float", "base64"] | None, Meta(description="base64: float32 numbers, little-endian.")
     ] = None
     normalize: Annotated[bool | None, Meta(description="Older name of use_activation.")] = None
+    prompt_name: Annotated[
+        str | None,
+        Meta(
+            description="Put this prompt of the checkpoint's files before each text. Null: its default prompt, if any."
+        ),
+    ] = None
 
 
 class PoolingRequest(EmbeddingRequest, frozen=True, kw_only=True):

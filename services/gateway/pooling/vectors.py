@@ -99,7 +99,9 @@ def _vector_input(fields: EmbeddingRequest, task: types_pb2.PoolingTask, tenant:
         dimensions=None if dimensions is None else narrow_int("dimensions", dimensions, 1, 2**32 - 1),
         use_activation=activation,
     )
-    return PoolingInput(read_inputs(fields, tenant), params, keep_first=keeps_first(fields))
+    return PoolingInput(
+        read_inputs(fields, tenant), params, keep_first=keeps_first(fields), prompt_name=fields.prompt_name or ""
+    )
 
 
 def _vectors(fields: EmbeddingRequest, answer: ListAnswer, object_name: bytes, member: bytes) -> Shape:

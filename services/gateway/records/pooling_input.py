@@ -43,8 +43,14 @@ class PoolingInput:
     """Joined to the prompts, as pairs that the model reads at once; empty: nothing is."""
     keep_first: bool = False
     """Whether a prompt that is cut keeps its first tokens instead of its last ones."""
+    prompt_name: str = ""
+    """Of the prompt before each text that becomes a vector; empty: the model's default, if it has one."""
     num_queries: int = 0
     """For late interaction: the first so many prompts are queries, the others documents."""
+
+    @property
+    def makes_vectors(self) -> bool:
+        return self.params.task in (types_pb2.POOLING_TASK_EMBED, types_pb2.POOLING_TASK_TOKEN_EMBED)
 
     @property
     def num_prompts(self) -> int:

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypedDict
 
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.gguf.gguf_file import is_gguf
+from tokenloom.model_files.sentence_texts import read_sentence_texts
 
 from ..parallel.sharding import place_of
 from .encoder_config import EncoderConfig, read_encoder_config
@@ -29,7 +30,7 @@ from .load_config import check_quantization, load_model_config
 from .local_config import check_device_options, check_kv_dtype, check_options, local_config
 from .model_config import ModelConfig
 from .quantization.entries import scheme_for_modules
-from .supported import ARCHITECTURES, BUILT_IN, ENCODERS, is_encoder
+from .supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, is_encoder
 
 By = Literal["built in", "encoder", "transformers"]
 """What computes a checkpoint: the built-in decoders, an encoder, or transformers' modules over the KV cache."""
@@ -62,6 +63,8 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     found = choose(path, worker.dtype, worker.quantization, worker.model_impl, config.max_model_len)
     if worker.load_format == "dummy":
         check_dummy(path, found)
+    if worker.runner != "generate":
+        read_sentence_texts(path)  # names a module of sentence-transformers that is not served
     place = place_of(config.parallel)
     if found.by == "transformers":
         if not place.is_whole:
@@ -189,6 +192,8 @@ _INSTALL = "pip install 'tokenloom[transformers]'"
 def _check_module_encoder(path: Path) -> None:
     """Raise ``ValueError`` for an encoder that no class of the installed transformers computes."""
     name, values = read_architecture(path)
+    if name == STATIC:
+        return
     if not is_class_of_transformers(name):
         raise ValueError(f"{path / 'config.json'}: {_unknown(name, values, has_transformers=bool(causal_classes()))}")
     if values.get("quantization_config"):

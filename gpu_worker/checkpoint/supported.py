@@ -73,7 +73,9 @@ ENCODERS: dict[str, EncoderFamily] = {
     for ending in ("Model", "ForMaskedLM", CLASS_HEAD)
 }
 """Names the encoders. Their heads for masked tokens are not used."""
-BUILT_IN = frozenset((*ARCHITECTURES, *CLASSIFIERS, *BACKBONES, *ENCODERS))
+STATIC = "StaticModel"
+"""Names a table of vectors of tokens, without a network (model2vec)."""
+BUILT_IN = frozenset((*ARCHITECTURES, *CLASSIFIERS, *BACKBONES, *ENCODERS, STATIC))
 """Names all architectures that are built in."""
 CLASS_OF_TYPE: dict[str, str] = {
     # The type gemma3 is that of a model which reads images.
@@ -100,7 +102,7 @@ def is_encoder(name: str, values: Mapping[str, Any]) -> bool:
     """Return whether steps compute whole prompts of the architecture ``name``, because its tokens attend to later ones
     or because transformers' modules compute it without a KV cache. ``values`` is the content of ``config.json``."""
     looks_ahead = values.get("is_causal") is False or values.get("use_bidirectional_attention") is True
-    return name in ENCODERS or name in MODULE_ENCODERS or looks_ahead
+    return name in ENCODERS or name in MODULE_ENCODERS or name == STATIC or looks_ahead
 
 
 ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")

@@ -1,9 +1,10 @@
 """Loads and computes encoders: BERT and RoBERTa, with learned positions, LayerNorm after each part and bidirectional
 attention; ModernBERT, with rotary positions, LayerNorm before each part, a gated MLP, and windows in most layers. The
-modules of transformers compute the others."""
+modules of transformers compute the others, and a table of tokens needs no network."""
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -12,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoint.directory_source import read_all
 from ..checkpoint.encoder_config import EncoderConfig, read_encoder_config
 from ..checkpoint.files.config_reader import read_architecture
 from ..checkpoint.load_config import check_quantization, note_precision, read_dtype
-from ..checkpoint.model_config import DtypeName
-from ..checkpoint.supported import ENCODERS
+from ..checkpoint.model_config import DtypeName, as_torch
+from ..checkpoint.supported import ENCODERS, STATIC
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
 from ..layers.linear import load_linear
@@ -171,6 +173,38 @@ def _load_bert_head(checkpoint: Checkpoint, prefix: str, config: EncoderConfig) 
     return ClassHead(projections, class_activation(checkpoint.path), count, "CLS", by_token=False)
 
 
+@dataclass(frozen=True, slots=True)
+class TableConfig:
+    """Fulfils :class:`EncoderShape`."""
+
+    dtype_name: DtypeName
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int = 1 << 15
+
+
+class TokenTable:
+    """Fulfils :class:`EncoderModel` for a table of vectors: a token's state is its row, whatever its neighbours are."""
+
+    head: ClassHead | None = None
+
+    def __init__(self, path: Path, dtype: DtypeName, device: torch.device) -> None:
+        """Read the table of model2vec, or of sentence-transformers. Raises ``ValueError`` if there is none."""
+        tensors = read_all(path)
+        table = tensors.get("embeddings", tensors.get("embedding.weight"))
+        if table is None or table.dim() != 2:
+            raise ValueError(f"{path}: the checkpoint has no tensor embeddings [tokens, size]")
+        if "mapping" in tensors:  # several tokens share a row
+            table = table[tensors["mapping"].long()]
+        if "weights" in tensors:
+            table = table.float() * tensors["weights"].float()[:, None]
+        self._table = table.to(device, as_torch(dtype))
+        self.config = TableConfig(dtype, *self._table.shape)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, token_types: Tensor, begins: Sequence[int]) -> Tensor:
+        return F.embedding(token_ids, self._table)
+
+
 class EncoderShape(Protocol):
     """Describes an encoder. Models of equal descriptions can take each other's weights."""
 
@@ -208,8 +242,11 @@ class EncoderModel(Protocol):
 
 def read_encoder_shape(path: Path, dtype: str = "auto") -> EncoderShape:
     """Read the configuration of a checkpoint directory of an encoder. Raises ``ValueError`` naming what is wrong."""
-    if read_architecture(path)[0] in ENCODERS:
+    name = read_architecture(path)[0]
+    if name in ENCODERS:
         return read_encoder_config(path, dtype)
+    if name == STATIC:
+        return TokenTable(path, read_dtype(path, dtype), torch.device("cpu")).config
     shape: EncoderShape = _of_transformers(path).read_module_config(path, read_dtype(path, dtype))
     return shape
 
@@ -237,7 +274,10 @@ def load_encoder(
     """
     note_precision(path, dtype)
     device = device or torch.device("cpu")
-    if read_architecture(path)[0] not in ENCODERS:
+    name = read_architecture(path)[0]
+    if name == STATIC:
+        return TokenTable(path, read_dtype(path, dtype), device)
+    if name not in ENCODERS:
         check_quantization(quantization)
         found: EncoderModel = _of_transformers(path).ModuleEncoder(path, read_dtype(path, dtype), device, quantization)
         return found

@@ -125,7 +125,8 @@ def read_sentence_files(path: Path) -> SentenceFiles | None:
     modules = read_modules(path)
     if modules is None:
         return None
-    poolings: tuple[PoolingType, ...] = ()
+    # A static table gives the mean of its rows.
+    poolings: tuple[PoolingType, ...] = ("MEAN",) if modules[0].kind == "StaticEmbedding" else ()
     steps: list[VectorStep] = []
     size = None
     for module in modules:

@@ -93,6 +93,9 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     if is_gguf(path):
         return load_gguf_tokenizer(path)
     tokenizer = _read_tokenizer(path)
+    # Files may hold a length that training used, as that of all-MiniLM-L6-v2; each caller decides about it.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     _add_tokens(tokenizer, path)
     texts = _vector_texts(path)
     if texts is not None and texts.lowers:
@@ -103,8 +106,8 @@ def load_tokenizer(path: Path) -> "Tokenizer":
 def _vector_texts(path: Path) -> SentenceTexts | None:
     try:
         return read_sentence_texts(path)
-    except ValueError as error:
-        raise InvalidArgument(f"model {path.name!r}: {error}", "model") from None
+    except ValueError:
+        return None  # the engine refuses it by name, unless it only generates
 
 
 def _lower(tokenizer: "Tokenizer") -> None:

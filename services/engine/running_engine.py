@@ -23,7 +23,7 @@ from .kv.kv_front import KVFront
 from .records.engine_settings import DrainMode
 from .records.identity import Identity
 from .records.load import LoadTracker
-from .streams.connect_stream import EngineServicer
+from .streams.engine_servicer import EngineServicer
 
 log = logging.getLogger(__name__)
 

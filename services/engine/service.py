@@ -29,7 +29,7 @@ from .records.engine_settings import EngineSettings
 from .records.identity import Identity, make_fingerprint, weights_stamps
 from .records.load import LoadTracker
 from .running_engine import STOPPED, RunningEngine
-from .streams.connect_stream import EngineServicer
+from .streams.engine_servicer import EngineServicer
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from tokenloom.engine_core.data.messages import EngineCoreOutput, ErrorKind, Fin
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument, RateLimitExceeded, ResourceExhausted
 from tokenloom.request.wire_errors import from_proto
 from tokenloom.services.engine.records.attempt import Attempt
-from tokenloom.services.engine.streams.attempts import Attempts
+from tokenloom.services.engine.streams.connect_stream import Attempts
 from tokenloom.services.engine.streams.frame_builder import FrameBuilder
 from tokenloom.v1.coordinator_pb2 import EngineRef
 from tokenloom.v1.types_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, ModelLimits

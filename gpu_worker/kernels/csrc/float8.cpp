@@ -1,13 +1,14 @@
 // Products of bfloat16 rows with a matrix of 8-bit floats (e4m3), of which each output has a scale for every group of
 // inputs. Needs AVX-512, or AVX2 with FMA.
 //
-// A thread widens a chunk of a panel once for a stretch of rows: to pairs of bfloat16 numbers with AVX-512 BF16,
-// otherwise to float32. Both hold each e4m3 number exactly, so that the scales alone are rounded, and those in float32.
-// NaN, which e4m3 has too, is a scale of NaN here: it makes the output NaN all the same.
+// A thread widens a chunk of a panel once for a stretch of rows: to pairs of bfloat16 numbers with AVX-512 BF16, which
+// the matrix unit (AMX) multiplies if there is one, otherwise to float32. Both hold each number exactly; scales are
+// applied to the sums of a group, in float32. NaN, which e4m3 has too, is a scale of NaN here: it makes the output NaN all the same.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "amx.h"
 #include "dot_bf16.h"
 #include "parallel.h"
 #include "vec.h"
@@ -195,28 +196,36 @@ void add_few_rows(int64_t count, const Product<Numbers>& p, const Numbers::Numbe
   add_few<R>(p, rows, codes, widen, sums);
 }
 
+// A chunk as words: [words, PANEL].
+struct Widened {
+  Numbers::Words words[STEP * VECS];
+
+  Widened(const Codes& codes, const Widening& widen) {
+    Numbers::Words* to = words;
+    for (const uint8_t* from = codes.bytes; from < codes.end(); from += 64, to += REGISTERS) widen(from, to);
+  }
+};
+
 // The same for any number of rows, which share what is widened once.
 void add_many_rows(int64_t count, const Product<Numbers>& p, const Numbers::Number* rows, const Codes& codes,
                    const Widening& widen, float* sums) {
-  Numbers::Words words[STEP * VECS], *to = words;
-  for (const uint8_t* from = codes.bytes; from < codes.end(); from += 64, to += REGISTERS) widen(from, to);
+  const Widened widened(codes, widen);
   const auto* next = (const Numbers::Word*)codes.end();  // only fetched
   const int64_t lines = codes.words * WORD_BYTES / 64;
-  add_chunk(p, rows, count, {(Numbers::Word*)words, codes.words, next, lines, codes.scales}, sums);
+  add_chunk(p, rows, count, {(const Numbers::Word*)widened.words, codes.words, next, lines, codes.scales}, sums);
 }
 
-// Rows [first, first + num_rows) and one panel.
-void multiply_panel(const Task& t, const Product<Numbers>& p, int64_t first, int64_t num_rows, int64_t panel) {
+// Rows [first, first + num_rows) and one panel. add(k, codes, widen, sums) adds the chunk that begins with word k.
+template <class F>
+void multiply_panel(const Task& t, int64_t first, int64_t num_rows, int64_t panel, float* sums, F add) {
   static const Widening widen;
-  alignas(64) float sums[MOST_ROWS * PANEL];
   std::fill_n(sums, num_rows * PANEL, 0.f);
-  const int64_t groups = (t.inputs + t.group - 1) / t.group, of_group = t.group / INPUTS;
+  const int64_t groups = (t.inputs + t.group - 1) / t.group, of_group = t.group / INPUTS, words = t.inputs / INPUTS;
   Codes codes = {t.matrix + panel * PANEL * t.inputs, 0, nullptr};
-  for (int64_t k = 0; k < p.words(); k += codes.words) {
-    codes.words = std::min({(int64_t)STEP, p.words() - k, of_group - k % of_group});
+  for (int64_t k = 0; k < words; k += codes.words) {
+    codes.words = std::min({(int64_t)STEP, words - k, of_group - k % of_group});
     codes.scales = t.scales + (panel * groups + k / of_group) * PANEL;
-    const auto add = num_rows <= FEW ? add_few_rows<> : add_many_rows;
-    add(num_rows, p, p.rows + first * p.inputs + k * INPUTS, codes, widen, sums);
+    add(k, codes, widen, sums);
     codes.bytes = codes.end();
   }
   for (int64_t output = panel * PANEL; output < std::min(t.outputs, (panel + 1) * PANEL); output += LANES) {
@@ -243,9 +252,109 @@ const float* take_rows(const Task& t, int threads) {
 }
 #endif
 
+#ifdef HAS_AMX
+constexpr int TILE_ROWS = 16, DEPTH = 32, TILE = TILE_ROWS * DEPTH;  // rows, inputs and numbers of a tile
+constexpr int PAIRS = DEPTH / INPUTS;                                // words of an output in a tile
+constexpr int STRETCH = 1 << 19;                                     // numbers of rows that a second-level cache holds
+
+// Whether the matrix unit computes the task.
+inline bool uses_tiles(const Task& t) { return t.inputs % DEPTH == 0 && t.group % DEPTH == 0 && may_use_amx(); }
+
+// Up to 16 rows: where their first tile is, and how far the next tile (in numbers) and the next row (in bytes) are.
+struct TileRows {
+  const BF16* at;
+  int64_t step, stride, count;
+};
+
+// Adds a chunk's products to the sums of a tile's rows: registers 0 to 3 hold those of 64 outputs, 4 rows.
+void add_tile(const TileRows& x, const Codes& codes, const Numbers::Words* words, float* sums) {
+  alignas(64) float products[VECS][TILE_ROWS * LANES];
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const BF16* rows = x.at;
+  for (int64_t k = 0; k < codes.words; k += PAIRS, words += PAIRS * VECS, rows += x.step) {
+    _tile_loadd(4, rows, x.stride);
+    _tile_loadd(5, words, PANEL * sizeof(Numbers::Word));
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, words + 1, PANEL * sizeof(Numbers::Word));
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, words + 2, PANEL * sizeof(Numbers::Word));
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_loadd(5, words + 3, PANEL * sizeof(Numbers::Word));
+    _tile_dpbf16ps(3, 4, 5);
+  }
+  _tile_stored(0, products[0], 64);
+  _tile_stored(1, products[1], 64);
+  _tile_stored(2, products[2], 64);
+  _tile_stored(3, products[3], 64);
+  for (int i = 0; i < VECS; ++i) {
+    const Vec scales = load(codes.scales + i * LANES);
+    for (int64_t r = 0; r < x.count; ++r) {
+      float* to = sums + r * PANEL + i * LANES;
+      store(to, load(to) + load(products[i] + r * LANES) * scales);
+    }
+  }
+}
+
+// [rows / 16, inputs / 32, 16, 32]: rows as they are lie so far apart that they evict each other from the cache.
+const BF16* to_tiles(const Task& t, int threads) {
+  static thread_local std::vector<BF16> scratch;
+  const int64_t steps = t.inputs / DEPTH;
+  const size_t size = (t.num_rows + TILE_ROWS - 1) / TILE_ROWS * steps * TILE;
+  if (scratch.size() < size) scratch.resize(size);
+  BF16* to = scratch.data();
+  for_ranges(t.num_rows, TILE_ROWS, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      for (int64_t k = 0; k < steps; ++k)
+        memcpy(to + (r / TILE_ROWS * steps + k) * TILE + r % TILE_ROWS * DEPTH, t.rows + r * t.inputs + k * DEPTH,
+               DEPTH * sizeof(BF16));
+  });
+  return to;
+}
+
+void run_tiles(const Task& t, int threads) {
+  if (!t.num_rows) return;  // a register cannot have no rows
+  const bool few = t.num_rows <= TILE_ROWS;
+  const BF16* rows = few ? t.rows : to_tiles(t, threads);
+  const int64_t step = few ? DEPTH : TILE, stride = (few ? t.inputs : DEPTH) * sizeof(BF16);
+  const int64_t block = std::max<int64_t>(4, std::min<int64_t>(16, STRETCH / t.inputs / TILE_ROWS)) * TILE_ROWS;
+  const int64_t blocks = (t.num_rows + block - 1) / block, panels = (t.outputs + PANEL - 1) / PANEL;
+  for_ranges(panels * blocks, 1, threads, [&](int64_t begin, int64_t end) {
+    static thread_local std::vector<float> sums;
+    if ((int64_t)sums.size() < block * PANEL) sums.resize(block * PANEL);
+    const uint8_t m = few ? t.num_rows : TILE_ROWS;
+    const AmxRegisters registers({m, m, m, m, m, PAIRS, PAIRS, PAIRS});
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t first = piece % blocks * block, count = std::min(block, t.num_rows - first);
+      const auto add = [&](int64_t k, const Codes& codes, const Widening& widen, float* to) {
+        const Widened widened(codes, widen);
+        finish_stores();
+        for (int64_t r = 0; r < count; r += TILE_ROWS) {
+          const BF16* at = rows + (few ? 0 : (first + r) * t.inputs) + k / PAIRS * step;
+          add_tile({at, step, stride, std::min<int64_t>(TILE_ROWS, count - r)}, codes, widened.words, to + r * PANEL);
+        }
+      };
+      multiply_panel(t, first, count, piece / blocks, sums.data(), add);
+    }
+  });
+}
+#endif
+
 void run(const Task& t, int threads) {
+#ifdef HAS_AMX
+  if (uses_tiles(t)) return run_tiles(t, threads);
+#endif
   const Product<Numbers> p = {take_rows(t, threads), nullptr, nullptr, nullptr, t.num_rows, t.inputs, t.outputs};
-  for_panels(p, threads, [&](int64_t first, int64_t rows, int64_t panel) { multiply_panel(t, p, first, rows, panel); });
+  for_panels(p, threads, [&](int64_t first, int64_t num_rows, int64_t panel) {
+    alignas(64) float sums[MOST_ROWS * PANEL];
+    const auto add = [&](int64_t k, const Codes& codes, const Widening& widen, float* to) {
+      const auto add_rows = num_rows <= FEW ? add_few_rows<> : add_many_rows;
+      add_rows(num_rows, p, p.rows + first * p.inputs + k * INPUTS, codes, widen, to);
+    };
+    multiply_panel(t, first, num_rows, panel, sums, add);
+  });
 }
 #else
 void run(const Task&, int) {}

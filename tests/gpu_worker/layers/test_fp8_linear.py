@@ -1,13 +1,17 @@
 """Layers of 8-bit floats: what rounding costs, and that rows are rounded each by itself."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from tests.gpu_worker.kernels import emulation
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import FloatWeight
 from tokenloom.gpu_worker.checkpoint.model_config import FP8
+from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.kernels.levels import processor_features
-from tokenloom.gpu_worker.kernels.library import load_float8
+from tokenloom.gpu_worker.layers import fp8_linear
 from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear, WidenedLinear, round_rows, round_weight
 from tokenloom.gpu_worker.layers.linear import make_linear
 
@@ -67,7 +71,7 @@ def test_shapes_that_the_tensor_cores_do_not_multiply_stay_as_they_are():
         Fp8Linear(random(40, 64))
 
 
-WIDENED = [(1, 64, 128, 128), (3, 70, 96, 96), (5, 130, 640, 320), (9, 40, 256, 128), (140, 64, 192, 64)]
+WIDENED = [(1, 64, 128, 128), (3, 70, 96, 96), (5, 130, 640, 320), (17, 40, 256, 128), (300, 64, 192, 64)]
 """Rows, outputs, inputs, inputs of a group."""
 
 
@@ -87,15 +91,38 @@ def dequantized(weight: FloatWeight) -> torch.Tensor:
     return numbers * weight.scales.double().repeat_interleave(weight.group, 1)[:, : codes.shape[1]]
 
 
-@pytest.fixture(params=["x86-64-v3", "x86-64-v4", "cooperlake", "native"])
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let layers use the kernel for this level."""
-    needed = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl", "cooperlake": "avx512_bf16"}.get(request.param, "avx2")
+REAL_VECTORS = """<immintrin.h>
+#include <cstdint>
+#include <cstring>
+inline float from_bf16(uint16_t bits) {
+  const uint32_t wide = (uint32_t)bits << 16;
+  float x;
+  memcpy(&x, &wide, sizeof x);
+  return x;
+}
+"""
+"""What the matrix unit's header includes instead of vectors in plain C++."""
+NEEDED = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl", "cooperlake": "avx512_bf16", "emulated AMX": "avx512_bf16"}
+
+
+@pytest.fixture(params=[*NEEDED, "native"], scope="module")
+def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let layers use the kernel for this level, or one with the matrix unit in plain C++ beside the real AVX-512."""
+    needed = NEEDED.get(request.param, "avx2")
     if needed not in processor_features():
         pytest.skip(f"the processor has no {needed}")
-    kernels = load_float8(request.param)
-    monkeypatch.setattr("tokenloom.gpu_worker.layers.fp8_linear.load_float8", lambda: kernels)
-    return str(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        march = request.param
+        if march == "emulated AMX":
+            folder, march = tmp_path_factory.mktemp("kernels"), "native"
+            header = (emulation.HERE / "matrix_unit.h").read_text()
+            (folder / "unit.h").write_text(header.replace('"wider_vectors.h"', REAL_VECTORS))
+            patch.setattr(emulation, "FLAGS", (*emulation.FLAGS, "-march=cooperlake"))
+            path = emulation.build_emulated("float8", folder, header=str(folder / "unit.h"))
+            patch.setattr(library, "build", lambda *_: path)
+        kernels = library.load_float8.__wrapped__(march)
+        patch.setattr(fp8_linear, "load_float8", lambda: kernels)
+        yield
 
 
 @pytest.mark.parametrize(("rows", "outputs", "inputs", "group"), WIDENED)
@@ -123,14 +150,16 @@ def test_each_number_is_widened_exactly(level):
     assert torch.equal(many, many[:1].expand(20, -1))
 
 
-def test_what_is_not_finite_stays_so(level):
+@pytest.mark.parametrize("rows", [3, 20])
+def test_what_is_not_finite_stays_so(rows, level):
     weight = float_weight(66, 256, 128)
     weight.values.view(torch.uint8)[65, 200] = 0xFF  # NaN, in the second group of the last output
-    x = random(3, 256).bfloat16()
+    x = random(rows, 256).bfloat16()
     x[1, 7], x[2, 9] = float("inf"), float("nan")
     found = WidenedLinear([weight])(x)
     assert found[:, 65].isnan().all()
     assert found[0, :65].isfinite().all()
+    assert found[3:, :65].isfinite().all()
     assert not found[1].isfinite().any()
     assert found[2].isnan().all()
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files.config_reader import ConfigReader
+from .files.supported import ACTIVATION_NAMES, CLASS_HEAD, ENCODERS, EncoderFamily
 from .load_config import num_classes, read_dtype
 from .model_config import DtypeName, as_torch
 from .rope_config import RopeConfig, read_rope_by_kind
-from .supported import ACTIVATION_NAMES, CLASS_HEAD, ENCODERS, EncoderFamily
 
 if TYPE_CHECKING:
     import torch

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from .files.config_reader import ConfigReader
+from .files.supported import DECODERS
 from .model_config import ExpertSwitches, RouterSwitches
 from .rope_config import (
     LongRopeScaling,
@@ -15,7 +16,6 @@ from .rope_config import (
     read_rope_by_kind,
     with_context,
 )
-from .supported import DECODERS
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _GPT_OSS_YARN = YarnScaling(32.0, 4096, 32.0, 1.0, 0.1 * math.log(32.0) + 1.0, truncate=False)

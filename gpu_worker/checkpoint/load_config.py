@@ -11,12 +11,12 @@ from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from .files.config_reader import ConfigReader, stored_dtype, stored_names
+from .files.supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
 from .gguf.config import gguf_config
 from .layer_kinds import read_experts, read_ropes, read_windows
 from .model_config import QUANTIZATIONS, DtypeName, LatentSwitches, ModelConfig, OPTSwitches
 from .quantization.entries import read_scheme
 from .rope_config import RopeConfig
-from .supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
 
 _DTYPES: dict[str, DtypeName] = {name: name for name in get_args(DtypeName)}
 

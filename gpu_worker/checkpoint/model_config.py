@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 from tokenloom.engine_core.data.config import KVCacheDtype
 
 from ..parallel.sharding import WHOLE, Shard
+from .files.supported import DECODERS, DecoderTraits, Family
 from .quantization.entries import Scheme
 from .rope_config import DynamicScaling, RopeConfig
-from .supported import DECODERS, DecoderTraits, Family
 
 if TYPE_CHECKING:
     import torch

@@ -26,11 +26,11 @@ from tokenloom.model_files.sentence_texts import read_sentence_texts
 from ..parallel.sharding import place_of
 from .encoder_config import EncoderConfig, read_encoder_config
 from .files.config_reader import UnsupportedError, causal_classes, is_class_of_transformers, read_architecture
+from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, is_encoder
 from .load_config import check_quantization, load_model_config
 from .local_config import check_device_options, check_kv_dtype, check_options, local_config
 from .model_config import ModelConfig
 from .quantization.entries import scheme_for_modules
-from .supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, is_encoder
 
 By = Literal["built in", "encoder", "transformers"]
 """What computes a checkpoint: the built-in decoders, an encoder, or transformers' modules over the KV cache."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from ..checkpoint.directory_source import read_all
 from ..checkpoint.encoder_config import EncoderConfig, read_encoder_config
 from ..checkpoint.files.config_reader import read_architecture
+from ..checkpoint.files.supported import ENCODERS, STATIC
 from ..checkpoint.load_config import check_quantization, note_precision, read_dtype
 from ..checkpoint.model_config import DtypeName, as_torch
-from ..checkpoint.supported import ENCODERS, STATIC
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
 from ..layers.linear import load_linear

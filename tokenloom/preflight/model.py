@@ -15,9 +15,9 @@ from tokenloom.gpu_worker.checkpoint.files.config_reader import (
     read_header,
     weight_files,
 )
+from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.gguf.config import gguf_config
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
-from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
 from tokenloom.model_files.tokenizer_json import has_byte_level_files
 
 from .host import may_have_gpu

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..supported import BUILT_IN, CLASS_OF_TYPE
+from .supported import BUILT_IN, CLASS_OF_TYPE
 
 # Entries for training, generation defaults (generation_config.json is read separately) and bookkeeping: none of them
 # changes a forward pass.

@@ -11,8 +11,8 @@ import transformers
 from tests.parity.reference import MORE_MODELS
 from tests.soak.models.transformers_models import KINDS, Outcome, quiet, sweep
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.model_config import QUANTIZATIONS
-from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 _MESH_TEST = "tests/e2e/test_more_models.py"

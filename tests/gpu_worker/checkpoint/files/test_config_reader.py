@@ -12,7 +12,7 @@ from tokenloom.gpu_worker.checkpoint.files.config_reader import (
     causal_classes,
     weight_files,
 )
-from tokenloom.gpu_worker.checkpoint.supported import CLASS_OF_TYPE
+from tokenloom.gpu_worker.checkpoint.files.supported import CLASS_OF_TYPE
 
 
 def test_what_was_taken_is_not_refused() -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.pooling.small_models import PROMPTS, SIZES, close, make_config, make_core, pool
 from tokenloom.engine_core.data.core_params import PoolingTask
-from tokenloom.gpu_worker.checkpoint.supported import MODULE_ENCODERS
+from tokenloom.gpu_worker.checkpoint.files.supported import MODULE_ENCODERS
 from tokenloom.gpu_worker.devices import make_worker
 
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}

@@ -136,7 +136,7 @@ def _no_windows(reader: ConfigReader, num_layers: int) -> tuple[None, ...]:
 def _known_kinds(reader: ConfigReader, num_layers: int) -> list[Any] | None:
     kinds = _layer_types(reader, num_layers)
     if any(kind not in (_FULL, _SLIDING) for kind in kinds or ()):
-        raise reader.unsupported("layer_types", "may only hold full_attention and sliding_attention")
+        raise reader.error("layer_types", "may only hold full_attention and sliding_attention")
     return kinds
 
 
@@ -224,7 +224,7 @@ def _read_deepseek(reader: ConfigReader, is_3: bool, num_layers: int) -> ExpertS
             "n_group", f"must divide {count} experts, of which topk_group groups hold num_experts_per_tok"
         )
     if normalizes and not is_3:
-        raise reader.unsupported("norm_topk_prob", "must be false: transformers' class does not read it")
+        raise reader.error("norm_topk_prob", "must be false: transformers' class does not read it")
     return ExpertSwitches(
         count=count,
         per_token=per_token,
@@ -239,11 +239,11 @@ def _read_deepseek(reader: ConfigReader, is_3: bool, num_layers: int) -> ExpertS
 def _read_router(reader: ConfigReader, is_3: bool) -> RouterSwitches:
     scoring = reader.take("scoring_func", wanted := "sigmoid" if is_3 else "softmax")
     if scoring != wanted:
-        raise reader.unsupported("scoring_func", f"must be {wanted}")
+        raise reader.unsupported("scoring_func", f"must be {wanted}", is_known=False)
     methods = ("noaux_tc",) if is_3 else ("greedy", "group_limited_greedy")
     method = reader.take("topk_method", methods[0])
     if method not in methods:
-        raise reader.unsupported("topk_method", f"must be {' or '.join(methods)}")
+        raise reader.unsupported("topk_method", f"must be {' or '.join(methods)}", is_known=False)
     for name in ("n_group", "topk_group"):
         reader.take(name)  # files of greedy routers state them too
     return RouterSwitches(

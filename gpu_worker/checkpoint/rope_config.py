@@ -1,6 +1,7 @@
 """Describes how a model rotates its heads, and reads that from a configuration."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -245,3 +246,38 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
 
 def _yarn_magnitude(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+CONTEXT_ENTRIES = (*_LENGTHS, "rope_parameters", "rope_scaling", "original_max_position_embeddings", "model_type")
+"""The entries by which :func:`longest_context` decides."""
+GROWING = ("dynamic", "longrope", "su")
+"""Kinds of rotary embedding whose frequencies depend on the longest sequence of a batch."""
+
+
+def longest_context(entries: Mapping[str, Any], default: int, wanted: int | None) -> int:
+    """Return how many tokens prompt and output may have together in a model that transformers' modules compute.
+
+    Where the frequencies of rotary positions change beyond a length, that length is the limit unless more is wanted:
+    requests of one batch would otherwise change each other's tokens.
+
+    Args:
+        entries: Those of the text model in ``config.json``.
+        default: The length if they state none.
+        wanted: What the engine's options allow; None: they state nothing.
+    """
+    lengths = [entries.get(name) for name in _LENGTHS]
+    trained = length = next((length for length in lengths if isinstance(length, int) and length > 0), default)
+    ropes = entries.get("rope_parameters") or entries.get("rope_scaling")
+    ropes = ropes if isinstance(ropes, dict) else {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+        kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
+        original = rope.get("original_max_position_embeddings") or entries.get("original_max_position_embeddings")
+        original = int(original or trained)
+        if kind in GROWING and (wanted or 0) <= original:
+            length = min(length, original)
+        elif kind in ("dynamic", "linear") and "gemma3" not in str(entries.get("model_type")):
+            length = max(length, int(trained * factor))  # Gemma 3 states the stretched context
+        elif kind == "yarn":
+            length = max(length, int(original * factor))
+    return length

@@ -31,6 +31,7 @@ from .load_config import check_quantization, load_model_config
 from .local_config import check_device_options, check_kv_dtype, check_options, local_config
 from .model_config import ModelConfig
 from .quantization.entries import scheme_for_modules
+from .rope_config import longest_context
 
 By = Literal["built in", "encoder", "transformers"]
 """What computes a checkpoint: the built-in decoders, an encoder, or transformers' modules over the KV cache."""
@@ -65,11 +66,17 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         check_dummy(path, found)
     if worker.runner != "generate":
         read_sentence_texts(path)  # names a module of sentence-transformers that is not served
+    elif not _generates(found):
+        raise ValueError("runner is generate, but this model generates no text; choose auto or pooling")
     place = place_of(config.parallel)
     if found.by == "transformers":
+        if config.lora.enable:
+            raise ValueError(
+                "enable_lora: no layer of this model can have an adapter; its architecture is not supported"
+            )
         if not place.is_whole:
             raise ValueError("model_impl: transformers' modules are not divided among several workers; use one worker")
-        return _by_transformers(path, found)
+        return _by_transformers(path, found, config.max_model_len)
     if not place.is_whole and (found.by == "encoder" or is_gguf(path)):
         what = "encoders are" if found.by == "encoder" else f"{path}: GGUF files are"
         raise ValueError(f"{what} not supported with several workers; use one worker")
@@ -118,6 +125,13 @@ def choose(
         return ServedHow("transformers", lack=lack, is_tried=known is not None)
 
 
+def _generates(found: ServedHow) -> bool:
+    config = found.config
+    return found.by != "encoder" and not (
+        isinstance(config, ModelConfig) and (config.has_class_head or not config.has_output)
+    )
+
+
 def check_dummy(path: Path, found: ServedHow) -> None:
     """Raise ``ValueError`` if random weights cannot stand for those of the model."""
     if is_gguf(path) or found.by != "built in":
@@ -146,8 +160,14 @@ class _Types(TypedDict):
 
     types: dict[str, list[str]]
     """By model type: its class, and why it is refused; empty: it is served; ``untried``: the engine decides."""
+    unless: dict[str, list[tuple[str, bool, str]]]
+    """By model type: entries with the values for which a type is refused nevertheless, and why."""
     entries: dict[str, list[str]]
     """By model type of a built-in family: the entries that the class of its configuration reads."""
+    lengths: dict[str, int]
+    """By model type whose positions are not stretched by default: the context if its configuration states none."""
+    values: dict[str, list[str]]
+    """By entry: the values that the library computes, of those that every class leaves to it."""
 
 
 UNTRIED = "untried"
@@ -200,21 +220,59 @@ def _check_module_encoder(path: Path) -> None:
         raise ValueError(f"{path / 'config.json'}: quantization_config is not supported for embeddings of {name}")
 
 
-def _by_transformers(path: Path, found: ServedHow) -> ServedHow:
+def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) -> ServedHow:
     """Return the answer for a checkpoint that only transformers' modules may compute. Raises ``ValueError``."""
     name, values = read_architecture(path)
     file, types = path / "config.json", transformers_types()
-    classes = frozenset(causal_classes().values()) if types is None else {each for each, _ in types["types"].values()}
+    classes = frozenset(causal_classes().values())
     if name not in classes:
         raise ValueError(f"{file}: {_unknown(name, values, has_transformers=bool(classes))}")
     scheme_for_modules(path)
-    own, reason = (types["types"] if types else {}).get(str(values.get("model_type")), ("", UNTRIED))
+    own, reason = _answer(types, values)
+    kind, entries = str(values.get("model_type")), _text_entries(values)
+    if types is not None and kind in types["lengths"]:
+        _check_context(max_model_len, longest_context(entries, types["lengths"][kind], max_model_len))
+    if types is not None and (wrong := _unknown_value(types["values"], entries)):
+        raise ValueError(f"{file}: {wrong}")
     if own != name or reason == UNTRIED:
         return ServedHow("transformers", lack=found.lack, is_tried=False)
     if reason:
         lack = "" if found.lack is None else f"{found.lack}; transformers' modules do not compute it either: "
         raise ValueError(f"{lack}{file}: {name} is not supported: it {reason}: use a model of docs/reference/models.md")
     return found
+
+
+def _text_entries(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a model, with those of its text model inside."""
+    text = values.get("text_config")
+    return values | (text if isinstance(text, dict) else {})
+
+
+def _answer(types: _Types | None, values: dict[str, Any]) -> tuple[str, str]:
+    """Return the class of a configuration's type, and the reason against it: empty if it is served."""
+    kind = str(values.get("model_type"))
+    if types is None or kind not in types["types"]:
+        return "", UNTRIED
+    name, reason = types["types"][kind]
+    entries = _text_entries(values)
+    for entry, value, why in types["unless"].get(kind, ()):
+        if entries.get(entry) is value:
+            reason = reason or f"has {entry} = {json.dumps(value)}, with which it {why}"
+    return name, reason
+
+
+def _unknown_value(known: dict[str, list[str]], entries: dict[str, Any]) -> str:
+    """Return which entry has a value that the library does not compute; empty: none has."""
+    for name in ("hidden_act", "hidden_activation", "activation_function"):
+        if isinstance(found := entries.get(name), str) and found not in known["activation"]:
+            return f"{name} {found!r} is not supported: must be one of {', '.join(known['activation'])}"
+    for name in ("rope_scaling", "rope_parameters"):
+        ropes: dict[str, Any] = found if isinstance(found := entries.get(name), dict) else {}
+        for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind not in known["rope_type"]:
+                return f"{name}: rope_type {kind!r} is not supported: must be one of {', '.join(known['rope_type'])}"
+    return ""
 
 
 def _unknown(name: str, values: dict[str, Any], *, has_transformers: bool) -> str:

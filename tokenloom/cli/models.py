@@ -28,6 +28,10 @@ class LocalModel:
     bytes: int
     """Size of its weight files."""
     path: str
+    served: str
+    """``built in``, ``encoder``, ``transformers``, ``untried`` (the engine decides) or ``refused``."""
+    reason: str = ""
+    """Why it is refused."""
 
 
 def models(
@@ -49,6 +53,8 @@ def models(
         print(json.dumps(rows, indent=2))
     else:
         print_tables(_local_table(rows) if local else _served_table(rows))
+        for reason in [str(row["reason"]) for row in rows if row.get("reason")]:
+            typer.echo(f"Refused: {reason}.")
 
 
 def _served(server: Server) -> list[dict[str, Any]]:
@@ -76,7 +82,7 @@ def _read_gguf(path: Path) -> Iterator[LocalModel]:
     """Yield the model of a GGUF file, unless the file is broken or one part of several."""
     try:
         architecture = str(read_gguf(path).metadata.get("general.architecture", "?"))
-        yield LocalModel(str(path), architecture, path.stat().st_size, str(path))
+        yield _local(str(path), architecture, path.stat().st_size, path)
     except (OSError, ValueError):
         return
 
@@ -105,7 +111,19 @@ def _read(path: Path, name: str) -> Iterator[LocalModel]:
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
         return
     if weights:
-        yield LocalModel(name, architecture, sum(file.stat().st_size for file in weights), str(path))
+        yield _local(name, architecture, sum(file.stat().st_size for file in weights), path)
+
+
+def _local(name: str, architecture: str, size: int, path: Path) -> LocalModel:
+    """Return the model with the answer that `tokenloom serve` would give without options."""
+    from tokenloom.preflight.model import answer  # here, because the help of the command needs none of it
+    from tokenloom.preflight.small_files import CannotServe
+
+    try:
+        found = answer(path)
+    except (CannotServe, ValueError) as error:
+        return LocalModel(name, architecture, size, str(path), "refused", str(error))
+    return LocalModel(name, architecture, size, str(path), found.by if found.is_tried else "untried")
 
 
 def _served_table(rows: list[dict[str, Any]]) -> Table:
@@ -119,8 +137,8 @@ def _served_table(rows: list[dict[str, Any]]) -> Table:
 
 def _local_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("ID", "ARCHITECTURE", "SIZE", "PATH"):
+    for title in ("ID", "ARCHITECTURE", "SERVED", "SIZE", "PATH"):
         table.add_column(title, no_wrap=True, justify="right" if title == "SIZE" else "left")
     for row in rows:
-        table.add_row(row["id"], row["architecture"], f"{row['bytes'] / 1e6:,.1f} MB", row["path"])
+        table.add_row(row["id"], row["architecture"], row["served"], f"{row['bytes'] / 1e6:,.1f} MB", row["path"])
     return table

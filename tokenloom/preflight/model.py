@@ -36,10 +36,10 @@ def check_checkpoint(path: Path, options: EngineConfig | None = None) -> ServedH
     options = options or EngineConfig()
     if is_gguf(path):
         check_gguf(path)
-        return _served_how(path, options)
+        return answer(path, options)
     config = read_object(path / "config.json")
     try:
-        found = _served_how(path, options)
+        found = answer(path, options)
     except NoWeights as error:  # which were asked for the dtype; the check of weights knows more about them
         check_weights(path, config)
         raise CannotServe(f"{error}: {_AGAIN}") from None
@@ -49,7 +49,10 @@ def check_checkpoint(path: Path, options: EngineConfig | None = None) -> ServedH
     return found
 
 
-def _served_how(path: Path, options: EngineConfig) -> ServedHow:
+def answer(path: Path, options: EngineConfig | None = None) -> ServedHow:
+    """Return what computes a checkpoint with the ``options`` of an engine. Raises `CannotServe`, or `NoWeights` if only
+    the weights can say the dtype."""
+    options = options or EngineConfig()
     try:
         return served_how(replace(options, worker=replace(options.worker, model=str(path))), has_gpu=may_have_gpu())
     except NoWeights:

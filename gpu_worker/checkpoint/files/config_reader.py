@@ -31,7 +31,7 @@ _HARMLESS_NAMES = """
     matryoshka_dimensions is_matryoshka sentence_transformers sbert_ce_default_activation_function
     max_sequence_length is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """
-_HARMLESS = frozenset(_HARMLESS_NAMES.split())
+HARMLESS = frozenset(_HARMLESS_NAMES.split())
 
 
 # With --model-impl auto, transformers' modules compute such a model if its class knows the entries. Entries that
@@ -69,7 +69,7 @@ class ConfigReader:
     @classmethod
     def of_model(cls, values: Mapping[str, Any], where: str) -> "ConfigReader":
         """Return a reader of a model's entries, as ``config.json`` names them; ``where`` is the file they are from."""
-        return cls(values, where, _HARMLESS)
+        return cls(values, where, HARMLESS)
 
     @property
     def where(self) -> str:

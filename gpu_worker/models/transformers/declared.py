@@ -7,37 +7,18 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...checkpoint.model_config import DtypeName, ModelConfig
+from ...checkpoint.rope_config import CONTEXT_ENTRIES, GROWING, longest_context
 from .paged_attention import LayerRule, UnservableModel
 
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _UNLIMITED = 2048
 """The context of a model whose configuration states none."""
-_GROWING = ("dynamic", "longrope", "su")
-"""Kinds of rotary embedding whose frequencies depend on the longest sequence of a batch."""
 
 
 def max_model_len(config: Any, wanted: int | None = None) -> int:
     """Return how many tokens prompt and output may have together, in an engine whose options allow ``wanted``; None:
-    they state nothing.
-
-    Where the frequencies of rotary positions change beyond a length, that length is the limit unless more is wanted:
-    requests of one batch would otherwise change each other's tokens. :func:`fix_ropes` makes them those of one length.
-    """
+    they state nothing. More than the model was trained for needs :func:`fix_ropes`."""
     text = config.get_text_config(decoder=True)
-    lengths = [getattr(text, name, None) for name in _LENGTHS]
-    trained = next((length for length in lengths if isinstance(length, int) and length > 0), _UNLIMITED)
-    length = trained
-    for rope in _rope_entries(text):
-        kind, factor = rope.get("rope_type"), rope.get("factor") or 1.0
-        original = rope.get("original_max_position_embeddings")
-        original = int(original or getattr(text, "original_max_position_embeddings", None) or trained)
-        if kind in _GROWING and (wanted or 0) <= original:
-            length = min(length, original)
-        elif kind in ("dynamic", "linear") and "gemma3" not in text.model_type:  # Gemma 3 states the stretched context
-            length = max(length, int(trained * factor))
-        elif kind == "yarn":
-            length = max(length, int(original * factor))
-    return length
+    return longest_context({name: getattr(text, name, None) for name in CONTEXT_ENTRIES}, _UNLIMITED, wanted)
 
 
 def fix_ropes(model: Any, length: int) -> None:
@@ -45,19 +26,11 @@ def fix_ropes(model: Any, length: int) -> None:
     of ``length`` tokens, for good."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if kind not in _GROWING or not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+        if kind not in GROWING or not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
             continue
         compute = ROPE_INIT_FUNCTIONS["dynamic" if kind == "dynamic" else "longrope"]
         module.inv_freq, module.attention_scaling = compute(module.config, module.inv_freq.device, seq_len=length)
         module.rope_type = "default"
-
-
-def _rope_entries(text: Any) -> list[dict[str, Any]]:
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-    if not isinstance(rope, dict):
-        return []
-    by_kind = [value for value in rope.values() if isinstance(value, dict)]
-    return [rope, *by_kind]
 
 
 def declared_config(

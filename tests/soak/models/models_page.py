@@ -1,29 +1,45 @@
-"""Writes ``docs/reference/models.md``: which code computes which architecture, from the code and from a sweep."""
+"""Writes ``docs/reference/models.md`` and the table of transformers' types that preflight and engine ask.
+
+``make models-docs`` tries every type with the installed transformers; ``--page-only`` writes the page from the table.
+"""
 
 import argparse
+import json
 import re
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 import transformers
+from transformers import CONFIG_MAPPING
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.parity.reference import MORE_MODELS
-from tests.soak.models.transformers_models import KINDS, Outcome, quiet, sweep
+from tests.soak.models.transformers_models import KINDS, Outcome, quiet, refused_entries, sweep
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES
-from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.files.config_reader import HARMLESS
 from tokenloom.gpu_worker.checkpoint.model_config import QUANTIZATIONS
+from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE, UNTRIED
+from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
+from tokenloom.gpu_worker.models.transformers.declared import max_model_len
+from tokenloom.gpu_worker.models.transformers.transformers_model import known_entries
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 _MESH_TEST = "tests/e2e/test_more_models.py"
-_SWEEP_MARK = "## Computed by transformers\n"
 
 _BEGINNING = """# Models
 
 `make models-docs` writes this page from the code and from a sweep over every causal language model of transformers.
 `architectures` in a checkpoint's `config.json` names the class. `--model-impl auto` takes the built-in code where it
 exists and has the features that the checkpoint asks for, and transformers' modules otherwise; `native` and
-`transformers` choose one of them. A model that cannot be served is refused at start-up with the reason.
+`transformers` choose one of them. A model that cannot be served is refused with the reason before a process starts:
+`tokenloom serve`, `tokenloom models --local` and the engine ask one function, which reads the configuration and the
+heads of the files, and the table below for the version of transformers that is installed. For another version the
+answer is `untried`, and the engine decides when it loads the model.
 
 ## Built in
 
@@ -35,14 +51,16 @@ computed on GPUs, the other quantizations on CPUs.
 """
 
 _SWEEP = """
+## Computed by transformers
+
 The modules of the transformers library compute these models, except attention, which uses the paged KV cache
 (`pip install "tokenloom[transformers]"`). Their code comes from the installed library, never from the checkpoint. At
 load, a self-check compares their logits over the KV cache with those of their own attention. Linear layers and the
-experts of a layer are Tokenloom's, so `--quantization` applies; quantized checkpoint files are refused.
+experts of a layer are Tokenloom's, so `--quantization` applies.
 
-`python -m tests.soak.models.transformers_models` made a tiny random checkpoint of each class. Those with "yes" gave the
-greedy tokens of transformers' own `generate`, in chunks and in batches. "Built in only": the built-in code serves the
-model, the modules do not.
+`python -m tests.soak.models.models_page` made a tiny random checkpoint of each class. Those with "yes" gave the greedy
+tokens of transformers' own `generate`, in chunks and in batches. "Built in only": the built-in code serves the model,
+the modules do not. "Untried": transformers does not compute its tiny random checkpoint; the engine decides.
 """
 
 
@@ -57,50 +75,117 @@ def native_part() -> str:
     return _BEGINNING + "\n".join(rows) + "\n"
 
 
-def sweep_part(outcomes: dict[str, Outcome]) -> str:
-    """Return the rest of the page for the outcomes of model types."""
-    served = {kind: _served(kind, outcome) for kind, outcome in outcomes.items()}
+def page(table: Mapping[str, Any]) -> str:
+    """Return the page for the content of the table."""
+    return native_part() + "".join(_sweep_part(version, found) for version, found in sorted(table.items()))
+
+
+def _sweep_part(version: str, found: Mapping[str, Any]) -> str:
+    served = {kind: _served(name, answer) for kind, (name, answer) in found["types"].items()}
     counts = [list(served.values()).count(word) for word in ("yes", "refused")]
     lines = [
-        _SWEEP_MARK + _SWEEP,
-        f"transformers {transformers.__version__}: {counts[0]} types served, {counts[1]} refused.\n",
+        f"{_SWEEP}\ntransformers {version}, PyTorch {found['torch']}: {counts[0]} types served, {counts[1]} refused.\n",
         "| architecture | model type | served | reason |\n|---|---|---|---|",
     ]
-    for kind, outcome in sorted(outcomes.items(), key=lambda item: (KINDS[item[0]], item[0])):
-        lines.append(f"| {KINDS[kind]} | {kind} | {served[kind]} | {_reason(outcome)} |")
+    for kind, (name, answer) in sorted(found["types"].items(), key=lambda item: (item[1][0], item[0])):
+        reasons = [] if answer == UNTRIED else [answer] if answer else []
+        reasons += [
+            f"{entry} = {json.dumps(value)}: {reason}" for entry, value, reason in found["unless"].get(kind, [])
+        ]
+        lines.append(f"| {name} | {kind} | {served[kind]} | {'; '.join(reasons).replace('|', '/')} |")
     return "\n".join(lines) + "\n"
 
 
-def _served(kind: str, outcome: Outcome) -> str:
-    if outcome.verdict == "refused" and KINDS[kind] in ARCHITECTURES:
-        return "built in only"
-    return {"identical": "yes", "refused": "refused", "wrong": "WRONG", "no reference": "not tried"}[outcome.verdict]
+def _served(name: str, answer: str) -> str:
+    if not answer:
+        return "yes"
+    return UNTRIED if answer == UNTRIED else "built in only" if name in ARCHITECTURES else "refused"
 
 
-def _reason(outcome: Outcome) -> str:
-    """Return the reason without the path of the temporary checkpoint."""
-    begin = (
-        "transformers does not compute its tiny random checkpoint here: " if outcome.verdict == "no reference" else ""
-    )
-    text = re.sub(r"^.*?config\.json: \w+ is not supported: ", "", outcome.reason)
+def reason_of(outcome: Outcome) -> str:
+    """Return what the table holds for an outcome: empty if the model is served. The reason completes "the model …"."""
+    if outcome.verdict != "refused":
+        return {"identical": "", "no reference": UNTRIED}[outcome.verdict]
+    text = re.sub(r"^.*?\w+ is not supported: (it )?", "", outcome.reason)
+    text = re.sub(r"\S*/config\.json: ", "", text).strip()
     text = re.sub(r"differ from transformers' own by \S+, more than \S+: ", "differ from transformers' own: ", text)
-    text = re.sub(r"\S*/config\.json: ", "", text).replace("|", "/")
-    text = begin + text.strip()
     return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def known(kind: str) -> list[str]:
+    """Return the entries by which a type's class computes."""
+    names = known_entries(CONFIG_MAPPING[kind]) - known_entries(transformers.PreTrainedConfig)
+    return sorted(names - HARMLESS)
+
+
+def lengths(kinds: Iterable[str]) -> dict[str, int]:
+    """Return the contexts of types by default, where no rotary embedding stretches them."""
+    texts = {kind: CONFIG_MAPPING[kind]().get_text_config(decoder=True) for kind in kinds}
+    return {kind: max_model_len(text) for kind, text in texts.items() if not _is_stretched(text)}
+
+
+def _is_stretched(text: Any) -> bool:
+    ropes = getattr(text, "rope_parameters", None) or {}
+    return any(
+        rope.get("rope_type", "default") != "default" for rope in (ropes, *ropes.values()) if isinstance(rope, dict)
+    )
+
+
+def try_all(directory: Path) -> dict[str, Any]:
+    """Return the table of the installed transformers, after trying every type of it. Exits with 1 if one is wrong."""
+    outcomes = sweep(list(KINDS), directory)
+    if wrong := [kind for kind, outcome in outcomes.items() if outcome.verdict == "wrong"]:
+        sys.exit(f"wrong: {', '.join(wrong)}")
+    served = [kind for kind, outcome in outcomes.items() if outcome.verdict == "identical"]
+    unless = {
+        kind: [[name, value, reason_of(Outcome("refused", reason))] for name, value, reason in found]
+        for kind in served
+        if (found := list(refused_entries(kind, directory)))
+    }
+    return {
+        "torch": torch.__version__.partition("+")[0],
+        "types": {kind: [KINDS[kind], reason_of(outcome)] for kind, outcome in sorted(outcomes.items())},
+        "unless": unless,
+        "lengths": lengths(served),
+        "values": {
+            "activation": sorted(ACT2FN),
+            # Under its older name transformers reads long rope too.
+            "rope_type": sorted(("default", "su", *ROPE_INIT_FUNCTIONS)),
+        },
+        "entries": {kind: known(kind) for kind, name in sorted(KINDS.items()) if name in ARCHITECTURES},
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--native-only", action="store_true", help="keep the rows of the last sweep")
-    if parser.parse_args().native_only:
-        rest = _SWEEP_MARK + PAGE.read_text().split(_SWEEP_MARK, 1)[1]
-    else:
+    parser.add_argument("--page-only", action="store_true", help="try nothing: write the page from the table")
+    table = json.loads(TYPES_FILE.read_text(encoding="utf-8"))
+    if not parser.parse_args().page_only:
         quiet()
         with tempfile.TemporaryDirectory(prefix="tl-") as directory:
-            outcomes = sweep(list(KINDS), Path(directory))
-        rest = sweep_part(outcomes)
-    PAGE.write_text(f"{native_part()}\n{rest}")
-    sys.exit(1 if "| WRONG |" in rest else 0)
+            table[transformers.__version__] = try_all(Path(directory))
+        TYPES_FILE.write_text(written(table), encoding="utf-8")
+    PAGE.write_text(page(table))
+
+
+def written(table: Mapping[str, Any]) -> str:
+    """Return the table as it is kept: JSON with a line for each type."""
+    versions = (
+        f" {json.dumps(version)}: {_object(2, map(_section, found.items()))}" for version, found in table.items()
+    )
+    return f"{_object(0, versions)}\n"
+
+
+def _section(item: tuple[str, Any]) -> str:
+    name, content = item
+    if isinstance(content, dict):
+        rows = (f"   {json.dumps(key)}: {json.dumps(each)}" for key, each in content.items())
+        return f"  {json.dumps(name)}: {_object(3, rows)}"
+    return f"  {json.dumps(name)}: {json.dumps(content)}"
+
+
+def _object(indent: int, members: Iterable[str]) -> str:
+    return "{\n" + ",\n".join(members) + "\n" + " " * max(indent - 1, 0) + "}"
 
 
 if __name__ == "__main__":

@@ -97,12 +97,28 @@ def _parts(config_class: Any) -> Iterator[tuple[str, str]]:
             yield name, part.model_type
 
 
-def save_tiny(kind: str, directory: Path) -> tuple[Path, Any]:
+def switches(kind: str) -> list[tuple[str, bool]]:
+    """Return the entries that only this type's class has and that are true or false, each with the other value."""
+    config = tiny_config(kind).get_text_config(decoder=True)
+    common = PreTrainedConfig().to_dict()
+    own = {name: value for name, value in config.to_dict().items() if type(value) is bool and name not in common}
+    return sorted((name, not value) for name, value in own.items() if name not in _NOT_COMPUTED)
+
+
+_NOT_COMPUTED = frozenset(
+    ("use_cache", "tie_word_embeddings", "output_router_logits", "is_decoder", "add_cross_attention")
+)
+"""Switches that change no step, or that ask for another kind of model."""
+
+
+def save_tiny(kind: str, directory: Path, **entries: Any) -> tuple[Path, Any]:
     """Write a checkpoint with seeded weights; returns its directory and the model, with eager attention.
 
-    Raises ``ValueError`` if the model is not small.
+    ``entries`` replace those of the tiny configuration. Raises ``ValueError`` if the model is not small.
     """
     config = tiny_config(kind)
+    for name, value in entries.items():
+        setattr(config.get_text_config(decoder=True), name, value)
     torch.manual_seed(0)
     with torch.device("meta"):
         size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())

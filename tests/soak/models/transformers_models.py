@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -22,7 +22,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tests.parity.reference import compute_case
-from tests.soak.models.tiny_configs import save_tiny
+from tests.soak.models.tiny_configs import save_tiny, switches
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.gpu_worker.devices import CPUWorker
 
 KINDS: dict[str, str] = {kind: str(name) for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 """Model types and the classes that compute them."""
@@ -44,17 +48,15 @@ class Outcome(NamedTuple):
 
 def try_kind(kind: str, directory: Path) -> Outcome:
     """Serve a tiny model of this type, and compare its tokens with those of transformers."""
+    if getattr(getattr(transformers, KINDS[kind], None), "_is_stateful", False):
+        return Outcome(
+            "refused", f"{KINDS[kind]} is not supported: it keeps a state between tokens, as recurrent layers do"
+        )
     try:
         path, model = save_tiny(kind, directory)
     except Exception as error:
         return Outcome("no reference", _first_line(error))
-    engine: Engine | Outcome
-    try:
-        engine = Engine(path, num_blocks=24, budget=16, max_num_seqs=4, model_impl="transformers", max_model_len=64)
-    except ValueError as error:
-        engine = Outcome("refused", _first_line(error))
-    except Exception as error:
-        engine = Outcome("wrong", f"raised {_first_line(error)}")
+    engine = load(path)
     if isinstance(engine, Outcome) and _BROKEN not in engine.reason:
         return engine
     try:
@@ -63,6 +65,36 @@ def try_kind(kind: str, directory: Path) -> Outcome:
     except Exception as error:
         return Outcome("no reference", _first_line(error))
     return engine if isinstance(engine, Outcome) else _compare(engine, cases)
+
+
+def load(path: Path) -> Engine | Outcome:
+    """Load a checkpoint with transformers' modules, whatever is known of its type, or return why that is refused."""
+    try:
+        return Engine(
+            path, num_blocks=24, budget=16, max_num_seqs=4, model_impl="transformers", max_model_len=64, executor=_uni
+        )
+    except ValueError as error:
+        return Outcome("refused", _first_line(error))
+    except Exception as error:
+        return Outcome("wrong", f"raised {_first_line(error)}")
+
+
+def _uni(config: EngineConfig) -> Executor:
+    """Return the executor of a worker that asks no table what is served: these are the answers of that table."""
+    return UniProcExecutor(CPUWorker(config))
+
+
+def refused_entries(kind: str, directory: Path) -> Iterator[tuple[str, bool, str]]:
+    """Yield the switches of a served type that the engine refuses although transformers computes them, each with its
+    value and the reason."""
+    for name, value in switches(kind):
+        try:
+            path, model = save_tiny(kind, directory, **{name: value})
+            compute_case(model, PROMPTS[1], 1, use_cache=False)
+        except Exception:
+            continue  # transformers does not compute it
+        if isinstance(outcome := load(path), Outcome):
+            yield name, value, outcome.reason
 
 
 def _compare(engine: Engine, cases: Sequence[Case]) -> Outcome:

@@ -1,0 +1,48 @@
+"""``docs/reference/models.md`` is written from the table of what was run."""
+
+import json
+import re
+
+import transformers
+
+from tests.soak.models.models_page import PAGE, page, reason_of, written
+from tests.soak.models.transformers_models import KINDS, Outcome
+from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE, UNTRIED
+from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
+
+TABLE = json.loads(TYPES_FILE.read_text())
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    assert PAGE.read_text() == page(TABLE), "run `python -m tests.soak.models.models_page --page-only`"
+
+
+def test_the_table_has_every_type_of_the_installed_version() -> None:
+    found = TABLE[transformers.__version__]
+    assert {kind: name for kind, (name, _) in found["types"].items()} == KINDS, "run `make models-docs`"
+    assert TYPES_FILE.read_text() == written(TABLE)
+    assert set(found["entries"]) == {kind for kind, name in KINDS.items() if name in ARCHITECTURES}
+
+
+def test_the_page_counts_what_it_lists() -> None:
+    text = PAGE.read_text()
+    counts = re.search(r"(\d+) types served, (\d+) refused", text)
+    assert counts is not None
+    assert [text.count("| yes |"), text.count("| refused |")] == [int(count) for count in counts.groups()]
+
+
+def test_a_page_of_two_types() -> None:
+    refusal = Outcome("refused", "/tmp/x/config.json: BloomForCausalLM is not supported: it builds a mask | of its own")
+    types = {
+        "phi": ["PhiForCausalLM", reason_of(Outcome("identical"))],
+        "bloom": ["BloomForCausalLM", reason_of(refusal)],
+        "zamba": ["ZambaForCausalLM", reason_of(Outcome("no reference", "ImportError"))],
+    }
+    table = {"torch": "2.0", "types": types, "unless": {"phi": [["odd", True, "looks ahead"]]}, "entries": {}}
+    text = page({"5.0": table})
+    assert types["zamba"][1] == UNTRIED
+    assert "transformers 5.0, PyTorch 2.0: 1 types served, 1 refused." in text
+    assert "| BloomForCausalLM | bloom | refused | builds a mask / of its own |" in text
+    assert "| PhiForCausalLM | phi | yes | odd = true: looks ahead |" in text
+    assert "| ZambaForCausalLM | zamba | untried |  |" in text
+    assert json.loads(written({"5.0": table})) == {"5.0": table}

@@ -1,0 +1,169 @@
+"""One function answers for preflight and engine how a checkpoint is served, or why not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig, WorkerConfig
+from tokenloom.gpu_worker.checkpoint import served_how as module
+from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "dtype": "float32",
+}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+
+
+def write(path: Path, entries: dict[str, Any]) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(entries))
+    return path
+
+
+def answer(path: Path, entries: dict[str, Any], *, has_gpu: bool = False, **options: Any) -> ServedHow:
+    worker = {name: options.pop(name) for name in WorkerConfig.__struct_fields__ if name in options}
+    config = EngineConfig(worker=WorkerConfig(model=str(write(path / "model", entries)), **worker), **options)
+    return served_how(config, has_gpu=has_gpu)
+
+
+def test_nothing_that_takes_seconds_to_import_is_needed() -> None:
+    code = (
+        "import sys, tokenloom.gpu_worker.checkpoint.served_how\n"
+        "sys.exit(bool({'torch', 'transformers', 'numpy', 'safetensors'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("entries", "by"),
+    [
+        (LLAMA, "built in"),
+        (LLAMA | {"architectures": ["BertModel"], "model_type": "bert"}, "encoder"),
+        (LLAMA | {"architectures": ["PhiForCausalLM"], "model_type": "phi"}, "transformers"),
+    ],
+)
+def test_what_computes_a_checkpoint(tmp_path: Path, entries: dict[str, Any], by: str) -> None:
+    assert answer(tmp_path, entries).by == by
+
+
+def of(name: str, kind: str, **entries: Any) -> dict[str, Any]:
+    return LLAMA | {"architectures": [name], "model_type": kind} | entries
+
+
+STATES = "keeps a state between tokens"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Mamba": (of("MambaForCausalLM", "mamba"), STATES),
+    "gated delta net": (of("Qwen3NextForCausalLM", "qwen3_next"), STATES),
+    "linear attention": (of("MiniMaxForCausalLM", "minimax"), "the others keep a state of their own|" + STATES),
+    "hybrid": (of("BambaForCausalLM", "bamba"), STATES),
+    "convolutions": (of("Lfm2ForCausalLM", "lfm2"), "keep a state of their own|" + STATES),
+    "own attention": (of("BloomForCausalLM", "bloom"), "computes attention or state by itself"),
+    "encoder and decoder": (
+        of("T5ForConditionalGeneration", "t5", is_encoder_decoder=True),
+        "has an encoder and a decoder, which is not supported: serve a model whose class ends in ForCausalLM",
+    ),
+    "speech": (of("WhisperForConditionalGeneration", "whisper", is_encoder_decoder=True), "has an encoder"),
+    "diffusion": (of("DiffusionGemmaForBlockDiffusion", "diffusion_gemma"), "is a diffusion model"),
+    "remote code": (of("OddForCausalLM", "odd", auto_map={"AutoModel": "odd.py"}), "is never run"),
+    "images": (of("LlavaForConditionalGeneration", "llava"), "reads images"),
+    "a method": (LLAMA | {"quantization_config": {"quant_method": "exl3"}}, "'exl3' is not supported"),
+    "a rope": (
+        LLAMA | {"rope_scaling": {"rope_type": "odd", "factor": 2.0}},
+        "rope_type 'odd' is not supported: must be one of",
+    ),
+    "an activation": (LLAMA | {"hidden_act": "odd"}, "hidden_act 'odd' is not supported: must be one of"),
+    "a kind of layer": (
+        of("Qwen3ForCausalLM", "qwen3", layer_types=["conv", "conv"]),
+        "layer_types may only hold full_attention and sliding_attention",
+    ),
+    "heads": (LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 2}, "num_key_value_heads must divide"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_named_with_its_file(tmp_path: Path, name: str) -> None:
+    entries, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=reason) as refused:
+        answer(tmp_path, entries)
+    assert str(tmp_path / "model" / "config.json") in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "device": ({"device": "cuda"}, "device cuda: PyTorch finds no GPU on this machine; choose cpu"),
+    "dtype": ({"dtype": "float16"}, "dtype float16 is computed on a GPU only: choose bfloat16 or float32"),
+    "quantization": ({"quantization": "fp8"}, "quantization fp8 is computed on a GPU only: choose int8-dynamic"),
+    "KV cache": ({"cache": CacheConfig(dtype="fp8")}, "kv_cache_dtype fp8 is read on a GPU only: choose int8"),
+    "context": ({"max_model_len": 65}, "max_model_len 65: the model's context has 64 tokens: give at most that"),
+    "workers": (
+        {"parallel": ParallelConfig(tensor_parallel_size=3)},
+        "3 does not divide the model's 2 attention heads",
+    ),
+    "modules on workers": (
+        {"model_impl": "transformers", "parallel": ParallelConfig(tensor_parallel_size=2)},
+        "transformers' modules are not divided among several workers",
+    ),
+    "context of modules": ({"model_impl": "transformers", "max_model_len": 65}, "the model's context has 64 tokens"),
+    "adapters of modules": (
+        {"model_impl": "transformers", "lora": LoraConfig(enable=True)},
+        "enable_lora: no layer of this model can have an adapter",
+    ),
+    "dummy modules": ({"model_impl": "transformers", "load_format": "dummy"}, "load_format dummy makes weights for"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_do_not_fit_are_named(tmp_path: Path, name: str) -> None:
+    options, reason = OPTIONS[name]
+    with pytest.raises(ValueError, match=reason):
+        answer(tmp_path, LLAMA, **options)
+
+
+@pytest.mark.parametrize("name", ["BertModel", "LlamaForSequenceClassification", "Qwen3Model"])
+def test_a_model_without_text_generates_none(tmp_path: Path, name: str) -> None:
+    assert answer(tmp_path, LLAMA | {"architectures": [name]}).by in ("built in", "encoder")
+    with pytest.raises(ValueError, match="runner is generate, but this model generates no text"):
+        answer(tmp_path, LLAMA | {"architectures": [name]}, runner="generate")
+
+
+def test_a_gpu_has_rules_of_its_own(tmp_path: Path) -> None:
+    assert answer(tmp_path, LLAMA, has_gpu=True, dtype="float16").by == "built in"
+    with pytest.raises(ValueError, match="int4 is not supported on cuda: choose fp8"):
+        answer(tmp_path, LLAMA, has_gpu=True, quantization="int4")
+
+
+def test_another_version_of_transformers_is_untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.metadata, "version", lambda name: "99.0")
+    module.transformers_types.cache_clear()
+    try:
+        found = answer(tmp_path, of("BloomForCausalLM", "bloom"))
+        # The class may read the entry, or may not: the engine asks it.
+        lacking = answer(tmp_path, LLAMA | {"partial_rotary_factor": 0.5})
+    finally:
+        module.transformers_types.cache_clear()
+    assert (found.by, found.is_tried) == ("transformers", False)
+    assert (lacking.by, lacking.is_tried, lacking.lack is not None) == ("transformers", False, True)
+
+
+def test_a_switch_may_be_refused_in_a_type_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"activation": ["silu"], "rope_type": ["default"]}
+    types = {
+        "values": values,
+        "types": {"phi": ["PhiForCausalLM", ""]},
+        "unless": {"phi": [["odd", True, "looks ahead"]]},
+        "entries": {},
+    }
+    monkeypatch.setattr(module, "transformers_types", lambda: types)
+    assert answer(tmp_path, of("PhiForCausalLM", "phi", odd=False)).is_tried
+    with pytest.raises(ValueError, match="it has odd = true, with which it looks ahead"):
+        answer(tmp_path, of("PhiForCausalLM", "phi", odd=True))

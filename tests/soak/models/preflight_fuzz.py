@@ -1,0 +1,139 @@
+"""``python -m tests.soak.models.preflight_fuzz``: preflight and engine agree about random checkpoints.
+
+A seed chooses a causal type of transformers with random sizes and switches, a quantized format or a type of GGUF, and
+options of the engine. What preflight admits must load; what it refuses for its type must not load without it.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from gguf import GGMLQuantizationType as Kind
+
+from tests.gpu_worker.checkpoint.gguf import files
+from tests.gpu_worker.checkpoint.quantization import formats
+from tests.gpu_worker.checkpoint.quantization.test_schemes import FORMATS
+from tests.parity.reference import compute_case
+from tests.soak.models.tiny_configs import save_tiny, switches, tiny_config
+from tests.soak.models.transformers_models import KINDS, PROMPTS, quiet
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, WorkerConfig
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.executor.worker import Worker
+from tokenloom.gpu_worker.devices import CPUWorker, make_worker
+from tokenloom.preflight.model import answer
+from tokenloom.preflight.small_files import CannotServe
+
+Verdict = Literal["served", "refused", "untried", "no model", "disagreement"]
+
+
+def _sizes(random_: random.Random, kind: str) -> dict[str, Any]:
+    """Return random entries that most classes have."""
+    text = tiny_config(kind).get_text_config(decoder=True)
+    wanted = {
+        "num_hidden_layers": random_.choice((1, 2, 3)),
+        "sliding_window": random_.choice((8, 24, 200, None)),
+        "tie_word_embeddings": random_.choice((True, False)),
+    }
+    for name in ("hidden_act", "hidden_activation", "activation_function"):
+        wanted[name] = random_.choice(("silu", "gelu", "relu2", "quick_gelu"))
+    if not hasattr(text, "layer_types"):
+        wanted["num_key_value_heads"] = random_.choice((1, 2, 4))
+    chosen = {name: value for name, value in wanted.items() if hasattr(text, name) and random_.random() < 0.5}
+    return chosen | {name: value for name, value in switches(kind) if random_.random() < 0.15}
+
+
+def _of_transformers(random_: random.Random, directory: Path) -> Path:
+    kind = random_.choice(list(KINDS))
+    path, model = save_tiny(kind, directory, **_sizes(random_, kind))
+    compute_case(model, PROMPTS[1], 1, use_cache=False)
+    return path
+
+
+def _quantized(random_: random.Random, directory: Path) -> Path:
+    path: Path = formats.write(directory, *FORMATS[random_.choice(list(FORMATS))])[0]
+    return path
+
+
+def _gguf(random_: random.Random, directory: Path) -> Path:
+    path = directory / "demo.gguf"
+    files.write_demo(path, random_.choice((Kind.F32, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1)))
+    return path
+
+
+_MAKERS: tuple[Callable[[random.Random, Path], Path], ...] = (*(_of_transformers,) * 8, _quantized, _gguf)
+
+
+def _options(random_: random.Random, path: Path) -> EngineConfig:
+    worker = WorkerConfig(
+        model=str(path),
+        device="cpu",
+        num_threads=1,
+        dtype=random_.choice(("auto", "float32", "bfloat16")),
+        quantization=random_.choice((None, None, "int8-dynamic", "int4")),
+        model_impl=random_.choice(("auto", "auto", "native", "transformers")),
+    )
+    cache = CacheConfig(num_blocks=64, block_size=16)
+    return EngineConfig(worker=worker, cache=cache, max_model_len=random_.choice((None, 32, 64, 128, 1000)))
+
+
+def compare(seed: int, directory: Path) -> tuple[Verdict, str]:
+    """Return what preflight and engine say of the seed's checkpoint, and a line about it."""
+    random_ = random.Random(seed)
+    try:
+        path = random_.choice(_MAKERS)(random_, directory)
+    except Exception as error:
+        return "no model", f"transformers makes none: {type(error).__name__}"
+    config = _options(random_, path)
+    worker = config.worker
+    about = f"{path.name} {worker.model_impl} {worker.dtype} {worker.quantization} {config.max_model_len}"
+    try:
+        found = answer(path, config)
+    except CannotServe as refusal:
+        is_type = "docs/reference/models.md" in str(refusal)
+        if is_type and _refusal(config, lambda each: CPUWorker(each)) is None:
+            return "disagreement", f"{about}: refused, but it loads: {refusal}"
+        return "refused", f"{about}: {refusal}"
+    reason = _refusal(config, make_worker)
+    if not found.is_tried:
+        return "untried", f"{about}: {reason or 'loads'}"
+    return ("served", about) if reason is None else ("disagreement", f"{about}: admitted, but {reason}")
+
+
+def _refusal(config: EngineConfig, make: Callable[[EngineConfig], Worker]) -> str | None:
+    """Return why the engine does not start; None: it does."""
+    try:
+        EngineCore(config, UniProcExecutor(make(config))).shutdown()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None
+
+
+def run(seeds: range) -> Iterator[tuple[int, Verdict, str]]:
+    """Compare the checkpoint of each seed."""
+    for seed in seeds:
+        with tempfile.TemporaryDirectory(prefix="tl-") as directory:
+            yield seed, *compare(seed, Path(directory))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=400)
+    arguments = parser.parse_args()
+    quiet()
+    counts: Counter[str] = Counter()
+    for seed, verdict, text in run(range(arguments.first, arguments.first + arguments.count)):
+        counts[verdict] += 1
+        print(seed, verdict, text, flush=True)
+    print(dict(counts))
+    sys.exit(counts["disagreement"] > 0)
+
+
+if __name__ == "__main__":
+    main()

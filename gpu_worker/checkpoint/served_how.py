@@ -3,8 +3,8 @@ torch nor transformers, so that checks before a start, ``tokenloom models`` and 
 
 To add to what is served:
 
-- A family: its class in ``supported.ARCHITECTURES`` and its ``DecoderTraits`` there; what they cannot state is read in
-  ``load_config``. Its layers are ``models.decoder``'s, or a module beside it.
+- A family: its class in ``files.supported.ARCHITECTURES`` and its ``DecoderTraits`` there; what they cannot state is
+  read in ``load_config``. Its layers are ``models.decoder``'s, or a module beside it.
 - A quantization method: ``quantization.entries`` says how. An architecture of GGUF: ``gguf.config``.
 - A refusal: ``reader.error`` or ``reader.unsupported`` where the entry is read, so that no option or class escapes it.
   ``unsupported`` leaves the model to transformers' modules where their class reads the entry.
@@ -227,18 +227,18 @@ def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) ->
     classes = frozenset(causal_classes().values())
     if name not in classes:
         raise ValueError(f"{file}: {_unknown(name, values, has_transformers=bool(classes))}")
-    scheme_for_modules(path)
     own, reason = _answer(types, values)
-    kind, entries = str(values.get("model_type")), _text_entries(values)
-    if types is not None and kind in types["lengths"]:
-        _check_context(max_model_len, longest_context(entries, types["lengths"][kind], max_model_len))
-    if types is not None and (wrong := _unknown_value(types["values"], entries)):
-        raise ValueError(f"{file}: {wrong}")
-    if own != name or reason == UNTRIED:
-        return ServedHow("transformers", lack=found.lack, is_tried=False)
-    if reason:
+    if reason not in ("", UNTRIED):
         lack = "" if found.lack is None else f"{found.lack}; transformers' modules do not compute it either: "
         raise ValueError(f"{lack}{file}: {name} is not supported: it {reason}: use a model of docs/reference/models.md")
+    scheme_for_modules(path)
+    if types is None or own != name or reason == UNTRIED:
+        return ServedHow("transformers", lack=found.lack, is_tried=False)
+    kind, entries = str(values["model_type"]), _text_entries(values)
+    if kind in types["lengths"]:
+        _check_context(max_model_len, longest_context(entries, types["lengths"][kind], max_model_len))
+    if wrong := _unknown_value(types["values"], entries):
+        raise ValueError(f"{file}: {wrong}")
     return found
 
 

@@ -7,8 +7,8 @@ import transformers
 
 from tests.soak.models.models_page import PAGE, page, reason_of, written
 from tests.soak.models.transformers_models import KINDS, Outcome
+from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE, UNTRIED
-from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
 
 TABLE = json.loads(TYPES_FILE.read_text())
 

@@ -157,11 +157,13 @@ def test_another_version_of_transformers_is_untried(tmp_path: Path, monkeypatch:
 
 def test_a_switch_may_be_refused_in_a_type_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"activation": ["silu"], "rope_type": ["default"]}
+    refused = {"phi": [["odd", True, "looks ahead"]]}
     types = {
-        "values": values,
         "types": {"phi": ["PhiForCausalLM", ""]},
-        "unless": {"phi": [["odd", True, "looks ahead"]]},
+        "unless": refused,
+        "values": values,
         "entries": {},
+        "lengths": {},
     }
     monkeypatch.setattr(module, "transformers_types", lambda: types)
     assert answer(tmp_path, of("PhiForCausalLM", "phi", odd=False)).is_tried

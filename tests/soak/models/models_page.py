@@ -22,9 +22,9 @@ from tests.parity.reference import MORE_MODELS
 from tests.soak.models.transformers_models import KINDS, Outcome, quiet, refused_entries, sweep
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.files.config_reader import HARMLESS
+from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.model_config import QUANTIZATIONS
 from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE, UNTRIED
-from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
 from tokenloom.gpu_worker.models.transformers.declared import max_model_len
 from tokenloom.gpu_worker.models.transformers.transformers_model import known_entries
 

@@ -377,6 +377,12 @@ class EngineCore:
             raise ValueError("the engine is asleep; call wake_up first")
         self.pausing.resume()
 
+    def calls_to_run(self) -> str:
+        """Return why a new request would not run, and which call lets it, as a sentence; empty if it would."""
+        if sentence := self.sleeping.calls_to_wake():
+            return sentence
+        return "the engine is paused; call resume first" if self.pausing.is_paused else ""
+
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forget all cached blocks. Does nothing and returns False while requests run that may not be preempted."""
         return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)

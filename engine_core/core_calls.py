@@ -143,6 +143,8 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         "sleep": core.sleeping.sleep,
         "wake_up": core.sleeping.wake_up,
         "is_sleeping": core.sleeping.is_sleeping,
+        "calls_to_run": core.calls_to_run,
+        "has_work": core.has_work,
         "reload_weights": core.sleeping.reload_weights,
         "profile": profile,
         "collective_rpc": collective_rpc,

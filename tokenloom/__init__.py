@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .engine_core.data.errors import EngineDeadError as EngineDeadError
+    from .engine_core.data.errors import EnginePausedError as EnginePausedError
     from .offline.beam_search import BeamSearchOutput as BeamSearchOutput
     from .offline.beam_search import BeamSearchParams as BeamSearchParams
     from .offline.beam_search import BeamSearchSequence as BeamSearchSequence
@@ -36,6 +38,8 @@ _HOMES = {
     "CompletionOutput": ".offline.outputs",
     "LoRARequest": ".offline.lora_request",
     "EmbeddingOutput": ".offline.outputs",
+    "EngineDeadError": ".engine_core.data.errors",
+    "EnginePausedError": ".engine_core.data.errors",
     "LLM": ".offline.llm",
     "Logprob": ".offline.outputs",
     "PoolingOutput": ".offline.outputs",
@@ -56,6 +60,8 @@ __all__ = [
     "ClassificationOutput",
     "CompletionOutput",
     "EmbeddingOutput",
+    "EngineDeadError",
+    "EnginePausedError",
     "LoRARequest",
     "Logprob",
     "PoolingOutput",

@@ -1,16 +1,57 @@
-"""The client of an engine core for code without an event loop; the core runs in the caller's thread."""
+"""The clients of an engine core for code without an event loop; the core runs in the caller's thread or in a process of
+its own."""
 
+import contextlib
+import itertools
+import select
+import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from ..core import EngineCore
 from ..core_calls import CoreCalls
 from ..data.config import EngineConfig
-from ..data.errors import EnginePausedError, UtilityError
-from ..data.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall
+from ..data.errors import EngineDeadError, EnginePausedError, UtilityError
+from ..data.handshake import CoreReady
+from ..data.messages import EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..executor.executor import Executor
-from ..wire.frames import to_raw
+from ..process.core_io import ENGINE_CORE_DEAD
+from ..process.core_launch import CoreProcess
+from ..wire.array_arena import ArrayArena
+from ..wire.frames import Decoder, FrameReceiver, Pieces, encode, head, to_raw
+
+
+class CoreClient(Protocol):
+    """Describes what code without an event loop needs of a core. For one thread at a time.
+
+    Every method but :meth:`close` raises ``EngineDeadError`` once a core in a process of its own has ended.
+    """
+
+    @property
+    def ready(self) -> CoreReady: ...
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Add a request; a refusal comes as its output."""
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """End requests without an output; unknown ids are ignored."""
+
+    def check_awake(self) -> None:
+        """Raise ``EnginePausedError`` if a new request would not run because the engine is paused or asleep."""
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Return what the next step has produced. Call it only while requests are unfinished.
+
+        Raises ``EnginePausedError`` if none of them can advance because the engine is paused or asleep.
+        """
+
+    def call_utility(self, method: str, *args: object) -> object:
+        """Call one of the core's utilities. Raises ``UtilityError`` when it fails."""
+
+    def close(self) -> None:
+        """End the core. Idempotent."""
 
 
 class InprocClient:
@@ -39,10 +80,8 @@ class InprocClient:
 
     def check_awake(self) -> None:
         """Raise ``EnginePausedError`` if a new request would not run because the engine is paused or asleep."""
-        if sentence := self._core.sleeping.calls_to_wake():
+        if sentence := self._core.calls_to_run():
             raise EnginePausedError(sentence)
-        if self._core.pausing.is_paused:
-            raise EnginePausedError("the engine is paused; call resume first")
 
     def get_output(self) -> EngineCoreOutputs:
         """Run a step and return what it produced. Call it only while requests are unfinished.
@@ -74,3 +113,154 @@ class InprocClient:
     def close(self) -> None:
         """End the core. Idempotent."""
         self._core.shutdown()
+
+
+_PAUSING = frozenset({"sleep", "pause", "reload_weights"})
+"""Utilities after which a request may wait without end."""
+_RESUMING = frozenset({"wake_up", "resume"})
+
+
+class SyncMPClient:
+    """Runs the core in a process of its own: its steps do not wait for the caller, who outlives its end."""
+
+    def __init__(self, config: EngineConfig, command: Sequence[str], *, grace: float = 5.0) -> None:
+        """Start the core. ``command``: as for :class:`CoreProcess`; ``grace``: seconds until :meth:`close` kills it.
+
+        Raises ``EngineStartError``.
+        """
+        self._grace = grace
+        self._process = CoreProcess(command)
+        self._connection = self._process.connection
+        self._receiver = FrameReceiver(self._connection)
+        self._arena = ArrayArena(config.parallel.array_arena_bytes)
+        self._decoder = Decoder(EngineCoreOutputs)
+        self._call_ids = itertools.count(1)
+        # Outputs not read yet: of steps that ended while a call's answer was awaited, or while a message was sent.
+        # Bounded by the requests in flight, as the core's own memory is.
+        self._early: deque[EngineCoreOutputs] = deque()
+        self._dead: EngineDeadError | None = None
+        self._may_be_paused = False
+        try:
+            self.ready = self._process.start(config, self._arena.address)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the core's process."""
+        return self._process.pid
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Add a request; a refusal comes as its output. Raises ``EngineDeadError``."""
+        self._send(RequestType.ADD, request)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """End requests without an output; unknown ids are ignored, and so are all if the core is dead."""
+        if not request_ids:
+            return
+        with contextlib.suppress(EngineDeadError):
+            self._send(RequestType.ABORT, list(request_ids))
+
+    def check_awake(self) -> None:
+        """Raise ``EnginePausedError`` if a new request would not run because the engine is paused or asleep."""
+        self._check_alive()
+        if self._may_be_paused and (sentence := self.call_utility("calls_to_run")):
+            raise EnginePausedError(str(sentence))
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Wait for the next step that the core has computed. Call it only while requests are unfinished.
+
+        Raises ``EnginePausedError`` if none of them can advance because the engine is paused or asleep,
+        ``EngineDeadError``.
+        """
+        while True:
+            # The answer comes after the outputs of all steps before it.
+            if not self._early and self._may_be_paused and not self.call_utility("has_work") and not self._early:
+                self.check_awake()
+            outputs = self._early.popleft() if self._early else self._receive()
+            if outputs.utility_output is None:  # otherwise the answer to a call that was interrupted
+                return outputs
+
+    def call_utility(self, method: str, *args: object) -> object:
+        """Call one of the core's utilities. Raises ``UtilityError`` when it fails, ``EngineDeadError``."""
+        self._may_be_paused = self._may_be_paused or method in _PAUSING
+        answer = self._call(method, args)
+        if method in _RESUMING:
+            self._may_be_paused = bool(self._call("calls_to_run", ()))
+        return answer
+
+    def close(self) -> None:
+        """End the core. Idempotent."""
+        self._dead = self._dead or EngineDeadError("the engine core was closed")
+        self._process.stop(self._grace)
+        self._connection.close()
+        self._arena.close()
+
+    def _call(self, method: str, args: Sequence[object]) -> object:
+        call_id = next(self._call_ids)
+        self._send(RequestType.UTILITY, UtilityCall(call_id, method, [to_raw(arg) for arg in args]))
+        while True:
+            outputs = self._receive()
+            if (answer := outputs.utility_output) is None:
+                self._early.append(outputs)
+            elif answer.call_id == call_id:
+                return answer.value()
+
+    def _send(self, kind: RequestType, message: object) -> None:
+        self._check_alive()
+        with self._arena.lend() as loan:
+            frames = [kind.value, *encode(message, loan)]
+            unsent = Pieces([head(frames), *frames])
+            has_begun = False
+            try:
+                while pieces := unsent.head():
+                    num_sent = self._send_some(pieces)
+                    has_begun = has_begun or num_sent > 0
+                    unsent.advance(num_sent)
+            except BaseException as error:
+                if has_begun:
+                    self._give_up(error)
+                raise
+
+    def _send_some(self, pieces: "Sequence[memoryview | bytes | bytearray]") -> int:
+        """Send as much as the core takes now; if it takes nothing, wait, and read its outputs meanwhile."""
+        try:
+            return self._connection.sendmsg(pieces, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            # A core that cannot send its outputs takes no messages, so both would wait without end.
+            if select.select([self._connection], [self._connection], [])[0]:
+                self._early.append(self._receive())
+            return 0
+        except ConnectionError:
+            raise self._ended() from None
+
+    def _receive(self) -> EngineCoreOutputs:
+        self._check_alive()
+        if not self._receiver.has_messages:
+            select.select([self._connection], [], [])  # an interrupt here loses nothing
+        try:
+            frames = self._receiver.receive()
+        except EOFError:  # it comes after the last outputs
+            raise self._ended() from None
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        if frames[0] == ENGINE_CORE_DEAD:
+            self._dead = EngineDeadError("the engine core failed; see its log")
+            raise self._dead
+        return self._decoder.decode(frames)
+
+    def _ended(self) -> EngineDeadError:
+        """Return the error of a core whose process has ended, or is about to."""
+        self._dead = EngineDeadError(f"the engine core's process ended with status {self._process.wait()}")
+        return self._dead
+
+    def _give_up(self, error: BaseException) -> None:
+        """End the core, because an interrupt came in the middle of a message: no receiver understands what follows."""
+        self._dead = self._dead or EngineDeadError(f"a message of the core was interrupted: {type(error).__name__}")
+        self._process.kill()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead

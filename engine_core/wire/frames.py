@@ -363,6 +363,11 @@ class FrameReceiver:
         self._reader = FrameReader()
         self._messages: deque[list[Frame]] = deque()  # those of one read
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether the next message is here already, so that the socket need not become readable."""
+        return bool(self._messages)
+
     def receive(self) -> list[Frame]:
         """Wait for a message and return its frames. Raises ``EOFError`` when the peer is gone, ``ValueError`` as
         :meth:`FrameReader.read`."""

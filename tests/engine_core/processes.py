@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.engine_core.client.blocking import SyncClient
+from tokenloom.engine_core.client.core_client import CoreClient
 from tokenloom.engine_core.data.messages import EngineCoreOutput
 
 FAILING_CORE = """
@@ -34,7 +34,7 @@ def failing_core(directory: Path, failure: str) -> list[str]:
     return [sys.executable, str(script)]
 
 
-def collect(client: SyncClient, count: int) -> dict[str, EngineCoreOutput]:
+def collect(client: CoreClient, count: int) -> dict[str, EngineCoreOutput]:
     """Read until ``count`` requests have ended. Returns their last outputs, with all of their tokens."""
     token_ids: dict[str, list[int]] = {}
     ended: dict[str, EngineCoreOutput] = {}

@@ -24,7 +24,7 @@ from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, Schedul
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.engine_core.data.messages import EngineCoreRequest
-from tokenloom.services.engine.core.core_start import CORE_COMMAND
+from tokenloom.services.engine.core.workers import CORE_COMMAND
 
 MIB = 1 << 20
 TOLERANCE = 0.05

@@ -8,14 +8,16 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
-from tokenloom.engine_core.client.core_client import InprocClient
+from tokenloom.engine_core.client.core_client import CoreClient, InprocClient, SyncMPClient
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.errors import EngineConfigError
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.model_files.model_path import resolve, served_name
 from tokenloom.request.chat_template import read_chat_template
 from tokenloom.request.errors import TokenloomError
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
-from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
+from tokenloom.services.engine.core.workers import CORE_COMMAND, WORKER_COMMAND, make_worker
 from tokenloom.services.engine.records.engine_settings import for_checkpoint
 from tokenloom.services.engine.records.grammar_config import reasoning_mode
 from tokenloom.services.engine.records.identity import pooling_limits
@@ -72,7 +74,7 @@ class LLM:
         chat_template: str | Path | None = None,
         **engine: Any,
     ) -> None:
-        """Load the model.
+        """Load the model. Raises ``ValueError``, and ``EngineStartError`` for a process that does not start.
 
         Args:
             model: A checkpoint directory, a GGUF file or a hub id; ``tokenloom-demo`` is the model that comes with the
@@ -86,8 +88,11 @@ class LLM:
             **engine: Options of the engine by their names in ``docs/reference/configuration.md`` or vLLM's, such as
                 ``dtype``, ``max_model_len``, ``max_num_seqs``, ``enable_prefix_caching`` or ``kv_cache_memory_bytes``.
                 None stands for the default. ``dtype`` may be torch's; ``max_num_seqs`` is by default at most the token
-                budget.
+                budget. ``engine_process=True`` computes in a process of its own: steps and texts are made side by side,
+                and if that process ends, this one goes on. Calls then raise ``EngineDeadError``, and so do later ones:
+                make another ``LLM``. Programs that use it need no guard around their calls.
         """
+        has_process = engine.pop("engine_process", False)
         config = engine_config(engine)
         with _as_value_error():
             path = resolve(str(model))
@@ -99,7 +104,7 @@ class LLM:
         if template is not None:
             self._info = replace(self._info, chat_template=template)
         config = for_checkpoint(config, str(path), template)
-        self._client = InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
+        self._client = _start_process(config) if has_process else _start_here(config)
         ready = self._client.ready
         limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,
@@ -431,6 +436,18 @@ class LLM:
     ) -> list[OfflineRequest]:
         adapted = self._loras.apply(prompts, lora_request)
         return self._builder.build(adapted, sampling_params, priority, refuses_alone=True)
+
+
+def _start_here(config: EngineConfig) -> CoreClient:
+    return InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
+
+
+def _start_process(config: EngineConfig) -> CoreClient:
+    """Start a core in a process of its own, which logs warnings as an application's modules do."""
+    try:
+        return SyncMPClient(config, [*CORE_COMMAND, "--instance-id", "llm", "--log-level", "warning"])
+    except EngineConfigError as error:
+        raise ValueError(str(error)) from None
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from tokenloom.engine_core.client.core_client import InprocClient
+from tokenloom.engine_core.client.core_client import CoreClient
 from tokenloom.engine_core.data.lora import LoraAnswer
 from tokenloom.model_files.model_path import expanded
 
@@ -40,7 +40,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 class OfflineLoras:
     """Loads the adapters that calls name, each once."""
 
-    def __init__(self, client: InprocClient, *, are_enabled: bool) -> None:
+    def __init__(self, client: CoreClient, *, are_enabled: bool) -> None:
         self._client = client
         self._are_enabled = are_enabled
 

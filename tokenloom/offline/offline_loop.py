@@ -1,5 +1,6 @@
 """Steps the engine of the offline API and shows the progress; each step advances all requests in flight."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,8 +10,8 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
-from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.data.errors import EnginePausedError
+from tokenloom.engine_core.client.core_client import CoreClient
+from tokenloom.engine_core.data.errors import EngineDeadError, EnginePausedError
 from tokenloom.engine_core.data.messages import EngineCoreOutput
 
 from .offline_request import CoreRefusal, OfflineRequest
@@ -59,7 +60,7 @@ def check_failures(errors: Sequence[Exception | None]) -> None:
 class OfflineLoop:
     """Holds the requests in flight. They may belong to several calls: a call may begin while a stream is being read."""
 
-    def __init__(self, client: InprocClient) -> None:
+    def __init__(self, client: CoreClient) -> None:
         self._client = client
         self._live: dict[str, tuple[InFlight, Any]] = {}
         self._enqueued: list[OfflineRequest] = []
@@ -127,7 +128,8 @@ class OfflineLoop:
             reason = RuntimeError(f"a step of the engine failed: {type(error).__name__}: {error}")
             self._abort([request for request, _ in self._live.values()], reason)
             # The step may have ended before it filled the blocks that it announced.
-            self._client.call_utility("reset_prefix_cache")
+            with contextlib.suppress(EngineDeadError):  # a core in a process of its own, of which nothing is left
+                self._client.call_utility("reset_prefix_cache")
             raise
 
     def _add(self, request: InFlight) -> None:

@@ -38,6 +38,9 @@ What differs on purpose:
 - Of several prompts of a call of `LLM`, one that is refused or fails (too long, an invalid grammar, embeddings with
   NaN) has an output with an `error`, and the others have theirs; vLLM raises for the whole call. If no prompt is left,
   or there was only one, the call raises the error.
+- `LLM` computes in the caller's process, as vLLM does with `VLLM_ENABLE_V1_MULTIPROCESSING=0`. With
+  `engine_process=True` the engine has a process of its own, which needs no guard around the program; if that process
+  ends, calls raise `EngineDeadError`, and the program may make another `LLM`.
 - A gateway without API keys serves only clients that reach it under its own name (`--allowed-hosts`).
 - A request that would wait too long is refused with 503 and `Retry-After` instead of queued without bound
   ([overload](../operate/operations.md#overload)).

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import sys
 
 from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, AsyncMPClient
 from tokenloom.engine_core.data.errors import EngineConfigError, EngineStartError
@@ -16,11 +15,9 @@ from ..records.engine_settings import EngineSettings
 from ..records.kv_event_feed import KVEventFeed
 from ..records.load import LoadTracker
 from .core_link import CoreLink
+from .workers import CORE_COMMAND
 
 log = logging.getLogger(__name__)
-
-CORE_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.core_main")
-"""Starts the process of a core."""
 
 
 def process_client(settings: EngineSettings, checkpoint: str) -> AsyncMPClient:

@@ -11,6 +11,8 @@ from tokenloom.services.runtime.telemetry import logs
 
 WORKER_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.worker_main")
 """Starts a worker's process; the executor appends ``--address ADDRESS``."""
+CORE_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.core_main")
+"""Starts the process of a core."""
 
 
 Maker = Callable[[EngineConfig], Worker]

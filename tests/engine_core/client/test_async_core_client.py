@@ -29,7 +29,7 @@ from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.wire.frames import IOV_MAX, MAX_INLINE_BYTES
-from tokenloom.services.engine.core.core_start import CORE_COMMAND
+from tokenloom.services.engine.core.workers import CORE_COMMAND
 
 CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", worker="hash", step_seconds=0.002))
 

@@ -1,17 +1,19 @@
 """The clients without an event loop: in process, and with the core in a process of its own."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.engine_core.client.blocking import SyncClient, SyncMPClient
+from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.data.test_embedding_rows import expected, make_mixed, make_wide
 from tests.engine_core.helpers import make_config, make_request
-from tests.engine_core.processes import collect, wait_until
-from tokenloom.engine_core.client.core_client import InprocClient
+from tests.engine_core.processes import collect, has_ended, wait_until
+from tokenloom.engine_core.client.core_client import CoreClient, InprocClient
 from tokenloom.engine_core.data.config import ParallelConfig, WorkerConfig
-from tokenloom.engine_core.data.errors import UtilityError
+from tokenloom.engine_core.data.errors import EngineDeadError, UtilityError
 from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, HashWorker, expected_tokens
@@ -22,7 +24,7 @@ CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", wo
 
 
 @pytest.fixture(params=["inproc", "process"])
-def client(request: pytest.FixtureRequest) -> Iterator[SyncClient]:
+def client(request: pytest.FixtureRequest) -> Iterator[CoreClient]:
     client = (
         InprocClient(CONFIG, UniProcExecutor(HashWorker(CONFIG))) if request.param == "inproc" else SyncMPClient(CONFIG)
     )
@@ -30,7 +32,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[SyncClient]:
     client.close()
 
 
-def test_batched_requests_give_their_own_tokens(client: SyncClient) -> None:
+def test_batched_requests_give_their_own_tokens(client: CoreClient) -> None:
     assert client.ready.vocab_size == DEFAULT_VOCAB_SIZE
     prompts = {str(length): list(range(1, length + 1)) for length in (1, 3, 4, 5, 30)}
     for request_id, prompt in prompts.items():
@@ -41,7 +43,7 @@ def test_batched_requests_give_their_own_tokens(client: SyncClient) -> None:
         assert ended[request_id].finish_reason is FinishReason.LENGTH
 
 
-def test_an_aborted_request_has_no_output_and_frees_its_blocks(client: SyncClient) -> None:
+def test_an_aborted_request_has_no_output_and_frees_its_blocks(client: CoreClient) -> None:
     client.add_request(make_request("gone", [1, 2, 3], max_tokens=200))
     client.add_request(make_request("stays", [4, 5, 6], max_tokens=30))
     client.get_output()
@@ -56,14 +58,14 @@ def test_an_aborted_request_has_no_output_and_frees_its_blocks(client: SyncClien
     assert outputs.scheduler_stats.num_free_blocks == client.ready.num_kv_blocks - 1
 
 
-def test_a_refused_request_is_answered(client: SyncClient) -> None:
+def test_a_refused_request_is_answered(client: CoreClient) -> None:
     client.add_request(make_request("too long", [1] * 5000))
     assert collect(client, 1)["too long"].finish_reason is FinishReason.ERROR
     client.add_request(make_request("fine", [1, 2], max_tokens=2))
     assert collect(client, 1)["fine"].new_token_ids == expected_tokens([1, 2], 2)
 
 
-def test_utilities(client: SyncClient) -> None:
+def test_utilities(client: CoreClient) -> None:
     assert client.call_utility("reset_prefix_cache") is True
     client.add_request(make_request("a", [1, 2], max_tokens=200))
     client.get_output()
@@ -75,7 +77,7 @@ def test_utilities(client: SyncClient) -> None:
         client.call_utility("reset_prefix_cache", True, 1)
 
 
-def test_an_abort_that_is_delivered_twice_does_no_harm(client: SyncClient) -> None:
+def test_an_abort_that_is_delivered_twice_does_no_harm(client: CoreClient) -> None:
     client.add_request(make_request("gone", [1, 2, 3], max_tokens=200))
     client.add_request(make_request("stays", [4, 5, 6], max_tokens=30))
     client.get_output()
@@ -87,7 +89,7 @@ def test_an_abort_that_is_delivered_twice_does_no_harm(client: SyncClient) -> No
     assert collect(client, 1)["gone"].new_token_ids == expected_tokens([1, 2, 3], 4)
 
 
-def test_a_pause_that_waits_answers_when_nobody_runs(client: SyncClient) -> None:
+def test_a_pause_that_waits_answers_when_nobody_runs(client: CoreClient) -> None:
     client.add_request(make_request("runs", [1, 2, 3], max_tokens=20))
     first = client.get_output()
     client.call_utility("pause", "wait")
@@ -101,6 +103,61 @@ def test_a_pause_that_waits_answers_when_nobody_runs(client: SyncClient) -> None
     assert collect(client, 1)["queues"].new_token_ids == expected_tokens([4, 5, 6], 3)
     with pytest.raises(UtilityError, match="mode 'never' is unknown"):
         client.call_utility("pause", "never")
+
+
+DEAF_CORE = """
+import argparse, socket, zmq
+from tests.engine_core.helpers import make_core
+from tokenloom.engine_core.data.handshake import CoreHello, CoreInit
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from tokenloom.engine_core.wire.frames import Decoder, FrameReceiver, FrameSender, encode
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--handshake")
+with zmq.Context() as context, context.socket(zmq.PAIR) as handshake:
+    handshake.connect(parser.parse_args().handshake)
+    handshake.send_multipart(encode(CoreHello(0)))
+    init = Decoder(CoreInit).decode(handshake.recv_multipart())
+    handshake.send_multipart(encode(make_core().ready))
+    connection = socket.socket(fileno=init.connection_fd)
+    sender, receiver = FrameSender(connection), FrameReceiver(connection)
+    for number in range(64):
+        sender.send(EngineCoreOutputs(outputs=[EngineCoreOutput(str(number), [7] * (1 << 18))]))
+    receiver.receive()
+    sender.send(EngineCoreOutputs(outputs=[EngineCoreOutput("last", [8], finish_reason=FinishReason.LENGTH)]))
+    receiver.receive()
+"""
+
+
+def test_a_core_that_waits_for_its_outputs_to_be_read_does_not_hold_up_a_large_request(tmp_path: Path) -> None:
+    """It reads only after it has sent 16 MiB, and the request has 8: without reading meanwhile, both wait."""
+    (tmp_path / "core.py").write_text(DEAF_CORE)
+    client = SyncMPClient(CONFIG, command=[sys.executable, str(tmp_path / "core.py")])
+    client.add_request(make_request("large", [70000] * (1 << 21)))
+    names = []
+    while names[-1:] != ["last"]:
+        names += [output.request_id for output in client.get_output().outputs]
+    assert names == [*map(str, range(64)), "last"]
+    client.close()
+
+
+def test_an_interrupt_within_a_message_ends_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SyncMPClient(CONFIG)
+    client.add_request(make_request("a", [1, 2], max_tokens=5))
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client._receiver, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.get_output()
+    for call in (client.get_output, client.check_awake, lambda: client.call_utility("is_sleeping")):
+        with pytest.raises(EngineDeadError, match="was interrupted: KeyboardInterrupt"):
+            call()
+    client.abort_requests(["a"])  # there is nothing to end
+    assert client.pid is not None
+    client.close()
+    assert has_ended(client.pid)
 
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])

@@ -126,7 +126,7 @@ class Group:
             assert time.monotonic() < deadline, f"{self.states}, {len(self.ended)} of {len(self.tokens)} requests ended"
             if not select.select(self.ranks, [], [], 0.1)[0]:
                 for client in self.ranks:
-                    client._check_alive()
+                    client.check_process()
 
     def finish(self) -> None:
         """Read until all requests have ended."""

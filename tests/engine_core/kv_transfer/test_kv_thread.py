@@ -20,7 +20,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, HashWorker, expected_tokens
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
-from tokenloom.services.engine.core.core_start import CORE_COMMAND
+from tokenloom.services.engine.core.workers import CORE_COMMAND
 
 LEASE_ID = b"0123456789abcdef"
 PROMPT = list(range(100))

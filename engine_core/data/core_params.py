@@ -117,3 +117,6 @@ class ModelPooling(msgspec.Struct, frozen=True):
     """Numbers of a vector."""
     class_labels: tuple[str, ...] = ()
     """The names of the classes, in order; empty if the checkpoint does not name them."""
+    text_rules: str = ""
+    """How texts become tokens for vectors, as the checkpoint's files say; empty: they say nothing. The tokenizer keeps
+    to it while the engine runs."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenloom.engine_core.data.config import WorkerConfig
 from tokenloom.engine_core.data.core_params import CorePoolingParams, ModelPooling, PoolingTask
+from tokenloom.model_files.sentence_texts import read_sentence_texts
 
 from .class_head import ClassHead, class_labels
 from .sentence_files import (
@@ -176,6 +177,7 @@ def make_pooler(
         dimensions=files.dimensions,
         vector_size=files.size or hidden_size * len(files.poolings),
         class_labels=() if head is None else class_labels(path),
+        text_rules=str(read_sentence_texts(path) or ""),
     )
     activates = chosen is None or chosen.use_activation is not False
     return Pooler(info, files.poolings, files.steps, files.normalizes, head, activates)

@@ -1,5 +1,6 @@
 """What decoders and encoders pool, next to transformers' own classes."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -305,6 +306,21 @@ def test_weights_that_pool_otherwise_are_refused(tmp_path: Path, asleep: bool) -
     core.sleeping.wake_up()
     [found] = pool(core, PROMPTS[:1], PoolingTask.EMBED)
     close(found, torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert"])
+def test_weights_whose_texts_become_other_tokens_are_refused(tmp_path: Path, name: str) -> None:
+    """The tokenizer puts the prompts of the loaded checkpoint before texts."""
+    for number in range(2):
+        architecture = f"{name}ForCausalLM" if name == "Llama" else f"{name}Model"
+        make_checkpoint(tmp_path / str(number), architecture)
+        save_pooling(tmp_path / str(number), {"type": "Pooling", "config": {"pooling_mode": "mean"}})
+        names = {"prompts": {"query": f"find {number}: "}}
+        (tmp_path / str(number) / "config_sentence_transformers.json").write_text(json.dumps(names))
+    core = make_core(tmp_path / "0", budget=128)
+    core.sleeping.sleep(1)
+    with pytest.raises(ValueError, match=r"text_rules of its pooling is .*find 1"):
+        core.sleeping.reload_weights(str(tmp_path / "1"))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Bert"])

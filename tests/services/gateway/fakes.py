@@ -57,6 +57,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.reasoning_start = types_pb2.REASONING_START_UNSPECIFIED
         self.tool_call_parser = self.reasoning_parser = ""
         self.special_marks: Sequence[str] = ()
+        self.max_sentence_tokens = self.skipped_tokens = 0
         self.calls = 0
         self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
         self.prompts: list[tokenizer_pb2.EncodeRequest] = []
@@ -93,6 +94,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
             special_marks=self.special_marks,
+            max_sentence_tokens=self.max_sentence_tokens,
         )
 
     async def _count(self, context: Any) -> None:
@@ -107,7 +109,11 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         hashes = [sum(data) + sum(request.cache_salt)] if request.want_hashes else []
         strings = map(chr, data) if request.want_token_strings else ()
         return tokenizer_pb2.TokenizedPrompt(
-            token_ids=data, block_hash_prefixes=hashes, token_strings=strings, reasoning_start=self.reasoning_start
+            token_ids=data,
+            block_hash_prefixes=hashes,
+            token_strings=strings,
+            reasoning_start=self.reasoning_start,
+            skipped_tokens=self.skipped_tokens,
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from tokenloom.model_files.sentence_texts import SentenceTexts
 from tokenloom.request import errors
 from tokenloom.services.tokenizer import encoder as encoder_module
 from tokenloom.services.tokenizer.encoder import PromptTruncation, TextEncoder
@@ -85,4 +86,57 @@ async def test_a_cut_keeps_special_tokens_and_the_first_text(
         ["a b c d"], add_special_tokens=True, want_hashes=False, salt=b"", second_texts=seconds, cut=cut
     )
     assert list(prompt.token_ids) == ids
+    encoder.close()
+
+
+PROMPTS = SentenceTexts({"query": "find: ", "document": ""}, "query", max_tokens=5, pools_prompt=False)
+
+
+def with_prompts(texts: SentenceTexts | None = PROMPTS) -> TextEncoder:
+    """Return an encoder whose tokens are words, between [CLS] and [SEP]."""
+    vocabulary = {word: index for index, word in enumerate(["[UNK]", "[CLS]", "[SEP]", "find", ":", "a", "b", "c"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    return TextEncoder(tokenizer, block_size=16, max_text_bytes=100, num_threads=1, vector_texts=texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "ids", "skipped"),
+    [
+        (None, {}, [1, 5, 6, 7, 2], 0),
+        ("", {}, [1, 3, 4, 5, 2], 3),
+        ("query", {}, [1, 3, 4, 5, 2], 3),
+        ("document", {}, [1, 5, 6, 7, 2], 0),
+        ("query", {"cut": PromptTruncation(4)}, [1, 6, 7, 2], 1),
+        ("query", {"cut": PromptTruncation(6, keep_first=True)}, [1, 3, 4, 5, 6, 2], 3),
+        ("query", {"add_special_tokens": False}, [3, 4, 5, 6, 7], 3),
+    ],
+)
+async def test_prompts_before_texts_that_become_vectors(
+    name: str | None, options: dict[str, Any], ids: list[int], skipped: int
+) -> None:
+    encoder = with_prompts()
+    asked = {"add_special_tokens": True, "want_hashes": False, "salt": b"", "prompt_name": name} | options
+    (prompt,) = await encoder.encode(["a b c"], **asked)
+    assert (list(prompt.token_ids), prompt.skipped_tokens) == (ids, skipped)
+    encoder.close()
+
+
+@pytest.mark.parametrize(
+    ("texts", "name", "message"),
+    [(PROMPTS, "passage", "prompts are: document, query"), (None, "query", "files define no prompts")],
+)
+async def test_unknown_prompts_are_refused(texts: SentenceTexts | None, name: str, message: str) -> None:
+    encoder = with_prompts(texts)
+    with pytest.raises(errors.InvalidArgument, match=message) as caught:
+        await encoder.encode(["a"], add_special_tokens=True, want_hashes=False, salt=b"", prompt_name=name)
+    assert caught.value.field == "prompt_name"
+    encoder.close()
+
+
+async def test_no_files_change_nothing() -> None:
+    encoder = with_prompts(None)
+    (prompt,) = await encoder.encode(["a b"], add_special_tokens=True, want_hashes=False, salt=b"", prompt_name="")
+    assert (list(prompt.token_ids), prompt.skipped_tokens) == ([1, 5, 6, 2], 0)
     encoder.close()

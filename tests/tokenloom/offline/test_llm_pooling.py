@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.parity.embeddings.layouts import LAYOUTS
 from tokenloom import LLM, PoolingParams, SamplingParams
 from tokenloom.engine_core.data.core_params import CorePoolingParams as CoreParams
 from tokenloom.engine_core.data.core_params import PoolingTask
@@ -77,4 +78,23 @@ def test_model_that_only_pools_generates_nothing():
     llm = LLM("tokenloom-demo", worker="hash", runner="pooling", num_gpu_blocks_override=64)
     with pytest.raises(ValueError, match="this model generates no tokens; its pooling tasks are: embed, classify"):
         llm.generate("Once", SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.close()
+
+
+def test_prompts_by_name(llm):
+    """The demo model has the names of every such checkpoint, without texts."""
+    (plain,), (named,) = (llm.embed("Once", prompt_name=name, use_tqdm=False) for name in (None, "query"))
+    assert named.prompt_token_ids == plain.prompt_token_ids
+    with pytest.raises(ValueError, match="the model's prompts are: document, query"):
+        llm.embed("Once upon a time", prompt_name="passage", use_tqdm=False)
+
+
+@pytest.mark.parametrize(("given", "task"), [([5, 6], "embed"), ("a cat", "classify")])
+def test_a_prompt_is_for_texts_that_become_vectors(tmp_path, given, task):
+    LAYOUTS["e5"].save(tmp_path)
+    llm = LLM(str(tmp_path), worker="hash", num_gpu_blocks_override=64)
+    with pytest.raises(ValueError, match="prompt_name is for texts"):
+        llm.encode([given], pooling_task=task, prompt_name="query", use_tqdm=False)
+    (found,) = llm.embed("a cat", prompt_name="passage", use_tqdm=False)
+    assert llm.get_tokenizer().decode(found.prompt_token_ids) == "[CLS] passage : a cat [SEP]"
     llm.close()

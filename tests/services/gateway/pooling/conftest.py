@@ -23,7 +23,15 @@ def tasks() -> list[types_pb2.PoolingTask]:
 
 
 @pytest.fixture
-async def mesh(socket_dir: Path, tasks: list[types_pb2.PoolingTask]) -> AsyncIterator[FakeMesh]:
+def max_sentence_tokens() -> int:
+    """To how many tokens the tokenizers cut texts that become vectors; 0: to none."""
+    return 0
+
+
+@pytest.fixture
+async def mesh(
+    socket_dir: Path, tasks: list[types_pb2.PoolingTask], max_sentence_tokens: int
+) -> AsyncIterator[FakeMesh]:
     """Its vectors are the length of the prompt and its first token, its classes the shares of both."""
     mesh = FakeMesh(socket_dir)
     mesh.coordinator.limits = types_pb2.ModelLimits(
@@ -35,6 +43,8 @@ async def mesh(socket_dir: Path, tasks: list[types_pb2.PoolingTask]) -> AsyncIte
         class_labels=["long", "high"],
     )
     mesh.outputs.pool = _pool
+    for tokenizer in (mesh.tokenizer, mesh.second_tokenizer):
+        tokenizer.max_sentence_tokens = max_sentence_tokens
     async with mesh.gateway():
         yield mesh
 

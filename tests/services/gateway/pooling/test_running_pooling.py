@@ -12,7 +12,7 @@ from tokenloom.request import errors
 from tokenloom.request.prefix_schedule import prefix_hashes
 from tokenloom.services.gateway.generation import generator
 from tokenloom.services.gateway.generation import running_pooling as pooling
-from tokenloom.v1 import types_pb2
+from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 
 @pytest.fixture
@@ -192,3 +192,58 @@ async def test_a_query_that_no_engine_keeps_is_unavailable(mesh: FakeMesh, http:
 class _Forgetful(dict[str, int]):
     def __contains__(self, _: object) -> bool:
         return False
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/embeddings", {"prompt_name": "query"}, "query"),
+        ("/v1/embeddings", {}, ""),
+        ("/pooling", {"task": "token_embed", "prompt_name": "query"}, "query"),
+        ("/classify", {}, None),
+    ],
+)
+async def test_prompts_are_for_texts_that_become_vectors(
+    mesh: FakeMesh, http: httpx.AsyncClient, path: str, body: dict[str, str], name: str | None
+) -> None:
+    response = await http.post(path, json={"input": "a", **body})
+    assert response.status_code == 200
+    (asked,) = _asked(mesh)
+    assert (asked.prompt_name if asked.HasField("prompt_name") else None) == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": [[1, 2]]}),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/pooling", {"input": "a", "task": "classify"}),
+    ],
+)
+async def test_a_prompt_before_anything_else_is_refused(
+    mesh: FakeMesh, http: httpx.AsyncClient, path: str, body: dict[str, object]
+) -> None:
+    response = await http.post(path, json={**body, "prompt_name": "query"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_name")
+
+
+async def test_the_tokens_of_a_prompt_take_no_part(by_hand: FakeMesh, http: httpx.AsyncClient) -> None:
+    by_hand.tokenizer.skipped_tokens = by_hand.second_tokenizer.skipped_tokens = 3
+    call = asyncio.create_task(_embedding(http, "a text"))
+    request = await by_hand.outputs.next_request()
+    assert request.submit.pooling_params.skipped_tokens == 3
+    request.pool([1.0])
+    request.finish()
+    assert (await call).status_code == 200
+
+
+@pytest.mark.parametrize(("max_sentence_tokens", "num_calls"), [(0, 0), (600, 1)])
+async def test_a_long_text_reaches_a_tokenizer_that_cuts_it(
+    mesh: FakeMesh, http: httpx.AsyncClient, num_calls: int
+) -> None:
+    assert (await _embedding(http, "a" * 600)).status_code == 400  # the fake cuts nothing
+    assert len(_asked(mesh)) == num_calls
+
+
+def _asked(mesh: FakeMesh) -> list[tokenizer_pb2.EncodeRequest]:
+    return [*mesh.tokenizer.prompts, *mesh.second_tokenizer.prompts]

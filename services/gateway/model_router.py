@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from .http.http_exchange import HttpExchange
-from .http.json_body import OFF_LOOP_BYTES
+from .http.request_body import OFF_LOOP_BYTES
 from .http.route import Handler, Route, Routes
 from .serving.served_mesh import ServedMesh
 from .serving.served_meshes import ServedMeshes

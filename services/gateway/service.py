@@ -28,7 +28,7 @@ from .grpc.message_bounds import bounded
 from .grpc.observed_calls import observe_calls
 from .http.app import App, BrowserGuard, ClientAccess
 from .http.internal_call import InternalCalls
-from .http.json_body import BodyParser
+from .http.request_body import BodyParser
 from .http.response_counts import GRPC, OTHER, ResponseCounts
 from .http.route import Routes
 from .http.server.connections import Connections

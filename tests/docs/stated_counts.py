@@ -14,7 +14,7 @@ from tokenloom.services.gateway.formats import tool_request
 from tokenloom.services.gateway.generation import admission, charge, running_pooling
 from tokenloom.services.gateway.grpc import chat_prompt, message_bounds
 from tokenloom.services.gateway.http import http_exchange as pieces
-from tokenloom.services.gateway.http import json_body, request_body
+from tokenloom.services.gateway.http import large_json, request_body
 from tokenloom.services.gateway.http.server import http_protocol
 from tokenloom.services.gateway.metrics import usage_counts
 from tokenloom.services.gateway.page import traffic
@@ -52,9 +52,9 @@ SENTENCES = {
     "README.md": [f"The demo model ships with the repository ({_DEMO_BYTES / 1e6:.1f} MB)"],
     "docs/operate/security.md": [
         f"{_WORDS[_CERTIFICATE_ALERTS]} alerts warn",
-        f"A body above {_kib(json_body.OFF_LOOP_BYTES)} is counted before any of it is built: it may hold "
-        f"{json_body.MAX_CONTAINERS:,} objects and arrays, {json_body.MAX_STRINGS:,} strings and "
-        f"{json_body.MAX_NUMBERS:,} values",
+        f"A body above {_kib(request_body.OFF_LOOP_BYTES)} is counted before any of it is built: it may hold "
+        f"{large_json.MAX_CONTAINERS:,} objects and arrays, {large_json.MAX_STRINGS:,} strings and "
+        f"{large_json.MAX_NUMBERS:,} values",
         f"A gRPC message above {_kib(message_bounds.LARGE_BYTES)} may have {message_bounds.MAX_FIELDS:,} fields, and a "
         f"chat over gRPC {chat_prompt.MAX_MESSAGES:,} messages",
         f"{validation.MAX_STOP_STRINGS} stop strings, {sampling_params.MAX_LOGIT_BIASES:,} tokens in `logit_bias`, "
@@ -91,7 +91,7 @@ SENTENCES = {
         f"n: at most {sampling_params.MAX_SAMPLES} per prompt and {validation.MAX_OUTPUTS:,} outputs per request",
         f"constraints above {output_constraints.MAX_SOURCE_BYTES >> 10} KB, {output_constraints.MAX_DEPTH} levels, or "
         f"{output_constraints.MAX_ENUM:,} enum values or choices",
-        f"Of a body above {_kib(json_body.OFF_LOOP_BYTES)}, one unknown field is named",
+        f"Of a body above {_kib(request_body.OFF_LOOP_BYTES)}, one unknown field is named",
     ],
     "docs/use/adapters.md": [
         f"A name has 1 to {adapter_name.MAX_NAME} letters",

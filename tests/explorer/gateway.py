@@ -14,7 +14,7 @@ from tokenloom.services.gateway.generation.admission import RequestAdmission, Wa
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.generation.preparation import MeshLinks, RequestContext
 from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
-from tokenloom.services.gateway.http.json_body import BodyParser
+from tokenloom.services.gateway.http.request_body import BodyParser
 from tokenloom.services.gateway.mesh.mesh_view import MeshLoad
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
 from tokenloom.services.gateway.metrics.gateway_metrics import GatewayMetrics

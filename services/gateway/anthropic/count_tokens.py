@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..encoding.sse import encode_json
 from ..formats.tool_request import read_tools
 from ..http.http_exchange import HttpExchange
-from ..http.json_body import BodyParser
+from ..http.request_body import BodyParser
 from ..mesh.tokenizer_client import TokenizerClient, limited
 from ..openai.body_reader import Body, BodyReader
 from ..openai.chat import read_chat

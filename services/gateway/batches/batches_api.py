@@ -17,7 +17,7 @@ from ..files.files_api import PURPOSE, FilesApi, id_of
 from ..files.page_query import PageQuery
 from ..http.http_exchange import HttpExchange
 from ..http.internal_call import InternalCalls
-from ..http.json_body import decode_object
+from ..http.request_body import decode_object
 from ..http.route import Routes
 from ..openai.body_reader import Body, BodyReader
 from ..openapi import route_table

@@ -19,7 +19,7 @@ from ..generation.running_generation import RunningGeneration
 from ..http.client_flow import Headers as HeaderPairs
 from ..http.client_flow import TurnShare
 from ..http.http_exchange import HttpExchange, respond_in_pieces
-from ..http.json_body import BodyParser
+from ..http.request_body import BodyParser
 from ..mesh.collector import Delta
 from ..openai.body_reader import AnswerOptions, Body
 from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, EventId, parse_event_id

@@ -10,7 +10,7 @@ from tokenloom.v1 import types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 
 from ..generation.running_pooling import RunningPooling
-from ..http.json_body import decode_object
+from ..http.request_body import decode_object
 from ..openai.completions import CompletionsApi
 from ..pooling.vector_json import numbers
 from ..records.generate_request import GenerateRequest

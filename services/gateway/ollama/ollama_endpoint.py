@@ -8,7 +8,7 @@ from ..assistant.message_plans import MessagePlans
 from ..encoding.sse import encode_json
 from ..endpoints.generation_endpoint import GenerationEndpoint
 from ..http.http_exchange import HttpExchange
-from ..http.json_body import BodyParser
+from ..http.request_body import BodyParser
 from ..openai.body_reader import Body
 from ..serving.served_mesh import ServedMesh
 from .ollama import NothingAsked, OllamaApi

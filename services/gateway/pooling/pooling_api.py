@@ -17,7 +17,7 @@ from ..endpoints.generation_endpoint import IGNORED_HEADER, listed, trace_header
 from ..generation.generator import Generator
 from ..generation.running_pooling import RunningPooling
 from ..http.http_exchange import HttpExchange, respond_in_pieces
-from ..http.json_body import BodyParser
+from ..http.request_body import BodyParser
 from ..openai.body_reader import Body
 from ..openai.chat import read_chat
 from ..openapi.pooling_schemas import InputFields, PoolingFields

@@ -17,7 +17,7 @@ from ..encoding.sse import encode_json
 from ..endpoints.generation_endpoint import GenerationApi, GenerationEndpoint, SilentStreams
 from ..http.client_flow import ANSWERS_PER_TURN, TurnShare
 from ..http.http_exchange import RESPONSES, ErrorForm, HttpExchange
-from ..http.json_body import BodyParser
+from ..http.request_body import BodyParser
 from ..http.response_counts import ResponseCounts
 from ..http.route import Route, Routes
 from ..ollama.ollama import OLLAMA

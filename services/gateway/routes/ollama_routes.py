@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..endpoints.generation_endpoint import GenerationApi, GenerationEndpoint
-from ..http.json_body import BodyParser
+from ..http.request_body import BodyParser
 from ..http.route import Handler, Route, Routes
 from ..ollama.ollama import OllamaApi
 from ..ollama.ollama_endpoint import OllamaEndpoint, OllamaModelCalls

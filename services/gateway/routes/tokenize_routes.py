@@ -12,7 +12,7 @@ from ..encoding.sse import encode_json
 from ..endpoints.generation_endpoint import IGNORED_HEADER, listed
 from ..formats.tool_request import read_tools
 from ..http.http_exchange import HttpExchange
-from ..http.json_body import BodyParser
+from ..http.request_body import BodyParser
 from ..http.route import Routes
 from ..mesh.tokenizer_client import TokenizerClient, limited
 from ..openai.body_reader import Body, BodyReader

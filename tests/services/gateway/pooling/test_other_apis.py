@@ -6,7 +6,7 @@ import pytest
 
 from tests.services.gateway.fakes import FakeMesh
 from tests.services.gateway.pooling.conftest import EMBED
-from tokenloom.services.gateway.http.json_body import OFF_LOOP_BYTES
+from tokenloom.services.gateway.http.request_body import OFF_LOOP_BYTES
 from tokenloom.services.gateway.pooling.vector_json import numbers
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.kserve import grpc_service_pb2 as pb

@@ -17,8 +17,9 @@ import pytest
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.endpoints.generation_endpoint import IGNORED_HEADER
-from tokenloom.services.gateway.http import json_body
-from tokenloom.services.gateway.http.json_body import BodyParser, check_amount
+from tokenloom.services.gateway.http import large_json, request_body
+from tokenloom.services.gateway.http.large_json import check_amount
+from tokenloom.services.gateway.http.request_body import BodyParser
 from tokenloom.services.gateway.openai.body_reader import WITHOUT_EFFECT
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
 from tokenloom.services.gateway.routes.api_routes import READ_FIELDS
@@ -54,7 +55,7 @@ def parser() -> Iterator[BodyParser]:
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_body_of_too_many_parts_is_refused_before_they_are_built(name: str, parser: BodyParser) -> None:
-    assert len(hostile(name)) > json_body.OFF_LOOP_BYTES
+    assert len(hostile(name)) > request_body.OFF_LOOP_BYTES
     tracemalloc.start()
     try:
         with pytest.raises(InvalidArgument, match="the body holds more than"):
@@ -67,7 +68,7 @@ async def test_a_body_of_too_many_parts_is_refused_before_they_are_built(name: s
 @pytest.mark.parametrize("name", [name for name in HOSTILE if name != "junk numbers"])
 def test_counting_ends_soon(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few slices are counted, however long the body is."""
-    monkeypatch.setattr(json_body, "SLICE_BYTES", 1 << 18)
+    monkeypatch.setattr(large_json, "SLICE_BYTES", 1 << 18)
     num_slices = 0
 
     def counted(data: bytes, start: int) -> int:
@@ -75,8 +76,8 @@ def test_counting_ends_soon(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         num_slices += 1
         return original(data, start)
 
-    original = json_body._slice_end
-    monkeypatch.setattr(json_body, "_slice_end", counted)
+    original = large_json._slice_end
+    monkeypatch.setattr(large_json, "_slice_end", counted)
     with pytest.raises(InvalidArgument):
         check_amount(hostile(name))
     assert num_slices <= (13 if name == "numbers" else 6)
@@ -88,7 +89,7 @@ async def test_only_known_fields_of_a_large_body_are_built(parser: BodyParser) -
     tracemalloc.start()
     try:
         found = await parser.read(data, dict)
-        assert tracemalloc.get_traced_memory()[1] < 3 * json_body.SLICE_BYTES + (1 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 3 * large_json.SLICE_BYTES + (1 << 20)
     finally:
         tracemalloc.stop()
     assert found == {"model": MODEL, "prompt": "a", "user": True, "junk": True}
@@ -98,7 +99,7 @@ async def test_a_large_body_is_read_in_a_thread(parser: BodyParser) -> None:
     def ident(body: dict[str, Any]) -> int:
         return threading.get_ident()
 
-    small, large = (json.dumps({"prompt": "x" * size}).encode() for size in (10, json_body.OFF_LOOP_BYTES))
+    small, large = (json.dumps({"prompt": "x" * size}).encode() for size in (10, request_body.OFF_LOOP_BYTES))
     assert await parser.read(small, ident) == threading.get_ident()
     assert await parser.read(large, ident) != threading.get_ident()
 
@@ -139,8 +140,8 @@ def test_parts_are_counted_exactly_wherever_slices_end(monkeypatch: pytest.Monke
     for _ in range(300):
         value = [{text(): [text() for _ in range(draw.randrange(4))]} for _ in range(draw.randrange(5))]
         data = msgspec.json.encode(value)
-        monkeypatch.setattr(json_body, "SLICE_BYTES", draw.randrange(2, 30))
-        found = list(json_body._outside_strings(data))
+        monkeypatch.setattr(large_json, "SLICE_BYTES", draw.randrange(2, 30))
+        found = list(large_json._outside_strings(data))
         outside = b"".join(part for _, part in found)
         assert sum(quotes for quotes, _ in found) == 2 * sum(1 + len(v) for part in value for v in part.values())
         assert outside.count(b"[") == 1 + len(value)
@@ -221,14 +222,14 @@ async def test_a_body_is_dropped_before_generation_begins(mesh: FakeMesh, http: 
 
 async def test_fields_without_effect_of_a_large_body_are_named(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     mesh.outputs.auto = ["x"]
-    body = {"model": MODEL, "prompt": "a", "user": "x" * json_body.OFF_LOOP_BYTES, "store": True, "metadata": None}
+    body = {"model": MODEL, "prompt": "a", "user": "x" * request_body.OFF_LOOP_BYTES, "store": True, "metadata": None}
     response = await http.post(COMPLETIONS, json=body)
     assert sorted(response.headers[IGNORED_HEADER.decode()].split(", ")) == ["store", "user"]
 
 
 async def test_unknown_fields_of_a_large_body(mesh: FakeMesh, http: httpx.AsyncClient, caplog: Any) -> None:
     mesh.outputs.auto = ["x"]
-    junk = {"model": MODEL, "prompt": "a", "surprise": "x" * json_body.OFF_LOOP_BYTES}
+    junk = {"model": MODEL, "prompt": "a", "surprise": "x" * request_body.OFF_LOOP_BYTES}
     response = await http.post(COMPLETIONS, json=junk)
     assert response.headers[IGNORED_HEADER.decode()] == "surprise"
     assert "ignoring the unknown request field 'surprise'" in caplog.text

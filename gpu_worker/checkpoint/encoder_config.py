@@ -17,7 +17,9 @@ _SLIDING = "sliding_attention"
 _HARMLESS = """attention_probs_dropout_prob hidden_dropout_prob classifier_dropout attention_dropout embedding_dropout
     mlp_dropout directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
     pooler_type gradient_checkpointing initializer_cutoff_factor cls_token_id reference_compile repad_logits_with_grad
-    deterministic_flash_attn sparse_pred_ignore_index sparse_prediction decoder_bias tie_word_embeddings output_past"""
+    deterministic_flash_attn sparse_pred_ignore_index sparse_prediction decoder_bias tie_word_embeddings output_past
+    is_causal"""
+"""Change no hidden state. Of these families only ``is_decoder`` makes attention causal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +90,13 @@ def read_encoder_config(path: Path, dtype: str = "auto") -> EncoderConfig:
 def _bert_entries(reader: ConfigReader, family: EncoderFamily) -> dict[str, Any]:
     if reader.take("position_embedding_type", "absolute") != "absolute":
         raise reader.error("position_embedding_type", "must be absolute")
+    if reader.take_bool("is_decoder", False):
+        raise reader.error("is_decoder", "must be false: causal attention is not supported for this family")
     # RoBERTa counts positions from the row after that of padding.
-    first = 0 if family == "bert" else int(reader.take("pad_token_id", 1)) + 1
+    padding = None if family == "bert" else reader.take("pad_token_id", 1)
+    if family != "bert" and (type(padding) is not int or padding < 0):
+        raise reader.error("pad_token_id", "must be a token's number: positions are counted from the row after it")
+    first = 0 if padding is None else padding + 1
     return {
         "max_model_len": reader.take_int("max_position_embeddings", 512) - first,
         "norm_eps": reader.take_float("layer_norm_eps", 1e-12),
@@ -104,12 +111,16 @@ def _modernbert_entries(reader: ConfigReader, shared: dict[str, Any]) -> dict[st
     step = reader.take_int("global_attn_every_n_layers", 3)
     by_step = [_SLIDING if layer % step else "full_attention" for layer in range(num_layers)]
     kinds = reader.take("layer_types") or by_step
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {_SLIDING, "full_attention"}:
+        raise reader.error("layer_types", f"must name {_SLIDING} or full_attention for each of {num_layers} layers")
     thetas = {
         "full_attention": reader.take_float("global_rope_theta", 160_000.0),
         _SLIDING: reader.take_float("local_rope_theta", 10_000.0),
     }
     ropes = read_rope_by_kind(reader, shared["hidden_size"] // shared["num_heads"], max_model_len, thetas)
     window = reader.take_int("local_attention", 128) // 2
+    if reader.take("sliding_window") is not None:  # the class stores it as half of local_attention
+        window = reader.take_int("sliding_window")
     return {
         "max_model_len": max_model_len,
         "norm_eps": reader.take_float("norm_eps", 1e-5),

@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from .files.config_reader import ConfigReader, stored_dtype, stored_names
+from .files.config_reader import IS_CAUSAL, ConfigReader, stored_dtype, stored_names
 from .files.supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
 from .gguf.config import gguf_config
 from .layer_kinds import read_experts, read_ropes, read_windows
@@ -33,6 +33,8 @@ def load_model_config(
     """
     reader = ConfigReader.of_model(gguf_config(path), str(path)) if is_gguf(path) else ConfigReader.open(path)
     family, has_class_head, is_backbone = _family(reader)
+    if reader.take(IS_CAUSAL, True) is not True:
+        raise reader.error(IS_CAUSAL, "must be true: only models that embed let tokens attend to later ones")
     computed_in = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)
     if family in ("gpt2", "opt"):

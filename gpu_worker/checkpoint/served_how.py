@@ -25,7 +25,13 @@ from tokenloom.model_files.sentence_texts import read_sentence_texts
 
 from ..parallel.sharding import place_of
 from .encoder_config import EncoderConfig, read_encoder_config
-from .files.config_reader import UnsupportedError, causal_classes, is_class_of_transformers, read_architecture
+from .files.config_reader import (
+    IS_CAUSAL,
+    UnsupportedError,
+    causal_classes,
+    is_class_of_transformers,
+    read_architecture,
+)
 from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, is_encoder
 from .load_config import check_quantization, load_model_config
 from .local_config import check_device_options, check_kv_dtype, check_options, local_config
@@ -105,6 +111,8 @@ def choose(
             raise ValueError(f"{path}: transformers' modules read no GGUF file; choose model_impl auto")
         return ServedHow("built in", load_model_config(path, dtype, quantization, max_model_len))
     name, values = read_architecture(path)
+    if type(values.get(IS_CAUSAL, True)) is not bool:
+        raise ValueError(f"{path / 'config.json'}: {IS_CAUSAL} must be true or false, found {values[IS_CAUSAL]}")
     if is_encoder(name, values):
         return ServedHow("encoder", read_encoder_config(path, dtype) if name in ENCODERS else None)
     if model_impl == "transformers" or (model_impl == "auto" and name not in BUILT_IN):

@@ -143,8 +143,7 @@ class BertModel:
         hidden, embeddings = config.hidden_size, f"{prefix}embeddings"
         self._words = checkpoint.take(f"{embeddings}.word_embeddings.weight", config.vocab_size, hidden)
         rows = config.max_model_len + config.first_position
-        positions = checkpoint.take(f"{embeddings}.position_embeddings.weight", rows, hidden)
-        self._positions = positions[config.first_position :]
+        self._positions = checkpoint.take(f"{embeddings}.position_embeddings.weight", rows, hidden)
         self._types = checkpoint.take(f"{embeddings}.token_type_embeddings.weight", config.num_token_types, hidden)
         self._norm = load_layer_norm(checkpoint, f"{embeddings}.LayerNorm", hidden, config.norm_eps)
         layers = range(config.num_layers)
@@ -156,11 +155,21 @@ class BertModel:
         checkpoint.skip([*(prefix + each for each in unused), *_OTHER_HEADS.split()])
 
     def forward(self, token_ids: Tensor, positions: Tensor, token_types: Tensor, begins: Sequence[int]) -> Tensor:
+        if first := self.config.first_position:
+            positions = first + _without_padding(token_ids == first - 1, positions, begins)
         words = F.embedding(token_ids, self._words) + F.embedding(positions, self._positions)
         x = self._norm(words + F.embedding(token_types.clamp(max=len(self._types) - 1), self._types))
         for layer in self._layers:
             x = layer(x, begins)
         return x
+
+
+def _without_padding(is_padding: Tensor, positions: Tensor, begins: Sequence[int]) -> Tensor:
+    """Return positions [T] as RoBERTa counts them: a prompt's tokens of padding are not counted, and are at -1."""
+    if not bool(is_padding.any()):
+        return positions
+    counts = torch.cat([(~is_padding[begin:end]).cumsum(0) for begin, end in itertools.pairwise(begins)])
+    return torch.where(is_padding, -1, counts - 1)
 
 
 def _load_bert_head(checkpoint: Checkpoint, prefix: str, config: EncoderConfig) -> ClassHead:

@@ -34,6 +34,12 @@ _HARMLESS_NAMES = """
 HARMLESS = frozenset(_HARMLESS_NAMES.split())
 
 
+IS_CAUSAL = "is_causal"
+"""The one entry that the shared code of transformers' classes takes for true where it is absent: false, and null, let
+all tokens attend to later ones."""
+_GGUF_IS_CAUSAL = ".attention.causal"
+
+
 # With --model-impl auto, transformers' modules compute such a model if its class knows the entries. Entries that
 # neither knows stay refused: without one of its features a model answers nonsense and raises no error.
 class UnsupportedError(ValueError):
@@ -128,12 +134,19 @@ class ConfigReader:
 
     def refuse_rest(self) -> None:
         """Raise :class:`UnsupportedError` naming the entries that were not read, unless they are harmless, private or
-        off."""
+        off. Entries that are on where they are absent are harmless if they are true, and must be read if they are
+        not."""
         rest = self._values.keys() - self._taken - self._harmless
-        unknown = sorted(name for name in rest if not name.startswith("_") and not _is_off(self._values[name]))
+        unknown = sorted(name for name in rest if not name.startswith("_") and self._asks(name))
         if unknown:
             features = ", ".join(f"{name} = {_brief(self._values[name])}" for name in unknown)
             raise UnsupportedError(f"{self._where}: not supported: {features}", unknown)
+
+    def _asks(self, name: str) -> bool:
+        """Return whether an entry that was not read asks for something."""
+        value = self._values[name]
+        is_on_by_default = name == IS_CAUSAL or name.endswith(_GGUF_IS_CAUSAL)
+        return value is not True if is_on_by_default else not _is_off(value)
 
     def error(self, name: str, wanted: str) -> ValueError:
         """Return the error for an entry with a wrong value."""

@@ -288,6 +288,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "architecture": (LLAMA, {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
     "no architecture": (LLAMA, {"architectures": None, "model_type": "own"}, "architectures"),
     "quantization": (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "looks ahead": (LLAMA, {"is_causal": False}, "is_causal must be true: only models that embed"),
+    "looks ahead, null": (GPT2, {"is_causal": None}, "is_causal must be true"),
     "unknown entry": (LLAMA, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
     "another family's entry": (LLAMA, {"sliding_window": 64}, "sliding_window"),
     "window that layers contradict": (

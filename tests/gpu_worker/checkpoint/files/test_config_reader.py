@@ -33,6 +33,14 @@ def test_private_harmless_and_off_entries_pass() -> None:
     ConfigReader(values, "config.json", frozenset({"known"})).refuse_rest()
 
 
+@pytest.mark.parametrize("name", ["is_causal", "llama.attention.causal"])
+def test_an_entry_that_is_on_where_it_is_absent_asks_by_being_off(name: str) -> None:
+    ConfigReader({name: True}, "config.json").refuse_rest()
+    for value in (False, None, 0, []):
+        with pytest.raises(ValueError, match=f"not supported: {name} = "):
+            ConfigReader({name: value}, "config.json").refuse_rest()
+
+
 def test_zero_is_a_value_not_off() -> None:
     with pytest.raises(ValueError, match="cap = 0"):
         ConfigReader({"cap": 0}, "config.json").refuse_rest()

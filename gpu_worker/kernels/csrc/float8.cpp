@@ -3,7 +3,8 @@
 //
 // A thread widens a chunk of a panel once for a stretch of rows: to pairs of bfloat16 numbers with AVX-512 BF16, which
 // the matrix unit (AMX) multiplies if there is one, otherwise to float32. Both hold each number exactly; scales are
-// applied to the sums of a group, in float32. NaN, which e4m3 has too, is a scale of NaN here: it makes the output NaN all the same.
+// applied to the sums of a group, in float32. NaN, which e4m3 has too, is a scale of NaN here: it makes the output NaN
+// all the same.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -37,7 +38,7 @@ struct Numbers {
   typedef Vec Words;
   static Vec add(Vec sum, Words words, float word) { return sum + words * word; }
 #endif
-#if defined(__AVX512BW__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512F__))
+#if defined(__AVX512BW__) || (defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__))
 #define HAS_FLOAT8 1
   static constexpr bool USABLE = true;
 #else
@@ -54,29 +55,49 @@ namespace {
 constexpr int INPUTS = Product<Numbers>::INPUTS;         // of a word
 constexpr int STEP = 64;                                 // words of an output that are widened together: 16 KB
 constexpr int WORD_BYTES = PANEL * INPUTS;               // of the matrix, for a word of each output
-constexpr float FACTOR = INPUTS == 2 ? 1.f : 256.f;      // of all sums, because of how numbers are widened
 constexpr int FEW = LANES == 16 ? 4 : 1;                  // rows that share what is widened in registers
 constexpr int AHEAD = 4096;                              // bytes that few rows fetch before their use
 constexpr int SMALL = 1 << 13;  // numbers of rows that one thread converts sooner than another one wakes up
 
-// Where the number of an output and of an input of a word lies among the bytes of the word.
+// Where the number of an output and of an input of a word lies among the bytes. A register of bytes becomes two of
+// bfloat16 numbers: each of its lanes of 16 bytes becomes a lane of both, and two numbers share 32 bits.
 inline int64_t place_of(int64_t output, int64_t input) {
-  if (INPUTS == 1) return output;
-  // Two registers of words are made of 64 bytes, whose 16-byte lanes hold eight bytes of each.
-  const int64_t line = output / 32, vec = output / 16 % 2, word = output % 16;
-  return line * 64 + word / 4 * 16 + vec * 8 + word % 4 * 2 + input;
+  const int64_t lane = output % LANES, number = output / LANES * INPUTS + input;
+  return number / 4 * 4 * LANES + lane / 4 * 16 + number % 4 / 2 * 8 + lane % 4 * 2 + number % 2;
 }
 
 #ifdef HAS_FLOAT8
-#ifdef HAS_DOT_BF16
-constexpr int REGISTERS = 2;  // that the numbers of 64 bytes fill
+constexpr int REGISTERS = 64 / LANES / INPUTS;  // that the numbers of 64 bytes fill
 
-// Turns the numbers of 64 bytes into bfloat16.
-struct Widening {
+#ifdef __AVX512F__
+typedef __m512i Bytes;
+inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Bytes table(uint64_t low, uint64_t high) {
+  return _mm512_broadcast_i32x4(_mm_set_epi64x((int64_t)high, (int64_t)low));
+}
+inline Bytes with_sign(Bytes x, Bytes codes) {
+  return _mm512_ternarylogic_epi32(x, codes, _mm512_set1_epi8((char)0x80), 0xf8);
+}
+inline VecBits first_words(Bytes lower, Bytes upper) { return (VecBits)_mm512_unpacklo_epi8(lower, upper); }
+inline VecBits second_words(Bytes lower, Bytes upper) { return (VecBits)_mm512_unpackhi_epi8(lower, upper); }
+#else
+typedef __m256i Bytes;
+inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline Bytes table(uint64_t low, uint64_t high) {
+  return _mm256_broadcastsi128_si256(_mm_set_epi64x((int64_t)high, (int64_t)low));
+}
+inline Bytes with_sign(Bytes x, Bytes codes) {
+  return _mm256_or_si256(x, _mm256_and_si256(codes, _mm256_set1_epi8((char)0x80)));
+}
+inline VecBits first_words(Bytes lower, Bytes upper) { return (VecBits)_mm256_unpacklo_epi8(lower, upper); }
+inline VecBits second_words(Bytes lower, Bytes upper) { return (VecBits)_mm256_unpackhi_epi8(lower, upper); }
+#endif
+
+// Finds the two bytes of bfloat16 numbers by their codes, without the sign.
+class Tables {
 #ifdef __AVX512VBMI__
-  __m512i uppers[2], lowers[2];  // of the two bytes of a number, by the code without its sign
-
-  Widening() {
+ public:
+  Tables() {
     alignas(64) uint8_t bytes[2][128];
     for (int code = 0; code < 128; ++code) {
       const float x = code < 8 ? code / 512.f : as_float((code << 20) + (120 << 23));
@@ -91,59 +112,61 @@ struct Widening {
     }
   }
 
-  void find(__m512i codes, __m512i& upper, __m512i& lower) const {
+  void find(Bytes codes, Bytes& upper, Bytes& lower) const {
     upper = _mm512_permutex2var_epi8(uppers[0], codes, uppers[1]);
     lower = _mm512_permutex2var_epi8(lowers[0], codes, lowers[1]);
   }
+
+ private:
+  Bytes uppers[2], lowers[2];
 #else
-  // Both bytes of a number follow from the halves of the code, apart from numbers below 2^-6, which e4m3 stores without
-  // a leading one: those have tables.
-  static __m512i table(uint64_t low, uint64_t high) {
-    return _mm512_broadcast_i32x4(_mm_set_epi64x((int64_t)high, (int64_t)low));
-  }
-  const __m512i of_upper = table(0x434241403f3e3d3c, 0x434241403f3e3d3c);
-  const __m512i of_lower = table(0x7060504030201000, 0xf0e0d0c0b0a09080);
-  const __m512i small_upper = table(0x3c3c3c3c3b3b3b00, 0x3c3c3c3c3c3c3c3c);
-  const __m512i small_lower = table(0x60402000c0800000, 0xf0e0d0c0b0a09080);
-
-  void find(__m512i codes, __m512i& upper, __m512i& lower) const {
-    const __m512i halves = _mm512_set1_epi8(15);
-    const __mmask64 small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x70));
-    const __m512i low = _mm512_and_si512(codes, halves), high = _mm512_and_si512(_mm512_srli_epi16(codes, 4), halves);
-    upper = _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(of_upper, high), small, small_upper, low);
-    lower = _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(of_lower, low), small, small_lower, low);
-  }
-#endif
-
-  void operator()(const uint8_t* from, VecBits* to) const {
-    const __m512i codes = _mm512_loadu_si512(from);
-    __m512i upper, lower;
-    find(codes, upper, lower);
-    upper = _mm512_ternarylogic_epi32(upper, codes, _mm512_set1_epi8((char)0x80), 0xf8);  // with the sign
-    to[0] = (VecBits)_mm512_unpacklo_epi8(lower, upper);
-    to[1] = (VecBits)_mm512_unpackhi_epi8(lower, upper);
-  }
-};
-#else
-constexpr int REGISTERS = 64 / LANES;
-
-// The numbers of 64 bytes as floats, times 2^-8: moved to their places in an IEEE half, whose exponent is biased by 8
-// more, the conversion reads also those without a leading one.
-struct Widening {
-  void operator()(const uint8_t* from, Vec* to) const {
-#pragma GCC unroll 8
-    for (int i = 0; i < REGISTERS; ++i) {
+ public:
+  // Both bytes follow from the halves of a code, apart from those of numbers below 2^-6, which e4m3 stores without a
+  // leading one: those have tables of their own.
+  void find(Bytes codes, Bytes& upper, Bytes& lower) const {
 #ifdef __AVX512F__
-      const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from + i)), 7);
-      to[i] = (Vec)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((int16_t)0xbfff)));
+    const Bytes halves = _mm512_set1_epi8(15);
+    const __mmask64 small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x70));
+    const Bytes low = _mm512_and_si512(codes, halves), high = _mm512_and_si512(_mm512_srli_epi16(codes, 4), halves);
+    upper = _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(uppers, high), small, small_uppers, low);
+    lower = _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(lowers, low), small, small_lowers, low);
 #else
-      const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)(from + i * LANES))), 7);
-      to[i] = (Vec)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((int16_t)0xbfff)));
+    const Bytes halves = _mm256_set1_epi8(15);
+    const Bytes small = _mm256_cmpeq_epi8(_mm256_and_si256(codes, _mm256_set1_epi8(0x70)), Bytes{});
+    const Bytes low = _mm256_and_si256(codes, halves), high = _mm256_and_si256(_mm256_srli_epi16(codes, 4), halves);
+    upper = _mm256_blendv_epi8(_mm256_shuffle_epi8(uppers, high), _mm256_shuffle_epi8(small_uppers, low), small);
+    lower = _mm256_blendv_epi8(_mm256_shuffle_epi8(lowers, low), _mm256_shuffle_epi8(small_lowers, low), small);
 #endif
-    }
   }
-};
+
+ private:
+  const Bytes uppers = table(0x434241403f3e3d3c, 0x434241403f3e3d3c);
+  const Bytes lowers = table(0x7060504030201000, 0xf0e0d0c0b0a09080);
+  const Bytes small_uppers = table(0x3c3c3c3c3b3b3b00, 0x3c3c3c3c3c3c3c3c);
+  const Bytes small_lowers = table(0x60402000c0800000, 0xf0e0d0c0b0a09080);
 #endif
+};
+
+// Widens the numbers of 64 bytes.
+inline void widen(const Tables& tables, const uint8_t* from, Numbers::Words* to) {
+#pragma GCC unroll 2
+  for (int i = 0; i < 64; i += sizeof(Bytes), to += 4 / INPUTS) {
+    const Bytes codes = load_bytes(from + i);
+    Bytes upper, lower;
+    tables.find(codes, upper, lower);
+    upper = with_sign(upper, codes);
+    const VecBits first = first_words(lower, upper), second = second_words(lower, upper);
+#ifdef HAS_DOT_BF16
+    to[0] = first;
+    to[1] = second;
+#else
+    to[0] = (Vec)(first << 16);
+    to[1] = (Vec)(first & 0xffff0000u);
+    to[2] = (Vec)(second << 16);
+    to[3] = (Vec)(second & 0xffff0000u);
+#endif
+  }
+}
 
 // A chunk of a panel, for as many words of each output.
 struct Codes {
@@ -156,9 +179,9 @@ struct Codes {
 
 // Adds the products of a chunk to the sums of R rows: so few that widening on the way is less work than storing words.
 template <int R>
-void add_few(const Product<Numbers>& p, const Numbers::Number* rows, const Codes& codes, const Widening& tables,
+void add_few(const Product<Numbers>& p, const Numbers::Number* rows, const Codes& codes, const Tables& memory,
              float* sums) {
-  const Widening widen = tables;  // in registers
+  const Tables tables = memory;  // in registers
   Vec sum[R][VECS] = {};
   const uint8_t* from = codes.bytes;
   for (int64_t k = 0; k < codes.words; ++k) {
@@ -166,7 +189,7 @@ void add_few(const Product<Numbers>& p, const Numbers::Number* rows, const Codes
     for (int line = 0; line < WORD_BYTES; line += 64, from += 64) {
       __builtin_prefetch(from + AHEAD);
       Numbers::Words widened[REGISTERS];
-      widen(from, widened);
+      widen(tables, from, widened);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         Numbers::Word word;
@@ -190,49 +213,49 @@ void add_few(const Product<Numbers>& p, const Numbers::Number* rows, const Codes
 
 template <int R = FEW>
 void add_few_rows(int64_t count, const Product<Numbers>& p, const Numbers::Number* rows, const Codes& codes,
-                  const Widening& widen, float* sums) {
+                  const Tables& tables, float* sums) {
   if constexpr (R > 1)
-    if (count < R) return add_few_rows<R - 1>(count, p, rows, codes, widen, sums);
-  add_few<R>(p, rows, codes, widen, sums);
+    if (count < R) return add_few_rows<R - 1>(count, p, rows, codes, tables, sums);
+  add_few<R>(p, rows, codes, tables, sums);
 }
 
 // A chunk as words: [words, PANEL].
 struct Widened {
   Numbers::Words words[STEP * VECS];
 
-  Widened(const Codes& codes, const Widening& widen) {
+  Widened(const Codes& codes, const Tables& tables) {
     Numbers::Words* to = words;
-    for (const uint8_t* from = codes.bytes; from < codes.end(); from += 64, to += REGISTERS) widen(from, to);
+    for (const uint8_t* from = codes.bytes; from < codes.end(); from += 64, to += REGISTERS) widen(tables, from, to);
   }
 };
 
 // The same for any number of rows, which share what is widened once.
 void add_many_rows(int64_t count, const Product<Numbers>& p, const Numbers::Number* rows, const Codes& codes,
-                   const Widening& widen, float* sums) {
-  const Widened widened(codes, widen);
+                   const Tables& tables, float* sums) {
+  const Widened widened(codes, tables);
   const auto* next = (const Numbers::Word*)codes.end();  // only fetched
   const int64_t lines = codes.words * WORD_BYTES / 64;
   add_chunk(p, rows, count, {(const Numbers::Word*)widened.words, codes.words, next, lines, codes.scales}, sums);
 }
 
-// Rows [first, first + num_rows) and one panel. add(k, codes, widen, sums) adds the chunk that begins with word k.
+// Rows [first, first + num_rows) and one panel. add(k, codes, tables, sums) adds the chunk that begins with word k.
 template <class F>
 void multiply_panel(const Task& t, int64_t first, int64_t num_rows, int64_t panel, float* sums, F add) {
-  static const Widening widen;
+  static const Tables tables;
   std::fill_n(sums, num_rows * PANEL, 0.f);
   const int64_t groups = (t.inputs + t.group - 1) / t.group, of_group = t.group / INPUTS, words = t.inputs / INPUTS;
   Codes codes = {t.matrix + panel * PANEL * t.inputs, 0, nullptr};
   for (int64_t k = 0; k < words; k += codes.words) {
     codes.words = std::min({(int64_t)STEP, words - k, of_group - k % of_group});
     codes.scales = t.scales + (panel * groups + k / of_group) * PANEL;
-    add(k, codes, widen, sums);
+    add(k, codes, tables, sums);
     codes.bytes = codes.end();
   }
   for (int64_t output = panel * PANEL; output < std::min(t.outputs, (panel + 1) * PANEL); output += LANES) {
     const int64_t left = t.outputs - output;
     const Vec bias = t.bias ? load(t.bias + output, left) : Vec{};
     for (int64_t r = 0; r < num_rows; ++r)
-      store(t.out + (first + r) * t.outputs + output, load(sums + r * PANEL + output % PANEL) * FACTOR + bias, left);
+      store(t.out + (first + r) * t.outputs + output, load(sums + r * PANEL + output % PANEL) + bias, left);
   }
 }
 
@@ -328,8 +351,8 @@ void run_tiles(const Task& t, int threads) {
     const AmxRegisters registers({m, m, m, m, m, PAIRS, PAIRS, PAIRS});
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t first = piece % blocks * block, count = std::min(block, t.num_rows - first);
-      const auto add = [&](int64_t k, const Codes& codes, const Widening& widen, float* to) {
-        const Widened widened(codes, widen);
+      const auto add = [&](int64_t k, const Codes& codes, const Tables& tables, float* to) {
+        const Widened widened(codes, tables);
         finish_stores();
         for (int64_t r = 0; r < count; r += TILE_ROWS) {
           const BF16* at = rows + (few ? 0 : (first + r) * t.inputs) + k / PAIRS * step;
@@ -349,9 +372,9 @@ void run(const Task& t, int threads) {
   const Product<Numbers> p = {take_rows(t, threads), nullptr, nullptr, nullptr, t.num_rows, t.inputs, t.outputs};
   for_panels(p, threads, [&](int64_t first, int64_t num_rows, int64_t panel) {
     alignas(64) float sums[MOST_ROWS * PANEL];
-    const auto add = [&](int64_t k, const Codes& codes, const Widening& widen, float* to) {
+    const auto add = [&](int64_t k, const Codes& codes, const Tables& tables, float* to) {
       const auto add_rows = num_rows <= FEW ? add_few_rows<> : add_many_rows;
-      add_rows(num_rows, p, p.rows + first * p.inputs + k * INPUTS, codes, widen, to);
+      add_rows(num_rows, p, p.rows + first * p.inputs + k * INPUTS, codes, tables, to);
     };
     multiply_panel(t, first, num_rows, panel, sums, add);
   });

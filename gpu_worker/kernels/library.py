@@ -161,13 +161,14 @@ def load_int8(march: str = "native") -> CDLL:
 
 @load_once
 def load_quantized(march: str = "native") -> CDLL:
-    """Load products with matrices of 4 and 8 bits, and rounding to 4 bits. Raises
+    """Load products with matrices of 4 and 8 bits, floats of 4 bits included, and rounding to 4 bits. Raises
     :class:`KernelsUnavailable`, also if the CPU has no AVX2."""
     library = _load(
         build("quantized", march),
         multiply_quantized="iiPPPPPPqqqqfii",
         round_to_4_bits="iPqqPqPPi",
         pack_quantized="iPPqqii",
+        pack_float4="PPqqi",
     )
     return _checked(library, "AVX2")
 

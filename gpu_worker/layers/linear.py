@@ -6,9 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.files.quantized_weight import PackedWeight, QuantizedWeight, round_to_4_bits, round_to_8_bits
+from ..checkpoint.files.quantized_weight import (
+    Float4Weight,
+    PackedWeight,
+    QuantizedWeight,
+    round_to_4_bits,
+    round_to_8_bits,
+)
 from ..checkpoint.model_config import FP8, INT4, INT8_DYNAMIC
 from ..checkpoint.quantization.fp8 import PackedFloats
+from ..checkpoint.quantization.mxfp4 import PackedFloats4
 from ..checkpoint.weights import Checkpoint
 from ..checkpoint.weights import Linear as Linear
 from ..kernels.compiler import KernelsUnavailable
@@ -195,9 +202,13 @@ def _make_integers(packed: Sequence[PackedWeight], bias: Tensor | None) -> Linea
         weights = [each.quantized() for each in packed]
         values, scales = _merge([each.values for each in weights]), _merge([each.scales for each in weights])
         return Int8Linear(values, bias, scales.flatten())
+    floats = [each.whole() for each in packed if isinstance(each, PackedFloats4)]
     groups = {each.group for each in packed}
-    if len(groups) > 1 or (group := groups.pop()) is None or group % GROUP:
+    if len(floats) < len(packed) and (len(groups) > 1 or (group := groups.pop()) is None or group % GROUP):
         return None
+    if len(floats) == len(packed):
+        merged = (_merge([each.blocks for each in floats]), _merge([each.exponents for each in floats]))
+        return QuantizedLinear(Float4Weight(*merged), bias)
     return QuantizedLinear(_merge_quantized([each.quantized() for each in packed]), bias)
 
 
@@ -208,8 +219,7 @@ def _merge_quantized(weights: list[QuantizedWeight]) -> QuantizedWeight:
         # GGUF files mix types within a layer: V often has more bits than Q and K, and only some types have offsets.
         offsets = _merge([torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in weights])
     values, scales = _merge([each.values for each in weights]), _merge([each.scales for each in weights])
-    is_float4 = all(each.is_float4 for each in weights)
-    return QuantizedWeight(values, scales, offsets, weights[0].group, is_float4)
+    return QuantizedWeight(values, scales, offsets, weights[0].group)
 
 
 def _merge(tensors: Sequence[Tensor]) -> Tensor:

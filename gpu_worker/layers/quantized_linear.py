@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checkpoint.files.quantized_weight import QuantizedWeight
+from ..checkpoint.files.quantized_weight import Float4Weight, QuantizedWeight
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_int8, load_quantized, warn_unavailable
 from ..kernels.threads import kernel_threads
@@ -24,6 +24,10 @@ from .weight_memory import weight_memory
 GROUP = 32
 """Inputs that the kernel rounds together. Mirrors the constant in ``quantized.cpp``, as does the next."""
 _PANEL = 16
+_INT4, _INT8, _FLOAT4 = 4, 8, 5
+"""What the numbers of a matrix are. Mirrors the constants in ``dot.h``."""
+_FLOAT4_LEAST = -12
+"""Twice the smallest float of 4 bits: the kernel's levels are twice the floats, and unsigned."""
 _FLOAT16_MAX_EXPONENT = 15
 
 
@@ -31,11 +35,12 @@ _FLOAT16_MAX_EXPONENT = 15
 class _Packed:
     """Holds a weight as the kernel reads it: ((number + least) * scale + offset) * factor."""
 
-    bits: int
+    kind: int
+    """One of ``_INT4``, ``_INT8`` and ``_FLOAT4``."""
     matrix: Tensor
     """[panels, groups * fours * 16 * 4] uint8; of 4 bits half as many fours."""
     scales: Tensor
-    """[panels, groups / groups_per_scale, 16] float16."""
+    """[panels, groups / groups_per_scale, 16] float16; of floats of 4 bits uint8, the exponents of powers of two."""
     offsets: Tensor | None
     groups_per_scale: int
     factor: float
@@ -48,26 +53,28 @@ class QuantizedLinear:
     Raises :class:`KernelsUnavailable` without a compiler or AVX2, and for groups that are not multiples of 32.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
-        if weight.group % GROUP or weight.values.device.type != "cpu":
-            raise KernelsUnavailable(f"a weight in groups of {weight.group} on {weight.values.device.type}")
+    def __init__(self, weight: QuantizedWeight | Float4Weight, bias: Tensor | None = None) -> None:
+        stored = weight.blocks if isinstance(weight, Float4Weight) else weight.values
+        group = GROUP if isinstance(weight, Float4Weight) else weight.group
+        if group % GROUP or stored.device.type != "cpu":
+            raise KernelsUnavailable(f"a weight in groups of {group} on {stored.device.type}")
         kernels = load_quantized()
         self._multiply = kernels.multiply_quantized
-        self._packed = _pack(weight, kernels)
+        self._packed = _pack_floats(weight, kernels) if isinstance(weight, Float4Weight) else _pack(weight, kernels)
         self._bias = None if bias is None else bias.float()
         self._shape = weight.shape
 
     @property
     def bits(self) -> int:
         """Return the bits of a number of the matrix: 4 if every group's values fit, otherwise 8."""
-        return self._packed.bits
+        return _INT8 if self._packed.kind == _INT8 else 4
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         outputs, inputs = self._shape
         packed, x = self._packed, x.contiguous()
         out = x.new_empty(len(x), outputs)
         self._multiply(
-            packed.bits,
+            packed.kind,
             x.dtype == torch.bfloat16,
             *(t.data_ptr() for t in (x, packed.matrix, packed.scales)),
             *(None if t is None else t.data_ptr() for t in (packed.offsets, self._bias)),
@@ -95,6 +102,16 @@ def _pack(weight: QuantizedWeight, kernels: CDLL) -> _Packed:
     return _Packed(bits, matrix, _halves(scales, factor), halves, weight.group // GROUP, factor, least)
 
 
+def _pack_floats(weight: Float4Weight, kernels: CDLL) -> _Packed:
+    outputs, inputs = weight.shape
+    matrix = weight_memory.empty(-(-outputs // _PANEL), _PANEL * inputs // 2, dtype=torch.uint8).zero_()
+    kernels.pack_float4(
+        weight.blocks.contiguous().data_ptr(), matrix.data_ptr(), outputs, inputs, kernel_threads()
+    )
+    exponents = weight_memory.copy(_by_panel(weight.exponents))
+    return _Packed(_FLOAT4, matrix, exponents, None, 1, 0.5, _FLOAT4_LEAST)
+
+
 def _range(weight: QuantizedWeight) -> tuple[int, int]:
     """Return the number that a level of zero stands for, and how many bits hold all levels.
 
@@ -115,9 +132,13 @@ def _power_of_two(scales: Tensor, offsets: Tensor | None) -> float:
 
 def _halves(numbers: Tensor, factor: float) -> Tensor:
     """Return [out, groups] divided by ``factor`` as float16 [panels, groups, 16]."""
-    outputs = len(numbers)
-    padded = torch.nn.functional.pad(numbers / factor, (0, 0, 0, -outputs % _PANEL))
-    return weight_memory.copy(padded.view(-1, _PANEL, numbers.shape[1]).transpose(1, 2).half())
+    return weight_memory.copy(_by_panel(numbers / factor).half())
+
+
+def _by_panel(numbers: Tensor) -> Tensor:
+    """Arrange [out, groups] as [panels, groups, 16]; zeros fill the last panel."""
+    padded = torch.nn.functional.pad(numbers, (0, 0, 0, -len(numbers) % _PANEL))
+    return padded.view(-1, _PANEL, numbers.shape[1]).transpose(1, 2)
 
 
 _LARGEST = 127

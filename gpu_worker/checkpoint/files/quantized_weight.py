@@ -36,8 +36,6 @@ class QuantizedWeight:
     """[out, in / group] float32; None: all zero."""
     group: int
     """How many inputs share a scale; divides in."""
-    is_float4: bool = False
-    """Whether the values are twice those of floats of 4 bits (e2m1), and the scales powers of two."""
 
     def __post_init__(self) -> None:
         outputs, inputs = self.values.shape
@@ -76,6 +74,32 @@ class FloatWeight:
     """[out, ceil(in / group)] float32."""
     group: int
     """How many inputs share a scale."""
+
+
+_FLOATS4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The number of each code of 4 bits (e2m1)."""
+
+
+@dataclass(frozen=True)
+class Float4Weight:
+    """Holds a weight [out, in] of floats of 4 bits (e2m1), of which 32 neighbours share a power of two (e8m0)."""
+
+    blocks: Tensor
+    """[out, in / 2] uint8: two codes a byte, the first in the lower half."""
+    exponents: Tensor
+    """[out, in / 32] uint8, with a bias of 127."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (outputs, inputs)."""
+        return self.blocks.shape[0], 2 * self.blocks.shape[1]
+
+    def dequantize(self) -> Tensor:
+        """Return the weight [out, in], float32."""
+        blocks = self.blocks.int()
+        numbers = _FLOATS4[torch.stack((blocks & 15, blocks >> 4), dim=-1)].view(*self.exponents.shape, -1)
+        exponents = self.exponents.int()[..., None] - 127
+        return torch.ldexp(numbers, exponents).view(self.shape)
 
 
 def round_to_4_bits(weight: Tensor, group: int = 32) -> QuantizedWeight:

@@ -11,22 +11,19 @@ import torch
 from torch import Tensor
 
 from ..files.fused_experts import PARTS
-from ..files.quantized_weight import QuantizedWeight
+from ..files.quantized_weight import Float4Weight, QuantizedWeight
 from .entries import Mxfp4
 from .scheme import Found, TensorFiles, check_part, part_shape
 
 GROUP = 32
 """Inputs that share a scale."""
 _HALF_BLOCK = GROUP // 2
-_TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-"""Twice the number of each code, which makes it an integer."""
-_BIAS = 127 + 1
-"""Of a scale's exponent, and one for the numbers that are doubled."""
 
 
 @dataclass(frozen=True)
 class PackedFloats4:
-    """Fulfils :class:`~..files.quantized_weight.PackedWeight` for one matrix of one expert."""
+    """Fulfils :class:`~..files.quantized_weight.PackedWeight` for one matrix of one expert, whose numbers are no
+    integers in groups."""
 
     files: TensorFiles
     stored: str
@@ -36,7 +33,7 @@ class PackedFloats4:
     """The outputs that are this matrix's."""
     shape: tuple[int, int]
     bits: int = 4
-    group: int = GROUP
+    group: None = None
     has_offsets: bool = False
     rounds_inputs: bool = False
 
@@ -44,14 +41,14 @@ class PackedFloats4:
         return self._some(first, last).dequantize()
 
     def quantized(self) -> QuantizedWeight:
+        raise AssertionError("floats of 4 bits are not integers in groups")
+
+    def whole(self) -> Float4Weight:
+        """Return the weight as it is stored."""
         return self._some(0, self.shape[0])
 
-    def _some(self, first: int, last: int) -> QuantizedWeight:
-        blocks = self._read("_blocks", first, last).int()
-        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1)
-        exponents = self._read("_scales", first, last).int() - _BIAS
-        scales = torch.ldexp(torch.ones(exponents.shape), exponents)
-        return QuantizedWeight(_TWICE[codes].view(last - first, -1), scales, None, GROUP, is_float4=True)
+    def _some(self, first: int, last: int) -> Float4Weight:
+        return Float4Weight(self._read("_blocks", first, last).flatten(1), self._read("_scales", first, last))
 
     def _read(self, part: str, first: int, last: int) -> Tensor:
         tensor = self.files.read(f"{self.stored}{part}")

@@ -2,6 +2,14 @@
 // AVX2. HAS_DOT where the compiler may use what they need.
 #pragma once
 
+namespace {
+
+// What the numbers of a matrix are: integers of 4 or 8 bits, or floats of 4 bits (e2m1).
+constexpr int INT4 = 4, INT8 = 8, FLOAT4 = 5;
+constexpr int bits_of(int kind) { return kind == INT8 ? 8 : 4; }
+
+}  // namespace
+
 #if defined(__AVX2__) && defined(__F16C__) && defined(__FMA__) && (!defined(__AVX512F__) || defined(__AVX512BW__))
 #define HAS_DOT 1
 #include <immintrin.h>
@@ -15,6 +23,14 @@ typedef __m512i Bytes;
 inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Bytes high_halves(Bytes x) { return low_halves(_mm512_srli_epi16(x, 4)); }
+// Of each byte below 16, the entry of a table.
+inline Bytes look_up(const uint8_t* table, Bytes x) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), x);
+}
+// The powers of two whose exponents, with a bias of 127, are bytes.
+inline Vec load_exponents(const uint8_t* p) {
+  return (Vec)_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23);
+}
 inline Bytes repeat_four(const int8_t* p) {
   int32_t four;
   memcpy(&four, p, sizeof four);
@@ -31,6 +47,12 @@ typedef __m256i Bytes;
 inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline Bytes low_halves(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Bytes high_halves(Bytes x) { return low_halves(_mm256_srli_epi16(x, 4)); }
+inline Bytes look_up(const uint8_t* table, Bytes x) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)), x);
+}
+inline Vec load_exponents(const uint8_t* p) {
+  return (Vec)_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23);
+}
 inline Bytes repeat_four(const int8_t* p) {
   int32_t four;
   memcpy(&four, p, sizeof four);
@@ -59,13 +81,13 @@ inline VecInt add_dot(VecInt start, Bytes u, Bytes s) { return (VecInt)_mm256_dp
 #endif
 
 #ifdef HAS_VNNI
-// How many registers of sums a byte of BITS needs: 32 bits hold every sum.
-template <int BITS>
+// How many registers of sums a byte of a matrix needs: 32 bits hold every sum.
+template <int KIND>
 constexpr int PARTS = 1;
 inline VecInt zero_sums() { return VecInt{}; }
 inline VecInt first_sums(int32_t start) { return VecInt{} + start; }
 inline VecInt add_four(VecInt sums, Bytes u, Bytes s) { return add_dot(sums, u, s); }
-template <int BITS>
+template <int KIND>
 inline VecInt total(const VecInt* sums) {
   return sums[0];
 }
@@ -73,27 +95,28 @@ typedef VecInt Sums;
 
 // What the sums of a group start with, so that they become those of numbers that are `least` larger. `sums`: of the
 // group's inputs, those at the first and second place of each four, and the others.
-template <int BITS>
+template <int KIND>
 inline int32_t first_sum(const int32_t* sums, int32_t least) {
   return (sums[0] + sums[1]) * least;
 }
 #else
-// A byte of 8 bits is two halves, each with sums of its own: 16 bits hold the sum of 16 products of 15 and 127.
-template <int BITS>
-constexpr int PARTS = BITS / 4;
+// A byte of 8 bits is two halves, each with sums of its own: 16 bits hold the sum of 16 products of 15 and 127. They hold
+// those of floats of 4 bits, of up to 24, because the sums start with `least`, which leaves 12 of each.
+template <int KIND>
+constexpr int PARTS = bits_of(KIND) / 4;
 inline Bytes zero_sums() { return Bytes{}; }
 inline Bytes first_sums(int32_t start) { return repeat_four((const int8_t*)&start); }
 inline Bytes add_four(Bytes sums, Bytes u, Bytes s) { return add_pairs(sums, pairs(u, s)); }
-template <int BITS>
+template <int KIND>
 inline VecInt total(const Bytes* sums) {
-  return BITS == 4 ? fours(sums[0], 1) : fours(sums[0], 1) + fours(sums[PARTS<BITS> - 1], 16);
+  return KIND != INT8 ? fours(sums[0], 1) : fours(sums[0], 1) + fours(sums[PARTS<KIND> - 1], 16);
 }
 typedef Bytes Sums;
 
 // As above, for the sums of the upper halves, which count 16 times: two numbers of 16 bits.
-template <int BITS>
+template <int KIND>
 inline int32_t first_sum(const int32_t* sums, int32_t least) {
-  const int32_t factor = BITS == 4 ? least : least / 16;
+  const int32_t factor = KIND != INT8 ? least : least / 16;
   return (sums[0] * factor & 0xffff) | (int32_t)((uint32_t)(sums[1] * factor) << 16);
 }
 #endif

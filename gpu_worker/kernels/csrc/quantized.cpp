@@ -1,5 +1,6 @@
 // Products of rows with a matrix of 4 or 8 bits, whose groups of 32 inputs have a scale, and possibly an offset, for each
-// output. Rows are rounded to int8 by the same groups. Needs AVX2; uses AVX-512 and VNNI.
+// output. Numbers of 4 bits may be floats (e2m1), which doubled are integers. Rows are rounded to int8 by the same groups.
+// Needs AVX2; uses AVX-512 and VNNI.
 //
 // The matrix lies in panels of 16 outputs, in a panel group after group, of a group eight fours of inputs, of a four its
 // 16 outputs. Two fours of 4 bits share 64 bytes: the first in the lower halves. A thread unpacks a panel once for a
@@ -30,7 +31,7 @@ constexpr int SMALL = 64;     // groups that one thread rounds sooner than anoth
 constexpr int STRETCH = 128;  // rows that are computed together: of 3,072 inputs they take 400 KB of the cache
 
 // A row's group as int8 by its largest number. A number that is not finite makes the unit NaN.
-template <int BITS, class T>
+template <int KIND, class T>
 void round_group(const T* x, int32_t least, int64_t index, Rounded& to) {
   constexpr int VECS = GROUP / LANES;
   Vec parts[VECS];
@@ -52,7 +53,7 @@ void round_group(const T* x, int32_t least, int64_t index, Rounded& to) {
   to.units[index] = top / 127.f;
   int32_t sums[2];
   sum_pairs(values, sums);
-  to.starts[index] = first_sum<BITS>(sums, least);
+  to.starts[index] = first_sum<KIND>(sums, least);
   to.totals[index] = (float)(sums[0] + sums[1]) * to.units[index];
 }
 
@@ -68,47 +69,49 @@ void finish(const Product& p, const float (*sums)[PANEL], int64_t first_row, int
 }
 
 // A stretch of rows, from `first` on, and the panels [begin, end).
-template <int BITS, bool OFFSETS, class T>
-void multiply(const Product& p, const Rounded& x, int64_t first, int64_t begin, int64_t end) {
+template <int KIND, bool OFFSETS, class T>
+void multiply(const Product& p, RowsGroup x, int64_t first, int64_t rows, int64_t begin, int64_t end) {
   alignas(64) float sums[STRETCH][PANEL];
   for (int64_t b = begin; b < end; ++b) {
-    if (x.rows <= FEW<BITS>)
-      multiply_few<BITS, OFFSETS, FEW<BITS>>(p.matrix, x, b, sums);
+    if (rows <= FEW<KIND>)
+      multiply_few<KIND, OFFSETS, FEW<KIND>>(p.matrix, x, rows, b, sums);
     else
-      multiply_many<BITS, OFFSETS>(p.matrix, x, b, sums);
-    finish<T>(p, sums, first, x.rows, b * PANEL);
+      multiply_many<KIND, OFFSETS>(p.matrix, x, rows, b, sums);
+    finish<T>(p, sums, first, rows, b * PANEL);
   }
 }
 
-template <int BITS, bool OFFSETS, class T>
+template <int KIND, bool OFFSETS, class T>
 void run(const Product& p, int threads) {
   static thread_local Rounded scratch;
   Rounded& x = scratch;
   const int64_t groups = p.inputs / GROUP, panels = (p.outputs + PANEL - 1) / PANEL;
   x.reserve(groups * std::min<int64_t>(STRETCH, p.num_rows));
   for (int64_t first = 0; first < p.num_rows; first += STRETCH) {
-    x.rows = std::min<int64_t>(STRETCH, p.num_rows - first);
+    const int64_t rows = std::min<int64_t>(STRETCH, p.num_rows - first);
     // Groups of all rows one after the other, so that a few rows too are shared among all threads.
-    for_ranges(x.rows * groups, SMALL, x.rows * groups > SMALL ? threads : 1, [&](int64_t begin, int64_t end) {
+    for_ranges(rows * groups, SMALL, rows * groups > SMALL ? threads : 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = i / groups, g = i % groups;
-        round_group<BITS>((const T*)p.rows + (first + row) * p.inputs + g * GROUP, p.matrix.least, g * x.rows + row, x);
+        round_group<KIND>((const T*)p.rows + (first + row) * p.inputs + g * GROUP, p.matrix.least, g * rows + row, x);
       }
     });
     for_ranges(panels, 1, threads,
-               [&](int64_t begin, int64_t end) { multiply<BITS, OFFSETS, T>(p, x, first, begin, end); });
+               [&](int64_t begin, int64_t end) { multiply<KIND, OFFSETS, T>(p, x.from(0), first, rows, begin, end); });
   }
 }
 
-template <int BITS, class T>
-void choose(const Product& p, int threads) {
-  p.matrix.offsets ? run<BITS, true, T>(p, threads) : run<BITS, false, T>(p, threads);
+template <class T>
+void choose(int kind, const Product& p, int threads) {
+  if (kind == FLOAT4) return run<FLOAT4, false, T>(p, threads);
+  if (kind == INT4) return p.matrix.offsets ? run<INT4, true, T>(p, threads) : run<INT4, false, T>(p, threads);
+  p.matrix.offsets ? run<INT8, true, T>(p, threads) : run<INT8, false, T>(p, threads);
 }
 constexpr bool USABLE = true;
 #else
 constexpr bool USABLE = false;
-template <int BITS, class T>
-void choose(const Product&, int) {}
+template <class T>
+void choose(int, const Product&, int) {}
 #endif
 
 }  // namespace
@@ -116,17 +119,14 @@ void choose(const Product&, int) {}
 // Whether this processor has AVX2 and what comes with it; without it, do not multiply.
 extern "C" int32_t can_multiply() { return USABLE; }
 
-// out = rows times matrixᵀ, plus bias if there is one. `bits`: 4 or 8; whole 32s of inputs.
-extern "C" void multiply_quantized(int32_t bits, int32_t is_bf16, const void* rows, const uint8_t* matrix,
-                                   const uint16_t* scales, const uint16_t* offsets, const float* bias, void* out,
+// out = rows times matrixᵀ, plus bias if there is one. `kind`: see dot.h; whole 32s of inputs.
+extern "C" void multiply_quantized(int32_t kind, int32_t is_bf16, const void* rows, const uint8_t* matrix,
+                                   const uint8_t* scales, const uint16_t* offsets, const float* bias, void* out,
                                    int64_t num_rows, int64_t inputs, int64_t outputs, int64_t groups_per_scale,
                                    float factor, int32_t least, int32_t threads) {
   const Matrix packed = {matrix, scales, offsets, inputs / GROUP, groups_per_scale, least};
   const Product p = {rows, packed, bias, out, num_rows, inputs, outputs, factor};
-  if (bits == 4)
-    is_bf16 ? choose<4, BF16>(p, threads) : choose<4, float>(p, threads);
-  else
-    is_bf16 ? choose<8, BF16>(p, threads) : choose<8, float>(p, threads);
+  is_bf16 ? choose<BF16>(kind, p, threads) : choose<float>(kind, p, threads);
 }
 
 // Packs `values`, [outputs, inputs] int8, into zeros as the products read them.
@@ -136,8 +136,16 @@ extern "C" void pack_quantized(int32_t bits, const int8_t* values, uint8_t* matr
     const int64_t first = piece * PANEL;
     const int8_t* rows = values + first * inputs;
     uint8_t* panel = matrix + first * inputs * bits / 8;
-    bits == 4 ? pack_panel<4>(rows, outputs - first, inputs, least, panel)
-              : pack_panel<8>(rows, outputs - first, inputs, least, panel);
+    bits == 4 ? pack_panel<INT4>(rows, outputs - first, inputs, least, panel)
+              : pack_panel<INT8>(rows, outputs - first, inputs, least, panel);
+  });
+}
+
+// Packs `blocks` of floats of 4 bits, [outputs, inputs / 2], into zeros as the products read them.
+extern "C" void pack_float4(const uint8_t* blocks, uint8_t* matrix, int64_t outputs, int64_t inputs, int32_t threads) {
+  for_pieces((outputs + PANEL - 1) / PANEL, threads, [&](int64_t piece) {
+    const int64_t bytes = piece * PANEL * inputs / 2;
+    pack_float4_panel(blocks + bytes, outputs - piece * PANEL, inputs, matrix + bytes);
   });
 }
 

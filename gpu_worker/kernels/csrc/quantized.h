@@ -14,14 +14,30 @@ namespace {
 // float16 scale take 4.5 or 8.5 bits a weight, as GGUF's do.
 constexpr int PANEL = 16, GROUP = 32, FOURS = GROUP / 4, LINE = PANEL * 4;  // outputs; inputs; bytes of a four
 
+// Twice the floats of 4 bits (e2m1), by their codes, and 12 more, which makes them unsigned.
+alignas(16) constexpr uint8_t FLOAT4_LEVELS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// One panel of `blocks`, [outputs, inputs / 2]: two codes a byte, the first in the lower half.
+inline void pack_float4_panel(const uint8_t* blocks, int64_t outputs, int64_t inputs, uint8_t* panel) {
+  for (int64_t o = 0; o < std::min<int64_t>(PANEL, outputs); ++o)
+    for (int64_t k = 0; k < inputs; k += 8) {
+      const uint8_t* from = blocks + (o * inputs + k) / 2;
+      uint8_t* to = panel + k / 8 * LINE + o * 4;
+      for (int i = 0; i < 2; ++i) {
+        to[2 * i] = (from[i] & 15) | from[i + 2] << 4;
+        to[2 * i + 1] = from[i] >> 4 | (from[i + 2] & 240);
+      }
+    }
+}
+
 // One panel of `values`, [outputs, inputs], less `least`.
-template <int BITS>
+template <int KIND>
 void pack_panel(const int8_t* values, int64_t outputs, int64_t inputs, int32_t least, uint8_t* panel) {
   for (int64_t k = 0; k < inputs; k += 4)
     for (int64_t o = 0; o < std::min<int64_t>(PANEL, outputs); ++o)
       for (int i = 0; i < 4; ++i) {
         const uint8_t number = (uint8_t)(values[o * inputs + k + i] - least);
-        if (BITS == 8)
+        if (KIND == INT8)
           panel[k * PANEL + o * 4 + i] = number;
         else
           panel[k / 8 * LINE + o * 4 + i] |= k % 8 ? number << 4 : number;

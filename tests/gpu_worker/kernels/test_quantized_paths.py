@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu_worker.kernels.emulation import build_emulated
 from tokenloom.gpu_worker.checkpoint.files import quantized_weight
-from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight, round_to_4_bits
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import Float4Weight, QuantizedWeight, round_to_4_bits
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.layers import quantized_linear
@@ -58,6 +58,25 @@ def test_every_processor_computes_the_same_bits(
                 use(kernels, monkeypatch)
                 found.append(QuantizedLinear(weight, bias)(x))
             assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_floats_of_4_bits_have_the_same_bits_too(
+    wider: CDLL, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where all numbers of a group are the largest: the header ends the process if 16 bits overflow."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (40, 64), generator=generator, dtype=torch.uint8)
+    blocks[0], blocks[1] = 0x77, 0xFF
+    exponents = torch.randint(120, 130, (40, 4), generator=generator, dtype=torch.uint8)
+    weight, x, found = Float4Weight(blocks, exponents), random(131, 128).to(dtype), []
+    x[0], x[1] = 1.0, -1.0
+    for kernels in (avx2(), wider):
+        use(kernels, monkeypatch)
+        found.append(QuantizedLinear(weight, random(40))(x))
+    assert torch.equal(*found)
+    ends = QuantizedLinear(weight)(x)[:2]
+    torch.testing.assert_close(ends, (x[:2].float() @ weight.dequantize().t()).to(dtype), rtol=1e-2, atol=1e-2)
 
 
 def test_every_processor_rounds_to_the_same_bits(wider: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

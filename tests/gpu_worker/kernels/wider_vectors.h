@@ -21,6 +21,7 @@
 #define __AVX512BF16__ 1
 #endif
 #undef _mm512_srli_epi16
+#undef _mm512_slli_epi32
 
 namespace {
 
@@ -70,6 +71,33 @@ inline __m512i wide_shift(__m512i x, int bits) {
   Words words = view<Words>(x);
   for (auto& word : words.at) word = (int16_t)((uint16_t)word >> bits);
   return view<__m512i>(words);
+}
+
+inline __m512i wide_shift_left(__m512i x, int bits) {
+  Ints ints = view<Ints>(x);
+  for (auto& each : ints.at) each = (int32_t)((uint32_t)each << bits);
+  return view<__m512i>(ints);
+}
+
+inline __m512i wide_repeat(__m128i x) {
+  Unsigned bytes;
+  for (int i = 0; i < 4; ++i) memcpy(bytes.at + 16 * i, &x, sizeof x);
+  return view<__m512i>(bytes);
+}
+
+inline __m512i wide_look_up(__m512i table, __m512i places) {
+  const Unsigned from = view<Unsigned>(table);
+  Unsigned bytes = view<Unsigned>(places);
+  for (int i = 0; i < 64; ++i) bytes.at[i] = bytes.at[i] & 128 ? 0 : from.at[i / 16 * 16 + bytes.at[i] % 16];
+  return view<__m512i>(bytes);
+}
+
+inline __m512i wide_from_bytes(__m128i x) {
+  uint8_t bytes[16];
+  memcpy(bytes, &x, sizeof bytes);
+  Ints ints;
+  for (int i = 0; i < 16; ++i) ints.at[i] = bytes[i];
+  return view<__m512i>(ints);
 }
 
 inline __m512 wide_from_half(__m256i x) {
@@ -198,3 +226,7 @@ inline __m128i wide_to_bytes(__m512i x) {
 #define _mm512_madd_epi16 wide_add_pairs
 #define _mm512_dpbusd_epi32 wide_add_fours
 #define _mm512_cvtsepi32_epi8 wide_to_bytes
+#define _mm512_slli_epi32 wide_shift_left
+#define _mm512_broadcast_i32x4 wide_repeat
+#define _mm512_shuffle_epi8 wide_look_up
+#define _mm512_cvtepu8_epi32 wide_from_bytes

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from tokenloom.gpu_worker.checkpoint.files import quantized_weight
-from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight, round_to_4_bits, round_to_8_bits
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import (
+    Float4Weight,
+    QuantizedWeight,
+    round_to_4_bits,
+    round_to_8_bits,
+)
 from tokenloom.gpu_worker.checkpoint.model_config import INT4
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
@@ -51,7 +56,15 @@ def without_kernels(monkeypatch):
     monkeypatch.setattr(quantized_weight, "load_quantized", refuse)
 
 
-def weights(outputs: int, inputs: int, group: int) -> dict[str, QuantizedWeight]:
+def floats4(outputs: int, inputs: int) -> Float4Weight:
+    """Random codes, all of them, and exponents of which the largest is far beyond float16."""
+    generator = torch.Generator().manual_seed(outputs)
+    blocks = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+    exponents = torch.randint(90, 131, (outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+    return Float4Weight(blocks, exponents)
+
+
+def weights(outputs: int, inputs: int, group: int) -> dict[str, QuantizedWeight | Float4Weight]:
     """Every kind of weight, with scales and offsets that float16 holds."""
     shape = (outputs, inputs // group)
     scales, offsets = (random(*shape) / 64).half().float(), (random(*shape) / 16).half().float()
@@ -61,6 +74,7 @@ def weights(outputs: int, inputs: int, group: int) -> dict[str, QuantizedWeight]
         "4 bits from 0, with offsets": QuantizedWeight(four + 8, scales, offsets, group),
         "8 bits": QuantizedWeight(eight, scales, None, group),
         "8 bits, with offsets": QuantizedWeight(eight, scales, offsets, group),
+        "4 bits, floats": floats4(outputs, inputs),
     }
 
 
@@ -72,7 +86,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return ((groups * factors).round().double() * (top / 127).double()).view(x.shape)
 
 
-def exactly(x, weight: QuantizedWeight, bias) -> torch.Tensor:
+def exactly(x, weight: QuantizedWeight | Float4Weight, bias) -> torch.Tensor:
     result = rounded(x) @ weight.dequantize().double().t()
     return result if bias is None else result + bias.double()
 

@@ -86,6 +86,22 @@ class DrawArgs(Structure):
     ]
 
 
+class ExpertMatrix(Structure):
+    """Mirrors the struct in ``quantized_experts.h``."""
+
+    _fields_ = [*_fields(_P, "bytes scales offsets bias"), *_fields(_F, "factor"), *_fields(_I32, "least")]
+
+
+class ExpertsArgs(Structure):
+    """Mirrors the struct in ``quantized_experts.h``."""
+
+    _fields_ = [
+        *_fields(_P, "gate_up down rows chosen weights out"),
+        *_fields(_I64, "num_rows per_token num_experts hidden inner gate_up_groups_per_scale down_groups_per_scale"),
+        *_fields(_I32, "kind activation is_bf16 num_threads"),
+    ]
+
+
 class LoraPart(Structure):
     """Mirrors the struct in ``lora.cpp``."""
 
@@ -169,6 +185,7 @@ def load_quantized(march: str = "native") -> CDLL:
         round_to_4_bits="iPqqPqPPi",
         pack_quantized="iPPqqii",
         pack_float4="PPqqi",
+        compute_experts="P",
     )
     return _checked(library, "AVX2")
 

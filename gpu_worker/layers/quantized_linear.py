@@ -32,7 +32,7 @@ _FLOAT16_MAX_EXPONENT = 15
 
 
 @dataclass(frozen=True)
-class _Packed:
+class Packed:
     """Holds a weight as the kernel reads it: ((number + least) * scale + offset) * factor."""
 
     kind: int
@@ -60,24 +60,25 @@ class QuantizedLinear:
             raise KernelsUnavailable(f"a weight in groups of {group} on {stored.device.type}")
         kernels = load_quantized()
         self._multiply = kernels.multiply_quantized
-        self._packed = _pack_floats(weight, kernels) if isinstance(weight, Float4Weight) else _pack(weight, kernels)
-        self._bias = None if bias is None else bias.float()
-        self._shape = weight.shape
+        self.packed = _pack_floats(weight, kernels) if isinstance(weight, Float4Weight) else _pack(weight, kernels)
+        self.bias = None if bias is None else bias.float()
+        self.shape = weight.shape
+        """(outputs, inputs)."""
 
     @property
     def bits(self) -> int:
         """Return the bits of a number of the matrix: 4 if every group's values fit, otherwise 8."""
-        return _INT8 if self._packed.kind == _INT8 else 4
+        return _INT8 if self.packed.kind == _INT8 else 4
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        outputs, inputs = self._shape
-        packed, x = self._packed, x.contiguous()
+        outputs, inputs = self.shape
+        packed, x = self.packed, x.contiguous()
         out = x.new_empty(len(x), outputs)
         self._multiply(
             packed.kind,
             x.dtype == torch.bfloat16,
             *(t.data_ptr() for t in (x, packed.matrix, packed.scales)),
-            *(None if t is None else t.data_ptr() for t in (packed.offsets, self._bias)),
+            *(None if t is None else t.data_ptr() for t in (packed.offsets, self.bias)),
             out.data_ptr(),
             len(x),
             inputs,
@@ -90,7 +91,7 @@ class QuantizedLinear:
         return out if dtype is None else out.to(dtype)
 
 
-def _pack(weight: QuantizedWeight, kernels: CDLL) -> _Packed:
+def _pack(weight: QuantizedWeight, kernels: CDLL) -> Packed:
     outputs, inputs = weight.shape
     scales, offsets = weight.scales, weight.offsets
     least, bits = _range(weight)
@@ -99,17 +100,15 @@ def _pack(weight: QuantizedWeight, kernels: CDLL) -> _Packed:
     kernels.pack_quantized(bits, values.data_ptr(), matrix.data_ptr(), outputs, inputs, least, threads)
     factor = _power_of_two(scales, offsets)
     halves = None if offsets is None else _halves(offsets, factor)
-    return _Packed(bits, matrix, _halves(scales, factor), halves, weight.group // GROUP, factor, least)
+    return Packed(bits, matrix, _halves(scales, factor), halves, weight.group // GROUP, factor, least)
 
 
-def _pack_floats(weight: Float4Weight, kernels: CDLL) -> _Packed:
+def _pack_floats(weight: Float4Weight, kernels: CDLL) -> Packed:
     outputs, inputs = weight.shape
     matrix = weight_memory.empty(-(-outputs // _PANEL), _PANEL * inputs // 2, dtype=torch.uint8).zero_()
-    kernels.pack_float4(
-        weight.blocks.contiguous().data_ptr(), matrix.data_ptr(), outputs, inputs, kernel_threads()
-    )
+    kernels.pack_float4(weight.blocks.contiguous().data_ptr(), matrix.data_ptr(), outputs, inputs, kernel_threads())
     exponents = weight_memory.copy(_by_panel(weight.exponents))
-    return _Packed(_FLOAT4, matrix, exponents, None, 1, 0.5, _FLOAT4_LEAST)
+    return Packed(_FLOAT4, matrix, exponents, None, 1, 0.5, _FLOAT4_LEAST)
 
 
 def _range(weight: QuantizedWeight) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from ..kernels.library import uses_triton
 from ..layers.expert_routes import LayerRoutes
 from ..layers.fp8_linear import round_weight
 from ..layers.linear import load_linear
+from ..layers.quantized_experts import QuantizedExperts
 from ..ops.ops import Ops
 from ..parallel.experts.grouped_rows import GroupedRows, mix_experts, mix_rows
 from ..parallel.sharding import WHOLE
@@ -104,7 +105,7 @@ class Experts:
         """Of this rank's places."""
         self._prepared: dict[int, MLP] = {}
         """Experts that will take over places."""
-        self._grouped: TritonExperts | None = None
+        self._grouped: TritonExperts | QuantizedExperts | None = None
         """Computes all experts at once, in the place of :attr:`_experts`."""
         if experts.own is None and self._group.size == 1 and can_group(checkpoint, config):
             self._grouped = load_grouped(checkpoint, prefix, config, experts, names)
@@ -118,6 +119,9 @@ class Experts:
                 self._experts[place] = MLP(
                     checkpoint, f"{prefix}.experts.{expert}", expert_config, ops, size, names, sums=False
                 )
+            if len(self._experts) == experts.count and self._group.size == 1:
+                layers = [expert.layers for expert in self._experts.values()]
+                self._grouped = QuantizedExperts.of(layers, config.hidden_act)
         self._shared: _Shared | MLP | None = None
         if experts.shared_size:
             self._shared = _load_shared(checkpoint, prefix, config, ops, experts)

@@ -47,6 +47,11 @@ class MLP:
         self._activation = config.hidden_act
         self._ops = ops
 
+    @property
+    def layers(self) -> tuple[Linear, Linear]:
+        """Return the layers to gates and ups, and from their product back."""
+        return self._gate_up, self._down
+
     def weights(self) -> list[Tensor]:
         """Return the matrices of gate and up, and of down, [out, in] each."""
         matrices = []

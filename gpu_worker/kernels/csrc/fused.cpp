@@ -2,6 +2,7 @@
 // dtype; intermediate results that a layer keeps are rounded to it.
 #include <cmath>
 
+#include "activations.h"
 #include "kv_int8.h"
 #include "parallel.h"
 #include "vec.h"
@@ -103,27 +104,6 @@ void rotate_rows(const HeadsArgs& a) {
   for_ranges(a.num_tokens, row_grain(n), row_threads(a.num_tokens, n, a.num_threads),
              [&](int64_t begin, int64_t end) { rotate_range<T, INT8>(a, begin, end); });
 }
-
-// x * sigmoid(x) * up
-struct Silu {
-  static Vec of(Vec gate, Vec up) { return gate / (1.f + exponential(-gate)) * up; }
-};
-
-// The approximation of x * (the normal distribution's share below x) by a hyperbolic tangent, written as a sigmoid,
-// times up.
-struct Gelu {
-  static Vec of(Vec x, Vec up) {
-    return x / (1.f + exponential(x * (x * x * -0.07135481627f - 1.59576912161f))) * up;
-  }
-};
-
-// What layers/activation.py calls clamped_swiglu. A NaN stays one.
-struct ClampedSwiglu {
-  static Vec of(Vec gate, Vec up) {
-    const Vec x = gate > 7.f ? splat(7.f) : gate, above = up > 7.f ? splat(7.f) : up;
-    return x / (1.f + exponential(x * -1.702f)) * ((above < -7.f ? splat(-7.f) : above) + 1.f);
-  }
-};
 
 template <class Activation, class T>
 void gate_rows(const T* gate_up, T* out, int64_t rows, int64_t n, int threads) {

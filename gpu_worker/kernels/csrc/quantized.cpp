@@ -12,75 +12,13 @@
 #include "dot.h"
 #include "parallel.h"
 #include "quantized.h"
-#include "quantized_rows.h"
+#include "quantized_experts.h"
+#include "quantized_product.h"
 #include "vec.h"
 
 namespace {
 
-struct Product {
-  const void* rows;   // [num_rows, inputs], bfloat16 or float32
-  Matrix matrix;      // [outputs, inputs]
-  const float* bias;  // [outputs] or none
-  void* out;          // [num_rows, outputs], of the rows' dtype
-  int64_t num_rows, inputs, outputs;
-  float factor;  // of all scales and offsets
-};
-
 #ifdef HAS_DOT
-constexpr int SMALL = 64;     // groups that one thread rounds sooner than another one wakes up
-constexpr int STRETCH = 128;  // rows that are computed together: of 3,072 inputs they take 400 KB of the cache
-
-// A row's group as int8 by its largest number. A number that is not finite makes the unit NaN.
-template <int KIND, class T>
-void round_group(const T* x, int32_t least, int64_t index, Rounded& to) {
-  constexpr int VECS = GROUP / LANES;
-  Vec parts[VECS];
-  VecInt most = {};
-#pragma GCC unroll 4
-  for (int i = 0; i < VECS; ++i) {
-    parts[i] = load(x + i * LANES);
-    const VecInt size = magnitude(parts[i]);
-    most = size > most ? size : most;
-  }
-  // By group of 32 and not by row: models have inputs with a few very large numbers, which would cost all others of the
-  // row their precision.
-  const float top = finite_magnitude(most), scale = top > 0 ? 127.f / top : 0.f;
-  VecInt rounded[VECS];
-#pragma GCC unroll 4
-  for (int i = 0; i < VECS; ++i) rounded[i] = to_int(parts[i] * scale);
-  int8_t* values = to.values.data() + index * GROUP;
-  store_bytes(values, rounded);
-  to.units[index] = top / 127.f;
-  int32_t sums[2];
-  sum_pairs(values, sums);
-  to.starts[index] = first_sum<KIND>(sums, least);
-  to.totals[index] = (float)(sums[0] + sums[1]) * to.units[index];
-}
-
-template <class T>
-void finish(const Product& p, const float (*sums)[PANEL], int64_t first_row, int64_t rows, int64_t output) {
-  for (int i = 0; i < PANEL; i += LANES) {
-    const int64_t left = p.outputs - output - i;
-    if (left <= 0) return;
-    const Vec bias = p.bias ? load(p.bias + output + i, left) : Vec{};
-    for (int64_t r = 0; r < rows; ++r)
-      store((T*)p.out + (first_row + r) * p.outputs + output + i, load(sums[r] + i) * p.factor + bias, left);
-  }
-}
-
-// A stretch of rows, from `first` on, and the panels [begin, end).
-template <int KIND, bool OFFSETS, class T>
-void multiply(const Product& p, RowsGroup x, int64_t first, int64_t rows, int64_t begin, int64_t end) {
-  alignas(64) float sums[STRETCH][PANEL];
-  for (int64_t b = begin; b < end; ++b) {
-    if (rows <= FEW<KIND>)
-      multiply_few<KIND, OFFSETS, FEW<KIND>>(p.matrix, x, rows, b, sums);
-    else
-      multiply_many<KIND, OFFSETS>(p.matrix, x, rows, b, sums);
-    finish<T>(p, sums, first, rows, b * PANEL);
-  }
-}
-
 template <int KIND, bool OFFSETS, class T>
 void run(const Product& p, int threads) {
   static thread_local Rounded scratch;
@@ -107,11 +45,21 @@ void choose(int kind, const Product& p, int threads) {
   if (kind == INT4) return p.matrix.offsets ? run<INT4, true, T>(p, threads) : run<INT4, false, T>(p, threads);
   p.matrix.offsets ? run<INT8, true, T>(p, threads) : run<INT8, false, T>(p, threads);
 }
+
+template <class T>
+void choose_experts(const ExpertsArgs& a) {
+  if (a.kind == FLOAT4) return run_experts<FLOAT4, false, T>(a);
+  const bool has_offsets = a.gate_up->offsets;
+  if (a.kind == INT4) return has_offsets ? run_experts<INT4, true, T>(a) : run_experts<INT4, false, T>(a);
+  has_offsets ? run_experts<INT8, true, T>(a) : run_experts<INT8, false, T>(a);
+}
 constexpr bool USABLE = true;
 #else
 constexpr bool USABLE = false;
 template <class T>
 void choose(int, const Product&, int) {}
+template <class T>
+void choose_experts(const ExpertsArgs&) {}
 #endif
 
 }  // namespace
@@ -127,6 +75,11 @@ extern "C" void multiply_quantized(int32_t kind, int32_t is_bf16, const void* ro
   const Matrix packed = {matrix, scales, offsets, inputs / GROUP, groups_per_scale, least};
   const Product p = {rows, packed, bias, out, num_rows, inputs, outputs, factor};
   is_bf16 ? choose<BF16>(kind, p, threads) : choose<float>(kind, p, threads);
+}
+
+// What quantized_experts.h describes.
+extern "C" void compute_experts(const ExpertsArgs* args) {
+  args->is_bf16 ? choose_experts<BF16>(*args) : choose_experts<float>(*args);
 }
 
 // Packs `values`, [outputs, inputs] int8, into zeros as the products read them.

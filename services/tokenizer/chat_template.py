@@ -6,6 +6,7 @@ process that can be killed.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,6 +28,7 @@ MAX_RENDERED_CHARS = 8 << 20
 
 
 _REASONING_MARKS = "<think>", "</think>"  # of tokenloom.request.reasoning, which takes a worker time to import
+_THINKING = re.compile(r"\.thinking\b|[\"']thinking[\"']")
 _TAIL = 32
 """Characters at the end of a text in which a mark is looked for, with the line breaks after it."""
 _LONGEST_HEADER = 512
@@ -70,6 +72,8 @@ class ChatTemplate:
         self.forms = AS_TEXT
         self.special_tokens = dict(special_tokens or {})
         self.knows_developers = "developer" in source
+        # Most templates call the reasoning of a past turn reasoning_content; that of gpt-oss calls it thinking.
+        self._reads_thinking = bool(_THINKING.search(source)) and "reasoning_content" not in source
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -111,6 +115,8 @@ class ChatTemplate:
             # Codex CLI and newer OpenAI clients send their instructions with this role. Templates leave out the turns
             # of roles that they do not know, so the model would never see them.
             messages = list(map(_without_developer, messages))
+        if self._reads_thinking:
+            messages = list(map(_with_thinking, messages))
         end = ""
         if continue_final_message:
             end = next(unused_code_points([messages, tools, template_kwargs]))
@@ -238,6 +244,15 @@ def _last_mark(text: str) -> str:
 
 def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a turn whose reasoning has the name that the template knows, unless a call's turn also says something:
+    the template has one place for both."""
+    reasoning = message.get("reasoning_content")
+    if not reasoning or "thinking" in message or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {**message, "thinking": reasoning}
 
 
 def _has_text_arguments(message: Mapping[str, Any]) -> bool:

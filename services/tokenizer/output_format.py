@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 PARSED_MARKS = (THINK_START, THINK_END, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 """What the gateway's parsers read in outputs. It comes back in the assistant's turns."""
+_HARMONY_MARKS = ("<|channel|>", "<|message|>")
+"""What they read in outputs of gpt-oss. None of it comes back: a template writes past messages with their headers."""
 
 # What a template that supports tools writes around its calls or, for Llama 3, around every turn.
 _TOOL_CALL_MARKS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<tool_call>", "hermes"),
     ("<|start_header_id|>", "llama3_json"),
+    ("<|channel|>", "openai"),
 )
 # Marks of families whose tool calls are not JSON.
 _OTHER_TOOL_FORMATS = ("<function=", "<arg_key>", "<invoke ")
@@ -38,7 +41,7 @@ def tool_call_parser(template: str) -> str:
 def special_marks(tokenizer: "Tokenizer") -> list[str]:
     """Return the marks of outputs that are special tokens, which are left out of texts."""
     added = tokenizer.get_added_tokens_decoder().values()
-    return [token.content for token in added if token.special and token.content in PARSED_MARKS]
+    return [token.content for token in added if token.special and token.content in (*PARSED_MARKS, *_HARMONY_MARKS)]
 
 
 def control_tokens(tokenizer: "Tokenizer", template: str) -> list[str]:

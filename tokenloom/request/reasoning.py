@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3"]
+ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3", "openai_gptoss"]
 """Values of ``--reasoning-parser``."""
 THINK_START, THINK_END = "<think>", "</think>"
 MAX_BLANK_TOKENS = 2
@@ -38,10 +38,17 @@ class ReasoningFormat(NamedTuple):
     """Whether an output begins with reasoning even if neither the prompt nor the model writes the start mark."""
 
 
+HARMONY_REASONS = "<|channel|>analysis"
+# Not the end of the analysis, which another one, or a call, may follow: a constraint binds the answer, whose header
+# would break it.
+HARMONY = ReasoningFormat(f"{HARMONY_REASONS}<|message|>", "<|channel|>final<|message|>", begins_inside=True)
+"""The format of gpt-oss: all before the message for the user is reasoning."""
+
 FORMATS: Mapping[str, ReasoningFormat] = {
     # Its first templates leave the start mark to the model, which may omit it.
     "deepseek_r1": ReasoningFormat(THINK_START, THINK_END, begins_inside=True),
     "qwen3": ReasoningFormat(THINK_START, THINK_END, begins_inside=False),
+    "openai_gptoss": HARMONY,
 }
 """The known formats, by the names that operators use."""
 
@@ -56,6 +63,8 @@ class ReasoningMarks(Struct, frozen=True):
 
 def format_of_template(template: str) -> str:
     """Return the name of the format of the reasoning that a chat template writes; empty if it writes none."""
+    if HARMONY_REASONS in template:
+        return "openai_gptoss"
     return "qwen3" if THINK_END in template or THINK_START in template else ""
 
 

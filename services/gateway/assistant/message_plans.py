@@ -7,15 +7,16 @@ from functools import partial
 
 from tokenloom.request import bad_words
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.request.reasoning import ReasoningFormat, reasoning_format
+from tokenloom.request.reasoning import HARMONY, ReasoningFormat, reasoning_format
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
-from ..formats import hermes, llama3_json, mistral
+from ..formats import harmony, hermes, llama3_json, mistral
+from ..formats.harmony import HarmonyToolParser, PlainContent
 from ..formats.hermes import HermesParser
 from ..formats.llama3_json import Llama3JsonParser
 from ..formats.message_parts import CallArguments, CallBegin, Content, Part, ReasoningText
 from ..formats.strict_calls import NamedCall, RequiredCalls, forced_constraint, has_strict, strict_constraint
-from ..formats.think import ThinkParser, opener
+from ..formats.think import OpenReasoning, opener
 from ..formats.tool_parser import ToolFormat, ToolParser, new_call_id
 from ..formats.tool_request import Tool, ToolChoice, ToolRequest
 from ..mesh.tokenizer_client import TokenizerClient
@@ -32,6 +33,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         new_call_id=mistral.new_call_id,
         openings=(mistral.START,),
     ),
+    "openai": ToolFormat(lambda names: HarmonyToolParser(), keeps_special_tokens=True, openings=harmony.OPENINGS),
 }
 
 
@@ -51,7 +53,7 @@ class MessagePlan:
     """Makes a parser for one output; None: no tool may be called."""
     new_call_id: Callable[[], str] = str
     parallel_calls: bool = True
-    open_reasoning: Callable[[bool], ThinkParser] | None = None
+    open_reasoning: OpenReasoning | None = None
     """Makes a parser for one output, given whether the prompt has opened the reasoning; None: it is text."""
     include_reasoning: bool = True
 
@@ -147,7 +149,7 @@ class ParsedMessage:
     @property
     def is_within_call(self) -> bool:
         """Return whether the output ends within a call."""
-        return self._tools is not None and self._tools.is_within_call
+        return any(parser is not None and parser.is_within_call for parser in (self._tools, self._thoughts))
 
     def feed(self, text: str, *, ends: bool) -> MessageDelta:
         """Return what more text adds. ``ends``: it is the last text."""
@@ -168,6 +170,8 @@ class ParsedMessage:
                         _grow(delta, ReasoningDelta, words)
                 case CallBegin(name):
                     self._begin_call(delta, name)
+                case CallArguments(more) if self._plan.open_tools is None:
+                    _grow(delta, TextDelta, more)  # of a call that the request forbids
                 case CallArguments(more):
                     self._add_arguments(delta, more)
 
@@ -176,8 +180,7 @@ class ParsedMessage:
         if self._thoughts is None:
             self._read_content(text, parts)
         else:
-            thoughts = self._thoughts.feed(text) + (self._thoughts.finish() if ends else [])
-            for part in thoughts:
+            for part in (*self._thoughts.feed(text), *(self._thoughts.finish() if ends else ())):
                 if isinstance(part, Content):
                     self._read_content(part.text, parts)
                 else:
@@ -194,7 +197,7 @@ class ParsedMessage:
 
     def _begin_call(self, delta: MessageDelta, name: str) -> None:
         self._skips_call = self.num_calls > 0 and not self._plan.parallel_calls
-        if not self._skips_call:
+        if not self._skips_call and self._plan.open_tools is not None:
             delta.append(CallDelta(self.num_calls, self._plan.new_call_id(), name))
             self.num_calls += 1
 
@@ -303,7 +306,9 @@ class MessagePlans:
 
     def _keeps_special_tokens(self, request: ToolRequest) -> bool:
         """Return whether the parsers read marks that are special tokens."""
-        if self.reasoning is not None and not self.special_marks.isdisjoint(self.reasoning[:2]):
+        if self.reasoning is not None and any(
+            mark in text for mark in self.special_marks for text in self.reasoning[:2]
+        ):
             return True
         if self.tools is None or request.choice is not ToolChoice.AUTO:
             return False
@@ -325,6 +330,8 @@ class MessagePlans:
 
     def _opener(self, request: ToolRequest) -> Callable[[], ToolParser]:
         if request.choice is ToolChoice.AUTO:
+            if self.reasoning == HARMONY:
+                return PlainContent
             if self.tools is None:
                 raise InvalidArgument(
                     'tool_choice "auto" needs a parser for the calls of this model, which its chat template does not '

@@ -1,16 +1,35 @@
 """Finds reasoning between ``<think>`` and ``</think>``, before the answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from tokenloom.request.reasoning import HARMONY, ReasoningFormat
 from tokenloom.request.reasoning import THINK_END as END
 from tokenloom.request.reasoning import THINK_START as START
-from tokenloom.request.reasoning import ReasoningFormat
 
-from .message_parts import Content, ReasoningText, TextPart, begins_marker, find_marker
+from .harmony import HarmonyParser
+from .message_parts import Content, Part, ReasoningText, TextPart, begins_marker, find_marker
+
+
+class ReasoningParser(Protocol):
+    """Finds reasoning in one output as it grows; what it returns does not depend on the pieces that the text comes
+    in."""
+
+    @property
+    def is_within_call(self) -> bool:
+        """Whether it also finds calls, and one has begun and not ended."""
+
+    def feed(self, text: str) -> Sequence[Part]:
+        """Return what is certain after more text."""
+
+    def finish(self) -> Sequence[Part]:
+        """Return the rest at the output's end."""
 
 
 class ThinkParser:
-    """Reads one output as it grows. Space around the marks is neither reasoning nor content."""
+    """Fulfils :class:`ReasoningParser`. Space around the marks is neither reasoning nor content."""
+
+    is_within_call = False
 
     def __init__(self, *, inside: bool) -> None:
         """``inside``: the output begins with reasoning, with or without its opening mark."""
@@ -83,10 +102,12 @@ class ThinkParser:
         return text
 
 
-OpenReasoning = Callable[[bool], ThinkParser]
+OpenReasoning = Callable[[bool], ReasoningParser]
 """Makes a parser for one output, given whether the prompt has opened the reasoning."""
 
 
 def opener(reasoning: ReasoningFormat) -> OpenReasoning:
     """Return what makes the parsers of outputs in this format."""
+    if reasoning == HARMONY:
+        return lambda opened: HarmonyParser(inside=opened)
     return lambda opened: ThinkParser(inside=opened or reasoning.begins_inside)

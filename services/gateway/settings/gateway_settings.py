@@ -123,7 +123,7 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     ] = True
     strict: Annotated[bool, "Refuse unknown request fields instead of ignoring them."] = False
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "llama3_json", "mistral"],
+        Literal["auto", "none", "hermes", "llama3_json", "mistral", "openai"],
         "How the model writes tool calls; auto: as its chat template indicates.",
     ] = "auto"
     exclude_tools_when_tool_choice_none: Annotated[

@@ -22,7 +22,10 @@ def weight(kind: str, outputs: int, inputs: int, seed: int) -> QuantizedWeight |
     if kind == "floats":
         found = floats4(outputs + seed, inputs)
         return Float4Weight(found.blocks[seed:], found.exponents[seed:].clamp(118, 122))
-    scales, offsets = random(outputs, inputs // 32 + seed)[:, seed:] / 64, random(outputs, inputs // 32 + seed)[:, seed:]
+    scales, offsets = (
+        random(outputs, inputs // 32 + seed)[:, seed:] / 64,
+        random(outputs, inputs // 32 + seed)[:, seed:],
+    )
     bits = 8 if kind == "int8" else 4
     values = integers(-(1 << bits - 1), (1 << bits - 1) - 1, outputs + seed, inputs)[seed:]
     return QuantizedWeight(values, scales.contiguous(), (offsets / 64).contiguous() if kind == "offsets" else None, 32)

@@ -106,6 +106,18 @@ async def test_a_prompt_that_closes_the_reasoning_is_answered_at_once(http: http
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
+async def test_a_constraint_binds_what_gpt_oss_writes_for_the_user(socket_dir: Path) -> None:
+    """The header of that message, which the demo's tokenizer writes in several tokens, ends the reasoning."""
+    parser = {"reasoning_parser": "openai_gptoss"}
+    async with Mesh(socket_dir, engine=parser, gateway=parser).running() as mesh, mesh.http() as http:
+        body = chat(response_format=FORMAT, thinking_token_budget=0)
+        answer = (await http.post("/v1/chat/completions", json=body)).json()
+        (choice,) = answer["choices"]
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+        assert "reasoning" not in choice["message"]
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 async def test_without_a_parser_a_budget_is_refused_by_name(socket_dir: Path) -> None:
     async with Mesh(socket_dir).running() as mesh, mesh.http() as http:
         for path, body in (

@@ -8,7 +8,9 @@ import pytest
 
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.request.reasoning import format_of_template
 from tokenloom.services.tokenizer.chat_template import ChatTemplate, MaskingTemplate, TemplateRefused, TemplateTooLong
+from tokenloom.services.tokenizer.output_format import tool_call_parser
 from tokenloom.services.tokenizer.spelled_tokens import TokenFinder
 
 USER = {"role": "user", "content": "What is 2 + 2? <b>é</b>"}
@@ -221,3 +223,46 @@ def test_a_mark_far_before_the_end_needs_no_second_rendering() -> None:
     assert len(rendered) == 1
     assert masking.render([system, USER], None, None).reasoning_start == "NONE"
     assert len(rendered) == 3
+
+
+# Our own, with the marks and the names of gpt-oss's template.
+HARMONY = """
+{%- for m in messages %}
+  {%- if m.role == "assistant" and m.tool_calls %}
+    {%- if m.content and m.thinking %}{{ raise_exception("not both") }}{% endif %}
+    {%- if m.content or m.thinking %}
+      {{- "<|start|>assistant<|channel|>analysis<|message|>" ~ (m.content or m.thinking) ~ "<|end|>" }}
+    {%- endif %}
+    {%- for call in m.tool_calls %}
+      {{- "<|start|>assistant to=functions." ~ call.function.name ~ "<|channel|>commentary json<|message|>" }}
+      {{- call.function.arguments | tojson ~ "<|call|>" }}
+    {%- endfor %}
+  {%- else %}
+    {{- "<|start|>" ~ m.role ~ "<|message|>" ~ m.content ~ "<|end|>" }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif -%}
+"""
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+
+
+@pytest.mark.parametrize(
+    ("turn", "analysis"),
+    [
+        ({"content": "", "reasoning_content": "Hm."}, "Hm."),
+        ({"content": "", "thinking": "Hm.", "reasoning_content": "no"}, "Hm."),
+        ({"content": "I add.", "reasoning_content": "Hm."}, "I add."),  # the template has one place for both
+        ({"content": ""}, ""),
+    ],
+)
+def test_reasoning_before_a_call_has_the_name_that_the_template_knows(turn: dict[str, Any], analysis: str) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": CALLS, **turn}]
+    found = ChatTemplate(HARMONY).render(messages)
+    head = f"<|start|>assistant<|channel|>analysis<|message|>{analysis}<|end|>" if analysis else ""
+    call = '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+    assert found == f"<|start|>user<|message|>hi<|end|>{head}{call}<|start|>assistant"
+
+
+def test_gpt_oss_is_known_by_the_marks_of_its_template() -> None:
+    assert tool_call_parser(HARMONY) == "openai"
+    assert format_of_template(HARMONY) == "openai_gptoss"

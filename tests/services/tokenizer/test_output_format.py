@@ -15,6 +15,7 @@ LOOP = "{% for call in message.tool_calls %}"
         (LOOP + "<tool_call>\n{{ call }}\n</tool_call>", "hermes"),
         (LOOP + "[TOOL_CALLS]{{ call }}", "mistral"),
         ("<|start_header_id|>" + LOOP, "llama3_json"),
+        (LOOP + "<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json", "openai"),
         ("<tool_call>", ""),  # no calls are written
         (LOOP + "<tool_call>[TOOL_CALLS]", ""),  # not clear
         (LOOP + "<tool_call><function={{ call.name }}>", ""),  # a format of its own

@@ -32,6 +32,9 @@ CASES = [
     *[("mistral", "[TOOL_CALLS][", unit) for unit in (" ", ",")],
     ("mistral", '[TOOL_CALLS]f{"a":"', "a"),
     ("mistral", "", '[TOOL_CALLS][{"name":"f","arguments":{}}]'),
+    *[("openai", "", unit) for unit in (" ", "a", "<|channel|>", "<|message|>", "<")],
+    ("openai", '<|channel|>commentary to=functions.f<|message|>{"a":"', "a"),
+    ("openai", "", "<|channel|>analysis<|message|>a<|end|>"),
 ]
 """The format, what the output begins with, and what it repeats."""
 

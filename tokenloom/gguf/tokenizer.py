@@ -5,7 +5,7 @@ How a byte-level vocabulary splits a text before merging is named by ``tokenizer
 regular expressions of one model's tokenizer, which the file itself does not hold.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,8 @@ def make_tokenizer(file: GgufFile) -> "Tokenizer":
         tokenizer, begins = _sentence_piece(file), True
     else:
         raise ValueError(f"{file.path.name}: {_PREFIX}model {kind!r} is not supported: must be gpt2 or llama")
-    _add_special_tokens(tokenizer, file)
+    tokens = _list(file, "tokens", str)
+    add_special_tokens(tokenizer, tokens, _token_types(file, len(tokens)))
     _add_ends(tokenizer, file, begins_by_default=begins)
     return tokenizer
 
@@ -168,32 +169,51 @@ def _byte_level(file: GgufFile, splitting: Splitting) -> "Tokenizer":
 
 
 def _sentence_piece(file: GgufFile) -> "Tokenizer":
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     tokens = _list(file, "tokens", str)
-    unknown = _token_id(file, "unknown", len(tokens))
-    model = models.BPE(
-        vocab={token: token_id for token_id, token in enumerate(tokens)},
-        merges=_merges(file, tokens),
-        unk_token=None if unknown is None else tokens[unknown],
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    tokenizer = Tokenizer(model)
-    adds_space = _flag(file, "add_space_prefix", True)
-    scheme = "first" if adds_space else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if adds_space else [])])
-    return tokenizer
-
-
-def _merges(file: GgufFile, tokens: list[str]) -> list[tuple[str, str]]:
-    """Return the merges that the scores stand for: a pair is joined before others if its result has a higher score."""
     scores = _list(file, "scores", float)
     if len(scores) != len(tokens):
         raise ValueError(f"{file.path.name}: {_PREFIX}scores has {len(scores)} entries for {len(tokens)} tokens")
+    unknown = _token_id(file, "unknown", len(tokens))
+    scheme = "first" if _flag(file, "add_space_prefix", True) else "never"
     kinds = _token_types(file, len(tokens))
+    return sentence_piece_bpe(tokens, scores, kinds, None if unknown is None else tokens[unknown], scheme)
+
+
+def sentence_piece_bpe(
+    tokens: Sequence[str],
+    scores: Sequence[float],
+    kinds: Sequence[int],
+    unknown: str | None,
+    prefix: str,
+    *,
+    falls_back_to_bytes: bool = True,
+) -> "Tokenizer":
+    """Return the tokenizer of SentencePiece's BPE, without its added tokens.
+
+    Args:
+        kinds: [n] the :class:`TokenType` of each token.
+        unknown: The token for what no other stands for.
+        prefix: Which parts of a text get a space before them: ``first``, ``always`` or ``never``.
+        falls_back_to_bytes: Whether what is unknown becomes tokens of bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    model = models.BPE(
+        vocab={token: token_id for token_id, token in enumerate(tokens)},
+        merges=_merges(tokens, scores, kinds),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=falls_back_to_bytes,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=prefix, split=False)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([] if prefix == "never" else [decoders.Strip(" ", 1, 0)])])
+    return tokenizer
+
+
+def _merges(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
+    """Return the merges that the scores stand for: a pair is joined before others if its result has a higher score."""
     joined = {text: i for i, text in enumerate(tokens) if kinds[i] in (TokenType.NORMAL, TokenType.USER_DEFINED)}
     found = [
         (-scores[token_id], joined[text[:cut]], joined[text[cut:]])
@@ -204,13 +224,12 @@ def _merges(file: GgufFile, tokens: list[str]) -> list[tuple[str, str]]:
     return [(tokens[left], tokens[right]) for _, left, right in sorted(found)]
 
 
-def _add_special_tokens(tokenizer: "Tokenizer", file: GgufFile) -> None:
+def add_special_tokens(tokenizer: "Tokenizer", tokens: Sequence[str], kinds: Sequence[int]) -> None:
     """Make control tokens special, so that no text contains them by accident, and user-defined ones whole."""
     from tokenizers import AddedToken
 
-    tokens = _list(file, "tokens", str)
     special, whole = [], []
-    for text, kind in zip(tokens, _token_types(file, len(tokens)), strict=True):
+    for text, kind in zip(tokens, kinds, strict=True):
         if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
             special.append(AddedToken(text, special=True, normalized=False))
         elif kind == TokenType.USER_DEFINED:

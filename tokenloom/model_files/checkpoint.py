@@ -16,7 +16,15 @@ from ..request.sampling_params import CHECKPOINT_NAMES
 from ..v1 import types_pb2
 from .model_path import weight_paths
 from .sentence_texts import TEXT_FILES, SentenceTexts, read_sentence_texts
-from .tokenizer_json import VOCABULARY_FILES, has_byte_level_files, make_byte_level_tokenizer, save_tokenizer
+from .tokenizer_json import (
+    SENTENCE_PIECE_FILE,
+    VOCABULARY_FILES,
+    can_make_tokenizer,
+    has_byte_level_files,
+    make_byte_level_tokenizer,
+    make_sentence_piece_tokenizer,
+    save_tokenizer,
+)
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -33,6 +41,8 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     *TEXT_FILES,
 )
+_ALL_FILES = (*_TOKENIZER_FILES, *VOCABULARY_FILES, SENTENCE_PIECE_FILE)
+"""Those of a checkpoint without a ``tokenizer.json``."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -87,8 +97,8 @@ class CheckpointInfo:
 def load_tokenizer(path: Path) -> "Tokenizer":
     """Return the fast tokenizer, with the tokens that other files of the checkpoint add to it.
 
-    Raises ``NotFound`` without a tokenizer.json, or the files of GPT-2's tokenizer, and ``InvalidArgument`` for broken
-    files or tokens that do not fit them.
+    Raises ``NotFound`` without a tokenizer.json, the files of GPT-2's tokenizer or a tokenizer.model, and
+    ``InvalidArgument`` for broken files or tokens that do not fit them.
     """
     if is_gguf(path):
         return load_gguf_tokenizer(path)
@@ -123,7 +133,7 @@ def _read_tokenizer(path: Path) -> "Tokenizer":
 
     file = path / "tokenizer.json"
     if not file.is_file():
-        return _byte_level_tokenizer(path)
+        return _made_tokenizer(path)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except BaseException as error:  # the library panics on some files, which raises no Exception
@@ -133,12 +143,13 @@ def _read_tokenizer(path: Path) -> "Tokenizer":
     return tokenizer
 
 
-def _byte_level_tokenizer(path: Path) -> "Tokenizer":
+def _made_tokenizer(path: Path) -> "Tokenizer":
     config = _read_json(path / "tokenizer_config.json")
-    if not has_byte_level_files(path, config):
+    if not can_make_tokenizer(path, config):
         raise NotFound(f"model {path.name!r}: no tokenizer.json (only fast tokenizers are supported)", field="model")
     try:
-        return make_byte_level_tokenizer(path, config, _special_tokens(path, config))
+        make = make_byte_level_tokenizer if has_byte_level_files(path, config) else make_sentence_piece_tokenizer
+        return make(path, config, _special_tokens(path, config))
     except ValueError as error:
         raise InvalidArgument(f"model {path.name!r}: {error}", "model") from None
 
@@ -150,7 +161,7 @@ def tokenizer_file(path: Path) -> Path | None:
         return save_gguf_tokenizer(path)
     if (path / "tokenizer.json").is_file():
         return path / "tokenizer.json"
-    if has_byte_level_files(path, _read_json(path / "tokenizer_config.json")):
+    if can_make_tokenizer(path, _read_json(path / "tokenizer_config.json")):
         return save_tokenizer(load_tokenizer(path), path)
     return None
 
@@ -159,7 +170,7 @@ def tokenizer_fingerprint(path: Path) -> bytes:
     """Return the SHA-256 of the names and contents of the tokenizer's files and the chat template."""
     if is_gguf(path):
         return gguf_tokenizer_fingerprint(path)
-    names = _TOKENIZER_FILES if (path / "tokenizer.json").is_file() else (*_TOKENIZER_FILES, *VOCABULARY_FILES)
+    names = _TOKENIZER_FILES if (path / "tokenizer.json").is_file() else _ALL_FILES
     return digest_of(path / name for name in names if (path / name).is_file())
 
 

@@ -18,7 +18,7 @@ from tokenloom.gpu_worker.checkpoint.files.config_reader import (
 from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.gguf.config import gguf_config
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
-from tokenloom.model_files.tokenizer_json import has_byte_level_files
+from tokenloom.model_files.tokenizer_json import can_make_tokenizer, check_sentence_piece, has_byte_level_files
 
 from .host import may_have_gpu
 from .model_place import check_place
@@ -121,12 +121,22 @@ def check_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_other_files(path: Path, settings: Mapping[str, Any]) -> None:
-    if has_byte_level_files(path, settings):
+    if can_make_tokenizer(path, settings):
+        if not has_byte_level_files(path, settings):
+            _check_sentence_piece(path)
         return
     found = next((name for name in _SLOW if (path / name).is_file()), None)
     if found is None:
         raise CannotServe(f"{path} has no tokenizer.json: {_COPY}")
     raise CannotServe(f"{path} has no tokenizer.json, only {found}, which is not read: {_CONVERT}")
+
+
+def _check_sentence_piece(path: Path) -> None:
+    """Read only the model and not the whole tokenizer: its merges take seconds for a large vocabulary."""
+    try:
+        check_sentence_piece(path)
+    except ValueError as error:
+        raise CannotServe(f"{path} has no tokenizer.json, and its {error}: {_CONVERT}") from None
 
 
 def _check_ids(file: Path, vocabulary: object, config: Mapping[str, Any]) -> None:

@@ -60,7 +60,8 @@ The [configuration page](../reference/configuration.md) describes them.
 `LLM` takes {arguments} with vLLM's meaning, and the other options of the engine by their names in the
 [configuration page](../reference/configuration.md). Every other argument of vLLM's is accepted with the value that is
 vLLM's default, which changes nothing. With another value it is a `TypeError` that answers as the table below does for
-the flag of the same name. {permitted} may also be true, which asks for nothing here.
+the flag of the same name. {permitted} may also be true, which asks for nothing here. `tokenizer_mode` may be `slow`:
+fast tokenizers give the same tokens, and a `tokenizer.model` of SentencePiece's BPE is read where no other file is.
 """
 
 _OTHER_FLAGS = """

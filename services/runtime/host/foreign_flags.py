@@ -167,7 +167,7 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "use_tqdm_on_load": (True,),
     "enable_flashinfer_autotune": (True,),
     # vLLM's own defaults.
-    "tokenizer_mode": ("auto", "hf"),
+    "tokenizer_mode": ("auto", "hf", "slow"),  # a fast tokenizer gives the tokens of the slow one
     "task": ("auto",),
     "convert": ("auto",),
     "config_format": ("auto",),

@@ -1,0 +1,144 @@
+"""Checkpoints whose only tokenizer is a ``tokenizer.model`` of SentencePiece, as Llama 2 and Mistral 7B were published.
+
+The files are written with the messages of transformers' ``sentencepiece_model_pb2_new``; the ids that stand here are
+those of the library sentencepiece 0.2.3 for the same file.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaTokenizer
+from transformers.tokenization_utils_base import generate_merges
+from transformers.utils import sentencepiece_model_pb2_new as pb
+
+from tokenloom import LLM, SamplingParams, StructuredOutputsParams
+from tokenloom.model_files.checkpoint import load_tokenizer, tokenizer_file, tokenizer_fingerprint
+from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.preflight.findings import CannotServe
+from tokenloom.preflight.model import check_tokenizer
+from tokenloom.request.errors import InvalidArgument
+
+WORDS = "▁t he ▁the ▁th in ▁a er on ▁s re ▁w ing and ▁and ed ▁o ▁of ▁is is ▁c at ▁cat ▁do g ▁dog"
+"""In the order in which they are merged."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+BPE, UNIGRAM = 2, 1
+EXPECTED = {
+    "the cat and the dog": [262, 281, 265, 310, 300, 262, 323, 300, 311, 303],
+    "a<mark>the dog": [265, 3, 316, 261, 323, 300, 311, 303],
+    "é☃": [323, 199, 173, 230, 156, 135],
+    "": [],
+    "thing\n1,2": [263, 271, 284, 288, 285, 289],
+    "there is.": [262, 269, 277, 286],
+}
+
+
+def make_model(model_type: int = BPE, **normalizer: Any) -> Any:
+    model = pb.ModelProto()
+    pieces: list[tuple[str, float, int]] = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
+    pieces += [("<mark>", 0.0, USER_DEFINED), *((f"<0x{byte:02X}>", 0.0, BYTE) for byte in range(256))]
+    merged = [word for word in WORDS.split() if len(word) > 1]
+    letters = sorted({*"".join(WORDS.split()), *"abcdefghijklmnopqrstuvwxyz0123456789.,\n"})
+    pieces += [(text, -float(rank), NORMAL) for rank, text in enumerate([*merged, *letters])]
+    for text, score, kind in pieces:
+        model.pieces.add(piece=text, score=score, type=kind)
+    model.trainer_spec.model_type, model.trainer_spec.byte_fallback = model_type, True
+    spec = {"name": "identity", "add_dummy_prefix": True, "remove_extra_whitespaces": False} | normalizer
+    for name, value in spec.items():
+        setattr(model.normalizer_spec, name, value)
+    return model
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """The files that both models were published with, without their weights."""
+    write(tmp_path, make_model())
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"legacy": False}))
+    return tmp_path
+
+
+def write(directory: Path, model: Any) -> None:
+    (directory / "tokenizer.model").write_bytes(model.SerializeToString())
+
+
+def test_texts_have_the_tokens_of_sentencepiece_after_the_begin_token(directory: Path) -> None:
+    tokenizer = load_tokenizer(directory)
+    for text, ids in EXPECTED.items():
+        assert tokenizer.encode(text).ids == [1, *ids]
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("a</s>").ids == [1, 265, 2]
+    assert tokenizer.decode([1, 265, 2]) == "a"
+
+
+def test_and_those_of_transformers(directory: Path) -> None:
+    model = make_model()
+    vocab = {piece.piece: token_id for token_id, piece in enumerate(model.pieces)}
+    scores = {piece.piece: piece.score for piece in model.pieces if piece.type == NORMAL}
+    reference = LlamaTokenizer(vocab=vocab, merges=generate_merges(vocab, scores), add_bos_token=True)
+    reference.add_tokens(["<mark>"])
+    tokenizer = load_tokenizer(directory)
+    for text in (*EXPECTED, " two  blanks", "the\tthe ", "<mark>", "<mark> the", "\U0001f642 of the dogs"):
+        assert tokenizer.encode(text).ids == reference(text).input_ids, text
+        assert tokenizer.decode(tokenizer.encode(text).ids) == reference.decode(
+            reference(text).input_ids, skip_special_tokens=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"add_bos_token": False}, [262]),
+        ({"add_eos_token": True}, [1, 262, 2]),
+        ({"add_prefix_space": False}, [1, 316, 261]),
+    ],
+)
+def test_the_configuration_decides_what_is_added(directory: Path, changes: dict[str, Any], expected: list[int]) -> None:
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert load_tokenizer(directory).encode("the").ids == expected
+
+
+def test_the_models_normalizer_decides_about_blanks(directory: Path) -> None:
+    write(directory, make_model(add_dummy_prefix=False))
+    assert load_tokenizer(directory).encode("the").ids == [1, 316, 261]
+    write(directory, make_model(remove_extra_whitespaces=True))
+    assert load_tokenizer(directory).encode("  the   cat ").ids == load_tokenizer(directory).encode("the cat").ids
+
+
+def test_other_kinds_and_broken_files_are_refused_by_name_before_a_start(directory: Path) -> None:
+    write(directory, make_model(UNIGRAM))
+    with pytest.raises(InvalidArgument, match="is a unigram model of SentencePiece; only its BPE is read"):
+        load_tokenizer(directory)
+    with pytest.raises(CannotServe, match=r"unigram model .*save_pretrained"):
+        check_tokenizer(directory, {})
+    whole = make_model().SerializeToString()
+    for broken in (b"", b"x", whole[:-3], b"\xff" * 40, whole[: len(whole) // 2], b"\x0a\xff\xff\xff\xff\x7f"):
+        (directory / "tokenizer.model").write_bytes(broken)
+        with pytest.raises(InvalidArgument, match=r"tokenizer\.model is no model of SentencePiece"):
+            load_tokenizer(directory)
+        with pytest.raises(CannotServe, match=r"tokenizer\.model is no model of SentencePiece"):
+            check_tokenizer(directory, {})
+
+
+def test_the_fingerprint_is_that_of_the_file(directory: Path) -> None:
+    before = tokenizer_fingerprint(directory)
+    write(directory, make_model(add_dummy_prefix=False))
+    assert tokenizer_fingerprint(directory) != before
+
+
+def test_a_model_runs_with_it_and_obeys_grammars(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(directory / "home"))
+    shutil.copy(DEMO_MODEL / "config.json", directory)
+    check_tokenizer(directory, json.loads((directory / "config.json").read_text()))
+    saved = tokenizer_file(directory)
+    assert saved is not None
+    assert saved.is_relative_to(directory / "home")
+    llm = LLM(directory, worker="hash", tokenizer_mode="slow")
+    choice = StructuredOutputsParams(choice=["the dog", "a cat"])
+    (output,) = llm.generate("the", SamplingParams(structured_outputs=choice, ignore_eos=True), use_tqdm=False)
+    assert output.prompt_token_ids == [1, 262]
+    assert output.outputs[0].text in choice.choice
+    llm.close()

@@ -149,6 +149,16 @@ def _merge(layers: Sequence[Any], quantization: str | None) -> MergedLinear:
     return MergedLinear(make_layer(weight, bias, quantization), [layer.out_features for layer in layers])
 
 
+_LARGE = (30.0, 1e3, 1e6)
+"""The sizes of inputs at which a module is probed, beside those of a normal distribution: clamps, such as those of
+gpt-oss at 7 and others at 1e4, act on nothing smaller."""
+
+
+def _probe(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return inputs [3, size] of a normal distribution, the same each time."""
+    return torch.randn(3, size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
 def _activation(module: Any) -> str | None:
     """Return the activation of a gated MLP, or None if ``module`` computes anything else."""
     children = dict(module.named_children())
@@ -157,7 +167,10 @@ def _activation(module: Any) -> str | None:
     if len(inspect.signature(module.forward).parameters) != 1:
         return None
     weight = module.gate_proj.weight
-    x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    x = _probe(weight.shape[1], weight.device, weight.dtype)
+    # To these sizes the probe brings gates and inputs of the gate, whatever the size of the weights is.
+    largest = [float(layer(x).abs().max()) or 1.0 for layer in (module.gate_proj, module.up_proj)]
+    x = torch.cat([x, *(x * (size / each) for size in _LARGE for each in largest)])
     expected, gate, up = module(x), module.gate_proj(x), module.up_proj(x)
     # The name of a module's class proves nothing, so its own result decides: the fused operation replaces only what it
     # equals bit for bit.
@@ -234,7 +247,8 @@ def _replace_norm(module: Any, ops: Ops) -> nn.Module | None:
     if weight.dtype not in _TOLERANCE or [name for name, _ in module.named_parameters()] != ["weight"]:
         return None
     weight = weight.detach()
-    x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    x = _probe(len(weight), weight.device, weight.dtype)
+    x = torch.cat([x * size for size in (1e-3, 1.0, *_LARGE)])
     expected, tolerance = module(x), _TOLERANCE[weight.dtype]
     for candidate in (weight, (1.0 + weight.float()).to(weight.dtype)):
         if expected.dtype == x.dtype and torch.allclose(rms_norm(x, candidate, eps), expected, tolerance, tolerance):
@@ -276,7 +290,8 @@ class Head:
         self._plain: LinearModule | None = None
         output = model.get_output_embeddings()
         if isinstance(output, LinearModule):
-            x = torch.randn(3, hidden_size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+            x = _probe(hidden_size, device, dtype)
+            x = torch.cat([x * size for size in (1.0, *_LARGE)])
             if torch.equal(output(x).float(), self._through_model(x)):
                 self._plain = output
 

@@ -1,6 +1,7 @@
 """Layers of a module that read the same input become one product."""
 
 import gc
+import math
 import weakref
 from typing import Any
 
@@ -104,14 +105,33 @@ def test_a_gated_mlp_is_computed_whole(activation: str, dtype: torch.dtype) -> N
 
 
 class ClippedMLP(LlamaMLP):
+    gate_limit, up_limit, result_limit = 0.1, math.inf, math.inf
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=0.1) * self.up_proj(x))
+        gate = self.act_fn(self.gate_proj(x)).clamp(max=self.gate_limit)
+        up = self.up_proj(x).clamp(-self.up_limit, self.up_limit)
+        return self.down_proj((gate * up).clamp(-self.result_limit, self.result_limit))
 
 
+class ClippedAt10(ClippedMLP):
+    gate_limit = 10.0
+
+
+class ClippedUpAt500(ClippedMLP):
+    gate_limit, up_limit = math.inf, 500.0
+
+
+class ClippedResultAt64000(ClippedMLP):
+    gate_limit, result_limit = math.inf, 64000.0
+
+
+@pytest.mark.parametrize("kind", [ClippedMLP, ClippedAt10, ClippedUpAt500, ClippedResultAt64000])
 @torch.inference_mode()
-def test_an_mlp_that_computes_something_else_keeps_its_forward_pass() -> None:
-    module, x = mlp("silu", ClippedMLP), torch.randn(1, 7, 32)
+def test_an_mlp_that_computes_something_else_keeps_its_forward_pass(kind: type[LlamaMLP]) -> None:
+    """Whatever the size is at which it does."""
+    module, x = mlp("silu", kind), torch.randn(1, 7, 32) * 1e4
     expected = module(x)
     merge_layers(module, None, TorchOps())
     assert isinstance(module.gate_proj, MergedPart)
+    assert "forward" not in vars(module)
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)

@@ -100,6 +100,8 @@ class Checkpoint:
         names = self._source.names
         # Base classes, such as Qwen3Model, save their tensors without the name that a class with a head gives them.
         self._is_headless = f"{_BASE}embed_tokens.weight" not in names and "embed_tokens.weight" in names
+        self.rounded: list[tuple[str, int, int]] = []
+        """The layers for which a quantization was asked at load: name, outputs, inputs."""
         self._taken: set[str] = set()
         self._copied = 0  # bytes of the files since memory was dropped last
 

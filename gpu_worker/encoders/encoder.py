@@ -21,7 +21,7 @@ from ..checkpoint.load_config import check_quantization, note_precision, read_dt
 from ..checkpoint.model_config import DtypeName, as_torch
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
-from ..layers.linear import load_linear
+from ..layers.linear import load_linear, report_share
 from ..layers.norm import LayerNorm, load_layer_norm
 from ..layers.rotary import RotaryEmbedding, rotate, rotation
 from ..pooling.class_head import ClassHead, class_activation
@@ -298,6 +298,8 @@ def load_encoder(
         else:
             model = BertModel(checkpoint, config, quantization)
         checkpoint.refuse_rest()
+    if quantization is not None:
+        report_share(checkpoint.rounded, quantization)
     return model
 
 

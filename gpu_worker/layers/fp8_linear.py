@@ -19,7 +19,7 @@ from .weight_memory import weight_memory
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
-_MULTIPLE = 16
+MULTIPLE = 16
 """Inputs and outputs come in whole 16s in the tensor cores' product."""
 _AT_ONCE = 1 << 24
 """Numbers that are rounded at a time, because their float32 copies take four times the memory of the result."""
@@ -31,7 +31,7 @@ class Fp8Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Raises ``ValueError`` unless inputs and outputs are multiples of 16."""
         if not can_round(weight):
-            raise ValueError(f"a matrix of {list(weight.shape)} has no whole {_MULTIPLE}s of inputs and outputs")
+            raise ValueError(f"a matrix of {list(weight.shape)} has no whole {MULTIPLE}s of inputs and outputs")
         # A scale for each output, because one for the tensor lets a single outlier cost all others their precision.
         self._weight, self._scales = round_weight(weight)
         self._bias = bias
@@ -141,7 +141,7 @@ def _in_panels(scales: Tensor, panel: int) -> Tensor:
 
 def can_round(weight: Tensor) -> bool:
     """Return whether the tensor cores multiply a matrix of this shape."""
-    return weight.dim() == 2 and all(size and size % _MULTIPLE == 0 for size in weight.shape)
+    return weight.dim() == 2 and all(size and size % MULTIPLE == 0 for size in weight.shape)
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,15 @@
 """Loads linear layers, packed for the CPU if that is possible."""
 
-from collections.abc import Sequence
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..checkpoint.files.quantized_weight import (
     Float4Weight,
@@ -22,9 +27,11 @@ from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import uses_triton, warn_unavailable
 from ..parallel.group import RankGroup
 from ..parallel.sharding import Dimension, length
-from .fp8_linear import Fp8Linear, WidenedLinear, can_round
+from .fp8_linear import MULTIPLE, Fp8Linear, WidenedLinear, can_round
 from .panel_linear import PackedLinear, PanelLinear, can_pack, outruns_onednn
 from .quantized_linear import GROUP, Int8Linear, QuantizedLinear
+
+log = logging.getLogger(__name__)
 
 
 class PlainLinear:
@@ -117,6 +124,30 @@ def _can_group(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.shape[1] % GROUP == 0
 
 
+_STEPS = {INT4: (1, GROUP), FP8: (MULTIPLE, MULTIPLE)}
+"""Of what outputs and inputs of a layer must be multiples, for a quantization to take it; others take each layer."""
+
+
+def report_share(layers: Iterable[tuple[str, int, int]], quantization: str) -> None:
+    """Log how much of the weights of ``layers``, each a name with its outputs and inputs, a quantization takes. Layers
+    that keep their dtype are a fall-back of this process, with their names."""
+    step_out, step_in = _STEPS.get(quantization, (1, 1))
+    taken, total, left = 0, 0, Counter[str]()
+    for name, outputs, inputs in layers:
+        fits = outputs % step_out == 0 and inputs % step_in == 0
+        total += outputs * inputs
+        taken += outputs * inputs * fits
+        if not fits:
+            left[re.sub(r"\d+", "N", name)] += 1
+    share = f"{quantization} takes {taken / max(total, 1):.0%} of the weights of linear layers"
+    if not left:
+        log.info("%s", share)
+        return
+    sizes = f"multiples of {step_in}" if step_out == 1 else f"and outputs multiples of {step_in}"
+    names = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in left.items())
+    OF_PROCESS.begin("unquantized", f"{share}; these keep their dtype, because their inputs are not {sizes}: {names}")
+
+
 def load_linear(
     checkpoint: Checkpoint,
     names: Sequence[str],
@@ -137,6 +168,9 @@ def load_linear(
     the layer.
     """
     bias = bias and _has_bias(checkpoint, inputs)
+    if quantization is not None:
+        name = "+".join((names[0], *(each.rpartition(".")[2] for each in names[1:])))
+        checkpoint.rounded.append((name, sum(map(length, outputs)), length(inputs)))
     layer = _load_linear(checkpoint, names, inputs, outputs, bias, quantization)
     if checkpoint.adapt is not None:
         return checkpoint.adapt(layer, names, length(inputs), [length(rows) for rows in outputs], checkpoint.dtype)
@@ -179,6 +213,8 @@ def load_conv1d(
 ) -> Linear:
     """Load GPT-2's linear layer, which is stored as [in, out] and always has a bias."""
     weight = checkpoint.take(f"{name}.weight", inputs, outputs)
+    if quantization is not None:
+        checkpoint.rounded.append((name, length(outputs), length(inputs)))
     bias = checkpoint.take(f"{name}.bias", outputs) if _has_bias(checkpoint, inputs) else None
     return _summed(make_linear(weight.t().contiguous(), bias, quantization), checkpoint, inputs)
 

@@ -21,6 +21,7 @@ from ..checkpoint.served_how import ServedHow, check_dummy, choose
 from ..checkpoint.weights import Adapt, Checkpoint
 from ..kernels.compiler import parallel_build
 from ..kernels.prebuilt import Variant
+from ..layers.linear import report_share
 from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
 from ..parallel.ranks import ONLY_RANK, Ranks, Stage
@@ -82,6 +83,8 @@ def load_model(
             model = DecoderModel(checkpoint, config, ops or TorchOps(), device, stage)
         if ranks.place.is_whole:  # other ranks read the rest, and :meth:`ModelLoader.load` has checked the whole
             checkpoint.refuse_rest()
+    if quantization is not None and device.type != "meta":
+        report_share(checkpoint.rounded, quantization)
     return model
 
 

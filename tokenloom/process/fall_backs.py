@@ -37,6 +37,7 @@ KINDS: Final[Mapping[str, str]] = {
     "slow_kernels": "Kernels are not available or not those built ahead: slower operations replace them.",
     "slow_modules": "The modules of transformers compute the model, which takes more time.",
     "less_precision": "The checkpoint's dtype has no kernels here: it is served with less precision.",
+    "unquantized": "Layers of shapes that --quantization cannot take keep their dtype: they take more memory and time.",
     "short_prompts": "Prompts are limited to less than the model's context.",
     "no_shared_memory": "There is no shared memory: arrays go over sockets, or a step that hangs is noticed late.",
     "unpinned_memory": "KV is copied through memory that is not pinned, or not between GPUs directly, at less speed.",

@@ -19,12 +19,14 @@ class ModuleExperts:
     Attributes:
         choice: The shape of the experts that were chosen last, [T, k]; empty before the first pass.
         routes: Records which experts are chosen, if given.
+        shapes: The name of each matrix, and its outputs and inputs.
     """
 
     def __init__(self, module: Any, quantization: str | None) -> None:
         self._module = module
         self.choice: tuple[int, ...] = ()
         self.routes: LayerRoutes | None = None
+        self.shapes: list[tuple[str, tuple[int, int]]] = []
         first = "gate_up_proj" if module.has_gate else "up_proj"
         self._first = self._take(first, quantization)
         self._down = self._take("down_proj", quantization)
@@ -67,6 +69,7 @@ class ModuleExperts:
         for expert, bias in enumerate(biases):
             weight = weights.first(expert) if isinstance(weights, StoredWeight) else weights[expert]
             matrix = weight.t() if module.is_transposed else weight
+            self.shapes.append((f"{name}.{expert}", (matrix.shape[0], matrix.shape[1])))
             linears.append(make_layer(matrix.contiguous(), bias, quantization))
         delattr(module, name)
         return linears

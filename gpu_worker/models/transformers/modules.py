@@ -4,7 +4,7 @@ become one product, and gated MLPs are computed whole."""
 import copy
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from ...layers.activation import ACTIVATIONS
-from ...layers.linear import Linear
+from ...layers.linear import Linear, report_share
 from ...layers.norm import rms_norm
 from ...ops.ops import Ops
 from .experts import ModuleExperts, can_group
@@ -226,6 +226,18 @@ def replace_modules(model: nn.Module, head: nn.Module | None, ops: Ops, quantiza
             new = _replacement(module, None if module is head else quantization, ops)
             if new is not None:
                 setattr(parent, name, new)
+    if quantization is not None:
+        report_share(_rounded(model), quantization)
+
+
+def _rounded(model: nn.Module) -> Iterator[tuple[str, int, int]]:
+    """Yield name, outputs and inputs of each linear layer of ``model`` for which a quantization was asked."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for name, module in model.named_modules():
+        if isinstance(module, LinearModule | MergedPart) and module is not head:
+            yield name, module.out_features, module.in_features
+        for experts in (each for each in vars(module).values() if isinstance(each, ModuleExperts)):
+            yield from ((f"{name}.{part}", *shape) for part, shape in experts.shapes)
 
 
 def _replacement(module: nn.Module, quantization: str | None, ops: Ops) -> nn.Module | None:

@@ -1,15 +1,21 @@
 """Packed and plain linear layers compute the same."""
 
+import logging
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tokenloom.gpu_worker.checkpoint.weights import Unpackable
+from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.layers import panel_linear as packed_linear
 from tokenloom.gpu_worker.layers.linear import PlainLinear, make_linear
 from tokenloom.gpu_worker.layers.panel_linear import PackedLinear, can_pack
+from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.process.fall_backs import FallBacks
 
 CPU = torch.device("cpu")
 packs = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="oneDNN cannot pack here")
@@ -87,3 +93,36 @@ def test_operations_that_are_gone_or_refuse_pack_nothing(error, monkeypatch):
 def test_operations_that_multiply_wrong_pack_nothing(monkeypatch):
     monkeypatch.setattr(packed_linear.PackedLinear, "__call__", lambda self, x, dtype=None: torch.zeros(len(x), 48))
     assert not can_pack(CPU, torch.float32)
+
+
+@pytest.fixture
+def fall_backs(monkeypatch: pytest.MonkeyPatch) -> FallBacks:
+    found = FallBacks()
+    monkeypatch.setattr(linear, "OF_PROCESS", found)
+    return found
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_what_int4_leaves_unquantized_is_named(
+    model_impl: str, save_checkpoint: Callable[..., Path], fall_backs: FallBacks
+) -> None:
+    """64 hidden numbers are two groups of 32, 80 inner ones are not whole groups: each layer's last matrix is left."""
+    path = save_checkpoint("llama", intermediate_size=80)
+    load_model(path, "bfloat16", quantization="int4", model_impl=model_impl)
+    [(kind, detail)] = fall_backs.own()
+    attention, gate_up, down = 2 * 64 * 64 + 2 * 64 * 32, 2 * 64 * 80, 64 * 80
+    share = (attention + gate_up) / (attention + gate_up + down)
+    assert kind == "unquantized"
+    assert detail == (
+        f"int4 takes {share:.0%} of the weights of linear layers; these keep their dtype, because their inputs are not "
+        "multiples of 32: model.layers.N.mlp.down_proj (3)"
+    )
+
+
+def test_a_model_that_int4_takes_whole_is_no_fall_back(
+    save_checkpoint: Callable[..., Path], fall_backs: FallBacks, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        load_model(save_checkpoint("llama"), "bfloat16", quantization="int4")
+    assert not fall_backs.own()
+    assert "int4 takes 100% of the weights of linear layers" in caplog.text

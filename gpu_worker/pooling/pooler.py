@@ -14,6 +14,7 @@ from tokenloom.engine_core.data.config import WorkerConfig
 from tokenloom.engine_core.data.core_params import CorePoolingParams, ModelPooling, PoolingTask
 from tokenloom.model_files.sentence_texts import read_sentence_texts
 
+from ..checkpoint.load_config import num_classes
 from .class_head import ClassHead, class_labels
 from .sentence_files import (
     PoolingType,
@@ -196,6 +197,11 @@ def check_pooling(
     Raises ``ValueError`` naming what differs, or what is wrong: what requests may ask for is fixed at the start.
     """
     is_encoder = old is not None and old.is_encoder
+    # Without names, which are compared below, only the head's own size says how many numbers a result has.
+    if head is not None and (count := num_classes(path)) != head.num_classes:
+        raise ValueError(
+            f"the new checkpoint has {count} classes, and the loaded one {head.num_classes}: not the same model"
+        )
     pooler = make_pooler(path, config, hidden_size, head, is_encoder=is_encoder, has_output=has_output)
     old, new = old or ModelPooling(), ModelPooling() if pooler is None else pooler.info
     for name in ModelPooling.__struct_fields__:

@@ -335,3 +335,18 @@ def test_weights_with_other_names_of_classes_are_refused(tmp_path: Path, name: s
     core.sleeping.reload_weights(str(tmp_path / "0"))
     core.sleeping.wake_up()
     assert len(pool(core, PROMPTS, PoolingTask.CLASSIFY)) == 3
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Bert"])
+def test_weights_with_another_number_of_classes_are_refused(tmp_path: Path, name: str) -> None:
+    """Also where the configurations name no classes."""
+    for number in (3, 4):
+        path = tmp_path / str(number)
+        make_checkpoint(path, f"{name}ForSequenceClassification", num_labels=number)
+        config = json.loads((path / "config.json").read_text())
+        unnamed = {entry: value for entry, value in config.items() if entry not in ("id2label", "label2id")}
+        (path / "config.json").write_text(json.dumps(unnamed | {"num_labels": number}))
+    core = make_core(tmp_path / "3", budget=128)
+    with pytest.raises(ValueError, match="not the same model"):
+        core.sleeping.reload_weights(str(tmp_path / "4"))
+    assert [len(found) for found in pool(core, PROMPTS, PoolingTask.CLASSIFY)] == [3, 3, 3]

@@ -71,7 +71,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     if worker.load_format == "dummy":
         check_dummy(path, found)
     if worker.runner != "generate":
-        read_sentence_texts(path)  # names a module of sentence-transformers that is not served
+        _check_sentence_files(path)
     elif not _generates(found):
         raise ValueError("runner is generate, but this model generates no text; choose auto or pooling")
     place = place_of(config.parallel)
@@ -138,6 +138,13 @@ def _generates(found: ServedHow) -> bool:
     return found.by != "encoder" and not (
         isinstance(config, ModelConfig) and (config.has_class_head or not config.has_output)
     )
+
+
+def _check_sentence_files(path: Path) -> None:
+    try:
+        read_sentence_texts(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def check_dummy(path: Path, found: ServedHow) -> None:
@@ -289,14 +296,14 @@ def _unknown(name: str, values: dict[str, Any], *, has_transformers: bool) -> st
         return f"{name} has an encoder and a decoder, which is not supported: {_ANOTHER}"
     if name in BUILT_IN:
         return f"{name} is not one of transformers' causal language models: leave out --model-impl transformers"
-    if not name.endswith(_CAUSAL):
-        purpose = next((text for ending, text in _OTHER_TASKS.items() if name.endswith(ending)), "it writes no text")
-        return f"{name} cannot be served ({purpose}): {_ANOTHER}"
     if values.get("auto_map"):
         return (
             f"the code of {name} is in the checkpoint (auto_map) and is never run: use a model of "
             "docs/reference/models.md"
         )
+    if not name.endswith(_CAUSAL):
+        purpose = next((text for ending, text in _OTHER_TASKS.items() if name.endswith(ending)), "it writes no text")
+        return f"{name} cannot be served ({purpose}): {_ANOTHER}"
     if not has_transformers:
         return f"{name} is computed by the package transformers: {_INSTALL}"
     return (

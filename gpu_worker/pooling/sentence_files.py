@@ -67,7 +67,6 @@ def apply_steps(x: Tensor, steps: Sequence[VectorStep]) -> Tensor:
 
 PoolingType = Literal["LAST", "MEAN", "CLS", "MAX", "MEAN_SQRT", "WEIGHTED_MEAN"]
 
-# In the order in which sentence-transformers joins the vectors of several modes that older files switch on.
 _MODES: dict[str, PoolingType] = {
     "cls": "CLS",
     "max": "MAX",
@@ -75,14 +74,6 @@ _MODES: dict[str, PoolingType] = {
     "mean_sqrt_len_tokens": "MEAN_SQRT",
     "weightedmean": "WEIGHTED_MEAN",
     "lasttoken": "LAST",
-}
-_SWITCHES = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
 }
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.nn.modules.activation.Tanh": torch.tanh,
@@ -92,8 +83,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.nn.modules.activation.GELU": F.gelu,
     "torch.nn.modules.activation.SiLU": F.silu,
 }
-_VECTOR = "sentence_embedding"
-"""What modules after the pooling read and write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +119,9 @@ def read_sentence_files(path: Path) -> SentenceFiles | None:
     steps: list[VectorStep] = []
     size = None
     for module in modules:
-        if not poolings and module.kind in ("Dense", "LayerNorm", "Normalize"):
-            raise ValueError(f"modules.json: the module {module.type} before the pooling is not supported")
         match module.kind:
             case "Pooling":
-                poolings = _read_poolings(module)
+                poolings = tuple(_MODES[mode] for mode in module.pooling_modes)
             case "Dense":
                 steps.append(dense := _read_dense(module))
                 size = len(dense.weight)
@@ -167,29 +154,15 @@ def activation_of(name: str, where: str) -> Callable[[Tensor], Tensor]:
     return _ACTIVATIONS[name]
 
 
-def _read_poolings(module: SentenceModule) -> tuple[PoolingType, ...]:
-    values = module.config
-    chosen = values.get("pooling_mode")
-    if chosen is None:
-        chosen = [mode for switch, mode in _SWITCHES.items() if values.get(switch)] or ["mean"]
-    names = [chosen] if isinstance(chosen, str) else list(chosen)
-    if unknown := [name for name in names if name not in _MODES]:
-        raise ValueError(f"{module.where}: pooling modes are {', '.join(_MODES)}, not {unknown[0]}")
-    return tuple(_MODES[name] for name in names)
-
-
 def _read_dense(module: SentenceModule) -> Projection:
-    values, tensors = module.config, read_all(module.directory)
-    for name in ("module_input_name", "module_output_name"):
-        if values.get(name) not in (None, _VECTOR):
-            raise ValueError(f"{module.where}: {name} must be {_VECTOR}, not {values[name]}")
+    tensors = read_all(module.directory)
     if "linear.weight" not in tensors:
         raise ValueError(f"{module.where}: its weights have no tensor linear.weight")
     residual = tensors.get("residual.weight")
     return Projection(
         tensors["linear.weight"].float(),
-        tensors["linear.bias"].float() if values.get("bias", True) else None,
-        activation_of(values.get("activation_function", "torch.nn.modules.activation.Tanh"), module.where),
-        values.get("use_residual") is True,
+        tensors["linear.bias"].float() if module.config.get("bias", True) else None,
+        _ACTIVATIONS[module.activation],
+        module.config.get("use_residual") is True,
         None if residual is None else residual.float(),
     )

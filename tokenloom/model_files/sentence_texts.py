@@ -21,6 +21,28 @@ _NO_PROMPTS: dict[str, str] = {"query": "", "document": ""}
 """Prompts that every checkpoint has, as in sentence-transformers."""
 
 
+# In the order in which sentence-transformers joins the vectors of several modes that older files switch on.
+_SWITCHES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_MODES = tuple(_SWITCHES.values())
+_ACTIVATIONS = (
+    "torch.nn.modules.activation.Tanh",
+    "torch.nn.modules.linear.Identity",
+    "torch.nn.modules.activation.Sigmoid",
+    "torch.nn.modules.activation.ReLU",
+    "torch.nn.modules.activation.GELU",
+    "torch.nn.modules.activation.SiLU",
+)
+_VECTOR = "sentence_embedding"
+"""What modules after the pooling read and write."""
+
+
 class SentenceModule(NamedTuple):
     """Names a module, and where its files are."""
 
@@ -37,6 +59,35 @@ class SentenceModule(NamedTuple):
     @property
     def config(self) -> dict[str, Any]:
         return _read_object(self.directory / "config.json")
+
+    @property
+    def pooling_modes(self) -> tuple[str, ...]:
+        """Return the modes of a Pooling module, whose vectors are joined. Raises ``ValueError`` naming another one."""
+        chosen = self.config.get("pooling_mode")
+        if chosen is None:
+            chosen = [mode for switch, mode in _SWITCHES.items() if self.config.get(switch)] or ["mean"]
+        names = (chosen,) if isinstance(chosen, str) else tuple(map(str, chosen))
+        if unknown := [name for name in names if name not in _MODES]:
+            raise ValueError(f"{self.where}: pooling modes are {', '.join(_MODES)}, not {unknown[0]}")
+        return names
+
+    @property
+    def activation(self) -> str:
+        """Return the class of a Dense module's activation function. Raises ``ValueError`` for one not supported."""
+        name = str(self.config.get("activation_function", _ACTIVATIONS[0]))
+        if name not in _ACTIVATIONS:
+            raise ValueError(f"{self.where}: the activation function {name} is not supported")
+        return name
+
+    def check(self) -> None:
+        """Raise ``ValueError`` naming an entry that is not supported."""
+        if self.kind == "Pooling":
+            _ = self.pooling_modes
+        if self.kind == "Dense":
+            _ = self.activation
+            for name in ("module_input_name", "module_output_name"):
+                if self.config.get(name) not in (None, _VECTOR):
+                    raise ValueError(f"{self.where}: {name} must be {_VECTOR}, not {self.config[name]}")
 
 
 def model_kind(path: Path) -> str:
@@ -55,6 +106,7 @@ def read_modules(path: Path) -> Sequence[SentenceModule] | None:
     if kind != "SentenceTransformer":
         raise ValueError(f"{_NAMES}: model_type {kind} is not supported")
     modules: list[SentenceModule] = []
+    has_vector = False
     for entry in json.loads(file.read_text(encoding="utf-8")):
         name = str(entry["type"])
         module = SentenceModule(name, name.rpartition(".")[2], path / str(entry["path"]))
@@ -62,6 +114,10 @@ def read_modules(path: Path) -> Sequence[SentenceModule] | None:
         is_known = name.startswith("sentence_transformers.") and module.kind in (_LATER if modules else _FIRST)
         if not is_known:
             raise ValueError(f"modules.json: the module {name} is not supported")
+        has_vector = has_vector or module.kind in ("StaticEmbedding", "Pooling")
+        if module.kind in ("Dense", "LayerNorm", "Normalize") and not has_vector:
+            raise ValueError(f"modules.json: the module {name} before the pooling is not supported")
+        module.check()
         modules.append(module)
     if not modules:
         raise ValueError("modules.json lists no modules")

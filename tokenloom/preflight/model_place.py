@@ -112,6 +112,10 @@ def _as_other_format(path: Path) -> str:
             f"{file} is a shard of a training run: merge the shards with "
             "`accelerate merge-weights`, and serve the result"
         ),
+        "*_StaticEmbedding": lambda file: (
+            f"{file} holds a table of vectors in a folder of its own, which is not read: serve one that has a "
+            "config.json beside it, as model2vec saves it"
+        ),
         "zero_to_fp32.py": lambda file: (
             f"{file.parent} holds a training run of DeepSpeed: run {file.name} there, and "
             "serve the result with the model's config.json and tokenizer"

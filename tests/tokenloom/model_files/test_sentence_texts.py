@@ -17,6 +17,10 @@ POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transfo
 def write(path: Path, modules: Any = (TRANSFORMER, POOLING), **files: Any) -> Path:
     """Write JSON files by their names without an ending; ``pooling`` is that of the pooling module."""
     (path / "1_Pooling").mkdir(exist_ok=True)
+    if (dense := files.pop("dense", None)) is not None:
+        (path / "2_Dense").mkdir()
+        (path / "2_Dense" / "config.json").write_text(json.dumps(dense))
+        modules = [*modules, {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}]
     (path / "modules.json").write_text(json.dumps(modules))
     for name, content in files.items():
         file = path / (f"{name}.json" if name != "pooling" else "1_Pooling/config.json")
@@ -85,6 +89,19 @@ def test_older_name_of_the_settings(tmp_path: Path) -> None:
         ({"modules": [POOLING]}, "the module sentence_transformers.models.Pooling is not supported"),
         ({"modules": [TRANSFORMER, TRANSFORMER]}, "the module sentence_transformers.models.Transformer"),
         ({"modules": []}, "lists no modules"),
+        (
+            {"modules": [TRANSFORMER, {**POOLING, "type": "sentence_transformers.models.Dense"}]},
+            "Dense before the pool",
+        ),
+        (
+            {"pooling": {"pooling_mode": ["mean", "median"]}},
+            "1_Pooling/config.json: pooling modes are cls, .*, not median",
+        ),
+        (
+            {"dense": {"activation_function": "torch.nn.Softmax"}},
+            "activation function torch.nn.Softmax is not supported",
+        ),
+        ({"dense": {"module_input_name": "token_embeddings"}}, "module_input_name must be sentence_embedding"),
         ({"config_sentence_transformers": {"model_type": "SparseEncoder"}}, "model_type SparseEncoder"),
         ({"config_sentence_transformers": {"default_prompt_name": "q"}}, "default_prompt_name 'q' is none"),
         ({"sentence_bert_config": {"transformer_task": "fill-mask"}}, "transformer_task fill-mask"),

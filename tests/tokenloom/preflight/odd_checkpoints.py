@@ -161,6 +161,13 @@ ODD = [
     Odd("TensorFlow", without("model.safetensors", then=write("tf_model.h5", "x")), "tf_model.h5", "safetensors"),
     Odd("Flax", without("model.safetensors", then=write("flax_model.msgpack", "x")), "flax_model", "safetensors"),
     Odd("of the authors", only("consolidated.00.pth"), "consolidated.00.pth", "format of transformers"),
+    Odd("static table", only("0_StaticEmbedding/tokenizer.json", "{}"), "0_StaticEmbedding", "as model2vec saves it"),
+    Odd(
+        "code in modules",
+        write("modules.json", '[{"path": "", "type": "custom_st.Transformer"}]'),
+        "modules.json",
+        "the module custom_st.Transformer is not supported",
+    ),
     Odd("DeepSpeed", only("zero_to_fp32.py"), "DeepSpeed", "run zero_to_fp32.py"),
     Odd("FSDP", only("__0_0.distcp"), "__0_0.distcp", "merge-weights"),
     Odd(

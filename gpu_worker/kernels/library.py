@@ -195,7 +195,7 @@ def load_float8(march: str = "native") -> CDLL:
     """Load products of bfloat16 rows with matrices of 8-bit floats. Raises :class:`KernelsUnavailable`, also without
     FMA."""
     sizes = dict.fromkeys(("panel_outputs", "whole_inputs"), ":q")
-    return _checked(_load(build("float8", march), multiply_float8="PPPPPqqqqi", pack="PPqqi", **sizes), "FMA")
+    return _checked(_load(build("float8", march), multiply_float8="PPPPPqqqqi", pack="PPPqqqi", **sizes), "FMA")
 
 
 @load_once

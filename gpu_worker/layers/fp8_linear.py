@@ -95,16 +95,22 @@ class WidenedLinear:
         (inputs, group), *others = {(each.values.shape[1], each.group) for each in weights}
         if others:
             raise KernelsUnavailable("weights that differ in their inputs or groups")
-        values, scales = [each.values for each in weights], torch.cat([each.scales for each in weights])
+        scales = torch.cat([each.scales for each in weights])
         if inputs % kernels.whole_inputs() or (scales.shape[1] > 1 and group % kernels.whole_inputs()):
             raise KernelsUnavailable(f"a weight of {inputs} inputs in groups of {group}")
         self._multiply, self._bias = kernels.multiply_float8, None if bias is None else bias.float()
         self._shape, self._group = (len(scales), inputs), group if scales.shape[1] > 1 else inputs
-        joined = torch.cat([each.view(torch.uint8) for each in values]).contiguous()
         panel = kernels.panel_outputs()
+        self._scales = _in_panels(scales, panel)
         self._matrix = weight_memory.empty(-(-len(scales) // panel), panel * inputs, dtype=torch.uint8)
-        kernels.pack(joined.data_ptr(), self._matrix.data_ptr(), len(scales), inputs, kernel_threads())
-        self._scales = _in_panels(_with_nan(scales, joined, self._group), panel)
+        parts = [each.values.view(torch.uint8) for each in weights]
+        if any(len(part) % panel for part in parts[:-1]):
+            parts = [torch.cat(parts)]
+        first = 0
+        for part in parts:
+            places = (self._matrix[first].data_ptr(), self._scales[first].data_ptr())
+            kernels.pack(part.contiguous().data_ptr(), *places, len(part), inputs, self._group, kernel_threads())
+            first += len(part) // panel
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         outputs, inputs = self._shape
@@ -121,16 +127,6 @@ class WidenedLinear:
             kernel_threads(),
         )
         return out if dtype is None else out.to(dtype)
-
-
-def _with_nan(scales: Tensor, values: Tensor, group: int) -> Tensor:
-    """Return the scales, NaN where a number of the group is: the kernel reads no NaN among the numbers [out, in]."""
-    not_numbers = torch.nonzero(values & 127 == 127)
-    if not len(not_numbers):
-        return scales
-    scales = scales.clone()
-    scales[not_numbers[:, 0], not_numbers[:, 1] // group] = torch.nan
-    return scales
 
 
 def _in_panels(scales: Tensor, panel: int) -> Tensor:

@@ -6,6 +6,7 @@
 // applied to the sums of a group, in float32. NaN, which e4m3 has too, is a scale of NaN here: it makes the output NaN
 // all the same.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -392,15 +393,21 @@ extern "C" int32_t can_multiply() { return Numbers::USABLE; }
 extern "C" int64_t panel_outputs() { return PANEL; }
 extern "C" int64_t whole_inputs() { return INPUTS; }
 
-// Arranges `weight`, [outputs, inputs], as the products read it; zeros fill the last panel. A NaN becomes a zero.
-extern "C" void pack(const uint8_t* weight, uint8_t* matrix, int64_t outputs, int64_t inputs, int32_t threads) {
+// Arranges `weight`, [outputs, inputs], as the products read it; zeros fill the last panel. A NaN becomes the scale of its
+// output and group: `scales` are those of the panels.
+extern "C" void pack(const uint8_t* weight, uint8_t* matrix, float* scales, int64_t outputs, int64_t inputs,
+                     int64_t group, int32_t threads) {
   for_pieces((outputs + PANEL - 1) / PANEL, threads, [&](int64_t panel) {
     uint8_t* to = matrix + panel * PANEL * inputs;
+    float* of_panel = scales + panel * ((inputs + group - 1) / group) * PANEL;
     std::fill_n(to, PANEL * inputs, 0);
     for (int64_t output = 0; output < std::min<int64_t>(PANEL, outputs - panel * PANEL); ++output) {
       const uint8_t* from = weight + (panel * PANEL + output) * inputs;
       for (int64_t k = 0; k < inputs; ++k)
-        if ((from[k] & 127) != 127) to[k / INPUTS * WORD_BYTES + place_of(output, k % INPUTS)] = from[k];
+        if ((from[k] & 127) != 127)
+          to[k / INPUTS * WORD_BYTES + place_of(output, k % INPUTS)] = from[k];
+        else
+          of_panel[k / group * PANEL + output] = NAN;
     }
   });
 }

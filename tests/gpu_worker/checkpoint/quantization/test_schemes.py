@@ -219,7 +219,7 @@ def test_the_scheme_is_part_of_the_configuration(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "another method": ("gptq", {"quant_method": "bitsandbytes"}, "quant_method is not supported .gptq, awq"),
+    "another method": ("gptq", {"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
     "bits of gptq": ("gptq", {"bits": 3}, "bits must be 4 or 8, found 3"),
     "layers of other bits": ("gptq", {"dynamic": {"x": {"bits": 8}}}, "dynamic is not supported"),
     "another layout of gptq": ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format must be one of gptq"),

@@ -135,9 +135,12 @@ def _engine(options: DecodeOptions, config: ModelConfig, threads: int) -> tuple[
         num_threads=threads,
         attention_backend=options.attention_backend,
     )
+    # Layers with a window have blocks of their own, and a pool of groups has one that nothing uses.
+    kinds = len(set(config.sliding_windows))
+    num_blocks = kinds * (batch * (-(-length // 16) + 1) + batch) + (kinds > 1)
     engine = EngineConfig(
         worker=worker,
-        cache=CacheConfig(enable_prefix_caching=False, num_blocks=batch * (-(-length // 16) + 1) + batch),
+        cache=CacheConfig(enable_prefix_caching=False, num_blocks=num_blocks),
         scheduler=SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=max(2048, batch)),
         max_model_len=min(length, config.max_model_len),
     )

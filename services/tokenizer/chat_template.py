@@ -27,7 +27,9 @@ MAX_RENDERED_CHARS = 8 << 20
 """More text than any context holds; a template that writes more is broken or hostile."""
 
 
-_REASONING_MARKS = "<think>", "</think>"  # of tokenloom.request.reasoning, which takes a worker time to import
+# Of tokenloom.request.reasoning, which takes a worker time to import; the second pair is gpt-oss's.
+_REASONING_MARKS = "<think>", "</think>"
+_HARMONY_MARKS = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 _THINKING = re.compile(r"\.thinking\b|[\"']thinking[\"']")
 _TAIL = 32
 """Characters at the end of a text in which a mark is looked for, with the line breaks after it."""
@@ -64,6 +66,7 @@ class ChatTemplate:
 
     Attributes:
         forms: The forms in which it gets the words of each role.
+        reasoning_marks: What opens and what closes the reasoning.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -72,6 +75,7 @@ class ChatTemplate:
         self.forms = AS_TEXT
         self.special_tokens = dict(special_tokens or {})
         self.knows_developers = "developer" in source
+        self.reasoning_marks = _HARMONY_MARKS if _HARMONY_MARKS[0] in source else _REASONING_MARKS
         # Most templates call the reasoning of a past turn reasoning_content; that of gpt-oss calls it thinking.
         self._reads_thinking = bool(_THINKING.search(source)) and "reasoning_content" not in source
         try:
@@ -184,10 +188,12 @@ class MaskingTemplate:
             template_kwargs, tokens = masks.value(template_kwargs), masks.tokens
         text = self._template.render(messages, tools, template_kwargs=template_kwargs, **options)
         # The header of the turn to come is short: a mark far before it, as in a system's text, is not looked into.
-        start = _last_mark(text if options.get("continue_final_message") else text[-_LONGEST_HEADER:])
-        if start != "NONE" and not text[-_TAIL:].rstrip().endswith(_REASONING_MARKS):
+        marks = self._template.reasoning_marks
+        start = _last_mark(text if options.get("continue_final_message") else text[-_LONGEST_HEADER:], marks)
+        if start != "NONE" and not text[-_TAIL:].rstrip().endswith(marks):
             # The mark stands before the end, in an earlier turn's text or in the one that the model continues.
-            start = _last_mark(text[self._len_of_earlier_turns(text, messages, tools, template_kwargs, options) :])
+            earlier = self._len_of_earlier_turns(text, messages, tools, template_kwargs, options)
+            start = _last_mark(text[earlier:], marks)
         return Rendered(text, tokens, start)
 
     def _len_of_earlier_turns(
@@ -234,9 +240,9 @@ class _GenerationTag(Extension):
         return caller()
 
 
-def _last_mark(text: str) -> str:
+def _last_mark(text: str, marks: tuple[str, str]) -> str:
     """Return how a text leaves the reasoning: a name of ``ReasoningStart``."""
-    opened, closed = map(text.rfind, _REASONING_MARKS)
+    opened, closed = map(text.rfind, marks)
     if opened == closed:
         return "NONE"
     return "OPEN" if opened > closed else "CLOSED"

@@ -8,6 +8,7 @@ import pytest
 
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.request.reasoning import HARMONY as HARMONY_FORMAT
 from tokenloom.request.reasoning import format_of_template
 from tokenloom.services.tokenizer.chat_template import ChatTemplate, MaskingTemplate, TemplateRefused, TemplateTooLong
 from tokenloom.services.tokenizer.output_format import tool_call_parser
@@ -238,7 +239,8 @@ HARMONY = """
       {{- call.function.arguments | tojson ~ "<|call|>" }}
     {%- endfor %}
   {%- else %}
-    {{- "<|start|>" ~ m.role ~ "<|message|>" ~ m.content ~ "<|end|>" }}
+    {{- "<|start|>" ~ m.role ~ ("<|channel|>final" if m.role == "assistant" else "") ~ "<|message|>" }}
+    {{- m.content ~ "<|end|>" }}
   {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif -%}
@@ -261,6 +263,20 @@ def test_reasoning_before_a_call_has_the_name_that_the_template_knows(turn: dict
     head = f"<|start|>assistant<|channel|>analysis<|message|>{analysis}<|end|>" if analysis else ""
     call = '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
     assert found == f"<|start|>user<|message|>hi<|end|>{head}{call}<|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("last", "options", "start"),
+    [("user", {}, "NONE"), ("assistant", {"add_generation_prompt": False, "continue_final_message": True}, "CLOSED")],
+)
+def test_how_a_prompt_of_gpt_oss_leaves_the_reasoning(last: str, options: dict[str, bool], start: str) -> None:
+    """A header of an earlier turn says nothing; that of the turn that the model continues does."""
+    messages = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user", "assistant")]
+    template = ChatTemplate(HARMONY)
+    assert template.reasoning_marks == HARMONY_FORMAT[:2]
+    masking = MaskingTemplate(template, TokenFinder([]), [])
+    rendered = masking.render(messages[: 4 if last == "assistant" else 3], None, None, **options)
+    assert rendered.reasoning_start == start
 
 
 def test_gpt_oss_is_known_by_the_marks_of_its_template() -> None:

@@ -252,6 +252,12 @@ def weight_files(directory: Path) -> list[Path]:
     raise NoWeights(f"{directory} has neither {names}: no weights in a format that is read")
 
 
+def lacks_index(directory: Path) -> bool:
+    """Return whether only the names of a checkpoint's parts tell what belongs to it, which transformers does not
+    read."""
+    return not any((directory / f"{single}{end}").is_file() for single in _SINGLE for end in ("", _INDEX_SUFFIX))
+
+
 _SHARD = re.compile(r"(model|pytorch_model)-(\d+)-of-(\d+)\.(safetensors|bin)")
 
 

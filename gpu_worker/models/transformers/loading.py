@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...checkpoint.directory_source import DirectorySource
-from ...checkpoint.files.config_reader import is_pickled, read_architecture, weight_files
+from ...checkpoint.files.config_reader import is_pickled, lacks_index, read_architecture, weight_files
 from ...checkpoint.quantization.entries import Scheme, scheme_for_modules
 from ...ops.ops import Ops
 from .modules import replace_modules
@@ -133,8 +133,10 @@ def load_quietly(
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        with _LOADING, warnings.catch_warnings():
+        with ExitStack() as opened, _LOADING, warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if state is None and lacks_index(path):
+                state = read_state(opened.enter_context(closing(DirectorySource(path, None))), dtype)
             loaded: tuple[Any, Any] = found.model.from_pretrained(
                 path if state is None else None,
                 config=found.config,

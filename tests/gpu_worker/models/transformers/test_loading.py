@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.gpu_worker.conftest import SaveCheckpoint
+from tests.gpu_worker.conftest import RunModel, SaveCheckpoint
 from tokenloom.gpu_worker.checkpoint.served_how import choose
 from tokenloom.gpu_worker.models import transformers as transformers_package
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
@@ -123,3 +123,17 @@ def test_which_code_computes_a_model(name: str, model_impl: str, expected: str, 
 def test_native_refuses_what_is_not_built_in(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="PhiForCausalLM is not built in: leave out --model-impl native"):
         load_model(write(tmp_path, architectures=["PhiForCausalLM"]), model_impl="native")
+
+
+@torch.inference_mode()
+def test_parts_need_no_index(save_checkpoint: SaveCheckpoint, run_model: RunModel) -> None:
+    path, prompt = save_checkpoint("granite", max_shard_size="60KB", pad_token_id=0), torch.arange(20)
+    [expected] = run_model(load_model(path, "float32"), [prompt], [[20]])
+    (path / "model.safetensors.index.json").unlink()
+    assert len(list(path.glob("*.safetensors"))) > 1
+    [found] = run_model(load_model(path, "float32"), [prompt], [[20]])
+    assert torch.equal(found, expected)
+    last = max(path.glob("*.safetensors"))
+    last.unlink()
+    with pytest.raises(ValueError, match=f"not {last.name}: download the missing part"):
+        load_model(path, "float32")

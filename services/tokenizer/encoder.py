@@ -88,10 +88,21 @@ class VectorTexts:
         return rule._replace(num_skipped=length - encoding.special_tokens_mask[-1])
 
 
+class EncodedText(NamedTuple):
+    """Holds the tokens of a text, or of a pair."""
+
+    token_ids: list[int]
+    strings: Sequence[str]
+    """Of all tokens, before any is cut; empty unless asked for."""
+    first_part_tokens: int
+    """As in ``PoolingParams``, and so is the next one."""
+    skipped_tokens: int
+
+
 def encode_text(
     tokenizer: Tokenizer, text: str, second: str | None, rule: TextRule, *, want_strings: bool = False
-) -> TokenizedPrompt:
-    """Return the tokens of a text, or of a pair, without block hashes."""
+) -> EncodedText:
+    """Return the tokens of a text, or of a pair."""
     encoding = tokenizer.encode(rule.prefix + text, second, add_special_tokens=rule.add_special_tokens)
     ids, types = encoding.ids, encoding.type_ids if second is not None else ()
     num_skipped, cut = min(rule.num_skipped, len(ids)), rule.cut
@@ -99,12 +110,8 @@ def encode_text(
         kept = cut.kept(encoding.sequence_ids)
         ids, types = [ids[index] for index in kept], [types[index] for index in kept] if types else ()
         num_skipped = sum(index < num_skipped for index in kept)
-    return TokenizedPrompt(
-        token_ids=ids,
-        token_strings=encoding.tokens if want_strings else (),
-        first_part_tokens=types.index(1) if 1 in types else 0,
-        skipped_tokens=num_skipped,
-    )
+    strings = encoding.tokens if want_strings else ()
+    return EncodedText(ids, strings, types.index(1) if 1 in types else 0, num_skipped)
 
 
 class TextEncoder:
@@ -192,9 +199,15 @@ class TextEncoder:
     ) -> list[TokenizedPrompt]:
         prompts = []
         for text, second in pairs:
-            prompt = encode_text(self._tokenizer, text, second, rule, want_strings=want_token_strings)
+            encoded = encode_text(self._tokenizer, text, second, rule, want_strings=want_token_strings)
+            prompt = TokenizedPrompt(
+                token_ids=encoded.token_ids,
+                token_strings=encoded.strings,
+                first_part_tokens=encoded.first_part_tokens,
+                skipped_tokens=encoded.skipped_tokens,
+            )
             if want_hashes:
-                prompt.block_hash_prefixes.extend(prefix_hashes(prompt.token_ids, self._block_size, salt))
+                prompt.block_hash_prefixes.extend(prefix_hashes(encoded.token_ids, self._block_size, salt))
             prompts.append(prompt)
         return prompts
 

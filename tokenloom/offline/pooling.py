@@ -113,7 +113,7 @@ class PoolingPrompts:
                 raise ValueError("prompt_name is for texts that become vectors; leave it out")
             if is_text and makes_vectors and tokenized.text is not None:
                 encoded = encode_text(self._tokenizer, tokenized.text, None, rule)
-                tokenized = replace(tokenized, token_ids=list(encoded.token_ids), skipped_tokens=encoded.skipped_tokens)
+                tokenized = replace(tokenized, token_ids=encoded.token_ids, skipped_tokens=encoded.skipped_tokens)
             return _shortened(tokenized, most)
 
         return read_each(zip(prompts, tasks, strict=True), read)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu_worker.checkpoint.quantization import formats
 from tests.gpu_worker.cpu_graphs.steps import generate, have_logits, load, make_runner
 from tokenloom import demo_model
 from tokenloom.gpu_worker.call_recording.recorder import CallRecorder
@@ -48,6 +49,17 @@ def test_families_give_the_same_bits(save_checkpoint: Callable[..., Path], name:
     assert count(recorded) == 2, "for steps of two and of three tokens"
     assert recorded is not None
     assert have_logits(recorded)
+
+
+def test_weights_of_8_bit_floats_give_the_same_bits(tmp_path: Path, save_checkpoint: Callable[..., Path]) -> None:
+    entries = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    source = save_checkpoint("llama")
+    path, _ = formats.write(tmp_path / "fp8", formats.fp8("block", "scale_inv", block=32), entries, source=source)
+    model = load(path, "bfloat16")
+    expected = generate(make_runner(model, records=False)[0])
+    runner, recorded = make_runner(model, records=True)
+    assert generate(runner) == expected
+    assert count(recorded) == 2, "for steps of two and of three tokens"
 
 
 def test_what_is_no_kernel_is_computed_as_ever(save_checkpoint: Callable[..., Path]) -> None:

@@ -17,7 +17,10 @@ Parts = dict[str, Tensor]
 Quantize = Callable[[Tensor], tuple[Parts, Tensor]]
 """From a weight [out, in] to the stored tensors by the ends of their names, and the weight that they stand for."""
 
-_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "fc1", "fc2")
+_LAYERS = (
+    *(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_b")),
+    *("kv_a_proj_with_mqa", "w1", "w2", "w3", "fc1", "fc2"),
+)
 
 
 def write(

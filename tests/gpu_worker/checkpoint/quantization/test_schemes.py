@@ -23,6 +23,7 @@ EditConfig = Callable[..., None]
 
 PROMPT = torch.arange(100, 148)
 UP = "model.layers.0.mlp.up_proj"
+KV_DOWN = "model.layers.0.self_attn.kv_a_proj_with_mqa"
 
 
 def packed_config(symmetric: bool, **weights: Any) -> dict[str, Any]:
@@ -203,6 +204,31 @@ def test_experts_keep_floats_of_8_bits(
         run_model(each, [prompt], [[30]])[0].log_softmax(-1) for each in (model, load_model(plain, "float32"))
     )
     assert ((found - expected).abs() * expected.exp()).sum(-1).mean() < 0.05
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@torch.inference_mode()
+def test_deepseek_is_read_as_it_is_published(
+    model_impl: str, tmp_path: Path, save_checkpoint: Callable[..., Path], run_model: RunModel
+) -> None:
+    """The entries and the names are those of deepseek-ai/DeepSeek-V3 (config.json, model.safetensors.index.json), where
+    the last blocks of ``kv_a_proj_with_mqa`` are not whole."""
+    sizes = {"hidden_size": 256, "q_lora_rank": 64, "kv_lora_rank": 128, "qk_rope_head_dim": 16, "head_dim": 16}
+    sizes |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64, "num_key_value_heads": 4}
+    routing = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    source = save_checkpoint("deepseek_v3", first_k_dense_replace=1, **sizes, **routing)
+    entries = FP8 | {"weight_block_size": [128, 128]}
+    quantized, plain = formats.write(tmp_path / "w", formats.fp8("block", "scale_inv"), entries, source=source)
+    assert load_file(quantized / "model.safetensors")[f"{KV_DOWN}.weight_scale_inv"].shape == (2, 2)
+    prompt = torch.arange(100, 130)
+    found, expected = (
+        run_model(load_model(path, "float32", model_impl=model_impl), [prompt], [[30]])[0]
+        for path in (quantized, plain)
+    )
+    assert (found - expected).abs().max() <= 1e-4
+    as_stored = run_model(load_model(quantized, "bfloat16", model_impl=model_impl), [prompt], [[30]])[0]
+    difference = (as_stored.log_softmax(-1) - expected.log_softmax(-1)).abs() * expected.softmax(-1)
+    assert difference.sum(-1).mean() < 0.15
 
 
 def test_the_scheme_is_part_of_the_configuration(tmp_path: Path) -> None:

@@ -37,8 +37,9 @@ class HarmonyParser:
     """Reads one output as it grows: reasoning, text and calls."""
 
     def __init__(self, *, inside: bool = False) -> None:
-        """``inside``: the prompt has opened the reasoning."""
-        self._kind = _Kind.REASONING if inside else _Kind.UNKNOWN
+        """``inside``: text without a header is reasoning, as the engine counts it; the prompt may have opened it."""
+        self._kind = _Kind.UNKNOWN
+        self._plain = _Kind.REASONING if inside else _Kind.CONTENT
         self._text = ""
         self._header: list[str] = []
         self._said: set[_Kind] = set()  # kinds of text that the output has so far
@@ -75,18 +76,18 @@ class HarmonyParser:
         """Return the rest at the output's end; a header that was cut off is no text."""
         text, self._text = self._text, ""
         if self._kind is _Kind.UNKNOWN:
-            return [] if text.lstrip().startswith("<|") else [Content(text)] if text else []
+            self._kind = _Kind.HEADER if text.lstrip().startswith("<|") else self._plain
         return self._said_more(text) if text and self._kind is not _Kind.HEADER else []
 
     def _begin(self) -> bool:
         """Return whether it is clear how the output begins."""
         ahead = self._text.lstrip()
         if len(self._text) - len(ahead) > _MOST_BLANKS:
-            self._kind = _Kind.CONTENT
+            self._kind = self._plain
         elif ahead.startswith(_HEADS):
             self._kind = _Kind.HEADER
         elif not any(head.startswith(ahead) for head in _HEADS):
-            self._kind = _Kind.CONTENT
+            self._kind = self._plain
         return self._kind is not _Kind.UNKNOWN
 
     def _open(self, header: str) -> list[Part]:

@@ -93,6 +93,11 @@ EXAMPLES: list[tuple[str, Said]] = [
 def test_examples(text: str, expected: Said) -> None:
     assert said(plan(), [text]) == expected
     assert said(plan(), list(text)) == expected
+    has_header = text.lstrip().startswith(("<|", "to="))
+    reasoning, content, calls = expected
+    inside = expected if has_header else (content, reasoning, calls)
+    assert said(plan(), [text], is_open=True) == inside
+    assert said(plan(), list(text), is_open=True) == inside
 
 
 MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>")

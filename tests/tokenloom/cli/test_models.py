@@ -32,6 +32,9 @@ def test_local_checkpoints_and_what_is_none(tmp_path: Path) -> None:
     assert (found[0].id, found[0].path) == ("tokenloom-demo", str(DEMO_MODEL))
     (good,) = [each for each in found if each.path.startswith(str(tmp_path))]
     assert (good.id, good.architecture, good.bytes) == (str(tmp_path / "good"), "LlamaForCausalLM", 4)
+    assert (found[0].served, found[0].reason) == ("built in", "")
+    assert good.served == "refused"
+    assert "not a valid safetensors file" in good.reason
 
 
 def test_local_gguf_files(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.parity.reference import MORE_MODELS
+from tests.soak.models.releases import try_all_releases
 from tests.soak.models.transformers_models import KINDS, Outcome, quiet, refused_entries, sweep
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.files.config_reader import HARMLESS
@@ -29,6 +30,7 @@ from tokenloom.gpu_worker.models.transformers.declared import max_model_len
 from tokenloom.gpu_worker.models.transformers.transformers_model import known_entries
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
+RELEASES_FILE = Path(__file__).with_name("releases.json")
 _MESH_TEST = "tests/e2e/test_more_models.py"
 
 _BEGINNING = """# Models
@@ -48,6 +50,16 @@ computed on GPUs, the other quantizations on CPUs.
 
 | architecture | files | `--quantization` | tests |
 |---|---|---|---|
+"""
+
+_RELEASES = """
+## Released checkpoints
+
+No weights of these releases were here. A small random checkpoint with the entries of the published `config.json` was
+served, quantized entries left out, and gave the greedy tokens of transformers' own class.
+
+| release | served by | how it was tried, or why it is refused |
+|---|---|---|
 """
 
 _SWEEP = """
@@ -75,9 +87,15 @@ def native_part() -> str:
     return _BEGINNING + "\n".join(rows) + "\n"
 
 
-def page(table: Mapping[str, Any]) -> str:
-    """Return the page for the content of the table."""
-    return native_part() + "".join(_sweep_part(version, found) for version, found in sorted(table.items()))
+def page(table: Mapping[str, Any], releases: Mapping[str, Sequence[str]]) -> str:
+    """Return the page for the content of the table, and for what became of releases."""
+    rows = (f"| {name} | {by or 'refused'} | {reason.replace('|', '/')} |\n" for name, (by, reason) in releases.items())
+    return (
+        native_part()
+        + _RELEASES
+        + "".join(rows)
+        + "".join(_sweep_part(version, found) for version, found in sorted(table.items()))
+    )
 
 
 def _sweep_part(version: str, found: Mapping[str, Any]) -> str:
@@ -158,14 +176,18 @@ def try_all(directory: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--page-only", action="store_true", help="try nothing: write the page from the table")
+    parser.add_argument("--page-only", action="store_true", help="try nothing: write the page from the tables")
+    parser.add_argument("--releases-only", action="store_true", help="try the releases alone")
+    chosen = parser.parse_args()
     table = json.loads(TYPES_FILE.read_text(encoding="utf-8"))
-    if not parser.parse_args().page_only:
-        quiet()
-        with tempfile.TemporaryDirectory(prefix="tl-") as directory:
+    quiet()
+    with tempfile.TemporaryDirectory(prefix="tl-") as directory:
+        if not chosen.page_only and not chosen.releases_only:
             table[transformers.__version__] = try_all(Path(directory))
-        TYPES_FILE.write_text(written(table), encoding="utf-8")
-    PAGE.write_text(page(table))
+            TYPES_FILE.write_text(written(table), encoding="utf-8")
+        if not chosen.page_only:
+            RELEASES_FILE.write_text(written({"releases": try_all_releases(Path(directory))}), encoding="utf-8")
+    PAGE.write_text(page(table, json.loads(RELEASES_FILE.read_text(encoding="utf-8"))["releases"]))
 
 
 def written(table: Mapping[str, Any]) -> str:

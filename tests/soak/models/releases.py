@@ -1,0 +1,266 @@
+"""Serves released checkpoints, which people run, as small random ones with the entries of their published
+``config.json``: sizes are small, and everything else is as published.
+
+Facts are from the ``config.json`` of each release on the Hugging Face hub; those of most are in
+``tests/gpu_worker/checkpoint/test_published_configs.py``.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from tests.gpu_worker.checkpoint.test_published_configs import CONFIGS
+from tests.parity.engine import Engine
+from tests.parity.identical import assert_identical
+from tests.parity.reference import compute_case
+from tests.soak.models.transformers_models import KINDS, NUM_TOKENS, PROMPTS
+from tokenloom.preflight.model import answer
+from tokenloom.preflight.small_files import CannotServe
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+_LLAMA_3_1: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+_LLAMA_3_2 = _LLAMA_3_1 | {
+    "head_dim": 128,
+    "rope_scaling": _LLAMA_3_1["rope_scaling"] | {"factor": 32.0},
+    "tie_word_embeddings": True,
+}
+_GRANITE = {
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "attention_bias": False,
+    "attention_dropout": 0.1,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 49155,
+}
+_GLM_4 = {
+    "architectures": ["GlmForCausalLM"],
+    "model_type": "glm",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-07,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 151552,
+}
+_PHI_4_REASONING = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "embd_pdrop": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 17920,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 10,
+    "original_max_position_embeddings": 32768,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 100352,
+}
+RELEASES: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-1.7B": _QWEN3,
+    "Qwen/Qwen3-4B": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32},
+    "Qwen/Qwen3-8B": _QWEN3 | {"hidden_size": 4096, "num_attention_heads": 32, "tie_word_embeddings": False},
+    "meta-llama/Llama-3.1-8B": _LLAMA_3_1,
+    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_3_1,
+    "meta-llama/Llama-3.2-1B": _LLAMA_3_2 | {"head_dim": 64, "hidden_size": 2048, "num_hidden_layers": 16},
+    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_3_2 | {"head_dim": 64, "hidden_size": 2048, "num_hidden_layers": 16},
+    "meta-llama/Llama-3.2-3B-Instruct": _LLAMA_3_2 | {"hidden_size": 3072, "num_attention_heads": 24},
+    "meta-llama/Llama-3.3-70B-Instruct": _LLAMA_3_1 | {"hidden_size": 8192, "num_attention_heads": 64},
+    "ibm-granite/granite-3.2-2b-instruct": _GRANITE,
+    "zai-org/glm-4-9b-hf": _GLM_4,
+    "microsoft/Phi-4-reasoning": _PHI_4_REASONING,
+    **CONFIGS,
+}
+"""Entries by the release that has them."""
+BY_CLASS: dict[str, tuple[str, str]] = {
+    "google/gemma-4-E2B-it": ("Gemma4ForConditionalGeneration", "gemma4"),
+    "google/gemma-4-E4B-it": ("Gemma4ForConditionalGeneration", "gemma4"),
+    "google/gemma-4-26B-A4B-it": ("Gemma4ForConditionalGeneration", "gemma4"),
+    "Qwen/Qwen3.5-4B": ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    "Qwen/Qwen3.5-35B-A3B": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": ("Llama4ForConditionalGeneration", "llama4"),
+    "microsoft/Phi-4-multimodal-instruct": ("Phi4MultimodalForCausalLM", "phi4_multimodal"),
+    "openai/whisper-large-v3": ("WhisperForConditionalGeneration", "whisper"),
+    "google/diffusiongemma-26B-A4B-it": ("DiffusionGemmaForBlockDiffusion", "diffusion_gemma"),
+}
+"""Releases of which only class and type are known here: the answer is that of their class."""
+
+_SMALL: dict[str, int] = {
+    **dict.fromkeys(("hidden_size", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim"), 96),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_hidden_layers", "max_window_layers"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("max_position_embeddings", "vocab_size"), 128),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim", "head_dim"), 16),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    "num_attention_heads": 4,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 16,
+}
+
+
+def small(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries with small sizes and without the dtype, which decides the precision of the comparison."""
+    result = {name: _SMALL.get(name, value) if type(value) is int else value for name, value in entries.items()}
+    if "num_key_value_heads" in entries:
+        result["num_key_value_heads"] = 4 if entries["num_key_value_heads"] == entries["num_attention_heads"] else 2
+    for name in ("layer_types", "no_rope_layers"):
+        if isinstance(result.get(name), list):
+            result[name] = result[name][:2]
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = result.get(name)
+        if isinstance(rope, dict) and "original_max_position_embeddings" in rope:
+            result[name] = rope | {"original_max_position_embeddings": 64}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    drop = ("torch_dtype", "quantization_config", *special)
+    return {name: value for name, value in result.items() if name not in drop} | special | {"dtype": "float32"}
+
+
+class Row(NamedTuple):
+    """What became of a release."""
+
+    by: str
+    """What computes it; empty: nothing."""
+    reason: str
+    """Why it is refused, or how it was tried."""
+
+
+def try_all_releases(directory: Path) -> dict[str, Row]:
+    """Return what becomes of each release. Raises ``AssertionError`` if tokens are not those of transformers."""
+    return {name: try_release(name, directory) for name in RELEASES} | {name: ask(name, directory) for name in BY_CLASS}
+
+
+def try_release(name: str, directory: Path) -> Row:
+    """Serve a small checkpoint of a release. Raises ``AssertionError`` if its tokens are not those of transformers."""
+    entries = small(RELEASES[name])
+    named = entries["model_type"]  # that of Kimi is one of code in the checkpoint
+    kind = (
+        named if named in KINDS else next(kind for kind, each in KINDS.items() if each == entries["architectures"][0])
+    )
+    config = transformers.AutoConfig.for_model(**entries | {"model_type": kind})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for each, parameter in model.named_parameters():
+            parameter.normal_(float(parameter.dim() < 2 and "norm" in each), 0.08, generator=generator)
+    path = directory / name.rpartition("/")[2]
+    model.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(entries))  # spelled as it is published
+    cases = [compute_case(model, prompt, NUM_TOKENS, use_cache=False) for prompt in PROMPTS]
+    found = answer(path)
+    assert_identical(cases, Engine(path, num_blocks=24, budget=16, max_num_seqs=4, max_model_len=64).generate)
+    shutil.rmtree(path)
+    return Row(found.by, "a small checkpoint gives transformers' tokens")
+
+
+def ask(name: str, directory: Path) -> Row:
+    """Return the answer for the class of a release."""
+    architecture, kind = BY_CLASS[name]
+    entries = {"architectures": [architecture], "model_type": kind, "dtype": "bfloat16"}
+    entries |= {"is_encoder_decoder": True} if kind == "whisper" else {}
+    (directory / "config.json").write_text(json.dumps(entries))
+    try:
+        found = answer(directory)
+    except CannotServe as refusal:
+        return Row("", str(refusal).removeprefix(f"{directory / 'config.json'}: "))
+    return Row(found.by, "the answer for its class; it was not run")

@@ -242,7 +242,7 @@ def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) ->
     classes = frozenset(causal_classes().values())
     if name not in classes:
         raise ValueError(f"{file}: {_unknown(name, values, has_transformers=bool(classes))}")
-    own, reason = _answer(types, values)
+    own, reason = _answer(types, values, name)
     if reason not in ("", UNTRIED):
         lack = "" if found.lack is None else f"{found.lack}; transformers' modules do not compute it either: "
         raise ValueError(f"{lack}{file}: {name} is not supported: it {reason}: use a model of docs/reference/models.md")
@@ -263,17 +263,20 @@ def _text_entries(values: dict[str, Any]) -> dict[str, Any]:
     return values | (text if isinstance(text, dict) else {})
 
 
-def _answer(types: _Types | None, values: dict[str, Any]) -> tuple[str, str]:
+def _answer(types: _Types | None, values: dict[str, Any], name: str) -> tuple[str, str]:
     """Return the class of a configuration's type, and the reason against it: empty if it is served."""
     kind = str(values.get("model_type"))
-    if types is None or kind not in types["types"]:
+    if types is None:
         return "", UNTRIED
-    name, reason = types["types"][kind]
+    if kind not in types["types"]:  # that of a part, or one that the class has besides
+        reasons = [reason for each, reason in types["types"].values() if each == name]
+        return name, reasons[0] if reasons and all(reasons) else UNTRIED
+    own, reason = types["types"][kind]
     entries = _text_entries(values)
     for entry, value, why in types["unless"].get(kind, ()):
         if entries.get(entry) is value:
             reason = reason or f"has {entry} = {json.dumps(value)}, with which it {why}"
-    return name, reason
+    return own, reason
 
 
 def _unknown_value(known: dict[str, list[str]], entries: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import uses_triton, warn_unavailable
 from .attention_backend import AttentionBackend
 from .cpu_backend import CPUBackend
-from .latent_backend import LatentBackend
+from .latent_backend import LatentBackend, LatentCPUBackend
 from .torch_backend import ReferenceBackend, TorchBackend
 
 NAMES = ("auto", "cpu", "torch", "triton", "reference")
@@ -20,8 +20,8 @@ def make_attention_backend(name: str, config: ModelConfig, block_size: int, devi
     ``triton`` cannot be had or do not know the model's shapes, ``torch`` replaces them. Raises ``ValueError`` for an
     unknown name, and for a backend of another device.
     """
-    if config.latent is not None and (name in ("auto", "torch", "reference") or name == "cpu" == device.type):
-        return LatentBackend(config, block_size, device, "reference" if name == "reference" else "torch")
+    if config.latent is not None and name in NAMES and (name != "cpu" or device.type == "cpu") and name != "triton":
+        return _make_latent(name, config, block_size, device)
     match name:
         case "triton" | "auto" if uses_triton(device):
             from .triton_backend import TritonBackend
@@ -46,3 +46,12 @@ def make_attention_backend(name: str, config: ModelConfig, block_size: int, devi
         case "reference":
             return ReferenceBackend(config, block_size, device)
     raise ValueError(f"attention_backend must be one of {', '.join(NAMES)}, not {name!r}")
+
+
+def _make_latent(name: str, config: ModelConfig, block_size: int, device: torch.device) -> AttentionBackend:
+    if name in ("auto", "cpu") and device.type == "cpu":
+        try:
+            return LatentCPUBackend(config, block_size, device)
+        except KernelsUnavailable as error:
+            warn_unavailable(str(error))
+    return LatentBackend(config, block_size, device, "reference" if name == "reference" else "torch")

@@ -5,6 +5,7 @@ wants it, or the query is multiplied by the matrix of the keys instead and the r
 so that a decode reads each compressed vector once for all heads.
 """
 
+from ctypes import byref
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint.model_config import LatentSwitches, ModelConfig
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.library import LatentArgs, load_latent
+from ..kernels.threads import kernel_threads
 from .attention_backend import IntArray, KVCache
 from .cache import LocalBackend
 
@@ -80,6 +84,7 @@ class LatentBackend(LocalBackend):
 class _Span:
     """Holds the rows of one request in a step."""
 
+    request: int
     rows: slice
     blocks: Tensor
     seq_len: int
@@ -108,12 +113,15 @@ class LatentPlan:
     ) -> None:
         self._device = backend.device
         self._is_reference = backend.name == "reference"
+        self._work: tuple[list[_Span], list[_Span], Tensor] | None = None
         self._slots = torch.from_numpy(slot_mapping.astype(np.int64)).to(self._device)
         starts, lengths = cu_query_lens.tolist(), seq_lens.tolist()
         tables = torch.from_numpy(block_tables.astype(np.int64)).to(self._device)
-        self._spans = [
-            _Span(slice(begin, end), table[: -(-length // backend.block_size)], length)
-            for begin, end, table, length in zip(starts, starts[1:], tables, lengths, strict=False)
+        self._spans: list[_Span] = [
+            _Span(
+                request, slice(starts[request], starts[request + 1]), table[: -(-length // backend.block_size)], length
+            )
+            for request, (table, length) in enumerate(zip(tables, lengths, strict=True))
         ]
 
     def slots_of(self, kv_cache: KVCache) -> Tensor:
@@ -132,18 +140,27 @@ class LatentPlan:
     def attend_latents(self, query: Tensor, rotated: Tensor, kv_cache: KVCache, projection: LatentProjection) -> Tensor:
         """Compute causal attention of queries, [T, num_heads, key_size] and, rotated, [T, num_heads, rope_size], over
         the cached tokens of their requests. Returns [T, num_heads * value_size]."""
-        expanded = [] if self._is_reference else [s for s in self._spans if projection.expands(s.count, s.seq_len)]
+        if self._work is None:
+            self._work = self._divide(projection)
+        expanded, absorbed, rows = self._work
         if not expanded:
-            return self._absorbed(query, rotated, self._spans, kv_cache, projection).flatten(1)
+            return self._absorbed(query, rotated, absorbed, kv_cache, projection).flatten(1)
         out = query.new_empty(*query.shape[:2], projection.latent.value_size)
         for span in expanded:
             queries = torch.cat((query[span.rows], rotated[span.rows]), dim=2)
             out[span.rows] = self._expanded(queries, span, kv_cache, projection)
-        others = [span for span in self._spans if span not in expanded]
-        if others:
-            rows = torch.cat([torch.arange(s.rows.start, s.rows.stop, device=self._device) for s in others])
-            out[rows] = self._absorbed(query[rows], rotated[rows], others, kv_cache, projection)
+        if absorbed:
+            out[rows] = self._absorbed(query[rows], rotated[rows], absorbed, kv_cache, projection)
         return out.flatten(1)
+
+    def _divide(self, projection: LatentProjection) -> tuple[list["_Span"], list["_Span"], Tensor]:
+        """Return the requests whose keys are expanded, the others, and the rows of the others. All layers share it."""
+        parts: tuple[list[_Span], list[_Span]] = ([], [])
+        for span in self._spans:
+            expands = not self._is_reference and projection.expands(span.count, span.seq_len)
+            parts[0 if expands else 1].append(span)
+        rows = [torch.arange(span.rows.start, span.rows.stop) for span in parts[1]]
+        return *parts, torch.cat(rows or [torch.zeros(0, dtype=torch.int64)]).to(self._device)
 
     def _latents_of(self, span: _Span, kv_cache: KVCache) -> Tensor:
         """Return what the cache holds of a request's tokens, [seq_len, rank + rope_size]."""
@@ -212,3 +229,82 @@ class LatentPlan:
             )
             parts.append(part[0])
         return torch.cat(parts, dim=1)
+
+
+_RUN = 16
+"""The kernel takes so many positions to lie in one block."""
+_RANKS = 64
+"""It computes whole groups of so many elements."""
+
+
+class LatentCPUBackend(LatentBackend):
+    """Makes plans that absorb queries with the C++ kernel.
+
+    Raises :class:`KernelsUnavailable` without a compiler, and for shapes that the kernel does not support.
+    """
+
+    def __init__(self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native") -> None:
+        super().__init__(config, block_size, device, "cpu")
+        latent = config.latent
+        assert latent is not None
+        if block_size % _RUN:
+            raise KernelsUnavailable(f"block size {block_size} is not a multiple of {_RUN}")
+        if latent.rank % _RANKS or latent.rope_size % 2:
+            raise KernelsUnavailable(f"compressed vectors of {latent.rank} elements are no multiple of {_RANKS}")
+        self.kernels = load_latent(latent.rank, latent.rope_size, march)
+
+    def plan(
+        self,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+        foreign_tails: IntArray | None = None,
+    ) -> "LatentCPUPlan":
+        return LatentCPUPlan(self, cu_query_lens, seq_lens, block_tables, slot_mapping)
+
+
+class LatentCPUPlan(LatentPlan):
+    """Holds the kernel's arguments too, a few of which each layer changes."""
+
+    def __init__(
+        self,
+        backend: LatentCPUBackend,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+    ) -> None:
+        super().__init__(backend, cu_query_lens, seq_lens, block_tables, slot_mapping)
+        self._kernels = backend.kernels
+        self._tables = np.array(block_tables, dtype=np.int32, order="C")
+        self._block_size = backend.block_size
+        self._args: LatentArgs | None = None
+
+    def _attend_absorbed(
+        self, queries: Tensor, spans: list[_Span], kv_cache: KVCache, projection: LatentProjection
+    ) -> Tensor:
+        out = queries.new_empty(*queries.shape[:2], projection.latent.rank)
+        args = self._args = self._args or self._make_args(queries, spans)
+        args.query, args.cache, args.out = queries.data_ptr(), kv_cache.data_ptr(), out.data_ptr()
+        args.scale = projection.scale
+        self._kernels.attend_latents(byref(args))
+        return out
+
+    def _make_args(self, queries: Tensor, spans: list[_Span]) -> LatentArgs:
+        counts = [span.count for span in spans]
+        # A row sees the positions up to its own.
+        lengths = [np.arange(span.seq_len - span.count, span.seq_len) + 1 for span in spans]
+        self._lengths = np.concatenate(lengths).astype(np.int32)
+        self._requests = np.repeat([span.request for span in spans], counts).astype(np.int32)
+        return LatentArgs(
+            block_tables=self._tables.ctypes.data,
+            requests=self._requests.ctypes.data,
+            lengths=self._lengths.ctypes.data,
+            num_rows=len(self._lengths),
+            num_heads=queries.shape[1],
+            block_size=self._block_size,
+            table_stride=self._tables.shape[1],
+            is_bf16=queries.dtype == torch.bfloat16,
+            num_threads=kernel_threads(),
+        )

@@ -35,6 +35,17 @@ class AttentionArgs(Structure):
     ]
 
 
+class LatentArgs(Structure):
+    """Mirrors the struct in ``latent.cpp``."""
+
+    _fields_ = [
+        *_fields(_P, "query cache out block_tables requests lengths"),
+        *_fields(_I64, "num_rows num_heads block_size table_stride"),
+        *_fields(_F, "scale"),
+        *_fields(_I32, "is_bf16 num_threads"),
+    ]
+
+
 class HeadsArgs(Structure):
     """Mirrors the struct in ``fused.cpp``."""
 
@@ -151,6 +162,13 @@ def load_attention(head_size: int, march: str = "native", softcap: bool = False,
     switches = {"SOFTCAP": softcap, "KV_INT8": int8}
     macros = {"HEAD_SIZE": head_size} | {name: 1 for name, is_on in switches.items() if is_on}
     return _load(build("attention", march, None, **macros), attend="P", write_kv="iPPPPPqqqqq")
+
+
+@functools.cache
+def load_latent(rank: int, rope_size: int, march: str = "native") -> CDLL:
+    """Load attention over compressed vectors of ``rank`` elements, a multiple of 64, with rotated keys behind them.
+    Raises :class:`KernelsUnavailable`."""
+    return _load(build("latent", march, None, RANK=rank, WIDTH=rank + rope_size), attend_latents="P")
 
 
 @functools.cache

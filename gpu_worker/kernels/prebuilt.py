@@ -56,6 +56,7 @@ def variants() -> Iterator[Variant]:
     for head_size in _HEAD_SIZES:
         yield "attention", {"HEAD_SIZE": head_size}
         yield "attention", {"HEAD_SIZE": head_size, "KV_INT8": 1}
+    yield "latent", {"RANK": 512, "WIDTH": 576}  # DeepSeek, Kimi
     for head_size in _SOFTCAP_HEAD_SIZES:
         yield "attention", {"HEAD_SIZE": head_size, "SOFTCAP": 1}
 

@@ -90,12 +90,15 @@ def load_model(
 
 def _kernels(config: ModelConfig) -> list[Variant]:
     """Return the kernels of a model's steps, beside those that its operations loaded."""
-    attention = {"HEAD_SIZE": config.cache_head_size} | ({} if config.attention_softcap is None else {"SOFTCAP": 1})
+    softcap = {} if config.attention_softcap is None else {"SOFTCAP": 1}
+    attention: Variant = ("attention", {"HEAD_SIZE": config.cache_head_size} | softcap)
+    if config.latent is not None:
+        attention = ("latent", {"RANK": config.latent.rank, "WIDTH": config.head_size})
     products = _PRODUCTS[config.dtype]
     if config.scheme is not None:
         has_floats = isinstance(config.scheme, Fp8) or getattr(config.scheme, "format", None) == "float-quantized"
         products = ("float8", *products) if has_floats else ("quantized", "int8")
-    return [("attention", attention), *((source, {}) for source in (*products, "batch", "replay"))]
+    return [attention, *((source, {}) for source in (*products, "batch", "replay"))]
 
 
 def _choose(

@@ -94,6 +94,7 @@ _MORE_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "rope_parameters": _DEEPSEEK_ROPE, "routed_scaling_factor": 1.5},
     "deepseek_v3": {
         **_LATENT,
+        "kv_lora_rank": 64,  # of which the kernel takes multiples
         "q_lora_rank": 24,
         "n_group": 4,
         "topk_group": 2,

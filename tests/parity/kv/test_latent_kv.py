@@ -42,13 +42,13 @@ def test_prefill_and_decode_on_two_engines(
     transport: str, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     pair = Pair(MAKE[transport], model=str(checkpoint), num_blocks=300)
-    assert pair.decode.core.ready.kv_layout == "latent/fp32/2x40+8/16"
+    assert pair.decode.core.ready.kv_layout == "latent/fp32/2x64+8/16"
     for number, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
         assert pair.ask(f"{number}", prompt, PARAMS) == tokens
     stats = pair.decode.core.scheduler.stats()
     assert stats.kv_recomputes == {}
     assert stats.kv_blocks_received > 0
-    assert sum(stats.kv_bytes_received.values()) == stats.kv_blocks_received * 16 * 2 * (40 + 8) * 4
+    assert sum(stats.kv_bytes_received.values()) == stats.kv_blocks_received * 16 * 2 * (64 + 8) * 4
     pair.close()
 
 
@@ -68,7 +68,7 @@ def test_evicted_blocks_come_back_from_a_file(
     engine.core.shutdown()
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", ["torch", "reference", "cpu"])
 def test_backends(backend: str, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
     engine = Engine(checkpoint, attention_backend=backend, budget=50, prefix_caching=True)
     assert engine.attention_backend == backend

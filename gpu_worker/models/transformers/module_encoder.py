@@ -24,6 +24,8 @@ from .modules import replace_modules
 
 _MOST_PADDING = 1.25
 """Prompts are computed together as long as padding them to one length makes at most so many times their tokens."""
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""How far rounding moves a state, relative to its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,14 @@ class ModuleEncoder:
         takes_types = "token_type_ids" in inspect.signature(self._model.forward).parameters
         self._has_types = takes_types and self.config.num_token_types > 0
         self._keeps_cache = hasattr(found.config, "use_cache")
+        self._most_padding = _MOST_PADDING if self._ignores_padding() else 1.0
         if found.config.get_text_config().to_dict().get("is_causal") is False:
             self._check_looks_ahead(path)
 
     def forward(self, token_ids: Tensor, positions: Tensor, token_types: Tensor, begins: Sequence[int]) -> Tensor:
         lengths = [end - begin for begin, end in itertools.pairwise(begins)]
         hidden = torch.empty(len(token_ids), self.config.hidden_size, dtype=self._dtype, device=self._device)
-        for rows in _batches(lengths):
+        for rows in _batches(lengths, self._most_padding):
             parts = [slice(begins[row], begins[row + 1]) for row in rows]
             states = self._states([token_ids[part] for part in parts], [token_types[part] for part in parts])
             for part, of_row in zip(parts, states, strict=True):
@@ -120,6 +123,16 @@ class ModuleEncoder:
         return states
 
     @torch.inference_mode()
+    def _ignores_padding(self) -> bool:
+        """Return whether a prompt has the same states beside a longer one: convolutions mix in what follows it."""
+        ids = torch.arange(1, 6, device=self._device) % self.config.vocab_size
+        types = torch.zeros_like(ids)
+        alone = self._states([ids[:4]], [types[:4]])[0].float()
+        padded = self._states([ids, ids[:4]], [types, types[:4]])[1, :4].float()
+        difference = (padded - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-9)
+        return bool(difference.max() < _TOLERANCES[self._dtype])
+
+    @torch.inference_mode()
     def _check_looks_ahead(self, path: Path) -> None:
         """Raise ``ValueError`` if the class ignores that its tokens are to attend to later ones."""
         ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=self._device) % self.config.vocab_size
@@ -131,12 +144,12 @@ class ModuleEncoder:
             )
 
 
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the numbers of prompts to compute together."""
+def _batches(lengths: Sequence[int], most_padding: float) -> Iterator[list[int]]:
+    """Yield the numbers of prompts to compute together, which padding makes at most so many times their tokens."""
     batch: list[int] = []
     total = 0
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and lengths[row] * (len(batch) + 1) > _MOST_PADDING * (total + lengths[row]):
+        if batch and lengths[row] * (len(batch) + 1) > most_padding * (total + lengths[row]):
             yield batch
             batch, total = [], 0
         batch.append(row)

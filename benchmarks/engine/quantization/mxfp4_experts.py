@@ -2,8 +2,9 @@
 
 ``python -m tokenloom.bench.engine.quantization.mxfp4_experts`` computes layers of that shape, more than a cache holds,
 in turns: for one row it prints which share of the memory's speed the reading of the row's experts takes, and how many
-times bfloat16's speed that is. ``--model`` writes models of a few such layers to a temporary folder and measures their
-decode steps with one stream, next to the ratio of the bytes that a step reads.
+times bfloat16's speed that is. With ``OMP_NUM_THREADS=1`` it measures CPU time, which other processes hardly change.
+``--model`` writes models of a few such layers to a temporary folder and measures their decode steps with one stream,
+next to the ratio of the bytes that a step reads.
 """
 
 import argparse
@@ -74,13 +75,14 @@ def run(layers: dict[str, list[Experts]], count: int, rows: int, rounds: int) ->
     """Return the least seconds of one layer, by kind; the kinds take turns."""
     x = torch.randn(rows, HIDDEN).bfloat16()
     least = dict.fromkeys(layers, float("inf"))
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for _ in range(rounds):
         for kind, each in layers.items():
             routes = [torch.randn(rows, count).softmax(-1).topk(PER_TOKEN, dim=-1) for _ in each]
-            started = time.perf_counter()
+            started = clock()
             for experts, (weights, chosen) in zip(each, routes, strict=True):
                 experts(x, weights, chosen)
-            least[kind] = min(least[kind], (time.perf_counter() - started) / len(each))
+            least[kind] = min(least[kind], (clock() - started) / len(each))
     return least
 
 

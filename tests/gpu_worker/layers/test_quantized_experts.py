@@ -92,6 +92,17 @@ def test_a_row_depends_on_no_other(threads: int) -> None:
     assert torch.equal(together[::7], torch.cat(alone))
 
 
+def test_numbers_that_are_not_finite_stay_visible_in_their_row_only() -> None:
+    experts = QuantizedExperts.of(make("floats"), "clamped_swiglu")
+    assert experts is not None
+    x = random(6, HIDDEN)
+    before = experts(x, *choices(6))
+    x[1, 40], x[4, 3] = float("nan"), float("inf")
+    found = experts(x, *choices(6))
+    assert not found[[1, 4]].isfinite().any()
+    assert torch.equal(found[[0, 2, 3, 5]], before[[0, 2, 3, 5]])
+
+
 def test_layers_of_several_kinds_are_left_to_their_layers() -> None:
     layers, other = make("floats"), make("int8")
     plain = make_linear(random(2 * INNER, HIDDEN))

@@ -19,8 +19,10 @@ import transformers
 from torch import Tensor
 
 from tests.parity.reference import SMALL_CONFIGS, save_random
-from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
+from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
+from tokenloom.gpu_worker.checkpoint import weights
 from tokenloom.gpu_worker.encoders.encoder import load_encoder
+from tokenloom.gpu_worker.models import architectures
 from tokenloom.gpu_worker.models.architectures import load_model
 
 CPU = torch.device("cpu")
@@ -81,10 +83,18 @@ def flips(config: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
         yield {each: value for each, value in config.items() if each != name}
 
 
+@pytest.fixture(autouse=True)
+def quick_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load thousands of models of some kilobytes: without threads that look for kernels, nor a look at all mappings."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(architectures, "_kernels", lambda config: [])
+    monkeypatch.setattr(weights, "forget_mapped", lambda addresses: None)
+
+
 def decoder(path: Path) -> Tensor:
     """Return the logits [40, vocab_size] of the built-in class."""
     model, count = load_model(path, "float32", model_impl="native"), len(IDS)
-    backend = ReferenceBackend(model.config, 16, CPU)
+    backend = make_attention_backend("reference", model.config, 16, CPU)
     blocks = np.arange(-(-count // 16))
     plan = backend.plan(np.array([0, count]), np.array([count]), blocks[None], np.arange(count))
     hidden = model.forward(torch.tensor(IDS), torch.arange(count), backend.allocate(len(blocks)), plan)
@@ -137,14 +147,12 @@ def compare(path: Path, kind: str, auto: Any, ours: Callable[[Path], Tensor]) ->
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_entries_of_a_decoder_are_computed_or_refused(kind: str, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     path = save_random(kind, tmp_path, **DECODERS[kind] | (_WINDOW if "sliding_window" in DECODERS[kind] else {}))
     assert compare(path, kind, transformers.AutoModelForCausalLM, decoder) == []
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_entries_of_an_encoder_are_computed_or_refused(kind: str, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **_ENCODER | ENCODERS[kind]))
     model.save_pretrained(tmp_path)

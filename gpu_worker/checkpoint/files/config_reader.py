@@ -116,9 +116,9 @@ class ConfigReader:
         return float(value)
 
     def take_bool(self, name: str, default: bool) -> bool:
-        """Return a boolean. An absent or null entry gives ``default``."""
-        value = self.take(name)
-        value = default if value is None else value
+        """Return a boolean. An absent entry gives ``default``; null is false, as the classes that read it take it."""
+        value = self.take(name, default)
+        value = False if value is None else value
         if type(value) is not bool:
             raise self.error(name, "must be true or false")
         return value

@@ -52,6 +52,11 @@ def test_null_takes_the_default() -> None:
     assert reader.take("a", 7) is None
 
 
+def test_a_flag_that_is_null_is_off() -> None:
+    reader = ConfigReader({"a": None}, "config.json")
+    assert (reader.take_bool("a", True), reader.take_bool("missing", True)) == (False, True)
+
+
 def test_a_nested_object_has_its_own_accounting() -> None:
     reader = ConfigReader({"rope": {"x": 1}}, "config.json")
     nested = reader.take_object("rope")

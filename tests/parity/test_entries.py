@@ -31,8 +31,7 @@ IDS[5:8] = [0, 1, 2]  # the usual numbers of padding and of the ends of a text
 
 _TINY = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
 _WINDOW = {"sliding_window": 16}
-DECODERS = {name: entries for name, entries in SMALL_CONFIGS.items() if name != "gpt_oss"}
-"""gpt-oss has a class of its own here and a test of each of its entries in test_published_configs."""
+DECODERS = SMALL_CONFIGS
 _ENCODER = _TINY | {"intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 503, "initializer_range": 0.3}
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {},

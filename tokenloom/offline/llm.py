@@ -8,23 +8,18 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
-from tokenloom.engine_core.client.core_client import CoreClient, InprocClient, SyncMPClient
-from tokenloom.engine_core.data.config import EngineConfig
-from tokenloom.engine_core.data.errors import EngineConfigError
-from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.model_files.model_path import resolve, served_name
 from tokenloom.request.chat_template import read_chat_template
 from tokenloom.request.errors import TokenloomError
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
-from tokenloom.services.engine.core.workers import CORE_COMMAND, WORKER_COMMAND, make_worker
 from tokenloom.services.engine.records.engine_settings import for_checkpoint
 from tokenloom.services.engine.records.grammar_config import reasoning_mode
 from tokenloom.services.engine.records.identity import pooling_limits
 from tokenloom.v1 import types_pb2
 
 from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
-from .engine_args import engine_config
+from .engine_args import engine_config, start_core
 from .lora_request import LoRARequests, OfflineLoras
 from .offline_loop import OfflineLoop, check_failures
 from .offline_request import OfflineRequest
@@ -104,7 +99,7 @@ class LLM:
         if template is not None:
             self._info = replace(self._info, chat_template=template)
         config = for_checkpoint(config, str(path), template)
-        self._client = _start_process(config) if has_process else _start_here(config)
+        self._client = start_core(config, in_process=has_process)
         ready = self._client.ready
         limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,
@@ -436,18 +431,6 @@ class LLM:
     ) -> list[OfflineRequest]:
         adapted = self._loras.apply(prompts, lora_request)
         return self._builder.build(adapted, sampling_params, priority, refuses_alone=True)
-
-
-def _start_here(config: EngineConfig) -> CoreClient:
-    return InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
-
-
-def _start_process(config: EngineConfig) -> CoreClient:
-    """Start a core in a process of its own, which logs warnings as an application's modules do."""
-    try:
-        return SyncMPClient(config, [*CORE_COMMAND, "--instance-id", "llm", "--log-level", "warning"])
-    except EngineConfigError as error:
-        raise ValueError(str(error)) from None
 
 
 @contextmanager

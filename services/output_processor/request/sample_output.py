@@ -29,6 +29,7 @@ class SampleOutput:
         sample_index: Number of the sample.
         token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.
         routed: The experts of its tokens; None unless they are asked for.
+        stop_match: The stop string that ended the output; later tokens and reasons of the engine do not count.
         timeline: Filled as the request proceeds; the times of tokens are filled in at the end.
         clock: Returns nanoseconds.
         num_attempts: 1, and one more for each engine that was replaced after it failed.
@@ -75,6 +76,7 @@ class SampleOutput:
         self.sample_index = sample_index
         self.token_ids = self._text.token_ids
         self.finished: RequestFinished | None = None
+        self.stop_match: StopMatch | None = None
         self.timeline = Timeline()
         self.num_attempts = 1
 
@@ -85,6 +87,7 @@ class SampleOutput:
         if journal is None:
             return None
         text, match = self._text.add(journal.token_ids)
+        self.stop_match = match
         if text := self._unsent(text):
             self._rows.add(self._key, text, len(self.token_ids), ())
         return match
@@ -98,7 +101,7 @@ class SampleOutput:
 
         Tokens after a stop string are ignored. Raises ``Internal`` when tokens are missing or doubled.
         """
-        if self._text.stop_match is not None:
+        if self.stop_match is not None:
             return None
         # An error and not a guess: wrong text is worse than a request that its client repeats.
         if token_index != len(self.token_ids):
@@ -113,6 +116,7 @@ class SampleOutput:
             text = self._unsent(text)
         self._detokenize_ns += self.clock() - now
         if match is not None:
+            self.stop_match = match
             token_ids = token_ids[: match.num_tokens - token_index]
         if logprobs is not None:
             self._add_logprobs(token_index, token_ids, logprobs)
@@ -151,8 +155,8 @@ class SampleOutput:
         self.timeline.kv_transfer_ns = finished.kv_wait_ns
         if finished.HasField("drafts"):
             self.timeline.drafts.CopyFrom(finished.drafts)
-        if (match := self._text.stop_match) is not None:
-            return self._end(_STOP, match.stop_string)
+        if self.stop_match is not None:
+            return self._end(_STOP, self.stop_match.stop_string)
         if finished.reason == _ERROR:
             return self.fail(wire_errors.from_proto(finished.error))
         if finished.num_output_tokens != len(self.token_ids):
@@ -174,11 +178,6 @@ class SampleOutput:
     def fail(self, error: BaseException) -> RequestFinished:
         """End with an error; text that was held back for a stop string is not shown."""
         return self._end(_ERROR, error=error)
-
-    @property
-    def stop_match(self) -> StopMatch | None:
-        """The stop string that ended the output; later tokens and reasons of the engine do not count."""
-        return self._text.stop_match
 
     @property
     def num_kept_bytes(self) -> int:

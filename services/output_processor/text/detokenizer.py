@@ -344,10 +344,10 @@ class OutputText:
 
     Attributes:
         token_ids: The output tokens, up to the stop string if one was found.
-        stop_match: The stop string that ended the output.
+        finish: Returns the rest of the text when the output ends; "" after a stop string.
     """
 
-    __slots__ = ("_detokenizer", "_eos_token_ids", "_stop_token_ids", "stop_match", "token_ids")
+    __slots__ = ("_detokenizer", "_eos_token_ids", "_stop_token_ids", "finish", "token_ids")
 
     def __init__(
         self, detokenizer: Detokenizer, stop_token_ids: Container[int], eos_token_ids: Container[int] = ()
@@ -358,7 +358,7 @@ class OutputText:
         self._stop_token_ids = stop_token_ids
         self._eos_token_ids = eos_token_ids
         self.token_ids: list[int] = []
-        self.stop_match: StopMatch | None = None
+        self.finish = detokenizer.finish
 
     @property
     def may_stop(self) -> bool:
@@ -372,13 +372,8 @@ class OutputText:
         text, match = self._detokenizer.step(token_ids, ends_with_stop_token=ends)
         self.token_ids.extend(token_ids)
         if match is not None:
-            self.stop_match = match
             del self.token_ids[match.num_tokens :]
         return text, match
-
-    def finish(self) -> str:
-        """Return the rest of the text when the output ends; "" after a stop string."""
-        return self._detokenizer.finish()
 
     def stop_reason(self, stop_token_id: int | None) -> int | None:
         """Return the token to report as the stop reason of an output that ended with ``stop_token_id``, if any."""

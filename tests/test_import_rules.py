@@ -273,6 +273,8 @@ def test_environment_is_read_at_the_edge_only() -> None:
         "tokenloom.services.runtime.host.service_settings",
         # Sets the variable that oneDNN reads, and reads none.
         "tokenloom.gpu_worker.kernels.levels",
+        # Where the user keeps caches, as the home directory is read.
+        "tokenloom.process",
         # Commands of their own.
         "tokenloom.services.runtime.host.probe",
         *("tokenloom.bench.engine.step_ab", "tokenloom.bench.engine.step_instructions"),

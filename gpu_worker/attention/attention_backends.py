@@ -3,8 +3,8 @@
 import torch
 
 from ..checkpoint.model_config import ModelConfig
-from ..kernels.compiler import KernelsUnavailable
-from ..kernels.library import uses_triton, warn_unavailable
+from ..kernels.compiler import KernelsUnavailable, warn_unavailable
+from ..kernels.library import uses_triton
 from .attention_backend import AttentionBackend
 from .cpu_backend import CPUBackend
 from .latent_backend import LatentBackend, LatentCPUBackend

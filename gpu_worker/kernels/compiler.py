@@ -15,17 +15,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tokenloom.process import cache_directory
+from tokenloom.process.fall_backs import OF_PROCESS
+
 from .levels import available_levels, native_flags
-from .prebuilt import FLAGS, SOURCES, Variant, find_prebuilt, openmp_runtime
+from .prebuilt import FLAGS, SOURCES, Variant, expose_openmp, find_prebuilt
 
 log = logging.getLogger(__name__)
 
 _TIMEOUT = 180.0
 """In seconds. A build takes 1 to 25 s."""
+_MOST_REASONS = 500
+"""In characters; what is shown names no further ones."""
 
 
 class KernelsUnavailable(Exception):
     """Raised when kernels cannot be used on this machine; the message says why."""
+
+
+def warn_unavailable(reason: str) -> None:
+    """Note once for each reason that slower operations replace kernels, or slower kernels the fastest ones."""
+    known = OF_PROCESS.of("").get("slow_kernels", "")
+    if reason not in known and len(known) < _MOST_REASONS:
+        OF_PROCESS.begin("slow_kernels", f"{known}; {reason}" if known else reason)
 
 
 def build(source: str, march: str = "native", cache_dir: Path | None = None, **macros: int) -> Path:
@@ -33,8 +45,10 @@ def build(source: str, march: str = "native", cache_dir: Path | None = None, **m
 
     For the native CPU, or the level that the process is limited to, it is the one that was built ahead for the CPU's
     level; otherwise it is compiled, unless it is in the cache; without a compiler, one that was built ahead for a lower
-    level. ``cache_dir`` is ``~/.cache/tokenloom/kernels`` by default; if it is given, nothing that was built ahead is
-    used. Sources, compiler, command and CPU identify a library in the cache. Raises :class:`KernelsUnavailable`.
+    level. ``cache_dir`` is by default ``kernels`` in :func:`.cache_directory`; if it is given, nothing that was built
+    ahead is used. Sources, compiler, command and CPU identify a library in the cache.
+
+    Raises :class:`KernelsUnavailable`.
     """
     flags = native_flags() if march == "native" else (f"-march={march}",)
     levels = available_levels() if march == "native" and cache_dir is None else []
@@ -42,8 +56,9 @@ def build(source: str, march: str = "native", cache_dir: Path | None = None, **m
         return ahead
     try:
         return _build_or_explain(source, flags, cache_dir, macros)
-    except KernelsUnavailable:
+    except KernelsUnavailable as error:
         if (ahead := find_prebuilt(source, macros, levels[1:])) is not None:
+            warn_unavailable(f"{source} computes with the kernels of {ahead.parent.name}: {error}")
             return ahead
         raise
 
@@ -60,17 +75,17 @@ def _build_or_explain(
 def _build_here(source: str, machine_flags: tuple[str, ...], cache_dir: Path | None, macros: Mapping[str, int]) -> Path:
     compiler = _compiler_version()
     flags = [*FLAGS, *machine_flags, *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
-    runtime = openmp_runtime()
     contents = [path.read_text(encoding="utf-8") for path in (SOURCES / f"{source}.cpp", *SOURCES.glob("*.h"))]
-    # The name of the OpenMP library, not its path: the loader finds the one that torch has loaded by its name, so
-    # every environment with the same torch shares the build.
-    runtime_name = runtime.name if runtime is not None else ""
-    identity = "\0".join([compiler, _cpu(), runtime_name, *flags, *contents])
+    # All that a build depends on, so that what the cache holds can also be built here. The OpenMP library is no part of
+    # it: the libraries name none, and every environment shares them. Once they named the one of torch: where its path
+    # could not be linked, only machines with an empty cache saw it.
+    identity = "\0".join([compiler, _cpu(), *flags, *contents])
     library = _writable(cache_dir) / f"{source}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if not library.exists():
         with _locked(library):
             if not library.exists():
-                _compile(SOURCES / f"{source}.cpp", flags, runtime, library)
+                _compile(SOURCES / f"{source}.cpp", flags, library)
+    expose_openmp()
     return library
 
 
@@ -87,13 +102,13 @@ def _locked(library: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _compile(source: Path, flags: list[str], runtime: Path | None, library: Path) -> None:
+def _compile(source: Path, flags: list[str], library: Path) -> None:
     log.info("compiling the CPU kernels of %s, once", source.stem)
     _remove_left(library)
     with tempfile.TemporaryDirectory(prefix=f"{library.stem}-", dir=library.parent) as directory:
         object_file, result = Path(directory, "kernels.o"), Path(directory, "kernels.so")
         _run("g++", "-fopenmp", *flags, "-c", str(source), "-o", str(object_file))
-        _run("g++", "-shared", str(object_file), "-o", str(result), str(runtime or "-lgomp"))
+        _run("g++", "-shared", str(object_file), "-o", str(result))
         result.replace(library)  # in one step: another process may be about to load it
 
 
@@ -136,7 +151,7 @@ def _cpu() -> str:
 def _writable(cache_dir: Path | None) -> Path:
     """Return the cache directory, or a private one that lives as long as the process if there can be no cache."""
     try:
-        directory = cache_dir or Path.home() / ".cache" / "tokenloom" / "kernels"
+        directory = cache_dir or cache_directory() / "kernels"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return Path(_private_directory().name)

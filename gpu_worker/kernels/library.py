@@ -8,9 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tokenloom.process.fall_backs import OF_PROCESS
-
-from .compiler import KernelsUnavailable, build
+from .compiler import KernelsUnavailable, build, warn_unavailable
 
 _MATRIX_UNIT = "matrix unit (AMX)"
 _P, _I64, _I32, _F = c_void_p, c_int64, c_int32, c_float
@@ -161,21 +159,21 @@ def load_attention(head_size: int, march: str = "native", softcap: bool = False,
     """
     switches = {"SOFTCAP": softcap, "KV_INT8": int8}
     macros = {"HEAD_SIZE": head_size} | {name: 1 for name, is_on in switches.items() if is_on}
-    return _load(build("attention", march, None, **macros), attend="P", write_kv="iPPPPPqqqqq")
+    return _load(_built("attention", march, **macros), attend="P", write_kv="iPPPPPqqqqq")
 
 
 @functools.cache
 def load_latent(rank: int, rope_size: int, march: str = "native") -> CDLL:
     """Load attention over compressed vectors of ``rank`` elements, a multiple of 64, with rotated keys behind them.
     Raises :class:`KernelsUnavailable`."""
-    return _load(build("latent", march, None, RANK=rank, WIDTH=rank + rope_size), attend_latents="P")
+    return _load(_built("latent", march, RANK=rank, WIDTH=rank + rope_size), attend_latents="P")
 
 
 @functools.cache
 def load_fused(march: str = "native") -> CDLL:
     """Load the operations between a layer's matrices. Raises :class:`KernelsUnavailable`."""
     gates = dict.fromkeys(("silu_mul", "gelu_mul", "clamped_swiglu_mul"), "iPPqqi")
-    library = build("fused", march)
+    library = _built("fused", march)
     return _load(library, add_norm="iPPPPqqffi", rotate_and_write="P", rotations="PPPPqqfi", **gates)
 
 
@@ -189,7 +187,7 @@ def load_floats(march: str = "native") -> CDLL:
 def load_int8(march: str = "native") -> CDLL:
     """Load products with int8 matrices. Raises :class:`KernelsUnavailable`, also if the CPU has no
     matrix unit."""
-    library = _load(build("int8", march), multiply_int8="iPPPPPqqqi")
+    library = _load(_built("int8", march), multiply_int8="iPPPPPqqqi")
     return _checked(library, _MATRIX_UNIT)
 
 
@@ -198,7 +196,7 @@ def load_quantized(march: str = "native") -> CDLL:
     """Load products with matrices of 4 and 8 bits, floats of 4 bits included, and rounding to 4 bits. Raises
     :class:`KernelsUnavailable`, also if the CPU has no AVX2."""
     library = _load(
-        build("quantized", march),
+        _built("quantized", march),
         multiply_quantized="iiPPPPPPqqqqfii",
         round_to_4_bits="iPqqPqPPi",
         pack_quantized="iPPqqii",
@@ -213,7 +211,7 @@ def load_float8(march: str = "native") -> CDLL:
     """Load products of bfloat16 rows with matrices of 8-bit floats. Raises :class:`KernelsUnavailable`, also without
     FMA."""
     sizes = dict.fromkeys(("panel_outputs", "whole_inputs"), ":q")
-    return _checked(_load(build("float8", march), multiply_float8="PPPPPqqqqi", pack="PPPqqqi", **sizes), "FMA")
+    return _checked(_load(_built("float8", march), multiply_float8="PPPPPqqqqi", pack="PPPqqqi", **sizes), "FMA")
 
 
 @load_once
@@ -240,7 +238,7 @@ def load_bfloat16_tiles(march: str = "native") -> CDLL:
 @load_once
 def load_drafts(march: str = "native") -> CDLL:
     """Load the steps of small draft models. Raises :class:`KernelsUnavailable`."""
-    library = build("drafts", march)
+    library = _built("drafts", march)
     return _load(library, matrix_bytes="qqi:q", arrange_matrix="PPqqi", draft_greedily="P:q")
 
 
@@ -248,7 +246,7 @@ def load_drafts(march: str = "native") -> CDLL:
 def load_replay(march: str = "native") -> CDLL:
     """Load what runs recorded steps. Raises :class:`KernelsUnavailable`."""
     return _load(
-        build("replay", march),
+        _built("replay", march),
         find_signature="s:q",
         replay="Pq",
         gather_rows="PPPqqq",
@@ -262,19 +260,19 @@ def load_replay(march: str = "native") -> CDLL:
 @load_once
 def load_batch(march: str = "native") -> CDLL:
     """Load what gathers the arrays of steps. Raises :class:`KernelsUnavailable`."""
-    return _load(build("batch", march), gather="P:q")
+    return _load(_built("batch", march), gather="P:q")
 
 
 @load_once
 def load_draw(march: str = "native") -> CDLL:
     """Load what draws the tokens of steps. Raises :class:`KernelsUnavailable`."""
-    return _load(build("draw", march), append_drawn="P:i")
+    return _load(_built("draw", march), append_drawn="P:i")
 
 
 @load_once
 def load_sums(march: str = "native") -> CDLL:
     """Load what adds the tensors of ranks on one machine. Raises :class:`KernelsUnavailable`."""
-    return _load(build("sums", march), shared_bytes="q:q", sum_ranks="PPqiii")
+    return _load(_built("sums", march), shared_bytes="q:q", sum_ranks="PPqiii")
 
 
 def loaded_libraries() -> Sequence[CDLL]:
@@ -285,25 +283,29 @@ def loaded_libraries() -> Sequence[CDLL]:
 @load_once
 def load_lora(march: str = "native") -> CDLL:
     """Load the products with the matrices of LoRA adapters. Raises :class:`KernelsUnavailable`."""
-    return _load(build("lora", march), rank_step=":q", panel_outputs=":q", add_lora="PPPP")
+    return _load(_built("lora", march), rank_step=":q", panel_outputs=":q", add_lora="PPPP")
 
 
 @load_once
 def load_pool(march: str = "native") -> CDLL:
     """Load what sets how the kernels of this process share their work among threads. Raises
     :class:`KernelsUnavailable`."""
-    return _load(build("pool", march), set_waiting="iq", set_most_threads="i", keep_apart="i")
+    return _load(_built("pool", march), set_waiting="iq", set_most_threads="i", keep_apart="i")
 
 
-@functools.cache
-def warn_unavailable(reason: str) -> None:
-    """Note once for each reason that PyTorch's slower operations replace kernels."""
-    OF_PROCESS.begin("slow_kernels", reason)
+def _built(source: str, march: str, **macros: int) -> Path:
+    """Return the library as :func:`.build`, and note a failure: some of those that ask compute otherwise silently,
+    because for them a processor without the instructions is in order."""
+    try:
+        return build(source, march, None, **macros)
+    except KernelsUnavailable as error:
+        warn_unavailable(str(error))
+        raise
 
 
 def _load_panels(source: str, march: str, needed: str) -> CDLL:
     sizes = dict.fromkeys(("panel_outputs", "word_outputs", "word_inputs", "whole_inputs"), ":q")
-    return _checked(_load(build(source, march), multiply="PPPPqqqi", pack="PPqqi", **sizes), needed)
+    return _checked(_load(_built(source, march), multiply="PPPPqqqi", pack="PPqqi", **sizes), needed)
 
 
 def _checked(library: CDLL, needed: str) -> CDLL:
@@ -319,7 +321,9 @@ def _load(path: Path, **signatures: str) -> CDLL:
     try:
         library = CDLL(str(path))  # ctypes releases the interpreter lock during its calls
     except OSError as error:
-        raise KernelsUnavailable(f"{path.name} cannot be loaded: {error}") from None
+        reason = f"{path.name} cannot be loaded: {error}"
+        warn_unavailable(reason)
+        raise KernelsUnavailable(reason) from None
     for name, signature in signatures.items():
         arguments, _, result = signature.partition(":")
         function = getattr(library, name)

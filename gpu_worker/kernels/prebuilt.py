@@ -7,6 +7,7 @@ libraries name no OpenMP library: they use the one that is loaded.
 import ctypes
 import functools
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,13 +19,14 @@ from .levels import Level
 def openmp_runtime() -> Path | None:
     """Return the OpenMP library that torch has loaded."""
     maps = Path("/proc/self/maps")
-    return openmp_in(maps.read_text()) if maps.exists() else None
+    return openmp_in(os.fsdecode(maps.read_bytes())) if maps.exists() else None
 
 
 def openmp_in(maps: str) -> Path | None:
     """Return the OpenMP library among the files that a process has mapped, as ``/proc/PID/maps`` lists them."""
     # The path is the sixth column, and the last one: it may hold blanks.
-    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "libgomp" in line}
+    columns = [line.split(maxsplit=5) for line in maps.split("\n")]
+    paths = {each[5] for each in columns if len(each) == 6 and each[5].rpartition("/")[2].startswith("libgomp")}
     return next((Path(path) for path in sorted(paths)), None)
 
 

@@ -23,8 +23,8 @@ from ..checkpoint.quantization.fp8 import PackedFloats
 from ..checkpoint.quantization.mxfp4 import PackedFloats4
 from ..checkpoint.weights import Checkpoint
 from ..checkpoint.weights import Linear as Linear
-from ..kernels.compiler import KernelsUnavailable
-from ..kernels.library import uses_triton, warn_unavailable
+from ..kernels.compiler import KernelsUnavailable, warn_unavailable
+from ..kernels.library import uses_triton
 from ..parallel.group import RankGroup
 from ..parallel.sharding import Dimension, length
 from .fp8_linear import MULTIPLE, Fp8Linear, WidenedLinear, can_round

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.files.quantized_weight import Float4Weight, QuantizedWeight
-from ..kernels.compiler import KernelsUnavailable
-from ..kernels.library import load_int8, load_quantized, warn_unavailable
+from ..kernels.compiler import KernelsUnavailable, warn_unavailable
+from ..kernels.library import load_int8, load_quantized
 from ..kernels.threads import kernel_threads
 from .weight_memory import weight_memory
 

@@ -16,8 +16,8 @@ from tokenloom.engine_core.data.lora import LoraInfo
 
 from ..batch.input_batch import StepInputs
 from ..checkpoint.weights import Linear
-from ..kernels.compiler import KernelsUnavailable
-from ..kernels.library import LoraLayer, LoraPart, LoraRows, load_lora, warn_unavailable
+from ..kernels.compiler import KernelsUnavailable, warn_unavailable
+from ..kernels.library import LoraLayer, LoraPart, LoraRows, load_lora
 from ..kernels.threads import kernel_threads
 from .adapter import Adapter, Layout, Matrices, read_adapter
 

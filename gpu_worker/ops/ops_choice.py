@@ -2,8 +2,8 @@
 
 import torch
 
-from ..kernels.compiler import KernelsUnavailable
-from ..kernels.library import uses_triton, warn_unavailable
+from ..kernels.compiler import KernelsUnavailable, warn_unavailable
+from ..kernels.library import uses_triton
 from .cpu_ops import CPUOps
 from .ops import Ops
 from .torch_ops import TorchOps

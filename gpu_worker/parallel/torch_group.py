@@ -22,8 +22,8 @@ from torch import Tensor
 from tokenloom.engine_core.data.config import ParallelConfig
 
 from ..call_recording.recorder import current_recorder
-from ..kernels.compiler import KernelsUnavailable
-from ..kernels.library import load_sums, warn_unavailable
+from ..kernels.compiler import KernelsUnavailable, warn_unavailable
+from ..kernels.library import load_sums
 from .group import ALONE, RankGroup
 from .sharding import RankPlace
 

@@ -48,8 +48,9 @@ from tokenloom.gpu_worker.layers.panel_linear import PanelLinear
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.sampler.host.sampler import Sampler
+from tokenloom.process import cache_directory
 
-BUILDS = Path.home() / ".cache" / "tokenloom" / "sanitized"
+BUILDS = cache_directory() / "sanitized"
 SANITIZERS = ("-O1", "-g1", "-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 EDGES = (-(1 << 63), -(1 << 32), -(1 << 31), -2, -1, 0, 1, 2, (1 << 31) - 1, 1 << 31, 1 << 32, (1 << 63) - 1)
 NEEDED: tuple[Variant, ...] = (

@@ -10,7 +10,7 @@ import typer
 
 from tokenloom.preflight.findings import Finding, examine_certificates, examine_engine, examine_host
 from tokenloom.supervisor.ports import PortTaken, reserved_ports
-from tokenloom.supervisor.state_dir import StateDirError, root, running_meshes
+from tokenloom.supervisor.state_dir import StateDirError, read_part_state, root, running_meshes
 
 from .failures import FAILED
 
@@ -41,8 +41,18 @@ def _findings(host: str, port: int, certs: Path) -> Iterator[Finding]:
     else:
         yield from examine_host(directory)
         yield _ports(host, port)
+        yield from _fall_backs()
     yield from examine_engine()
     yield from examine_certificates(certs)
+
+
+def _fall_backs() -> Iterator[Finding]:
+    """Yield what the parts of this user's running meshes do without."""
+    for mesh in running_meshes():
+        for part in mesh.parts:
+            state = read_part_state(Path(part.state_file))
+            for each in state.fall_backs if state is not None else ():
+                yield Finding("warn", "fall-backs", f"{part.service}-{part.index} on port {mesh.port}: {each}")
 
 
 def _ports(host: str, port: int) -> Finding:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tokenloom.process import cache_directory
+
 from ..gguf import tokenizer
 from ..gguf.gguf_file import GgufFile, is_gguf, read_gguf
 from ..request import validation
@@ -182,10 +184,10 @@ def dummy_fingerprint(path: Path) -> bytes:
 def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:
     """Return the SHA-256 of config.json and all weight files, or of the GGUF file.
 
-    It is cached under ``cache_dir`` (default ``~/.cache/tokenloom``) by the files' stamps, because reading a large
+    It is cached under ``cache_dir`` (default :func:`.cache_directory`) by the files' stamps, because reading a large
     model is slow.
     """
-    return cached_digest(_weight_files(path), (cache_dir or Path.home() / ".cache" / "tokenloom") / "weights")
+    return cached_digest(_weight_files(path), (cache_dir or cache_directory()) / "weights")
 
 
 def weights_stamps(path: Path) -> list[Stamp]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenloom.process import cache_directory
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..gguf.tokenizer import TokenType, add_special_tokens, sentence_piece_bpe
@@ -195,12 +196,12 @@ def can_make_tokenizer(path: Path, tokenizer_config: Mapping[str, Any]) -> bool:
 def save_tokenizer(tokenizer: "Tokenizer", path: Path, cache_dir: Path | None = None) -> Path | None:
     """Return a ``tokenizer.json`` with the tokenizer of the checkpoint ``path``.
 
-    It is kept under ``cache_dir`` (default ``~/.cache/tokenloom``) under the hash of its content. Returns None with a
+    It is kept under ``cache_dir`` (default :func:`.cache_directory`) under the hash of its content. Returns None with a
     warning if it cannot be written.
     """
     content = tokenizer.to_str().encode()
     name = f"{hashlib.sha256(content).hexdigest()}.json"
-    saved = (cache_dir or Path.home() / ".cache" / "tokenloom") / "tokenizers" / name
+    saved = (cache_dir or cache_directory()) / "tokenizers" / name
     try:
         if not saved.is_file() or saved.read_bytes() != content:
             saved.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,8 @@ import datetime
 import os
 import platform
 import resource
-import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokenloom.gpu_worker.kernels.levels import available_levels
-from tokenloom.gpu_worker.kernels.prebuilt import FOLDER, library_name, variants
+from tokenloom.gpu_worker.kernels.prebuilt import FLAGS, FOLDER, library_name, variants
 from tokenloom.services.runtime.host.limits import NEEDED
 
 from .host import check_engine_packages, check_run_directory, platform_note
@@ -137,6 +138,10 @@ def examine_engine() -> Iterator[Finding]:
     yield _kernels()
 
 
+_PROBE = "#include <omp.h>\n#include <cmath>\nint threads() { return omp_get_max_threads(); }\n"
+_COMPILER_SECONDS = 60.0
+
+
 def _processor() -> Finding:
     levels = available_levels()
     if levels:
@@ -146,16 +151,31 @@ def _processor() -> Finding:
 
 def _kernels() -> Finding:
     """Report where the kernels of the best level come from."""
-    has_compiler = shutil.which("g++") is not None
+    lacking = _compiler_failure()
     for level in available_levels():
         folder = FOLDER / level.name
         built = [variant for variant in variants() if (folder / library_name(*variant, level)).is_file()]
         if built:
-            rest = "g++ compiles others" if has_compiler else "others need g++, or PyTorch's operations are used"
+            rest = "g++ compiles others" if not lacking else f"others run as PyTorch's operations: {lacking}"
             return Finding("ok", "kernels", f"{len(built)} built ahead for {level.name}; {rest}")
-    if has_compiler:
+    if not lacking:
         return Finding("ok", "kernels", "none built ahead; g++ compiles them at the first start, and they are kept")
-    return Finding("warn", "kernels", "none built ahead and no g++: install g++, or PyTorch's slower operations run")
+    way_out = "install g++, or PyTorch's slower operations run"
+    return Finding("warn", "kernels", f"none built ahead and {lacking}: {way_out}")
+
+
+def _compiler_failure() -> str:
+    """Return why no kernels can be compiled; empty: a small library with OpenMP can be."""
+    with tempfile.TemporaryDirectory(prefix="tokenloom-doctor-") as folder:
+        command = ["g++", "-fopenmp", *FLAGS, "-march=native", "-shared", "-x", "c++", "-", "-o", f"{folder}/probe.so"]
+        try:
+            done = subprocess.run(command, input=_PROBE, capture_output=True, text=True, timeout=_COMPILER_SECONDS)
+        except FileNotFoundError:
+            return "no g++"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"g++ does not run ({type(error).__name__})"
+    said = next(iter(done.stderr.strip().splitlines()), "no message")
+    return f"g++ fails ({said})" if done.returncode else ""
 
 
 _SOON = datetime.timedelta(days=7)

@@ -19,7 +19,7 @@ from .part import SupervisedPart
 from .part_spec import PartFailed, PartSpec
 from .ports import held_ports
 from .process import Process, fork_first
-from .state_dir import MeshRecord, PartReport, mesh_directory, write_record
+from .state_dir import MeshRecord, PartReport, mesh_directory, read_part_state, write_record
 
 KILL_GRACE = 2.0
 """Seconds after the drain timeout within which a part must end before it is killed."""
@@ -66,6 +66,11 @@ class Mesh:
     def states(self, service: str) -> Sequence[PartReport]:
         """Return the states of the running parts of a service."""
         return [part.state for part in self.parts if part.spec.service == service and part.state is not None]
+
+    def fall_backs(self, service: str) -> Sequence[str]:
+        """Return what the parts of a service do without by now, each once."""
+        states = [read_part_state(part.spec.state_file) for part in self.parts if part.spec.service == service]
+        return list(dict.fromkeys(str(each) for state in states if state for each in state.fall_backs))
 
     async def output_settled(self) -> None:
         """Return when the parts have written nothing for a moment, or after ten such moments."""

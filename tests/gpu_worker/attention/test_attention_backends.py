@@ -10,7 +10,6 @@ from tests.gpu_worker.attention.steps import CPU, shape
 from tokenloom.gpu_worker.attention import cpu_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
-from tokenloom.gpu_worker.kernels.library import warn_unavailable
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 
@@ -44,7 +43,6 @@ def test_torch_takes_the_place_of_missing_kernels_with_one_warning(
         raise KernelsUnavailable("there is no C++ compiler (g++)")
 
     monkeypatch.setattr(cpu_backend, "load_attention", fail)
-    warn_unavailable.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert make_attention_backend(name, shape(2), 16, CPU).name == "torch"

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tokenloom.gpu_worker.kernels import library
-from tokenloom.gpu_worker.kernels.compiler import openmp_runtime
-from tokenloom.gpu_worker.kernels.prebuilt import FLAGS, SOURCES
+from tokenloom.gpu_worker.kernels.prebuilt import FLAGS, SOURCES, openmp_runtime
 
 
 def use_builds(patch: pytest.MonkeyPatch, build: Callable[..., Path]) -> None:

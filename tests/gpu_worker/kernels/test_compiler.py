@@ -5,17 +5,21 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import CDLL
 from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  loads the OpenMP runtime that kernels are to share
 
-from tokenloom.gpu_worker.kernels import compiler
+from tokenloom.gpu_worker.kernels import compiler, library
 from tokenloom.gpu_worker.kernels import compiler as parallel_build
-from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable, build
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable, build, warn_unavailable
 from tokenloom.gpu_worker.kernels.library import load_attention, load_fused
-from tokenloom.gpu_worker.kernels.prebuilt import openmp_in
+from tokenloom.gpu_worker.kernels.prebuilt import openmp_in, openmp_runtime
+from tokenloom.process import cache_directory
+from tokenloom.process.fall_backs import OF_PROCESS
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 
@@ -132,12 +136,61 @@ def test_no_compiler(monkeypatch):
     compiler._compiler_version.cache_clear()
 
 
-@needs_compiler
-def test_the_openmp_library_is_found_in_a_folder_whose_name_has_blanks() -> None:
-    line = "7f00-7f01 r-xp 00000000 08:01 7340 {}/libgomp.so.1\n"
-    maps = line.format("/home/my models/.venv/lib") + "7f02-7f03 rw-p 00000000 00:00 0 \n"
-    assert openmp_in(maps) == Path("/home/my models/.venv/lib/libgomp.so.1")
+@pytest.mark.parametrize("folder", ["/home/my models/.venv/lib", "/tmp/a  b'\u00fc%c/libgomp", "/tmp/\udcff"])
+def test_the_openmp_library_is_found_in_a_folder_of_any_name(folder: str) -> None:
+    row = "7f00-7f01 r-xp 00000000 08:01 7340 {}\n"
+    maps = row.format("/tmp/libgomp/other.so") + row.format(f"{folder}/libgomp.so.1")
+    maps += "7f02-7f03 rw-p 00000000 00:00 0 \n"
+    assert openmp_in(maps) == Path(f"{folder}/libgomp.so.1")
     assert openmp_in("7f02-7f03 rw-p 00000000 00:00 0 \n") is None
+
+
+@needs_compiler
+def test_a_library_of_the_cache_depends_on_no_path_of_this_environment(tmp_path: Path) -> None:
+    """Otherwise what one environment has built would hide that another cannot build it."""
+    runtime = openmp_runtime()
+    assert runtime is not None
+    for source in ("batch", "fused"):
+        content = build(source, cache_dir=tmp_path).read_bytes()
+        assert runtime.name.encode() not in content
+        assert b"libgomp" not in content
+
+
+@pytest.mark.parametrize(("given", "found"), [("/x/y", "/x/y"), ("", "/h/.cache"), ("relative", "/h/.cache")])
+def test_the_cache_follows_the_user_s_variable(given: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/h")
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert cache_directory() == Path(found, "tokenloom")
+
+
+def test_kernels_are_kept_there(tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler, "find_prebuilt", lambda *_: None)
+    assert build("batch").parent == tmp_path / "tokenloom" / "kernels"
+
+
+@pytest.mark.parametrize("load", [library.load_bfloat16_dots, library.load_batch, library.load_floats])
+def test_a_kernel_that_cannot_be_built_is_a_fall_back(
+    load: Callable[[], CDLL], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one for which a layer, or numpy, stands in without a word."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler, "find_prebuilt", lambda *_: None)
+    monkeypatch.setattr(compiler, "FLAGS", ("-fno-such-flag",))
+    for _ in range(2):
+        with pytest.raises(KernelsUnavailable, match="no-such-flag"):
+            load.__wrapped__()  # type: ignore[attr-defined]
+    ((kind, detail),) = OF_PROCESS.own()
+    assert kind == "slow_kernels"
+    assert detail.count("no-such-flag") == 1
+
+
+def test_reasons_are_kept_beside_each_other_and_bounded() -> None:
+    for reason in ("no AVX2", "no g++", "no AVX2", *(f"{each} " * 100 for each in range(9))):
+        warn_unavailable(reason)
+    ((_, detail),) = OF_PROCESS.own()
+    assert detail.startswith("no AVX2; no g++; 0 0")
+    assert len(detail) < 1000
 
 
 def test_kernels_and_torch_share_one_openmp_runtime():

@@ -91,11 +91,9 @@ def test_without_the_unit_inputs_are_rounded_in_groups(dtype, monkeypatch, caplo
 
 def test_the_slower_way_is_told_of_once(monkeypatch, caplog):
     without_kernels(monkeypatch)
-    library.warn_unavailable.cache_clear()
     Int8Linear(random(32, 64)), Int8Linear(random(32, 64))
     (record,) = caplog.records
     assert "int8 layers: none; none" in record.getMessage()
-    library.warn_unavailable.cache_clear()
 
 
 @pytest.mark.parametrize("kernels", [True, False])

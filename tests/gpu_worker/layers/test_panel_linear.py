@@ -119,6 +119,6 @@ def test_the_weight_itself_is_released():
 def test_a_cpu_that_lacks_what_it_needs(load, monkeypatch):
     """As built for one that does."""
     build = library.build
-    monkeypatch.setattr(library, "build", lambda source, march: build(source, "x86-64"))
+    monkeypatch.setattr(library, "build", lambda source, *_: build(source, "x86-64"))
     with pytest.raises(KernelsUnavailable, match="the CPU has no"):
         load.__wrapped__()

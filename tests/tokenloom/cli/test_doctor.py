@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from tokenloom.cli import doctor
 from tokenloom.cli.main import app
 from tokenloom.preflight.findings import Finding
+from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, mesh_directory, write_record
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +31,14 @@ def test_a_taken_port_fails() -> None:
         result = CliRunner().invoke(app, ["doctor", "--port", str(port), "--json"])
     assert result.exit_code == 1
     assert [each["subject"] for each in json.loads(result.stdout) if each["level"] == "fail"] == ["ports"]
+
+
+def test_what_the_parts_of_running_meshes_do_without(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_dir))
+    with mesh_directory() as directory:
+        state = {"pid": 1, "address": "a", "fall_backs": [{"kind": "slow_kernels", "subject": "", "detail": "no g++"}]}
+        (directory / "e0.json").write_text(json.dumps(state))
+        parts = [PartRecord("engine", 0, None, f"{directory}/e0.json"), PartRecord("engine", 1, None, "none")]
+        write_record(directory, MeshRecord(1, 8123, parts))
+        result = CliRunner().invoke(app, ["doctor", "--port", "0"])
+    assert "warn  fall-backs     engine-0 on port 8123: slow_kernels: no g++" in result.stdout.splitlines()

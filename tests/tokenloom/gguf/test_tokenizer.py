@@ -69,6 +69,7 @@ def test_the_fingerprint_follows_the_tokenizer(tmp_path: Path) -> None:
 
 def test_a_copy_for_parts_that_read_only_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     path = write(tmp_path / "demo.gguf", add_tokenizer)
     copy = tokenizer_file(path)
     assert copy is not None

@@ -55,10 +55,11 @@ def test_ids_are_those_of_transformers(checkpoint: Path) -> None:
 
 
 def test_what_else_is_read(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert CheckpointInfo.load(checkpoint).eos_token_ids == (2,)
     saved = tokenizer_file(checkpoint)
     assert saved is not None
+    assert saved.is_relative_to(tmp_path / "cache" / "tokenloom")
     assert saved.read_text() == load_tokenizer(checkpoint).to_str()
     before = tokenizer_fingerprint(checkpoint)
     (checkpoint / "merges.txt").write_text("#version: 0.2\n")

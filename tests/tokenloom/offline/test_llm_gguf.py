@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tests.tokenloom.gguf.demo_file import write_demo_file
 from tokenloom import LLM, SamplingParams, StructuredOutputsParams
 from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.process import cache_directory
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
@@ -31,11 +32,11 @@ def make_llm(path: Path) -> LLM:
 def test_a_file_is_a_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The tokenizer of the file is converted here, and not read from what an earlier run has kept; kernels are not built
     # anew.
-    kernels = Path(".cache", "tokenloom", "kernels")
-    (Path.home() / kernels).mkdir(parents=True, exist_ok=True)
-    (tmp_path / kernels.parent).mkdir(parents=True)
-    (tmp_path / kernels).symlink_to(Path.home() / kernels)
-    monkeypatch.setenv("HOME", str(tmp_path))
+    kernels = cache_directory() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "tokenloom").mkdir()
+    (tmp_path / "tokenloom" / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     values = write_demo_file(tmp_path / "demo.gguf")
     plain = tmp_path / "plain"
     shutil.copytree(DEMO_MODEL, plain, ignore=shutil.ignore_patterns("*.safetensors", "modules.json", "__*"))

@@ -69,10 +69,16 @@ def test_what_is_no_certificate_fails(tmp_path: Path) -> None:
     assert [each.level for each in examine_certificates(tmp_path)] == ["fail"]
 
 
-def test_kernels_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_a_compiler_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "FOLDER", tmp_path)
     assert findings._kernels().level in ("ok", "warn")
-    monkeypatch.setattr(findings.shutil, "which", lambda name: None)
-    assert findings._kernels().level == "warn"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert findings._kernels().text.startswith("none built ahead and no g++: install g++")
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho 'cannot find cc1plus' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    found = findings._kernels()
+    assert found.level == "warn"
+    assert found.text.startswith("none built ahead and g++ fails (cannot find cc1plus): install g++")
     monkeypatch.setattr(findings, "available_levels", list)
     assert findings._processor().level == "warn"

@@ -59,7 +59,10 @@ def run_demo(prompt: str, model: str, max_tokens: int, speculative_config: str) 
         await mesh.wait_serving()
         http = mesh.gateways[0].http
         assert http is not None
-        console.print(f"ready after {time.monotonic() - started:.1f} s at http://{http}\n", style="dim")
+        console.print(f"ready after {time.monotonic() - started:.1f} s at http://{http}", style="dim")
+        for each in mesh.fall_backs("engine"):
+            console.print(f"fall-back of engines: {each}", style="yellow", markup=False)
+        console.print()
         console.print(_spoken("you", f"{prompt}\n"), _spoken(name, ""), sep="", end="")
         server = Server(f"http://{http}")
         answer = await asyncio.to_thread(stream_chat, server, _body(name, prompt, max_tokens), _print_piece)

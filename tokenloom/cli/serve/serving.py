@@ -128,10 +128,11 @@ async def _announce_and_wait(mesh: Mesh, names: Sequence[str], scheme: str) -> N
     lengths = [await context_length(engines[at * each : (at + 1) * each]) for at in range(len(names))]
     context = f", context: {' and '.join(map(str, lengths))} tokens" if all(lengths) else ""
     await mesh.output_settled()  # so that the lines below are the last ones
+    without = "".join(f" Fall-back of engines: {each}." for each in mesh.fall_backs("engine"))
     verb = "is" if len(names) == 1 else "are"
     for gateway in mesh.gateways:
         url = f"{scheme}://{gateway.http}"
         line = f"{' and '.join(names)} {verb} served at {url} (page: {url}/, gRPC: {gateway.address}{context})."
         with contextlib.suppress(OSError):  # an output that cannot be written ends no mesh
-            print(line, "Ctrl-C stops it.", flush=True)
+            print(f"{line}{without} Ctrl-C stops it.", flush=True)
     await mesh.wait_failed()

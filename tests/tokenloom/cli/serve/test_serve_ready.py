@@ -15,12 +15,16 @@ class FakeMesh:
     """Stands in for a mesh that serves at once."""
 
     events: list[str] = field(default_factory=list)
+    degraded: bool = False
 
     async def wait_serving(self) -> None:
         self.events.append("serving")
 
     async def output_settled(self) -> None:
         self.events.append("settled")
+
+    def fall_backs(self, service: str) -> list[str]:
+        return [f"{service}: less"] if self.degraded else []
 
     async def wait_failed(self) -> None:
         self.events.append("waits")
@@ -66,3 +70,15 @@ def test_with_several_models_each_one_s_context_is_that_of_its_engines(
     line = capsys.readouterr().out
     assert line.startswith("large and small are served at http://127.0.0.1:8123 (page: ")
     assert "context: 4096 and 512 tokens" in line
+
+
+def test_the_line_says_what_the_engines_do_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def context_length(addresses: list[str]) -> int:
+        return 512
+
+    monkeypatch.setattr(serving, "context_length", context_length)
+    asyncio.run(serving._announce_and_wait(FakeMesh(degraded=True), ["demo"], "http"))  # type: ignore[arg-type]
+    line = capsys.readouterr().out
+    assert line.endswith("context: 512 tokens). Fall-back of engines: engine: less. Ctrl-C stops it.\n")

@@ -35,6 +35,9 @@ What differs on purpose:
 - A mesh has several processes. `tokenloom ps` lists them, `tokenloom top` shows their load.
 - Sampling depends on logits, parameters, seed and position only, so a request that moves to another engine continues
   with the same tokens. The tokens of a seed are not those of vLLM.
+- A text for a vector is encoded as the checkpoint's files of sentence-transformers say: with `default_prompt_name`, or
+  the prompt that `prompt_name` names, and cut to `max_seq_length`, where vLLM refuses it; see
+  [embeddings](../use/embeddings.md).
 - Of several prompts of a call of `LLM`, one that is refused or fails (too long, an invalid grammar, embeddings with
   NaN) has an output with an `error`, and the others have theirs; vLLM raises for the whole call. If no prompt is left,
   or there was only one, the call raises the error.

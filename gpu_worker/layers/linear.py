@@ -222,7 +222,9 @@ def load_conv1d(
 def make_packed(packed: Sequence[PackedWeight], bias: Tensor | None, device: torch.device) -> Linear | None:
     """Make one layer of weights that are stored in few bits, and whose outputs follow each other, which keeps them so;
     None if no kernel fits all of them."""
-    floats = [each.floats() for each in packed if isinstance(each, PackedFloats) and device.type == "cpu"]
+    if device.type != "cpu":
+        return None  # the kernels would read the device's addresses as the host's
+    floats = [each.floats() for each in packed if isinstance(each, PackedFloats)]
     weights = [each for each in floats if each is not None]
     try:
         return WidenedLinear(weights, bias) if len(weights) == len(packed) else _make_integers(packed, bias)

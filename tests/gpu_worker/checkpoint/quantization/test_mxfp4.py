@@ -7,9 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.gpu_worker.layers.test_quantized_linear import needs_kernel
 from tests.gpu_worker.models.gpt_oss import EXPERTS, HIDDEN, INNER, dequantized, write_gpt_oss
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
+from tokenloom.gpu_worker.layers.linear import make_packed
+from tokenloom.gpu_worker.layers.quantized_linear import QuantizedLinear
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.1.mlp.experts"
@@ -76,3 +79,14 @@ def test_another_layout_is_refused(tensors: dict[str, torch.Tensor], message: st
     path = change(write_gpt_oss(tmp_path), **tensors)
     with pytest.raises(ValueError, match=message), opened(path) as checkpoint:
         checkpoint.take(f"{LAYER}.0.gate_proj.weight", INNER, HIDDEN)
+
+
+@needs_kernel
+def test_the_kernels_of_cpus_take_no_layer_of_another_device(tmp_path: Path) -> None:
+    with opened(write_gpt_oss(tmp_path), torch.bfloat16) as checkpoint:
+        packed = checkpoint.take_packed(f"{LAYER}.0.down_proj.weight", HIDDEN, INNER)
+        assert packed is not None
+        layer = make_packed([packed], None, CPU)
+        assert isinstance(layer, QuantizedLinear)
+        assert layer.bits == 4
+        assert make_packed([packed], None, torch.device("cuda")) is None

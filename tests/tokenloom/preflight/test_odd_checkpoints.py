@@ -13,6 +13,7 @@ from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.small_files import CannotServe
+from tokenloom.supervisor.mesh import MeshOutcome
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +93,13 @@ def test_without_transformers_the_answer_names_the_package(tmp_path: Path, monke
     monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.files.config_reader._auto_classes", lambda: "")
     with pytest.raises(CannotServe, match=r"transformers: pip install 'tokenloom\[transformers\]'"):
         check_checkpoint(path)
+
+
+def test_a_model_that_is_untried_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = good(tmp_path / "model")
+    (path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["PhiForCausalLM"], "model_type": "phi"}))
+    monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.served_how.transformers_types", lambda: None)
+    monkeypatch.setattr(serving, "run_mesh", lambda *_: MeshOutcome(interrupted=True, clean=True))
+    result = CliRunner().invoke(app, ["serve", str(path), "--port", "0"])
+    assert result.exit_code == 0, result.output
+    assert f"Warning: {path} is untried with the installed transformers: the engine decides" in result.stderr

@@ -49,7 +49,11 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
         # torch, a mistake ends the command after 0.64 s of CPU.
         check_engine_packages()
         for path in paths:
-            check_checkpoint(path, engine)
+            if not check_checkpoint(path, engine).is_tried:
+                typer.echo(
+                    f"Warning: {path} is untried with the installed transformers: the engine decides when it loads it",
+                    err=True,
+                )
 
 
 def _engine_config(options: MeshOptions) -> EngineConfig:

@@ -5,9 +5,17 @@
 compares a KV cache of 8 bits with one of the model's dtype, in turns, by the CPU seconds of one thread. It prints a
 line for each number of requests. MODEL is a directory with a ``config.json``. With ``--whole-step`` MODEL is a
 checkpoint, and whole decode steps are compared, with ``--threads`` above one by the time that passes.
+
+    python -m tokenloom.bench.engine.attention_decode --latent-heads 16 128 --threads 2
+
+measures attention over compressed vectors of DeepSeek's sizes in bfloat16 instead, for these numbers of heads, and
+which share it reaches of its bound: what reading the vectors takes at the bandwidth, or the products at the rate of a
+large product of bfloat16 matrices, both measured before and after with the same threads. One thread is measured by its
+CPU time, which other programs disturb less.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -25,11 +33,14 @@ from tokenloom.engine_core.data.config import KVCacheDtype
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
+from tokenloom.gpu_worker.attention.latent_backend import LatentCPUBackend, LatentProjection
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
-from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
+from tokenloom.gpu_worker.checkpoint.model_config import LatentSwitches, ModelConfig
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.models.model import LanguageModel
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
+
+from .bandwidth import read_bandwidth
 
 _BLOCK = 16
 _WARM = 3
@@ -111,6 +122,101 @@ def decode_call(config: ModelConfig, requests: int, context: int) -> Callable[[]
     return partial(plan.attend, query, cache, ScoreRule(config.head_size**-0.5))
 
 
+LATENT = LatentSwitches(rank=512, rope_size=64, key_size=128, value_size=128, query_rank=None, is_interleaved=True)
+"""The sizes of DeepSeek-V2 and V3, and of Kimi-K2."""
+
+
+def latent_call(num_heads: int, requests: int, context: int) -> Callable[[], torch.Tensor]:
+    """Return what attends with one token of each request, over random compressed vectors of one layer in bfloat16. The
+    products that absorb the matrices of keys and values are not among it."""
+    config = _latent_config(num_heads)
+    backend = LatentCPUBackend(config, _BLOCK, torch.device("cpu"))
+    width = -(-context // _BLOCK)
+    memory = PoolMemory.allocate(requests * width * _BLOCK * config.kv_bytes_per_token, shared=False)
+    (cache,) = backend.allocate(requests * width, memory)
+    cache.copy_(torch.randn(cache.shape))
+    # Blocks of a pool that was used for a while lie in any order.
+    tables = np.random.default_rng(0).permutation(requests * width).reshape(requests, width)
+    plan = backend.plan(np.arange(requests + 1), np.full(requests, context), tables, np.zeros(requests, np.int64))
+    queries = torch.randn(requests, num_heads, config.head_size).to(config.dtype)
+    projection = LatentProjection(torch.empty(num_heads * 256, LATENT.rank), LATENT, 0.1)
+    return partial(plan.attend_absorbed, queries, plan.spans, cache, projection)
+
+
+def _latent_config(num_heads: int) -> ModelConfig:
+    return ModelConfig(
+        family="deepseek_v3",
+        dtype_name="bfloat16",
+        vocab_size=1,
+        hidden_size=1,
+        intermediate_size=1,
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_size=LATENT.rank + LATENT.rope_size,
+        max_model_len=1,
+        norm_eps=1e-6,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        latent=LATENT,
+        attention_scales=(0.1,),
+        sliding_windows=(None,),
+    )
+
+
+_PRODUCT_SIZE = 2048
+_READ_BYTES = 1 << 28
+
+
+def rates(pairs: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Return how many bytes a second are read, and how many operations a second a product of two large bfloat16
+    matrices makes: the best of ``pairs``. With several threads the bytes are those of :func:`read_bandwidth`."""
+
+    def best(amount: int, work: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(pairs):
+            started = clock()
+            work()
+            taken.append(clock() - started)
+        return amount / min(taken)
+
+    threads = torch.get_num_threads()
+    first, second = torch.randn(2, _PRODUCT_SIZE, _PRODUCT_SIZE).bfloat16()
+    products = best(2 * _PRODUCT_SIZE**3, lambda: torch.mm(first, second.t()))
+    if threads > 1:
+        return read_bandwidth(threads), products
+    return best(_READ_BYTES, torch.ones(_READ_BYTES // 8, dtype=torch.int64).sum), products
+
+
+@torch.inference_mode()
+def measure_latent(num_heads: int, requests: int, context: int, pairs: int) -> dict[str, Any]:
+    """Return the milliseconds of a call, median and least, and the share of its bound that the median reaches."""
+    threads, attend = torch.get_num_threads(), latent_call(num_heads, requests, context)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    before, taken = rates(pairs, clock), list[float]()
+    for _ in range(pairs + 1):  # the first one warms up
+        started = clock()
+        attend()
+        taken.append(clock() - started)
+    bandwidth, rate = (statistics.mean(each) for each in zip(before, rates(pairs, clock), strict=True))
+    num_vectors, width = requests * context, LATENT.rank + LATENT.rope_size
+    reading, products = num_vectors * width * 2 / bandwidth, 2 * num_vectors * num_heads * (width + LATENT.rank) / rate
+    median, least = statistics.median(taken[1:]), min(taken[1:])
+    return {
+        "heads": num_heads,
+        "requests": requests,
+        "context": context,
+        "threads": threads,
+        "median_ms": round(median * 1e3, 3),
+        "least_ms": round(least * 1e3, 3),
+        "bandwidth_gb_s": round(bandwidth / 1e9, 1),
+        "product_gflop_s": round(rate / 1e9, 1),
+        "bound": "bandwidth" if reading > products else "products",
+        "share_of_bound": round(max(reading, products) / median, 3),
+        "share_of_bound_of_least": round(max(reading, products) / least, 3),
+    }
+
+
 def step_call(model: LanguageModel, config: ModelConfig, requests: int, context: int) -> Callable[[], torch.Tensor]:
     """Return what computes a decode step of ``model`` with the KV cache of ``config``, up to the logits.
 
@@ -183,7 +289,8 @@ def compare_calls(
 def main() -> None:
     """Compare the dtypes of the KV cache."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--latent-heads", type=int, nargs="+", help="measure compressed vectors instead of a model")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--pairs", type=int, default=31, help="calls with each dtype")
@@ -192,6 +299,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.latent_heads:
+        for heads, requests in itertools.product(arguments.latent_heads, arguments.requests):
+            print(json.dumps(measure_latent(heads, requests, arguments.context, arguments.pairs)))
+        return
+    if arguments.model is None:
+        parser.error("name a MODEL, or give --latent-heads")
     compare: Callable[[int, int, int], dict[str, Any]]
     if arguments.whole_step:
         ops = make_ops("auto", torch.device("cpu"))

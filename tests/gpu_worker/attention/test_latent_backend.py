@@ -120,7 +120,7 @@ def test_a_request_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     for first in (0, 1):
         lengths, tables = (step.arrays[name][first:] for name in ("seq_lens", "block_tables"))
         plan = backend.plan(np.arange(3 - first), lengths, tables, step.arrays["slot_mapping"][first:])
-        found.append(plan._attend_absorbed(queries[first:], plan._spans, cache, step.projection)[-1])
+        found.append(plan.attend_absorbed(queries[first:], plan.spans, cache, step.projection)[-1])
     assert torch.equal(*found)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gguf import GGMLQuantizationType as Kind
+from transformers import AutoConfig
 
 from tests.gpu_worker.checkpoint.gguf import files
 from tests.gpu_worker.checkpoint.quantization import formats
@@ -52,6 +53,7 @@ def _of_transformers(random_: random.Random, directory: Path) -> Path:
     kind = random_.choice(list(KINDS))
     path, model = save_tiny(kind, directory, **_sizes(random_, kind))
     compute_case(model, PROMPTS[1], 1, use_cache=False)
+    AutoConfig.from_pretrained(path)  # which checks what was changed after the configuration was made
     return path
 
 

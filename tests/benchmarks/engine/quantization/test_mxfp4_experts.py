@@ -14,7 +14,7 @@ from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 def test_both_kinds_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(mxfp4_experts, "HIDDEN", 64)
     monkeypatch.setattr(mxfp4_experts, "INNER", 96)
-    monkeypatch.setattr(mxfp4_experts, "read_bandwidth", lambda threads: 1e9)
+    monkeypatch.setattr(mxfp4_experts, "bandwidth", lambda: 1e9)
     mxfp4_experts.main(["--rows", "1", "4", "--experts", "6", "--layers", "1", "--rounds", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[1:]] == ["1 rows", "4 rows"]

@@ -61,7 +61,7 @@ def load_model(
         check_dummy(path, found)
     note_precision(path, dtype)
     if not isinstance(found.config, ModelConfig):
-        modules = _transformers(path).TransformersModel
+        modules = _transformers(path, found.lack).TransformersModel
         return _noted(
             found,
             lambda: modules(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization, max_model_len),

@@ -231,6 +231,25 @@ def test_deepseek_is_read_as_it_is_published(
     assert difference.sum(-1).mean() < 0.15
 
 
+@pytest.mark.parametrize("stored_as", [torch.uint8, torch.float8_e8m0fnu])
+def test_scales_may_be_stored_as_exponents(stored_as: torch.dtype, tmp_path: Path, run_model: RunModel) -> None:
+    """As MXFP8's files and ``scale_fmt: ue8m0`` have them (transformers' integrations/finegrained_fp8.py)."""
+    entries = FP8 | {"weight_block_size": [64, 64], "scale_fmt": "ue8m0"}
+    path, plain = formats.write(tmp_path, formats.fp8("block", "scale_inv", block=64), entries)
+    tensors, dequantized = load_file(path / "model.safetensors"), load_file(plain / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        weight, exponents = name.removesuffix("_scale_inv"), tensors[name].log2().ceil()
+        tensors[name] = (exponents + 127).to(torch.uint8).view(stored_as)
+        outputs, inputs = tensors[weight].shape
+        spread = exponents.exp2().repeat_interleave(64, 0)[:outputs].repeat_interleave(64, 1)[:, :inputs]
+        dequantized[weight] = tensors[weight].float() * spread
+    save_file(tensors, path / "model.safetensors")
+    save_file(dequantized, plain / "model.safetensors")
+    with torch.inference_mode():
+        found, expected = (run_model(load_model(each, "float32"), [PROMPT], [[48]])[0] for each in (path, plain))
+    assert (found - expected).abs().max() <= 1e-4
+
+
 def test_the_scheme_is_part_of_the_configuration(tmp_path: Path) -> None:
     names = set()
     for name in ("gptq", "awq", "w4a16", "w8a8", "compressed fp8, by block", "fp8, by block"):

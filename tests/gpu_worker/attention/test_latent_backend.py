@@ -56,7 +56,8 @@ class Step:
             self.cache[0, table.tolist(), 0] = rows.view(width, BLOCK_SIZE, -1)
         self.latents = normal(total, RANK + ROPE)
         self.query, self.rotated = normal(total, num_heads, 24), normal(total, num_heads, ROPE)
-        self.projection = LatentProjection(normal(num_heads * 44, RANK) / 8, LATENT, 0.3)
+        self.weight = normal(num_heads * 44, RANK) / 8
+        self.projection = LatentProjection(self.weight, LATENT, 0.3)
 
     def run(self, backend: LatentBackend) -> Tensor:
         plan, cache = backend.plan(**self.arrays), self.cache.clone()
@@ -67,7 +68,7 @@ class Step:
         """What each head's own keys and values give, in float64."""
         cache = self.cache.clone()
         LatentBackend(CONFIG, BLOCK_SIZE, CPU).plan(**self.arrays).write_latents(self.latents, cache)
-        matrices = self.projection._heads.double()
+        matrices = self.weight.view(-1, 44, RANK).double()
         parts = []
         starts = self.arrays["cu_query_lens"].tolist()
         for request, (length, table) in enumerate(zip(self.arrays["seq_lens"].tolist(), self.tables, strict=True)):

@@ -30,7 +30,9 @@ from tokenloom.gpu_worker.devices import CPUWorker, make_worker
 from tokenloom.preflight.model import answer
 from tokenloom.preflight.small_files import CannotServe
 
-Verdict = Literal["served", "refused", "untried", "no model", "disagreement"]
+Verdict = Literal["served", "refused", "untried", "no model", "rounded", "disagreement"]
+"""``rounded``: the self-check at load finds the roundings of random weights in few bits too large: no matter of the
+configuration."""
 
 
 def _sizes(random_: random.Random, kind: str) -> dict[str, Any]:
@@ -102,6 +104,8 @@ def compare(seed: int, directory: Path) -> tuple[Verdict, str]:
             return "disagreement", f"{about}: refused, but it loads: {refusal}"
         return "refused", f"{about}: {refusal}"
     reason = _refusal(config, make_worker)
+    if reason is not None and worker.quantization is not None and "differ from transformers' own" in reason:
+        return "rounded", f"{about}: {reason}"
     if not found.is_tried:
         return "untried", f"{about}: {reason or 'loads'}"
     return ("served", about) if reason is None else ("disagreement", f"{about}: admitted, but {reason}")

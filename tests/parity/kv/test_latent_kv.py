@@ -1,19 +1,23 @@
 """Compressed vectors (MLA) move between engines and files, and give the tokens of one engine."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.kv_connector import engine_pair
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
 from tests.parity.engine import Engine
 from tests.parity.reference import SMALL_CONFIGS, save_random
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.gpu_worker.models.architectures import load_model
 
 LENGTHS = (1, 16, 33, 120, 270)
+WEIGHTS = "model.safetensors"
 _NUM_TOKENS = 12
 PARAMS = CoreSamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
 
@@ -85,3 +89,20 @@ def test_log_probabilities_are_those_of_transformers(checkpoint: Path, prompts: 
         differences = [abs(float(logprobs[token]) - value) for token, value in found.items()]
         assert len(differences) > 1
         assert max(differences) < 1e-4
+
+
+def test_the_layer_of_mtp_is_skipped_by_name(
+    tmp_path: Path, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """The names are those of deepseek-ai/DeepSeek-V3 (model.safetensors.index.json), whose layer 61 is behind the last
+    one that ``num_hidden_layers`` counts."""
+    tensors = load_file(checkpoint / WEIGHTS)
+    names = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "input_layernorm")
+    save_file(tensors | {f"model.layers.2.{name}.weight": torch.ones(4) for name in names}, tmp_path / WEIGHTS)
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Engine(tmp_path).generate(prompts, [_NUM_TOKENS] * len(prompts)) == expected
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ValueError, match=r"unsupported feature: model\.layers\.2\.eh_proj\.weight"):
+        load_model(tmp_path)

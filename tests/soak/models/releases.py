@@ -1,8 +1,9 @@
 """Serves released checkpoints, which people run, as small random ones with the entries of their published
 ``config.json``: sizes are small, and everything else is as published.
 
-Facts are from the ``config.json`` of each release on the Hugging Face hub; those of most are in
-``tests/gpu_worker/checkpoint/test_published_configs.py``.
+Names and values were compared with copies of the ``config.json`` in public repositories for Llama 3.1 and 3.2,
+granite-3.1-2b (3.2 has the same class), glm-4-9b-chat-hf and phi-4 (its reasoning release has another theta and
+context); Qwen3's follow its class. The others are in ``tests/gpu_worker/checkpoint/test_published_configs.py``.
 """
 
 import json

@@ -115,7 +115,8 @@ def make_quantized(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dt
     try:
         return QuantizedLinear(weight, bias)
     except KernelsUnavailable as error:
-        warn_unavailable(f"layers of {weight.values.dtype} computed in {dtype}: {error}")
+        if not weight.values.is_meta:  # which a check of new weights builds, and nothing computes with
+            warn_unavailable(f"layers of {weight.values.dtype} computed in {dtype}: {error}")
         return make_linear(weight.dequantize(dtype), bias)
 
 
@@ -229,7 +230,8 @@ def make_packed(packed: Sequence[PackedWeight], bias: Tensor | None, device: tor
     try:
         return WidenedLinear(weights, bias) if len(weights) == len(packed) else _make_integers(packed, bias)
     except KernelsUnavailable as error:
-        warn_unavailable(f"quantized layers are unpacked at load: {error}")
+        if device.type != "meta":
+            warn_unavailable(f"quantized layers are unpacked at load: {error}")
         return None
 
 

@@ -1,7 +1,7 @@
-import ctypes
 import json
 import os
-import threading
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.conftest import EditConfig, RunModel, SaveCheckpoint
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
-from tokenloom.gpu_worker.device.memory import return_freed, status_bytes
-from tokenloom.gpu_worker.layers.weight_memory import weight_memory
 from tokenloom.gpu_worker.model_slot import ModelSlot, WeightsLostError
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 from tokenloom.gpu_worker.models.model import LanguageModel
+from tokenloom.process.fall_backs import OF_PROCESS
 
 
 def make_slot(path: Path, quantization: str | None = None) -> ModelSlot:
@@ -147,15 +146,21 @@ def test_a_tensor_that_does_not_fit_is_found_before_any_is_replaced(save_checkpo
     torch.testing.assert_close(logits(slot.model), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
-def test_every_kind_of_model_takes_new_weights(save_checkpoint: SaveCheckpoint, logits, kind: str) -> None:
-    slot, other = make_slot(save_checkpoint(kind)), save_checkpoint(kind, initializer_range=0.3)
+@pytest.mark.parametrize(
+    ("kind", "quantization"), [("gpt2", None), ("qwen3", None), ("llama", "int8-dynamic"), ("llama", "int4")]
+)
+def test_every_kind_of_model_takes_new_weights(
+    save_checkpoint: SaveCheckpoint, logits, kind: str, quantization: str | None
+) -> None:
+    slot, other = make_slot(save_checkpoint(kind), quantization), save_checkpoint(kind, initializer_range=0.3)
+    before = logits(slot.model)
     slot.replace(other)
-    torch.testing.assert_close(logits(slot.model), logits(load_model(other)), rtol=0, atol=0)
+    assert OF_PROCESS.own() == [], "the check of the files computes nothing, so it lacks no kernels"
+    found = logits(slot.model)
+    assert not torch.equal(found, before)
+    torch.testing.assert_close(found, logits(make_slot(other, quantization).model), rtol=0, atol=0)
 
 
-_M_MMAP_THRESHOLD = -3
-"""The option of ``mallopt`` for the size from which on a block is a mapping of its own (malloc.h)."""
 LARGE = {
     "vocab_size": 4096,
     "hidden_size": 512,
@@ -167,50 +172,15 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize(("quantization", "most"), [(None, 24), ("int8-dynamic", 80), ("int4", 24)])
-def test_replacing_needs_memory_for_one_part_of_the_model(
-    save_checkpoint: SaveCheckpoint, logits, quantization: str | None, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layer is 13 MiB of the model's 136 MiB. Rounding to int8 makes several copies of a matrix in float32.
-
-    A slab of packed weights is freed with the last of them, so it must be small compared to the model, as it is for the
-    models that are served.
-    """
-    monkeypatch.setattr(weight_memory, "_slab", 4 << 20)
-    # A slab of 64 MiB that a model of an earlier test still holds would take the first of this model's weights, and
-    # free none of them: 28 to 40 MiB more instead of 9.
-    monkeypatch.setattr(weight_memory, "_buffer", None)
+def test_replacing_needs_memory_for_one_part_of_the_model(save_checkpoint: SaveCheckpoint) -> None:
+    """A layer is 13 MiB of the model's 136 MiB. Rounding to int8 makes several copies of a matrix in float32."""
     path, other = save_checkpoint("llama", **LARGE), save_checkpoint("llama", **LARGE, initializer_range=0.3)
-    slot = make_slot(path, quantization)
-    # Earlier tests of this process let glibc keep larger and larger blocks that are freed.
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-    return_freed()
-    with PeakOfAnonymousMemory() as peak:
-        slot.replace(other)
-    print(f"{quantization}: {peak.nbytes >> 20} MiB more while the weights were replaced")
-    assert peak.nbytes < most << 20
-    fresh = make_slot(other, quantization)
-    torch.testing.assert_close(logits(slot.model), logits(fresh.model), rtol=0, atol=0)
-
-
-class PeakOfAnonymousMemory:
-    """Samples how much memory, apart from pages of files, this process has beyond what it had at the beginning."""
-
-    def __enter__(self) -> "PeakOfAnonymousMemory":
-        self.nbytes = 0
-        self._before = status_bytes("RssAnon")
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._ended.wait(0.0005):
-            self.nbytes = max(self.nbytes, status_bytes("RssAnon") - self._before)
+    command = [sys.executable, "-m", "tests.gpu_worker.replaced_memory", str(path), str(other)]
+    measured = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+    mebibytes = {name: nbytes >> 20 for name, nbytes in json.loads(measured).items()}
+    most = {"None": 24, "int8-dynamic": 80, "int4": 24}
+    assert mebibytes.keys() == most.keys()
+    assert {name: each for name, each in mebibytes.items() if each >= most[name]} == {}
 
 
 def test_files_that_changed_after_they_were_checked_are_not_taken(

@@ -31,6 +31,8 @@ _NEUTRAL: Mapping[str, object] = {
     "frequency_penalty": 0.0,
     "min_tokens": 0,
 }
+_ATTEMPTS = 3
+"""How often a step is computed, if engines abort it."""
 _TAIL = 8
 """Tokens of the prompt that are decoded with an output, because they decide how its text begins."""
 
@@ -126,6 +128,7 @@ class BeamRun:
         self._clock = clock
         self._cached_tokens = [0] * len(submits)
         self._cancels: list[Cancel] = []  # of the present step
+        self._is_cancelled = False
         self.num_steps = 0
         """Steps that were computed."""
         self.done = False
@@ -145,46 +148,57 @@ class BeamRun:
 
     def cancel(self) -> None:
         """Cancel what still runs."""
+        self._is_cancelled = True
         for cancel in self._cancels:
             cancel()
 
     async def _step(self) -> None:
-        """Compute one token after every live beam."""
-        collector = Collector(sum(len(search.live) for search in self._searches))
-        self._cancels = []
-        for number, search in enumerate(self._searches):
-            for beam in search.live:
-                submit = self._request(number, beam)
-                # Each beam is a request of one token, greedy, for its log probabilities; the prefix cache shares the
-                # blocks. Beams inside the engine would need copies on write and a scheduler that knows groups; vLLM
-                # removed both.
-                self._cancels.append(self._pool.submit(submit, collector, len(self._cancels)))
-        rows = iter(await self._rows(collector))
+        """Compute one token after every live beam. Raises ``Unavailable`` if engines abort it again and again."""
+        beams = [(number, beam) for number, search in enumerate(self._searches) for beam in search.live]
+        found: dict[int, Row] = {}
+        # A pause aborts what runs on an engine. A beam's request of one token can be repeated on any engine, with the
+        # same result, so the search need not end with it.
+        for attempt in range(_ATTEMPTS):
+            missing = [index for index in range(len(beams)) if index not in found]
+            if missing and not self._is_cancelled:
+                found |= await self._compute(beams, missing, attempt)
+        if len(found) < len(beams):
+            raise errors.Unavailable("an engine aborted a step of the beam search; retry")
+        rows = iter([found[index] for index in range(len(beams))])
         for search in self._searches:
             if search.live:
                 search.advance([self._candidates(next(rows)) for _ in search.live])
         self.num_steps += 1
 
-    def _request(self, number: int, beam: Beam[Row]) -> output_processor_pb2.Submit:
-        submit = output_processor_pb2.Submit()
-        submit.CopyFrom(self._steps[number])
-        submit.prompt.token_ids.extend(beam.token_ids)
-        submit.request_id = f"{self._request_id}-{number}-{self.num_steps}-{len(self._cancels)}"
-        submit.timeout.FromNanoseconds(max(self._deadline_ns - self._clock(), 0))
-        return submit
-
-    async def _rows(self, collector: Collector) -> list[Row]:
-        """Return the log probabilities that a step computed, in the order of its requests."""
-        rows: dict[int, Row] = {}
+    async def _compute(
+        self, beams: Sequence[tuple[int, Beam[Row]]], chosen: Sequence[int], attempt: int
+    ) -> dict[int, Row]:
+        """Return the log probabilities after the ``chosen`` of the beams, each with the number of its prompt, by index;
+        without those that an engine aborted."""
+        collector = Collector(len(chosen))
+        self._cancels = []
+        for place, index in enumerate(chosen):
+            submit = self._request(*beams[index], f"{index}-{attempt}" if attempt else str(index))
+            # Each beam is a request of one token, greedy, for its log probabilities; the prefix cache shares the
+            # blocks. Beams inside the engine would need copies on write and a scheduler that knows groups; vLLM
+            # removed both.
+            self._cancels.append(self._pool.submit(submit, collector, place))
+        found: dict[int, Row] = {}
         while not collector.done:
             for delta in await collector.take():
                 if delta.logprobs:
-                    rows[delta.index] = delta.logprobs[0]
+                    found[chosen[delta.index]] = delta.logprobs[0]
                 if delta.finished is not None:
-                    self._count_cached(delta.index, delta.finished)
-        if len(rows) < len(self._cancels):
-            raise errors.Unavailable("an engine aborted a step of the beam search; retry")
-        return [rows[index] for index in range(len(rows))]
+                    self._count_cached(chosen[delta.index], delta.finished)
+        return found
+
+    def _request(self, number: int, beam: Beam[Row], name: str) -> output_processor_pb2.Submit:
+        submit = output_processor_pb2.Submit()
+        submit.CopyFrom(self._steps[number])
+        submit.prompt.token_ids.extend(beam.token_ids)
+        submit.request_id = f"{self._request_id}-{number}-{self.num_steps}-{name}"
+        submit.timeout.FromNanoseconds(max(self._deadline_ns - self._clock(), 0))
+        return submit
 
     def _count_cached(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
         """Keep how much of each prompt was cached when the search began: then there is one request for each."""

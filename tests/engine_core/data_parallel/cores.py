@@ -104,6 +104,11 @@ class Group:
         self.ranks.append(client)
         self.states.append(None)
 
+    def close_last(self) -> None:
+        """End the last rank, which the coordinator asks for nothing from then on."""
+        self.ranks.pop().close()
+        self._starts.leave(str(len(self.ranks)))
+
     def add(self, rank: int, request: EngineCoreRequest) -> None:
         self.tokens[request.request_id] = []
         self.ranks[rank].add_request(request)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,8 +53,7 @@ def test_requests_of_both_ranks_are_served_in_one_wave(group: Group) -> None:
     assert group.tokens == {f"r{number}": expected([number, 7], 5 + number) for number in range(20)}
 
 
-def test_a_group_grows_and_shrinks_while_it_serves(socket_dir: Path) -> None:
-    group = Group(socket_dir)
+def test_a_group_grows_and_shrinks_while_it_serves(group: Group) -> None:
     group.add(0, make_request("lasting", [1, 2], max_tokens=200))
     group.start_rank(2, 3)
     for rank in range(2):
@@ -68,11 +66,10 @@ def test_a_group_grows_and_shrinks_while_it_serves(socket_dir: Path) -> None:
         client.call_utility("resize_group", 2)
     group.pump(lambda: all(state is not None and state.size == 2 for state in group.states))
     assert [state is not None and state.is_member for state in group.states] == [True, True, False]
-    group.ranks.pop().close()
+    group.close_last()
     group.finish()
     assert group.tokens["lasting"] == expected([1, 2], 200)
     assert group.tokens["last"] == expected([3], 100)
-    group.close()
 
 
 def test_a_pause_waits_for_the_wave_and_a_paused_rank_begins_none(group: Group) -> None:
@@ -92,15 +89,13 @@ def test_a_pause_waits_for_the_wave_and_a_paused_rank_begins_none(group: Group) 
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_rank_ends_the_others_within_three_seconds(group: Group, lost: int) -> None:
+def test_a_lost_rank_ends_the_others_at_once(group: Group, lost: int) -> None:
     group.pump(group.is_resting)
     pid, other = group.ranks[lost].pid, group.ranks[1 - lost].pid
     assert pid is not None
     assert other is not None
     os.kill(pid, signal.SIGKILL)
-    killed_at = time.monotonic()
-    assert wait_until(lambda: has_ended(other), 30.0)
-    assert time.monotonic() - killed_at < 3.0
+    assert wait_until(lambda: has_ended(other), 20.0), "by its end, and not by the timeout of 30 s"
     with pytest.raises(EngineDeadError):
         group.ranks[1 - lost].get_output()
 

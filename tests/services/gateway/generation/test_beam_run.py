@@ -2,7 +2,10 @@ from typing import cast
 
 import pytest
 
-from tokenloom.services.gateway.generation.beam_run import BeamTexts, logprobs_of
+from tokenloom.request import errors
+from tokenloom.services.gateway.generation.beam_run import BeamPlan, BeamRun, BeamTexts, logprobs_of
+from tokenloom.services.gateway.mesh.collector import Collector
+from tokenloom.services.gateway.mesh.output_pool import Cancel, OutputPool
 from tokenloom.services.gateway.mesh.tokenizer_client import TokenizerClient
 from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 
@@ -58,3 +61,57 @@ def test_log_probabilities_of_a_sequence(num_best: int) -> None:
     assert list(joined.sampled_text) == [b"B", b"C"]
     assert list(joined.logprobs.token_id) == [65, 66, 68][:top] + [67, 65, 66][:top]
     assert list(joined.token_text) == [b"A", b"B", b"D"][:top] + [b"C", b"A", b"B"][:top]
+
+
+class Pool:
+    """Answers each request with the tokens 65, 66 and 67, or aborts those of chosen names."""
+
+    def __init__(self, *aborted: str) -> None:
+        self.aborted = aborted
+        self.names: list[str] = []
+
+    def submit(self, submit: output_processor_pb2.Submit, collector: Collector, index: int) -> Cancel:
+        self.names.append(submit.request_id)
+        reason = types_pb2.FINISH_REASON_ABORT
+        if not submit.request_id.endswith(self.aborted):
+            reason = types_pb2.FINISH_REASON_LENGTH
+            collector.put(index, "A", 0, [65], logprobs=[row(65, 66, 67, 68)])
+        collector.finish(index, output_processor_pb2.RequestFinished(reason=reason))
+        return lambda: None
+
+
+def run_of(pool: Pool) -> BeamRun:
+    submit = submit_of(b"a")
+    submit.num_samples = submit.sampling_params.max_tokens = 2
+    texts = BeamTexts(cast(TokenizerClient, Bytes()))
+    return BeamRun([submit], BeamPlan(1.0, 4), "r", cast(OutputPool, pool), texts, deadline_ns=10**9, clock=lambda: 0)
+
+
+async def test_a_step_of_which_an_engine_aborts_a_part_computes_that_part_again() -> None:
+    plain, pausing = Pool(), Pool("r-0-1-1", "r-0-1-1-1")
+    wanted = [delta.token_ids for delta in await run_of(plain).take()]
+    assert [delta.token_ids for delta in await run_of(pausing).take()] == wanted
+    assert plain.names == ["r-0-0-0", "r-0-1-0", "r-0-1-1"]
+    assert pausing.names == [*plain.names, "r-0-1-1-1", "r-0-1-1-2"]
+
+
+async def test_a_step_that_is_always_aborted_ends_the_search() -> None:
+    pool = Pool("-0", "-1", "-2")
+    with pytest.raises(errors.Unavailable, match="aborted a step of the beam search; retry"):
+        await run_of(pool).take()
+    assert pool.names == ["r-0-0-0", "r-0-0-0-1", "r-0-0-0-2"]
+
+
+async def test_a_step_that_is_cancelled_is_not_computed_again() -> None:
+    pool = Pool("-0")
+    run = run_of(pool)
+    submit = pool.submit
+
+    def cancelling(*arguments: object) -> Cancel:
+        run.cancel()
+        return submit(*arguments)  # type: ignore[arg-type]
+
+    pool.submit = cancelling  # type: ignore[method-assign]
+    with pytest.raises(errors.Unavailable):
+        await run.take()
+    assert pool.names == ["r-0-0-0"]

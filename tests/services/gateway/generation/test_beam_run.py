@@ -72,11 +72,11 @@ class Pool:
 
     def submit(self, submit: output_processor_pb2.Submit, collector: Collector, index: int) -> Cancel:
         self.names.append(submit.request_id)
-        reason = types_pb2.FINISH_REASON_ABORT
+        finished = output_processor_pb2.RequestFinished(reason=types_pb2.FINISH_REASON_ABORT)
         if not submit.request_id.endswith(self.aborted):
-            reason = types_pb2.FINISH_REASON_LENGTH
+            finished.reason, finished.completion_tokens = types_pb2.FINISH_REASON_LENGTH, 1
             collector.put(index, "A", 0, [65], logprobs=[row(65, 66, 67, 68)])
-        collector.finish(index, output_processor_pb2.RequestFinished(reason=reason))
+        collector.finish(index, finished)
         return lambda: None
 
 

@@ -1,3 +1,5 @@
+import struct
+
 import pytest
 
 from tokenloom import Logprob
@@ -7,7 +9,7 @@ from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.offline.offline_request import token_logprobs
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
-COLUMNS = Logprobs([-2.0, -0.1], [5, 1], 3, [8, 9, 4, 6, 8, 4], [-0.5, -1.0, -7.0, -0.1, -0.2, -9.0])
+COLUMNS = Logprobs([-2.0, -0.125], [5, 1], 3, [8, 9, 4, 6, 8, 4], [-0.5, -1.0, -7.0, -0.125, -0.25, -9.0])
 
 
 def test_the_token_itself_first_then_the_best_then_those_asked_for():
@@ -19,7 +21,7 @@ def test_the_token_itself_first_then_the_best_then_those_asked_for():
         (4, Logprob(-7.0, None)),
     ]
     assert list(second) == [6, 8, 4]
-    assert second[6] == Logprob(-0.1, 1)
+    assert second[6] == Logprob(-0.125, 1)
 
 
 @pytest.mark.parametrize("token_ids", [[], [7]])
@@ -30,5 +32,11 @@ def test_only_of_the_tokens_that_remain(token_ids):
 def test_decoded():
     tokenizer = load_tokenizer(DEMO_MODEL)
     (once,) = tokenizer.encode("Once").ids[:1]
-    (told,) = token_logprobs(Logprobs([-1.0], [1]), [once], 0, Vocabulary(tokenizer))
-    assert told[once].decoded_token == tokenizer.decode([once])
+    (decoded,) = token_logprobs(Logprobs([-1.0], [1]), [once], 0, Vocabulary(tokenizer))
+    assert decoded[once].decoded_token == tokenizer.decode([once])
+
+
+def test_the_numbers_are_those_of_the_services():
+    """The services send floats of 32 bits, so that `LLM` and HTTP give the same number."""
+    (only,) = token_logprobs(Logprobs([-0.1], [1]), [7], 0, None)
+    assert only[7].logprob == struct.unpack("<f", struct.pack("<f", -0.1))[0]

@@ -1,13 +1,9 @@
-"""The engine's options as keywords of ``LLM``, and the core that they describe."""
+"""The engine's options as keywords of ``LLM``."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from tokenloom.engine_core.client.core_client import CoreClient, InprocClient, SyncMPClient
 from tokenloom.engine_core.data.config import EngineConfig, StructuredOutputConfig
-from tokenloom.engine_core.data.errors import EngineConfigError
-from tokenloom.engine_core.executor.make_executor import make_executor
-from tokenloom.services.engine.core.workers import CORE_COMMAND, WORKER_COMMAND, make_worker
 from tokenloom.services.runtime.host.foreign_flags import answer_argument, is_foreign_argument
 from tokenloom.services.runtime.host.options import UnknownOption, build, options_of
 
@@ -42,19 +38,6 @@ def engine_config(keywords: Mapping[str, Any]) -> EngineConfig:
         return config
     limits = config.scheduler
     return build(config, {"max_num_seqs": min(limits.max_num_seqs, limits.max_num_batched_tokens)})
-
-
-def start_core(config: EngineConfig, *, in_process: bool) -> CoreClient:
-    """Load the model, ``in_process``: in a process of its own, which logs warnings.
-
-    Raises ``ValueError`` for a wrong configuration or checkpoint, and ``EngineStartError`` for such a process.
-    """
-    if not in_process:
-        return InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
-    try:
-        return SyncMPClient(config, [*CORE_COMMAND, "--instance-id", "llm", "--log-level", "warning"])
-    except EngineConfigError as error:
-        raise ValueError(str(error)) from None
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -19,9 +19,9 @@ from tokenloom.services.engine.records.identity import pooling_limits
 from tokenloom.v1 import types_pb2
 
 from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
-from .engine_args import engine_config, start_core
+from .engine_args import engine_config
 from .lora_request import LoRARequests, OfflineLoras
-from .offline_loop import OfflineLoop, check_failures
+from .offline_loop import OfflineLoop, check_failures, start_core
 from .offline_request import OfflineRequest
 from .outputs import (
     ClassificationOutput,
@@ -99,7 +99,7 @@ class LLM:
         if template is not None:
             self._info = replace(self._info, chat_template=template)
         config = for_checkpoint(config, str(path), template)
-        self._client = start_core(config, in_process=has_process)
+        self._client = start_core(config, has_own_process=has_process)
         ready = self._client.ready
         limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,

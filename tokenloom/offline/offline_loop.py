@@ -1,4 +1,4 @@
-"""Steps the engine of the offline API and shows the progress; each step advances all requests in flight."""
+"""Starts the core of the offline API, steps it, and shows the progress; each step advances all requests in flight."""
 
 import contextlib
 import logging
@@ -10,9 +10,12 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
-from tokenloom.engine_core.client.core_client import CoreClient
-from tokenloom.engine_core.data.errors import EngineDeadError, EnginePausedError
+from tokenloom.engine_core.client.core_client import CoreClient, InprocClient, SyncMPClient
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError, EnginePausedError
 from tokenloom.engine_core.data.messages import EngineCoreOutput
+from tokenloom.engine_core.executor.make_executor import make_executor
+from tokenloom.services.engine.core.workers import CORE_COMMAND, WORKER_COMMAND, make_worker
 
 from .offline_request import CoreRefusal, OfflineRequest
 
@@ -55,6 +58,19 @@ def check_failures(errors: Sequence[Exception | None]) -> None:
     if len(failures) == len(errors):
         raise failures[0]
     log.warning("%d of %d requests failed; the first: %s", len(failures), len(errors), failures[0])
+
+
+def start_core(config: EngineConfig, *, has_own_process: bool) -> CoreClient:
+    """Load the model; with ``has_own_process`` in a process that logs warnings, otherwise in this one.
+
+    Raises ``ValueError`` for a wrong configuration or checkpoint, and ``EngineStartError`` for such a process.
+    """
+    if not has_own_process:
+        return InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
+    try:
+        return SyncMPClient(config, [*CORE_COMMAND, "--instance-id", "llm", "--log-level", "warning"])
+    except EngineConfigError as error:
+        raise ValueError(str(error)) from None
 
 
 class OfflineLoop:

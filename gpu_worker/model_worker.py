@@ -218,7 +218,7 @@ class ModelWorker:
         """
         block_size, model_config = self._config.cache.block_size, self._kv_config
         num_blocks = sum(-(-length // block_size) for length in lengths)
-        num_layers = num_differing_layers(model_config.sliding_windows) if self._platform.pool_is_on_host else None
+        num_layers = num_differing_layers(model_config) if self._platform.pool_is_on_host else None
 
         def run() -> None:
             runner = self._make_runner(num_blocks)

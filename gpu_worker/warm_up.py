@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from tokenloom.engine_core.data.config import SchedulerConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
+from .checkpoint.model_config import ModelConfig
 from .model_runner import ModelRunner
 
 _GREEDY = CoreSamplingParams(max_tokens=1, seed=0, temperature=0.0)
@@ -69,10 +70,13 @@ def within(num_blocks: int, block_size: int, lengths: list[int]) -> list[int]:
     return fitting
 
 
-def num_differing_layers(windows: Sequence[int | None]) -> int:
-    """Return how many layers from the first one on include every window, and one that begins as all later ones do: with
-    the memory that a whole layer has freed. ``windows`` [num_layers]: those of the layers."""
-    return max(3, *(windows.index(window) + 1 for window in set(windows)))
+def num_differing_layers(config: ModelConfig) -> int:
+    """Return how many layers from the first one on include every window, with experts and without, and one that begins
+    as all later ones do: with the memory that a whole layer has freed."""
+    windows = config.sliding_windows
+    # Experts may begin late (DeepSeek-V3: with layer 3) and take several times the memory of an MLP.
+    kinds = list(zip(windows, config.experts.layers if config.experts else windows, strict=True))
+    return max(3, *(kinds.index(kind) + 1 for kind in set(kinds)))
 
 
 def is_small_step(num_tokens: int, num_layers: int, hidden_size: int) -> bool:

@@ -1,4 +1,6 @@
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,11 +42,23 @@ def test_a_delay_of_some_steps_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("windows", "expected"),
-    [((None,), 3), ((None,) * 6, 3), ((8, 8, 8, None, 8), 4), ((None, 8, 8), 3), ((8, 4, None), 3)],
+    ("windows", "experts", "expected"),
+    [
+        ((None,), None, 3),
+        ((None,) * 6, None, 3),
+        ((8, 8, 8, None, 8), None, 4),
+        ((None, 8, 8), None, 3),
+        ((8, 4, None), None, 3),
+        ((None,) * 6, (False, False, False, True, True, True), 4),
+        ((None,) * 6, (True,) * 6, 3),
+    ],
 )
-def test_the_profiled_layers_include_every_window(windows: tuple[int | None, ...], expected: int) -> None:
-    assert num_differing_layers(windows) == expected
+def test_the_profiled_layers_include_every_kind(
+    windows: tuple[int | None, ...], experts: tuple[bool, ...] | None, expected: int
+) -> None:
+    switches = None if experts is None else SimpleNamespace(layers=experts)
+    config: Any = SimpleNamespace(sliding_windows=windows, experts=switches)
+    assert num_differing_layers(config) == expected
 
 
 @pytest.mark.parametrize(

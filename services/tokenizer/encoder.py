@@ -52,6 +52,13 @@ class TextRule(NamedTuple):
     cut: PromptTruncation | None = None
     """Limits the tokens of each prompt; None: nothing does."""
 
+    def cut_to(self, cut: PromptTruncation | None) -> "TextRule":
+        """Return the rule with a request's own limit, unless it would keep as much as this one does; None: it has
+        none."""
+        # As in vLLM, no request reaches beyond max_seq_length: the model was not trained on longer texts.
+        is_wider = cut is None or (self.cut is not None and cut.max_tokens >= self.cut.max_tokens)
+        return self if is_wider else self._replace(cut=cut)
+
 
 class VectorTexts:
     """Gives the rules of texts that become vectors, as the files of sentence-transformers say."""
@@ -149,7 +156,8 @@ class TextEncoder:
 
         Args:
             second_texts: What to join to each text; empty: nothing.
-            cut: Limits the tokens of each prompt; None: nothing does, but the files of sentence-transformers.
+            cut: Limits the tokens of each prompt; None: nothing does. Where the files of sentence-transformers limit
+                them further, theirs holds.
             prompt_name: Of the prompt of texts that become vectors; empty: the default; None: they become none.
 
         Raises ``InvalidArgument`` for a text over the size limit or one that makes the tokenizer fail,
@@ -161,9 +169,7 @@ class TextEncoder:
             if 4 * len(text) > self._max_text_bytes:  # a character has at most four bytes: most need not be measured
                 self._check_size(text)
         rule = TextRule() if prompt_name is None else self._vector_texts.rule(prompt_name)
-        rule = rule._replace(
-            add_special_tokens=add_special_tokens and rule.add_special_tokens, cut=rule.cut if cut is None else cut
-        )
+        rule = rule._replace(add_special_tokens=add_special_tokens and rule.add_special_tokens).cut_to(cut)
         pairs = list(zip_longest(texts, second_texts))
         return self._in_thread(self._encode, pairs, rule, want_hashes, salt, want_token_strings)
 

@@ -230,7 +230,8 @@ class LLM:
         Args:
             prompts: As in :meth:`generate`, without embeddings.
             pooling_params: One for all, or one for each; None: as the model says.
-            truncate_prompt_tokens: How many tokens of a longer prompt to keep; -1: as many as the context holds.
+            truncate_prompt_tokens: How many tokens of a longer prompt to keep, the first ones and the special ones
+                around a text; -1: as many as the context, or the files of sentence-transformers, allow.
             pooling_task: ``embed``, ``classify``, ``score``, ``token_embed`` or ``token_classify``, unless the
                 parameters name it.
             prompt_name: Of the prompt of the checkpoint's ``config_sentence_transformers.json`` before each text that

@@ -14,7 +14,7 @@ from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequ
 from tokenloom.model_files.sentence_texts import SentenceTexts
 from tokenloom.request.errors import TokenloomError
 from tokenloom.services.engine.records.core_request import to_core_pooling
-from tokenloom.services.tokenizer.encoder import VectorTexts, encode_text
+from tokenloom.services.tokenizer.encoder import PromptTruncation, TextRule, VectorTexts, encode_text
 from tokenloom.v1 import engine_pb2, types_pb2
 
 from .offline_loop import OfflineLoop, check_failures
@@ -97,13 +97,14 @@ class PoolingPrompts:
     def read(
         self, prompts: Sequence[Prompt], tasks: Sequence[PoolingTaskName], truncate: int | None, prompt_name: str | None
     ) -> list[TokenizedPrompt]:
-        """Encode prompts, of which ``truncate`` tokens are kept; -1: as many as the context holds; None: as many as
-        the files of sentence-transformers say of texts that become vectors, and all of others.
+        """Encode prompts, of which the first ``truncate`` tokens are kept, and the special ones around texts; -1: as
+        many as the context holds; None: all. The files of sentence-transformers may limit texts that become vectors
+        further.
 
         ``prompt_name``: of the prompt before such texts; None: the default.
         """
-        most, rule = self._most_tokens(truncate), self._vector_texts.rule(prompt_name or "")
-        rule = rule if most is None else rule._replace(cut=None)
+        cut, rule = self._cut(truncate), self._vector_texts.rule(prompt_name or "")
+        own = TextRule(cut=cut)
 
         def read(pair: tuple[Prompt, PoolingTaskName]) -> TokenizedPrompt:
             prompt, makes_vectors = pair[0], pair[1] in ("embed", "token_embed")
@@ -111,10 +112,10 @@ class PoolingPrompts:
             is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt)
             if prompt_name and not (is_text and makes_vectors):
                 raise ValueError("prompt_name is for texts that become vectors; leave it out")
-            if is_text and makes_vectors and tokenized.text is not None:
-                encoded = encode_text(self._tokenizer, tokenized.text, None, rule)
-                tokenized = replace(tokenized, token_ids=encoded.token_ids, skipped_tokens=encoded.skipped_tokens)
-            return _shortened(tokenized, most)
+            if not is_text or tokenized.text is None:
+                return tokenized if cut is None else replace(tokenized, token_ids=tokenized.token_ids[: cut.max_tokens])
+            encoded = encode_text(self._tokenizer, tokenized.text, None, rule.cut_to(cut) if makes_vectors else own)
+            return replace(tokenized, token_ids=encoded.token_ids, skipped_tokens=encoded.skipped_tokens)
 
         return read_each(zip(prompts, tasks, strict=True), read)
 
@@ -122,15 +123,13 @@ class PoolingPrompts:
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, truncate: int | None
     ) -> list[OfflinePooledRequest]:
         """Return a request for each pair of texts, which the model reads at once."""
-        most, first_parts = self._most_tokens(truncate), [0] * len(pairs)
+        rule, first_parts = TextRule(cut=self._cut(truncate)), [0] * len(pairs)
 
         def read(index: int) -> TokenizedPrompt:
             first, second = (whole_text("a text", text) for text in pairs[index])
-            encoding = self._tokenizer.encode(first, second)
-            prompt = _shortened(TokenizedPrompt(None, encoding.ids), most)
-            types = encoding.type_ids[: len(prompt.token_ids)]
-            first_parts[index] = types.index(1) if 1 in types else 0
-            return prompt
+            encoded = encode_text(self._tokenizer, first, second, rule)
+            first_parts[index] = encoded.first_part_tokens
+            return TokenizedPrompt(None, encoded.token_ids)
 
         prompts = read_each(range(len(pairs)), read)
         return [self.build(prompt, "score", params, num) for prompt, num in zip(prompts, first_parts, strict=True)]
@@ -164,16 +163,13 @@ class PoolingPrompts:
         wire_prompt = types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds)
         return to_core_pooling(engine_pb2.AddRequest(prompt=wire_prompt, pooling_params=wire), self._limits)
 
-    def _most_tokens(self, truncate: int | None) -> int | None:
+    def _cut(self, truncate: int | None) -> PromptTruncation | None:
         most = self._limits.max_model_len if truncate == -1 else truncate
-        if most is not None and most < 1:
+        if most is None:
+            return None
+        if most < 1:
             raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, not {truncate}")
-        return most
-
-
-def _shortened(prompt: TokenizedPrompt, most: int | None) -> TokenizedPrompt:
-    """Return the prompt with its first ``most`` tokens; None: all."""
-    return prompt if most is None else replace(prompt, token_ids=prompt.token_ids[:most])
+        return PromptTruncation(most, keep_first=True)
 
 
 def _wire_name(task: PoolingTaskName) -> str:

@@ -141,15 +141,23 @@ def _join(parts: Sequence[object]) -> TokenizedPrompt:
         if isinstance(part, list):
             token_ids += narrow_token_ids("prompt_embeds", part)
             continue
-        rows = torch.as_tensor(part)
-        if rows.dim() != 2 or not rows.is_floating_point():
-            raise ValueError(
-                f"prompt_embeds must be a float tensor [n, hidden_size], not {list(rows.shape)} {rows.dtype}"
-            )
-        data = rows.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+        rows = _as_rows(part)
+        data = rows.contiguous().numpy().tobytes()
         embeds.append(types_pb2.PromptEmbeds(position=len(token_ids), num_tokens=len(rows), rows=data))
         token_ids += [0] * len(rows)
     return TokenizedPrompt(None, token_ids, embeds=embeds)
+
+
+def _as_rows(part: object) -> torch.Tensor:
+    """Return a tensor of the caller in float32 on the CPU. Raises ``ValueError``."""
+    wanted = "prompt_embeds must be a float tensor [n, hidden_size]"
+    try:
+        rows = torch.as_tensor(part)
+        if rows.dim() != 2 or not rows.is_floating_point():
+            raise ValueError(f"{wanted}, not {list(rows.shape)} {rows.dtype}")
+        return rows.detach().to("cpu", torch.float32)
+    except (TypeError, RuntimeError) as error:  # no numbers at all, or a tensor without data
+        raise ValueError(f"{wanted}, not {type(part).__name__}: {error}") from None
 
 
 def plain_message(message: Message) -> dict[str, Any]:

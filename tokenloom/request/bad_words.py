@@ -17,6 +17,8 @@ def spellings(words: Sequence[str]) -> list[str]:
     for word in words:
         if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
             raise InvalidArgument(f"bad_words may hold words of 1 to {MAX_BAD_WORD_CHARS} characters", "bad_words")
+        if not word.isprintable() and any("\ud800" <= character <= "\udfff" for character in word):
+            raise InvalidArgument("bad_words holds half of a surrogate pair, not a character", "bad_words")
     return [spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip())]
 
 

@@ -109,7 +109,8 @@ def with_prompts(texts: SentenceTexts | None = PROMPTS) -> TextEncoder:
         ("query", {}, [1, 3, 4, 5, 2], 3),
         ("document", {}, [1, 5, 6, 7, 2], 0),
         ("query", {"cut": PromptTruncation(4)}, [1, 6, 7, 2], 1),
-        ("query", {"cut": PromptTruncation(6, keep_first=True)}, [1, 3, 4, 5, 6, 2], 3),
+        ("query", {"cut": PromptTruncation(4, keep_first=True)}, [1, 3, 4, 2], 3),
+        ("query", {"cut": PromptTruncation(6)}, [1, 3, 4, 5, 2], 3),
         ("query", {"add_special_tokens": False}, [3, 4, 5, 6, 7], 3),
     ],
 )

@@ -1,14 +1,20 @@
 """Embeddings, classes and scores in the offline API, over the hash worker."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 
 from tests.parity.embeddings.layouts import LAYOUTS
 from tokenloom import LLM, PoolingParams, SamplingParams
 from tokenloom.engine_core.data.core_params import CorePoolingParams as CoreParams
 from tokenloom.engine_core.data.core_params import PoolingTask
 from tokenloom.engine_core.fake_workers.hash_row import hash_pooled
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.offline.pooling import PoolingPrompts
+from tokenloom.v1 import types_pb2
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +104,27 @@ def test_a_prompt_is_for_texts_that_become_vectors(tmp_path, given, task):
     (found,) = llm.embed("a cat", prompt_name="passage", use_tqdm=False)
     assert llm.get_tokenizer().decode(found.prompt_token_ids) == "[CLS] passage : a cat [SEP]"
     llm.close()
+
+
+@pytest.mark.parametrize(("most", "kept"), [(4, "[CLS] query : [SEP]"), (-1, "[CLS] query : a cat a cat [SEP]")])
+def test_a_text_that_is_cut_keeps_its_special_tokens(tmp_path, most, kept):
+    """Their states count: a text without its [SEP] has another vector."""
+    LAYOUTS["e5"].save(tmp_path)
+    settings = tmp_path / "sentence_bert_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"max_seq_length": 8}))
+    llm = LLM(str(tmp_path), worker="hash", num_gpu_blocks_override=64)
+    (found,) = llm.embed("a cat a cat a cat", truncate_prompt_tokens=most, use_tqdm=False)
+    assert llm.get_tokenizer().decode(found.prompt_token_ids, skip_special_tokens=False) == kept
+    llm.close()
+
+
+def test_texts_that_are_classified_or_compared_are_cut_in_the_same_way(tmp_path):
+    LAYOUTS["e5"].save(tmp_path)
+    tokenizer, text = load_tokenizer(tmp_path), "a cat a cat a cat a cat"
+    first, last = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", last), ("[CLS]", first))
+    prompts = PoolingPrompts(tokenizer, types_pb2.ModelLimits(max_model_len=64))
+    (one,) = prompts.read([text], ["classify"], 6, None)
+    (pair,) = prompts.pairs([("a cat", text)], PoolingParams(), 6)
+    for ids in (one.token_ids, pair.samples[0].core_request.prompt_token_ids):
+        assert (len(ids), ids[0], ids[-1]) == (6, first, last)

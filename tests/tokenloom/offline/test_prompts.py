@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
@@ -42,6 +43,9 @@ def test_every_form_gives_the_same_ids(tokenizer):
         ({}, "needs 'prompt', 'prompt_token_ids' or"),
         ({"prompt": 3}, "prompt must be a string"),
         ({"prompt_token_ids": "abc"}, "prompt_token_ids must be a list"),
+        ({"prompt_embeds": "abc"}, "must be a float tensor .*, not str"),
+        ({"prompt_embeds": {"a": 1}}, "must be a float tensor .*, not dict"),
+        ({"prompt_embeds": [torch.zeros(2, 3, device="meta")]}, "must be a float tensor .*, not Tensor"),
         ({"prompt": "a", "cache_salt": 1}, "cache_salt must be a string"),
         ({"prompt": "a", "multi_modal_data": {}}, "'multi_modal_data' is not supported"),
         ("a \ud83d", "the prompt holds half a surrogate pair"),

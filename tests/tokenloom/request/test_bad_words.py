@@ -9,7 +9,7 @@ def test_a_word_is_spelled_with_and_without_a_space() -> None:
     assert spellings(["no", "  never ever"]) == ["no", " no", "never ever", " never ever"]
 
 
-@pytest.mark.parametrize("words", [[""], ["  "], ["ok", "a" * 1025], ["a"] * 513])
+@pytest.mark.parametrize("words", [[""], ["  "], ["ok", "a" * 1025], ["a"] * 513, ["a\ud83d"]])
 def test_words_that_are_none(words: list[str]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         spellings(words)

@@ -122,8 +122,10 @@ class DirectorySource:
 
     described_by = "config.json"
 
-    def __init__(self, directory: Path, scheme: Scheme | None) -> None:
-        self._files = SplitExperts(_open(weight_files(directory)))
+    def __init__(self, directory: Path, scheme: Scheme | None, *, splits_experts: bool = True) -> None:
+        """``splits_experts``: give each expert tensors of its own; transformers' modules read those of all experts."""
+        files = _open(weight_files(directory))
+        self._files: OpenFiles = SplitExperts(files) if splits_experts else files
         self._found: Mapping[str, Found] = _FIND[type(scheme)](scheme, self._files) if scheme else {}
         parts = {part for found in self._found.values() for part in found.parts}
         if scheme:

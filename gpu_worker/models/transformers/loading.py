@@ -93,7 +93,7 @@ def load_modules(
     with ExitStack() as opened:
         state = None
         if found.scheme is not None:
-            source = opened.enter_context(closing(DirectorySource(path, found.scheme)))
+            source = opened.enter_context(closing(_source(path, found.scheme)))
             with torch.inference_mode(False):
                 state = read_state(source, dtype)
         try:
@@ -136,7 +136,7 @@ def load_quietly(
         with ExitStack() as opened, _LOADING, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if state is None and lacks_index(path):
-                state = read_state(opened.enter_context(closing(DirectorySource(path, None))), dtype)
+                state = read_state(opened.enter_context(closing(_source(path))), dtype)
             loaded: tuple[Any, Any] = found.model.from_pretrained(
                 path if state is None else None,
                 config=found.config,
@@ -154,6 +154,10 @@ def load_quietly(
         if shows_progress:
             transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     return loaded
+
+
+def _source(path: Path, scheme: Scheme | None = None) -> DirectorySource:
+    return DirectorySource(path, scheme, splits_experts=False)
 
 
 def make_on_meta(found: CausalClass, dtype: torch.dtype) -> Any:

@@ -229,16 +229,23 @@ class SyncMPClient:
             return self._connection.sendmsg(pieces, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
             # A core that cannot send its outputs takes no messages, so both would wait without end.
-            if select.select([self._connection], [self._connection], [])[0]:
+            if self._wait(select.POLLIN | select.POLLOUT):
                 self._early.append(self._receive())
             return 0
         except ConnectionError:
             raise self._ended() from None
 
+    def _wait(self, events: int) -> bool:
+        """Wait for one of these events of the connection; return whether there is something to read, or its end."""
+        # Not select: it takes no descriptor from 1,024 on, and the caller's process may have opened so many before.
+        poll = select.poll()
+        poll.register(self._connection, events)
+        return poll.poll()[0][1] != select.POLLOUT
+
     def _receive(self) -> EngineCoreOutputs:
         self._check_alive()
         if not self._receiver.has_messages:
-            select.select([self._connection], [], [])  # an interrupt here loses nothing
+            self._wait(select.POLLIN)  # an interrupt here loses nothing
         try:
             frames = self._receiver.receive()
         except EOFError:  # it comes after the last outputs

@@ -1,7 +1,10 @@
 """The clients without an event loop: in process, and with the core in a process of its own."""
 
+import os
+import resource
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -139,6 +142,21 @@ def test_a_core_that_waits_for_its_outputs_to_be_read_does_not_hold_up_a_large_r
         names += [output.request_id for output in client.get_output().outputs]
     assert names == [*map(str, range(64)), "last"]
     client.close()
+
+
+def test_a_process_with_many_open_files_has_a_client_too() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2048:
+        pytest.skip("no process may open so many files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limits[0]), limits[1]))
+    with ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        while opened.enter_context(Path(os.devnull).open()).fileno() < 1024:
+            pass
+        client = SyncMPClient(CONFIG)
+        opened.callback(client.close)
+        client.add_request(make_request("a", [1, 2], max_tokens=5))
+        assert collect(client, 1)["a"].new_token_ids == expected_tokens([1, 2], 5)
 
 
 def test_an_interrupt_within_a_message_ends_the_core(monkeypatch: pytest.MonkeyPatch) -> None:

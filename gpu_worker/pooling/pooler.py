@@ -21,6 +21,7 @@ from .sentence_files import (
     SentenceFiles,
     VectorStep,
     apply_steps,
+    check_sizes,
     read_matryoshka,
     read_sentence_files,
     unit_length,
@@ -168,7 +169,9 @@ def make_pooler(
             poolings=files.poolings if chosen.pooling_type is None else (chosen.pooling_type,),
             normalizes=files.normalizes if chosen.normalize is None else chosen.normalize,
         )
-    tasks = _tasks(head)
+    if head is None:
+        check_sizes(files.steps, hidden_size * len(files.poolings))
+    tasks = _tasks(head, files)
     info = ModelPooling(
         tasks,
         frozenset(task for task in tasks if task.is_by_token or _poolings_of(task, files.poolings, head) != ("LAST",)),
@@ -218,9 +221,11 @@ def _poolings_of(
     return poolings if head is None or task in _VECTORS else (head.pooling,)
 
 
-def _tasks(head: ClassHead | None) -> tuple[PoolingTask, ...]:
+def _tasks(head: ClassHead | None, files: SentenceFiles) -> tuple[PoolingTask, ...]:
     if head is None:
-        return _VECTORS
+        # The state of one token is too short for layers that follow several poolings: such a request, which once
+        # failed the step, would end the engine.
+        return (PoolingTask.EMBED,) if files.steps and len(files.poolings) > 1 else _VECTORS
     tasks = [PoolingTask.CLASSIFY]
     if head.num_classes == 1:
         tasks.append(PoolingTask.SCORE)

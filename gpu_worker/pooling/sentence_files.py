@@ -58,6 +58,17 @@ def unit_length(x: Tensor) -> Tensor:
 VectorStep = Callable[[Tensor], Tensor]
 
 
+def check_sizes(steps: Sequence[VectorStep], size: int) -> None:
+    """Raise ``ValueError`` for a step that does not fit vectors of ``size`` numbers, or those of the step before it."""
+    for step in steps:
+        if isinstance(step, Projection | VectorNorm) and (wanted := step.weight.shape[-1]) != size:
+            raise ValueError(
+                f"modules.json: a module takes vectors of {wanted} numbers, and those before it give {size}"
+            )
+        if isinstance(step, Projection):
+            size = len(step.weight)
+
+
 def apply_steps(x: Tensor, steps: Sequence[VectorStep]) -> Tensor:
     """Apply steps one after the other."""
     for step in steps:

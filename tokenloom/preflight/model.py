@@ -18,6 +18,7 @@ from tokenloom.gpu_worker.checkpoint.files.config_reader import (
 from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.gguf.config import gguf_config
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
+from tokenloom.model_files.sentence_texts import read_modules
 from tokenloom.model_files.tokenizer_json import can_make_tokenizer, check_sentence_piece, has_byte_level_files
 
 from .host import may_have_gpu
@@ -45,6 +46,8 @@ def check_checkpoint(path: Path, options: EngineConfig | None = None) -> ServedH
         raise CannotServe(f"{error}: {_AGAIN}") from None
     if options.worker.load_format == "auto":
         check_weights(path, config)
+        if options.worker.runner != "generate":
+            _check_modules(path)
     check_tokenizer(path, config)
     return found
 
@@ -174,6 +177,18 @@ def check_weights(path: Path, config: Mapping[str, Any]) -> None:
             _check_pickled(file)
         else:
             _check_embeddings(path, file, _read_header(file), config)
+
+
+def _check_modules(path: Path) -> None:
+    """Check the weights of the layers that ``modules.json`` lists after the model. Raises `CannotServe`."""
+    for module in read_modules(path) or ():
+        if module.kind in ("Dense", "LayerNorm"):
+            try:
+                files = weight_files(module.directory)
+            except NoWeights as error:
+                raise CannotServe(f"{error}: {_AGAIN}") from None
+            for file in files:
+                _ = check_content(file) if is_pickled(file) else _read_header(file)
 
 
 def _check_index(path: Path) -> None:

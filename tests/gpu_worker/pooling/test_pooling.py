@@ -157,6 +157,30 @@ def test_modules_are_applied_in_their_order(tmp_path: Path) -> None:
         close(found, wanted)
 
 
+def save_joined(path: Path, num_inputs: int) -> None:
+    """Save an encoder with two poolings and a Dense layer after them."""
+    make_checkpoint(path, "BertModel")
+    pooling = {"type": "Pooling", "config": {"pooling_mode": ["cls", "mean"]}}
+    save_pooling(path, pooling, {"type": "Dense", "config": {"in_features": num_inputs, "out_features": 8}})
+    weights = {"linear.weight": torch.ones(8, num_inputs), "linear.bias": torch.zeros(8)}
+    save_file(weights, path / "2_Dense" / "model.safetensors")
+
+
+def test_layers_after_several_poolings_give_no_vectors_of_tokens(tmp_path: Path) -> None:
+    """Such a request failed the step, and with it all others of the engine."""
+    save_joined(tmp_path, 64)
+    core = make_core(tmp_path)
+    assert core.ready.pooling.tasks == (PoolingTask.EMBED,)
+    [found] = pool(core, PROMPTS[:1], PoolingTask.EMBED)
+    assert found.shape == (8,)
+
+
+def test_layers_of_another_size_are_refused_at_the_start(tmp_path: Path) -> None:
+    save_joined(tmp_path, 32)
+    with pytest.raises(ValueError, match="takes vectors of 32 numbers, and those before it give 64"):
+        make_core(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [

@@ -62,6 +62,22 @@ class Odd:
     way_out: str
 
 
+def dense_layer(weights: Any = None) -> Callable[[Path], None]:
+    """Add the files of sentence-transformers with a layer after the pooling."""
+
+    def change(path: Path) -> None:
+        kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
+        listed = [{"path": name, "type": f"sentence_transformers.models.{kind}"} for name, kind in kinds.items()]
+        (path / "modules.json").write_text(json.dumps(listed))
+        for name in ("1_Pooling", "2_Dense"):
+            (path / name).mkdir()
+            (path / name / "config.json").write_text("{}")
+        if weights is not None:
+            write("2_Dense/model.safetensors", weights)(path)
+
+    return change
+
+
 def config(**changes: Any) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         values = {name: value for name, value in (CONFIG | changes).items() if value is not None}
@@ -225,6 +241,8 @@ ODD = [
         "convert",
     ),
     Odd("weights of another model", config(vocab_size=9), "model.safetensors", "from the same checkpoint"),
+    Odd("module without weights", dense_layer(), "2_Dense", "download it again"),
+    Odd("module as a pointer", dense_layer(POINTER), "2_Dense", "git lfs pull"),
     Odd("no tokenizer", without("tokenizer.json"), "no tokenizer.json", "copy the file"),
     Odd("slow tokenizer", without("tokenizer.json", then=write("tokenizer.model", "x")), "tokenizer.model", "save_pre"),
     Odd("tokenizer as a pointer", write("tokenizer.json", POINTER), "tokenizer.json", "git lfs pull"),

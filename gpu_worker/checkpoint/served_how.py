@@ -33,7 +33,7 @@ from .files.config_reader import (
     read_architecture,
 )
 from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, is_encoder
-from .load_config import check_quantization, load_model_config
+from .load_config import check_quantization, load_model_config, read_dtype
 from .local_config import check_device_options, check_kv_dtype, check_options, local_config
 from .model_config import ModelConfig
 from .quantization.entries import scheme_for_modules
@@ -87,7 +87,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         what = "encoders are" if found.by == "encoder" else f"{path}: GGUF files are"
         raise ValueError(f"{what} not supported with several workers; use one worker")
     if found.config is None:
-        _check_module_encoder(path)
+        _check_module_encoder(path, worker.dtype)
         return found
     if isinstance(found.config, ModelConfig):
         local_config(found.config, place)
@@ -224,15 +224,21 @@ _ANOTHER = "serve a model whose class ends in ForCausalLM (docs/reference/models
 _INSTALL = "pip install 'tokenloom[transformers]'"
 
 
-def _check_module_encoder(path: Path) -> None:
+def _check_module_encoder(path: Path, dtype: str) -> None:
     """Raise ``ValueError`` for an encoder that no class of the installed transformers computes."""
     name, values = read_architecture(path)
+    if dtype != "auto" or values.get("dtype") or values.get("torch_dtype"):  # else the weights say it, at load
+        read_dtype(path, dtype)
     if name == STATIC:
         return
     if not is_class_of_transformers(name):
         raise ValueError(f"{path / 'config.json'}: {_unknown(name, values, has_transformers=bool(causal_classes()))}")
     if values.get("quantization_config"):
         raise ValueError(f"{path / 'config.json'}: quantization_config is not supported for embeddings of {name}")
+    # The activation_function of some published files (swiglu of Nomic) is one that their class does not read.
+    entries, types = _text_entries(values) | {"activation_function": None}, transformers_types()
+    if types is not None and (wrong := _unknown_value(types["values"], entries)):
+        raise ValueError(f"{path / 'config.json'}: {wrong}")
 
 
 def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) -> ServedHow:

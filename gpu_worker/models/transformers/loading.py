@@ -162,8 +162,11 @@ def _source(path: Path, scheme: Scheme | None = None) -> DirectorySource:
 
 def make_on_meta(found: CausalClass, dtype: torch.dtype) -> Any:
     """Return the model without memory for its tensors. Raises ``ValueError`` if its configuration is impossible."""
-    with _LOADING, torch.device("meta"):
-        return found.model._from_config(found.config, dtype=dtype, attn_implementation="eager")
+    try:
+        with _LOADING, torch.device("meta"):
+            return found.model._from_config(found.config, dtype=dtype, attn_implementation="eager")
+    except KeyError as error:  # an activation function, say, that the library lacks
+        raise ValueError(f"transformers cannot make {found.architecture}: it has no {error}") from error
 
 
 def refuse_differences(report: Any) -> None:

@@ -81,6 +81,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LLAMA | {"rope_scaling": {"rope_type": "odd", "factor": 2.0}},
         "rope_type 'odd' is not supported: must be one of",
     ),
+    "a rope of an encoder": (of("EuroBertModel", "eurobert", rope_scaling={"type": "odd"}), "rope_type 'odd' is not"),
+    "an activation of an encoder": (of("MPNetModel", "mpnet", hidden_act="odd"), "hidden_act 'odd' is not supported"),
     "an activation": (LLAMA | {"hidden_act": "odd"}, "hidden_act 'odd' is not supported: must be one of"),
     "a kind of layer": (
         of("Qwen3ForCausalLM", "qwen3", layer_types=["conv", "conv"]),
@@ -97,6 +99,11 @@ def test_what_cannot_be_served_is_named_with_its_file(tmp_path: Path, name: str)
         answer(tmp_path, entries)
     assert str(tmp_path / "model" / "config.json") in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_dtype_of_an_encoder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype float8_e4m3fn is not supported"):
+        answer(tmp_path, of("MPNetModel", "mpnet", dtype="float8_e4m3fn"))
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,5 +1,6 @@
 """Classes of transformers whose modules compute vectors, next to the same classes by themselves."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.gpu_worker.pooling.small_models import PROMPTS, SIZES, close, make_co
 from tokenloom.engine_core.data.core_params import PoolingTask
 from tokenloom.gpu_worker.checkpoint.files.supported import MODULE_ENCODERS
 from tokenloom.gpu_worker.devices import make_worker
+from tokenloom.gpu_worker.encoders.encoder import load_encoder
 
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 OWN: dict[str, dict[str, Any]] = {
@@ -106,6 +108,15 @@ def test_tensors_that_no_class_reads_are_refused(tmp_path: Path, architecture: s
     save_file(load_file(file) | {name: torch.zeros(2)}, file, {"format": "pt"})
     with pytest.raises(ValueError, match=r"unsupported feature: .*gate\.weight"):
         make_worker(make_config(tmp_path)).load_model()
+
+
+def test_an_unknown_activation_is_named(tmp_path: Path) -> None:
+    """It was a KeyError, which ended the engine with a traceback."""
+    save(tmp_path, "EuroBertModel")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "odd"}))
+    with pytest.raises(ValueError, match="cannot make EuroBertModel: it has no 'odd'"):
+        load_encoder(tmp_path)
 
 
 def test_code_of_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:

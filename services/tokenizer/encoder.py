@@ -91,8 +91,8 @@ class VectorTexts:
             return rule
         encoding = self._tokenizer.encode(prefix, add_special_tokens=texts.adds_special_tokens)
         length = min(len(encoding.ids), texts.max_tokens or len(encoding.ids))
-        # A special token at the end comes after the text, as in sentence-transformers.
-        return rule._replace(num_skipped=length - encoding.special_tokens_mask[-1])
+        # A special token at the end comes after the text, as in sentence-transformers. Blanks may have no token at all.
+        return rule._replace(num_skipped=length - sum(encoding.special_tokens_mask[-1:]))
 
 
 class EncodedText(NamedTuple):

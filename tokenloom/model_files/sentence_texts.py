@@ -66,7 +66,7 @@ class SentenceModule(NamedTuple):
         chosen = self.config.get("pooling_mode")
         if chosen is None:
             chosen = [mode for switch, mode in _SWITCHES.items() if self.config.get(switch)] or ["mean"]
-        names = (chosen,) if isinstance(chosen, str) else tuple(map(str, chosen))
+        names = tuple(map(str, chosen if isinstance(chosen, list) else [chosen]))
         if unknown := [name for name in names if name not in _MODES]:
             raise ValueError(f"{self.where}: pooling modes are {', '.join(_MODES)}, not {unknown[0]}")
         return names
@@ -107,9 +107,11 @@ def read_modules(path: Path) -> Sequence[SentenceModule] | None:
         raise ValueError(f"{_NAMES}: model_type {kind} is not supported")
     modules: list[SentenceModule] = []
     has_vector = False
-    for entry in json.loads(file.read_text(encoding="utf-8")):
-        name = str(entry["type"])
-        module = SentenceModule(name, name.rpartition(".")[2], path / str(entry["path"]))
+    for entry in _read_json(file, list):
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("type", "path")):
+            raise ValueError("modules.json must list objects with type and path")
+        name = entry["type"]
+        module = SentenceModule(name, name.rpartition(".")[2], path / entry["path"])
         # Other packages' modules are code that comes with the checkpoint, which never runs here.
         is_known = name.startswith("sentence_transformers.") and module.kind in (_LATER if modules else _FIRST)
         if not is_known:
@@ -169,7 +171,9 @@ def read_sentence_texts(path: Path) -> SentenceTexts | None:
     if modules is None:
         return None
     names = _read_object(path / _NAMES)
-    prompts = _NO_PROMPTS | {str(name): text or "" for name, text in (names.get("prompts") or {}).items()}
+    prompts = _NO_PROMPTS | {name: text or "" for name, text in _object(names, "prompts", _NAMES).items()}
+    if wrong := [name for name, text in prompts.items() if not isinstance(text, str)]:
+        raise ValueError(f"{_NAMES}: the prompt {wrong[0]} must be a text")
     default = names.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise ValueError(f"{_NAMES}: default_prompt_name {default!r} is none of its prompts")
@@ -190,7 +194,9 @@ def read_sentence_texts(path: Path) -> SentenceTexts | None:
 
 def _max_tokens(settings: Mapping[str, Any], tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     own = settings.get("max_seq_length")
-    if isinstance(own, int):
+    if own is not None:
+        if type(own) is not int or own < 1:
+            raise ValueError(f"max_seq_length must be a positive integer, not {own!r}")
         return own
     # transformers writes 10^30 for a tokenizer without a limit.
     limits = [tokenizer.get("model_max_length"), config.get("max_position_embeddings")]
@@ -204,25 +210,40 @@ def _read_settings(path: Path) -> dict[str, Any]:
     where = "" if file is None else file.name
     if (task := settings.get("transformer_task", "feature-extraction")) != "feature-extraction":
         raise ValueError(f"{where}: transformer_task {task} is not supported")
-    text = (settings.get("modality_config") or {}).get("text")
-    if text is not None and (text.get("method"), text.get("method_output_name")) != ("forward", "last_hidden_state"):
+    text = _object(settings, "modality_config", where).get("text")
+    if text is not None and (
+        not isinstance(text, dict)
+        or (text.get("method"), text.get("method_output_name")) != ("forward", "last_hidden_state")
+    ):
         raise ValueError(f"{where}: modality_config for text must name forward and last_hidden_state, not {text}")
     kinds = [
         f"{kind}_{ending}" for kind in ("model", "tokenizer", "processor", "config") for ending in ("args", "kwargs")
     ]
     for kind in (*kinds, "processing_kwargs", "query_expansion"):
-        if wrong := sorted((settings.get(kind) or {}).keys() - _HARMLESS):
+        if wrong := sorted(_object(settings, kind, where).keys() - _HARMLESS):
             raise ValueError(f"{where}: {kind}: {', '.join(wrong)} is not supported")
     return settings
 
 
+def _object(values: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Return an entry that is an object; empty if it is absent or null. Raises ``ValueError`` for anything else."""
+    entry = values.get(name)
+    if entry is not None and not isinstance(entry, dict):
+        raise ValueError(f"{where}: {name} must be an object")
+    return entry or {}
+
+
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+    """Return the object that a file holds; empty if there is no file. Raises ``ValueError``."""
+    values: dict[str, Any] = _read_json(path, dict) if path.is_file() else {}
+    return values
+
+
+def _read_json(path: Path, kind: type) -> Any:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path.name} must hold a JSON object")
+    if not isinstance(values, kind):
+        raise ValueError(f"{path.name} must hold a JSON {'object' if kind is dict else 'list'}")
     return values

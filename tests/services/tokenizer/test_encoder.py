@@ -136,6 +136,13 @@ async def test_unknown_prompts_are_refused(texts: SentenceTexts | None, name: st
     encoder.close()
 
 
+async def test_a_prompt_without_tokens_changes_nothing() -> None:
+    encoder = with_prompts(SentenceTexts({"query": "  "}, pools_prompt=False, adds_special_tokens=False))
+    (prompt,) = await encoder.encode(["a b"], add_special_tokens=True, want_hashes=False, salt=b"", prompt_name="query")
+    assert (list(prompt.token_ids), prompt.skipped_tokens) == ([5, 6], 0)
+    encoder.close()
+
+
 async def test_no_files_change_nothing() -> None:
     encoder = with_prompts(None)
     (prompt,) = await encoder.encode(["a b"], add_special_tokens=True, want_hashes=False, salt=b"", prompt_name="")

@@ -74,6 +74,8 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         _check_sentence_files(path)
     elif not _generates(found):
         raise ValueError("runner is generate, but this model generates no text; choose auto or pooling")
+    if found.config is None:
+        _check_dtype(path, worker.dtype)
     place = place_of(config.parallel)
     if found.by == "transformers":
         if config.lora.enable:
@@ -87,7 +89,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         what = "encoders are" if found.by == "encoder" else f"{path}: GGUF files are"
         raise ValueError(f"{what} not supported with several workers; use one worker")
     if found.config is None:
-        _check_module_encoder(path, worker.dtype)
+        _check_module_encoder(path)
         return found
     if isinstance(found.config, ModelConfig):
         local_config(found.config, place)
@@ -224,11 +226,16 @@ _ANOTHER = "serve a model whose class ends in ForCausalLM (docs/reference/models
 _INSTALL = "pip install 'tokenloom[transformers]'"
 
 
-def _check_module_encoder(path: Path, dtype: str) -> None:
+def _check_dtype(path: Path, dtype: str) -> None:
+    """Raise ``ValueError`` for a dtype that is not computed, unless only the weights state it."""
+    values = read_architecture(path)[1]
+    if dtype != "auto" or values.get("dtype") or values.get("torch_dtype"):
+        read_dtype(path, dtype)
+
+
+def _check_module_encoder(path: Path) -> None:
     """Raise ``ValueError`` for an encoder that no class of the installed transformers computes."""
     name, values = read_architecture(path)
-    if dtype != "auto" or values.get("dtype") or values.get("torch_dtype"):  # else the weights say it, at load
-        read_dtype(path, dtype)
     if name == STATIC:
         return
     if not is_class_of_transformers(name):

@@ -101,9 +101,10 @@ def test_what_cannot_be_served_is_named_with_its_file(tmp_path: Path, name: str)
     assert "\n" not in str(refused.value)
 
 
-def test_a_dtype_of_an_encoder_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("MPNetModel", "mpnet"), ("GPTNeoXForCausalLM", "gpt_neox")])
+def test_a_dtype_that_is_not_computed_is_refused(tmp_path: Path, name: str, kind: str) -> None:
     with pytest.raises(ValueError, match="dtype float8_e4m3fn is not supported"):
-        answer(tmp_path, of("MPNetModel", "mpnet", dtype="float8_e4m3fn"))
+        answer(tmp_path, of(name, kind, dtype="float8_e4m3fn"))
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {

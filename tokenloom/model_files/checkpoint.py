@@ -17,7 +17,7 @@ from ..request.narrowing import narrow_sampling
 from ..request.sampling_params import CHECKPOINT_NAMES
 from ..v1 import types_pb2
 from .model_path import weight_paths
-from .sentence_texts import TEXT_FILES, SentenceTexts, read_sentence_texts
+from .sentence_texts import LIMIT_FILES, PROMPT_FILES, SentenceTexts, read_sentence_texts
 from .tokenizer_json import (
     SENTENCE_PIECE_FILE,
     VOCABULARY_FILES,
@@ -41,7 +41,7 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    *TEXT_FILES,
+    *LIMIT_FILES,
 )
 _ALL_FILES = (*_TOKENIZER_FILES, *VOCABULARY_FILES, SENTENCE_PIECE_FILE)
 """Those of a checkpoint without a ``tokenizer.json``."""
@@ -169,10 +169,14 @@ def tokenizer_file(path: Path) -> Path | None:
 
 
 def tokenizer_fingerprint(path: Path) -> bytes:
-    """Return the SHA-256 of the names and contents of the tokenizer's files and the chat template."""
+    """Return the SHA-256 of the names and contents of the tokenizer's files and the chat template, and of those that
+    say what stands before texts that become vectors, if anything does."""
     if is_gguf(path):
         return gguf_tokenizer_fingerprint(path)
     names = _TOKENIZER_FILES if (path / "tokenizer.json").is_file() else _ALL_FILES
+    texts = _vector_texts(path)
+    if texts is not None and not texts.is_plain:
+        names = (*names, *PROMPT_FILES)
     return digest_of(path / name for name in names if (path / name).is_file())
 
 

@@ -13,8 +13,10 @@ _SETTINGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-TEXT_FILES = ("modules.json", "1_Pooling/config.json", _NAMES, *_SETTINGS)
-"""The files that say how texts become tokens."""
+LIMIT_FILES = _SETTINGS
+"""The files that limit the tokens of a text."""
+PROMPT_FILES = ("modules.json", "1_Pooling/config.json", _NAMES)
+"""The files that say what stands before a text."""
 _HARMLESS = frozenset(["attn_implementation", "dtype", "local_files_only", "token", "torch_dtype", "trust_remote_code"])
 """Arguments that change no vector: the engine chooses the dtype and how attention is computed."""
 _NO_PROMPTS: dict[str, str] = {"query": "", "document": ""}
@@ -152,6 +154,11 @@ class SentenceTexts:
     lowers: bool = False
     pools_prompt: bool = True
     adds_special_tokens: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether no text has a prompt, and the tokenizer's special tokens stand around each."""
+        return not any(self.prompts.values()) and self.adds_special_tokens
 
     def prompt(self, name: str) -> str:
         """Return the text of a prompt; an empty name: of the default. Raises ``ValueError`` naming the known ones."""

@@ -204,6 +204,14 @@ def test_tokenizer_fingerprint(model: Path) -> None:
     assert checkpoint.tokenizer_fingerprint(model) != before
 
 
+def test_prompts_of_vectors_belong_to_the_tokenizer_and_modules_without_prompts_do_not(model: Path) -> None:
+    before = checkpoint.tokenizer_fingerprint(model)
+    (model / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Transformer", "path": ""}]))
+    assert checkpoint.tokenizer_fingerprint(model) == before
+    (model / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "query: "}}))
+    assert checkpoint.tokenizer_fingerprint(model) != before
+
+
 def test_weights_fingerprint(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     before = checkpoint.weights_fingerprint(model, cache)

@@ -40,7 +40,7 @@ def record(layout: Layout, path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    import sentence_transformers
+    import sentence_transformers  # pyright: ignore[reportMissingImports]  # of an environment of its own
 
     found: dict[str, Any] = {
         "sentence-transformers": sentence_transformers.__version__,

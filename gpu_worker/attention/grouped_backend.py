@@ -21,7 +21,7 @@ from .shared_prefix import SharedPrefixFinder
 class GroupedBackend:
     """Fulfils :class:`~.attention_backend.AttentionBackend` with one backend for each group.
 
-    A plan gets the block table and the slots of all groups, as :class:`~..batch.block_table.BlockTable` holds them.
+    A plan gets the block table and the slots of all groups, as :class:`~..batch.batch_arrays.BlockTable` holds them.
     Backends do not read blocks that lie before a request's window: they may be another request's by now.
     """
 

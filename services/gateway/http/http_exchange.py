@@ -97,7 +97,7 @@ class MethodNotAllowed(errors.InvalidArgument):
 
 
 class ResponseSink(Protocol):
-    """Describes what writes a response; see :class:`.response_writer.ResponseWriter`."""
+    """Describes what writes a response; see :class:`.client_flow.ResponseWriter`."""
 
     left: int | None
 

@@ -156,7 +156,7 @@ class BertModel:
 
     def forward(self, token_ids: Tensor, positions: Tensor, token_types: Tensor, begins: Sequence[int]) -> Tensor:
         if first := self.config.first_position:
-            positions = first + _without_padding(token_ids == first - 1, positions, begins)
+            positions = first + _without_padding(token_ids == first - 1, begins)
         words = F.embedding(token_ids, self._words) + F.embedding(positions, self._positions)
         x = self._norm(words + F.embedding(token_types.clamp(max=len(self._types) - 1), self._types))
         for layer in self._layers:
@@ -164,10 +164,8 @@ class BertModel:
         return x
 
 
-def _without_padding(is_padding: Tensor, positions: Tensor, begins: Sequence[int]) -> Tensor:
+def _without_padding(is_padding: Tensor, begins: Sequence[int]) -> Tensor:
     """Return positions [T] as RoBERTa counts them: a prompt's tokens of padding are not counted, and are at -1."""
-    if not bool(is_padding.any()):
-        return positions
     counts = torch.cat([(~is_padding[begin:end]).cumsum(0) for begin, end in itertools.pairwise(begins)])
     return torch.where(is_padding, -1, counts - 1)
 

@@ -6,10 +6,11 @@ import torch
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.gpu_worker.devices import CPUWorker, make_worker
 from tokenloom.gpu_worker.platform.platform import kv_share
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 
 def config(device):
-    return EngineConfig(worker=WorkerConfig(model="", device=device))
+    return EngineConfig(worker=WorkerConfig(model=str(DEMO_MODEL), device=device))
 
 
 def test_cpu_is_always_there():

@@ -19,7 +19,7 @@ from .quantization.entries import Awq, CompressedTensors, Fp8, Gptq, Mxfp4, Sche
 from .quantization.fp8 import find_fp8
 from .quantization.gptq import find_gptq
 from .quantization.mxfp4 import find_mxfp4
-from .quantization.scheme import KV_SCALES, Found, TensorFiles
+from .quantization.scheme import Found, TensorFiles, is_kv_scale
 
 
 class SafetensorsFiles:
@@ -129,7 +129,7 @@ class DirectorySource:
         self._found: Mapping[str, Found] = _FIND[type(scheme)](scheme, self._files) if scheme else {}
         parts = {part for found in self._found.values() for part in found.parts}
         if scheme:
-            parts |= {name for name in self._files.names if KV_SCALES.fullmatch(name)}
+            parts |= {name for name in self._files.names if is_kv_scale(name)}
         self.names = frozenset(self._files.names).difference(parts) | self._found.keys()
 
     @property

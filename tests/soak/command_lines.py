@@ -38,7 +38,7 @@ from tokenloom.services.runtime.host.options import flag, options_of
 SECONDS = 120
 """Processor time after which a command line counts as hanging."""
 _WORK = (
-    *(("tokenloom.supervisor.mesh", "fork_first"), ("tokenloom.offline.llm", "make_executor")),
+    *(("tokenloom.supervisor.mesh", "fork_first"), ("tokenloom.offline.offline_loop", "make_executor")),
     *(("tokenloom.bench.engine.decode_step", "run_decode"), ("tokenloom.bench.engine.speculation", "run_speculation")),
     *(("tokenloom.bench.kv.kv_transfer", "run"), ("tokenloom.bench.scale.scale", "run")),
     *(("tokenloom.bench.peers.compare", "run_peers"), ("tokenloom.bench.regress", "run_regress")),

@@ -74,9 +74,15 @@ def read_order(files: TensorFiles, name: str, inputs: int, num_groups: int) -> T
     return order
 
 
-KV_SCALES = re.compile(r".+\.([qkv]_scale|kv_scale|[kv]_zero_point|[kv]_proj\.output_(scale|zero_point))")
-"""Names the scales of a quantized KV cache, which vLLM loads under these names. The cache has the model's dtype here,
-unless an option says otherwise, so none is needed."""
+_KV_SCALE = re.compile(r".+\.([qkv]_scale|kv_scale|[kv]_zero_point|[kv]_proj\.output_(scale|zero_point))")
+
+
+def is_kv_scale(name: str) -> bool:
+    """Return whether a tensor is a scale of a quantized KV cache, which vLLM loads under these names.
+
+    The cache has the model's dtype here, unless an option says otherwise, so none is needed.
+    """
+    return _KV_SCALE.fullmatch(name) is not None
 
 
 class Codes(NamedTuple):

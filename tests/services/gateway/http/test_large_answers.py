@@ -14,7 +14,7 @@ from tests.services.gateway.fakes import MODEL, FakeMesh, FakeRequest
 from tokenloom.services.gateway.endpoints import generation_endpoint
 from tokenloom.services.gateway.http import http_exchange as pieces
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
-from tokenloom.services.gateway.openai import chat, openai_logprobs
+from tokenloom.services.gateway.openai import answer, openai_logprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Logprobs
 
@@ -91,7 +91,7 @@ async def most_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Count
         await original(exchange, body)
 
     original = HttpExchange.write
-    monkeypatch.setattr(chat, "chat_entry", counted(openai_logprobs.chat_entry))
+    monkeypatch.setattr(answer, "chat_entry", counted(openai_logprobs.chat_entry))
     monkeypatch.setattr(openai_logprobs.CompletionLogprobs, "add", counted(openai_logprobs.CompletionLogprobs.add))
     monkeypatch.setattr(HttpExchange, "write", write)
 

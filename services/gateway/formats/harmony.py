@@ -20,7 +20,7 @@ _MOST_BLANKS = 8
 """Characters of space before such a beginning; after more, the output is text."""
 OPENINGS = (" to=functions.",)
 """With which calls begin."""
-_CHANNEL_NAME = re.compile(re.escape(_CHANNEL) + r"\s*([a-z]+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*([a-z]+)")
 _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 
 

@@ -78,12 +78,13 @@ def check_kv_dtype(config: ModelConfig, dtype: KVCacheDtype) -> None:
 def check_device_options(config: EngineConfig, kind: str) -> None:
     """Raise ``ValueError`` naming an option that is not supported on a device of this kind, ``cpu`` or ``cuda``."""
     if kind == "cpu":
-        _check_host(config)
+        check_host(config)
     else:
-        _check_apart(config, kind)
+        check_apart(config, kind)
 
 
-def _check_host(config: EngineConfig) -> None:
+def check_host(config: EngineConfig) -> None:
+    """Raise ``ValueError`` naming an option that is not supported with KV in the host's memory."""
     if config.worker.dtype == "float16":
         raise ValueError("dtype float16 is computed on a GPU only: choose bfloat16 or float32 on a CPU")
     if config.worker.quantization == "fp8":
@@ -94,7 +95,8 @@ def _check_host(config: EngineConfig) -> None:
         raise ValueError("kv_transports: cuda moves KV between GPUs: choose shm or socket on a CPU")
 
 
-def _check_apart(config: EngineConfig, kind: str) -> None:
+def check_apart(config: EngineConfig, kind: str) -> None:
+    """Raise ``ValueError`` naming an option that is not supported with KV in the memory of a device of this kind."""
     if config.kv.offload_path:
         raise ValueError(f"kv_offload_path: KV on {kind} is not offloaded to files yet")
     if config.worker.quantization not in (None, "fp8"):

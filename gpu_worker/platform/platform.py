@@ -12,7 +12,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.process.control_groups import CpuGroups
 
 from ..attention.attention_backend import KVCache
-from ..checkpoint.local_config import check_device_options
+from ..checkpoint.local_config import check_apart, check_host
 from ..cuda.step_tensors import Capture, GraphCapture, StepTools
 from ..device import memory
 from ..device.cpu_watch import CpuWatch, ProcessThreads, cores_within
@@ -130,9 +130,12 @@ class CPUPlatform:
 
 def check_device(config: EngineConfig, platform: Platform) -> None:
     """Raise ``ValueError`` naming an option that is not supported on the device of ``platform``."""
+    if platform.pool_is_on_host:
+        check_host(config)
+        return
     kind = platform.device.type
-    check_device_options(config, kind)
-    if kind != "cpu" and "fp8" in (config.worker.quantization, config.cache.dtype) and not platform.computes_fp8:
+    check_apart(config, kind)
+    if "fp8" in (config.worker.quantization, config.cache.dtype) and not platform.computes_fp8:
         option = "quantization" if config.worker.quantization == "fp8" else "kv_cache_dtype"
         raise ValueError(
             f"{option}: fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper or newer), "

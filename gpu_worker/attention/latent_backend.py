@@ -82,7 +82,7 @@ class LatentBackend(LocalBackend):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LatentSpan:
     """Holds the rows of one request in a step."""
 
     request: int
@@ -114,12 +114,12 @@ class LatentPlan:
     ) -> None:
         self._device = backend.device
         self._is_reference = backend.name == "reference"
-        self._work: tuple[list[Span], list[Span], Tensor] | None = None
+        self._work: tuple[list[LatentSpan], list[LatentSpan], Tensor] | None = None
         self._slots = torch.from_numpy(slot_mapping.astype(np.int64)).to(self._device)
         starts, lengths = cu_query_lens.tolist(), seq_lens.tolist()
         tables = torch.from_numpy(block_tables.astype(np.int64)).to(self._device)
-        self.spans: list[Span] = [
-            Span(
+        self.spans: list[LatentSpan] = [
+            LatentSpan(
                 request, slice(starts[request], starts[request + 1]), table[: -(-length // backend.block_size)], length
             )
             for request, (table, length) in enumerate(zip(tables, lengths, strict=True))
@@ -154,28 +154,28 @@ class LatentPlan:
             out[rows] = self._absorbed(query[rows], rotated[rows], absorbed, kv_cache, projection)
         return out.flatten(1)
 
-    def _divide(self, projection: LatentProjection) -> tuple[list[Span], list[Span], Tensor]:
+    def _divide(self, projection: LatentProjection) -> tuple[list[LatentSpan], list[LatentSpan], Tensor]:
         """Return the requests whose keys are expanded, the others, and the rows of the others. All layers share it."""
-        parts: tuple[list[Span], list[Span]] = ([], [])
+        parts: tuple[list[LatentSpan], list[LatentSpan]] = ([], [])
         for span in self.spans:
             expands = not self._is_reference and projection.expands(span.count, span.seq_len)
             parts[0 if expands else 1].append(span)
         rows = [torch.arange(span.rows.start, span.rows.stop) for span in parts[1]]
         return *parts, torch.cat(rows or [torch.zeros(0, dtype=torch.int64)]).to(self._device)
 
-    def _latents_of(self, span: Span, kv_cache: KVCache) -> Tensor:
+    def _latents_of(self, span: LatentSpan, kv_cache: KVCache) -> Tensor:
         """Return what the cache holds of a request's tokens, [seq_len, rank + rope_size]."""
         return kv_cache[0, :, 0].index_select(0, span.blocks).flatten(0, 1)[: span.seq_len]
 
     def _absorbed(
-        self, query: Tensor, rotated: Tensor, spans: list[Span], kv_cache: KVCache, projection: LatentProjection
+        self, query: Tensor, rotated: Tensor, spans: list[LatentSpan], kv_cache: KVCache, projection: LatentProjection
     ) -> Tensor:
         """Compute the rows of these requests, one after the other, without expanding keys or values."""
         queries = torch.cat((projection.absorb(query), rotated), dim=2)
         return projection.values(self.attend_absorbed(queries, spans, kv_cache, projection))
 
     def attend_absorbed(
-        self, queries: Tensor, spans: list[Span], kv_cache: KVCache, projection: LatentProjection
+        self, queries: Tensor, spans: list[LatentSpan], kv_cache: KVCache, projection: LatentProjection
     ) -> Tensor:
         """Return for queries of compressed vectors, [T, num_heads, rank + rope_size], their weighted sums, [T,
         num_heads, rank]."""
@@ -190,13 +190,13 @@ class LatentPlan:
             begin += span.count
         return torch.cat(parts)
 
-    def _seen(self, span: Span, begin: int, end: int) -> Tensor:
+    def _seen(self, span: LatentSpan, begin: int, end: int) -> Tensor:
         """Return which tokens up to the last of them queries [begin, end) of a request see."""
         context = span.seq_len - span.count
         queries = torch.arange(context + begin, context + end, device=self._device)[:, None]
         return torch.arange(context + end, device=self._device) <= queries
 
-    def _expanded(self, query: Tensor, span: Span, kv_cache: KVCache, projection: LatentProjection) -> Tensor:
+    def _expanded(self, query: Tensor, span: LatentSpan, kv_cache: KVCache, projection: LatentProjection) -> Tensor:
         """Compute one request's rows, [n, num_heads, query_size], with the keys and values of a few heads at a time."""
         latent, latents = projection.latent, self._latents_of(span, kv_cache)
         each = span.seq_len * (latent.query_size + latent.value_size)
@@ -213,7 +213,7 @@ class LatentPlan:
             parts.append(self._attend_expanded(chosen, keys, values, span, projection.scale)[..., : latent.value_size])
         return torch.cat(parts).transpose(0, 1)
 
-    def _attend_expanded(self, query: Tensor, keys: Tensor, values: Tensor, span: Span, scale: float) -> Tensor:
+    def _attend_expanded(self, query: Tensor, keys: Tensor, values: Tensor, span: LatentSpan, scale: float) -> Tensor:
         """Return [heads, n, size]: causal attention of a request's n queries over its [heads, seq_len, size]."""
         parts = []
         for begin in range(0, span.count, _QUERY_ROWS):
@@ -283,7 +283,7 @@ class LatentCPUPlan(LatentPlan):
         self._args: LatentArgs | None = None
 
     def attend_absorbed(
-        self, queries: Tensor, spans: list[Span], kv_cache: KVCache, projection: LatentProjection
+        self, queries: Tensor, spans: list[LatentSpan], kv_cache: KVCache, projection: LatentProjection
     ) -> Tensor:
         out = queries.new_empty(*queries.shape[:2], projection.latent.rank)
         args = self._args = self._args or self._make_args(queries, spans)
@@ -292,7 +292,7 @@ class LatentCPUPlan(LatentPlan):
         self._kernels.attend_latents(byref(args))
         return out
 
-    def _make_args(self, queries: Tensor, spans: list[Span]) -> LatentArgs:
+    def _make_args(self, queries: Tensor, spans: list[LatentSpan]) -> LatentArgs:
         counts = [span.count for span in spans]
         # A row sees the positions up to its own.
         lengths = [np.arange(span.seq_len - span.count, span.seq_len) + 1 for span in spans]

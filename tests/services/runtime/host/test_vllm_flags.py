@@ -1,8 +1,12 @@
 """What the answers to vLLM's flags name exists, and how they say that Tokenloom behaves is probed on a gateway."""
 
+import asyncio
+import hashlib
 import json
 import logging
 import re
+import shutil
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,14 +15,29 @@ import pytest
 from huggingface_hub import constants
 
 from tests.docs.markdown_page import ROOT
+from tests.engine_core.helpers import finish
+from tests.engine_core.helpers import make_core as make_fake_core
+from tests.engine_core.helpers import make_request as make_fake_request
 from tests.services.gateway.fakes import FakeMesh
+from tests.test_fields_are_read import PRODUCT
+from tokenloom.cli.serve.serve_options import OFFERS
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, WorkerConfig
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.gpu_worker.checkpoint.directory_source import DirectorySource
+from tokenloom.gpu_worker.checkpoint.served_how import choose
+from tokenloom.gpu_worker.devices import CPUWorker
+from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL, resolve
 from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.small_files import CannotServe
+from tokenloom.request.errors import NotFound
 from tokenloom.services.gateway.openapi.document import document
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.host.foreign_flags import ANSWERS
-from tokenloom.services.runtime.host.options import options_of
+from tokenloom.services.runtime.host.options import flag, options_of
 from tokenloom.services.tokenizer.chat_template import ChatTemplate
 from tokenloom.services.tokenizer.template_probe import probe_forms
 from tokenloom.v1 import engine_pb2, inference_pb2
@@ -139,6 +158,102 @@ async def finds_the_form(_: FakeMesh, __: pytest.LogCaptureFixture) -> bool:
     return reads_parts == [False, True]
 
 
+async def gives_own_logprobs(_: FakeMesh, __: pytest.LogCaptureFixture) -> bool:
+    config = EngineConfig(
+        worker=WorkerConfig(model=str(DEMO_MODEL), num_threads=1, enforce_eager=True),
+        cache=CacheConfig(num_blocks=16),
+        max_model_len=64,
+    )
+    core = EngineCore(config, UniProcExecutor(CPUWorker(config)))
+    changed = {"temperature": 0.1, "frequency_penalty": 2.0, "repetition_penalty": 2.0, "logit_bias": {7: 5.0}}
+    for name, how in (("plain", {"temperature": 0.0}), ("changed", changed)):
+        params = CoreSamplingParams(max_tokens=1, seed=0, logprobs=900, **how)
+        core.add_request(EngineCoreRequest(name, [300, 7, 300, 8], params))
+    of_tokens = {}
+    for name, [output] in finish(core).items():
+        found = output.new_logprobs
+        assert found is not None
+        of_tokens[name] = dict(zip(found.token_ids, found.logprobs, strict=True))
+    return of_tokens["plain"] == pytest.approx(of_tokens["changed"], abs=1e-5)
+
+
+async def makes_tokenizers(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    fast = load_tokenizer(DEMO_MODEL)
+    model = json.loads((DEMO_MODEL / "tokenizer.json").read_text())["model"]
+    (mesh.directory / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"])
+    (mesh.directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    (mesh.directory / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    made = load_tokenizer(mesh.directory)
+    return made.encode(PROMPT).tokens == fast.encode(PROMPT).tokens != []
+
+
+async def takes_token_ids(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    with pytest.raises(NotFound, match="no tokenizer"):
+        load_tokenizer(mesh.directory)
+    body = {"prompt": [1, 2, 3], "detokenize": False}
+    async with mesh.http() as http, asyncio.TaskGroup() as group:
+        answer = group.create_task(http.post("/v1/completions", json=body))
+        request = await mesh.outputs.next_request()
+        request.answer("")
+    text = request.submit.text
+    assert (text.HasField("detokenize"), text.detokenize) == (True, False)
+    return answer.result().status_code == 200 and not mesh.tokenizer.prompts
+
+
+async def reads_one_directory(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    path = mesh.directory / "model"
+    shutil.copytree(DEMO_MODEL, path)
+    check_checkpoint(path)
+    for name in ("model.safetensors", "config.json"):
+        (path / name).rename(mesh.directory / name)  # beside the directory
+        with pytest.raises(CannotServe):
+            check_checkpoint(path)
+        (mesh.directory / name).rename(path / name)
+    return True
+
+
+async def maps_files(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    shutil.copy(DEMO_MODEL / "model.safetensors", mesh.directory)
+    source = DirectorySource(mesh.directory, None)
+    tensors = [source.read(name, ()) for name in source.names]
+    maps = _maps()
+    source.close()
+    return bool(tensors) and str(mesh.directory / "model.safetensors") in maps
+
+
+async def names_blocks_by_sha256(_: FakeMesh, __: pytest.LogCaptureFixture) -> bool:
+    core = make_fake_core(block_size=4)
+    core.add_request(make_fake_request("a", range(5)))
+    request = core.scheduler.requests["a"]
+    finish(core)
+    return request.kv.block_hashes[0] == hashlib.sha256(struct.pack("<4I", *range(4))).digest()
+
+
+async def has_no_plugins(_: FakeMesh, __: pytest.LogCaptureFixture) -> bool:
+    """Code of other packages comes in by entry points, or by a name that an option gives."""
+    assert not [path for path in PRODUCT if "entry_points" in path.read_text(encoding="utf-8")]
+    return not [name for name in _own_flags() if re.search("plugin|-cls$|additional-config", name)]
+
+
+async def decides_itself(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    of_table = [names for names, answer in ANSWERS.items() if answer.startswith("there is no such choice")]
+    decided = set(" ".join(of_table).split())
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    config |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+    (mesh.directory / "config.json").write_text(json.dumps(config))
+    assert choose(DEMO_MODEL).by != choose(mesh.directory).by
+    return len(decided) > 10 and not decided & _own_flags()
+
+
+def _maps() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def _own_flags() -> set[str]:
+    return {flag(name) for offer in OFFERS.values() for name in offer.option.names}
+
+
 async def _chat(mesh: FakeMesh) -> dict[str, object]:
     mesh.outputs.auto = [OUTPUT]
     async with mesh.http() as http:
@@ -159,6 +274,14 @@ PROBES: dict[str, Probe] = {
     "code of a checkpoint is never run": runs_no_code,
     "the tokenizer finds out which form the chat template reads": finds_the_form,
     "write the revision after the name of the model: org/name@REVISION": takes_revisions,
+    "log probabilities are the model's own, before penalties and temperature (raw_logprobs)": gives_own_logprobs,
+    "the fast tokenizer of the checkpoint is used; one that has no tokenizer.json is converted": makes_tokenizers,
+    "the tokenizer is always loaded; send token ids, and detokenize false": takes_token_ids,
+    "a model is one directory, with config.json and its weights": reads_one_directory,
+    "files are mapped into memory": maps_files,
+    "blocks are always named by SHA-256": names_blocks_by_sha256,
+    "there are no plug-ins": has_no_plugins,
+    "there is no such choice: the engine decides by the device and the model": decides_itself,
 }
 """A probe for each clause that says how Tokenloom behaves."""
 

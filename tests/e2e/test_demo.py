@@ -38,7 +38,7 @@ def test_it_answers_shows_the_times_and_leaves_nothing(socket_dir: Path) -> None
 def test_a_failure_shows_the_logs_and_ends_with_status_1(socket_dir: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(DEMO_MODEL, tmp_path / "broken"))
     config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 3}))
+    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]}))
     done = run(socket_dir, "--model", str(broken))
     assert done.returncode == 1
     assert "did not start" in done.stderr

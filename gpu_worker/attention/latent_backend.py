@@ -78,7 +78,12 @@ class LatentBackend(LocalBackend):
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
     ) -> "LatentPlan":
-        return LatentPlan(self, cu_query_lens, seq_lens, block_tables, slot_mapping)
+        return self.plan_kind(self, cu_query_lens, seq_lens, block_tables, slot_mapping)
+
+    @property
+    def plan_kind(self) -> "type[LatentPlan]":
+        """Return the class of the plans."""
+        return LatentPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,15 +259,9 @@ class LatentCPUBackend(LatentBackend):
             raise KernelsUnavailable(f"compressed vectors of {latent.rank} elements are no multiple of {_RANKS}")
         self.kernels = load_latent(latent.rank, latent.rope_size, march)
 
-    def plan(
-        self,
-        cu_query_lens: IntArray,
-        seq_lens: IntArray,
-        block_tables: IntArray,
-        slot_mapping: IntArray,
-        foreign_tails: IntArray | None = None,
-    ) -> "LatentCPUPlan":
-        return LatentCPUPlan(self, cu_query_lens, seq_lens, block_tables, slot_mapping)
+    @property
+    def plan_kind(self) -> "type[LatentPlan]":
+        return LatentCPUPlan
 
 
 class LatentCPUPlan(LatentPlan):

@@ -12,7 +12,7 @@ from tokenloom.services.gateway.formats.message_parts import CallArguments, Call
 from tokenloom.services.gateway.formats.strict_calls import NamedCall, RequiredCalls
 from tokenloom.services.gateway.formats.tool_parser import ToolParser
 
-Told = tuple[str, list[tuple[str, str]]]
+Parsed = tuple[str, list[tuple[str, str]]]
 """The text, and each call's name and arguments."""
 NAMES = ("get_weather", "add", "f")
 CALL = '{"name": "add", "arguments": {"a": 1, "b": "}]\\"x"}}'
@@ -25,7 +25,7 @@ def parser_of(name: str) -> ToolParser:
     return NamedCall("f") if name == "named" else FORMATS[name].open(NAMES)
 
 
-def parsed(parser: ToolParser, pieces: Sequence[str]) -> Told:
+def parsed(parser: ToolParser, pieces: Sequence[str]) -> Parsed:
     parts: list[ToolPart] = []
     for piece in pieces:
         parts += parser.feed(piece)
@@ -42,7 +42,7 @@ def parsed(parser: ToolParser, pieces: Sequence[str]) -> Told:
     return text, calls
 
 
-EXAMPLES: list[tuple[str, str, Told]] = [
+EXAMPLES: list[tuple[str, str, Parsed]] = [
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", ("", [("add", ARGUMENTS)])),
     ("hermes", f"Let me see.\n\n<tool_call>{CALL}</tool_call>\n", ("Let me see.", [("add", ARGUMENTS)])),
     (
@@ -103,7 +103,7 @@ EXAMPLES: list[tuple[str, str, Told]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), EXAMPLES)
-def test_calls_and_text(name: str, text: str, expected: Told) -> None:
+def test_calls_and_text(name: str, text: str, expected: Parsed) -> None:
     assert parsed(parser_of(name), [text]) == expected
     assert parsed(parser_of(name), list(text)) == expected
 

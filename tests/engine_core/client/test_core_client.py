@@ -108,34 +108,9 @@ def test_a_pause_that_waits_answers_when_nobody_runs(client: CoreClient) -> None
         client.call_utility("pause", "never")
 
 
-DEAF_CORE = """
-import argparse, socket, zmq
-from tests.engine_core.helpers import make_core
-from tokenloom.engine_core.data.handshake import CoreHello, CoreInit
-from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from tokenloom.engine_core.wire.frames import Decoder, FrameReceiver, FrameSender, encode
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--handshake")
-with zmq.Context() as context, context.socket(zmq.PAIR) as handshake:
-    handshake.connect(parser.parse_args().handshake)
-    handshake.send_multipart(encode(CoreHello(0)))
-    init = Decoder(CoreInit).decode(handshake.recv_multipart())
-    handshake.send_multipart(encode(make_core().ready))
-    connection = socket.socket(fileno=init.connection_fd)
-    sender, receiver = FrameSender(connection), FrameReceiver(connection)
-    for number in range(64):
-        sender.send(EngineCoreOutputs(outputs=[EngineCoreOutput(str(number), [7] * (1 << 18))]))
-    receiver.receive()
-    sender.send(EngineCoreOutputs(outputs=[EngineCoreOutput("last", [8], finish_reason=FinishReason.LENGTH)]))
-    receiver.receive()
-"""
-
-
-def test_a_core_that_waits_for_its_outputs_to_be_read_does_not_hold_up_a_large_request(tmp_path: Path) -> None:
+def test_a_core_that_waits_for_its_outputs_to_be_read_does_not_hold_up_a_large_request() -> None:
     """It reads only after it has sent 16 MiB, and the request has 8: without reading meanwhile, both wait."""
-    (tmp_path / "core.py").write_text(DEAF_CORE)
-    client = SyncMPClient(CONFIG, command=[sys.executable, str(tmp_path / "core.py")])
+    client = SyncMPClient(CONFIG, command=[sys.executable, "-m", "tests.engine_core.client.deaf_core"])
     client.add_request(make_request("large", [70000] * (1 << 21)))
     names = []
     while names[-1:] != ["last"]:

@@ -23,6 +23,8 @@ class KVTarget(msgspec.Struct, array_like=True, gc=False):
     """Number of tokens whose KV the lease covers."""
     checksums: list[int] = []
     """[n] CRC-32 of each block over all regions, if enabled and the prefill was complete; otherwise empty."""
+    owner: str = ""
+    """The owner's incarnation, as in :class:`KVOwnersLeft`."""
 
 
 # Front → KV thread: calls by other engines on leases held here. Each is answered by one KVAnswer with its call_id.
@@ -83,7 +85,13 @@ class KVVerdict(msgspec.Struct, tag=True, array_like=True, gc=False):
     """Checksums of all blocks, if the owner computes them."""
 
 
-KVCall = KVAcquire | KVProgress | KVRenew | KVRelease | KVRemoteProgress | KVVerdict
+class KVOwnersLeft(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """Names incarnations of engines that left the registry and are read no more: what was opened to them is closed."""
+
+    owners: list[str]
+
+
+KVCall = KVAcquire | KVProgress | KVRenew | KVRelease | KVRemoteProgress | KVVerdict | KVOwnersLeft
 
 # A reader that has to compute a prompt anew names why: the reasons are counted, and an operator sees whether leases end
 # early, layouts differ or a network fails.

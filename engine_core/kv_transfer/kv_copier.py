@@ -1,10 +1,11 @@
 """Copies blocks and computes their checksums on threads of their own, next to the steps."""
 
+import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 
 from ..data.kv_messages import KVTarget
@@ -16,8 +17,9 @@ log = logging.getLogger(__name__)
 
 NUM_THREADS = 2
 """Copies are limited by memory bandwidth, so more threads would not be faster."""
-_MAX_READERS = 64
-"""Limit of endpoints that stay open, one for each engine that this one has read from."""
+
+ReaderKey = tuple[str, str, bytes]
+"""Owner, transport and endpoint."""
 
 
 class KVCopier:
@@ -38,7 +40,13 @@ class KVCopier:
         self._failpoints = failpoints
         self._checksum = checksum
         self._lock = threading.RLock()  # an executor may run its work at once
-        self._readers: OrderedDict[tuple[str, bytes], KVReader] = OrderedDict()
+        self._readers: dict[ReaderKey, KVReader] = {}
+        """At most a few for each engine in the registry: :meth:`forget_owners` follows it. A limit of their number
+        instead kept pools of dead engines mapped below it, and closed readers in use above it."""
+        self._copying: Counter[str] = Counter()
+        """By owner: copies that run."""
+        self._left: set[str] = set()
+        """Owners that have left while copies from them run."""
         self._closed = False
 
     def copy(self, task: CopyTask, done: Callable[[list[int], KVTransferError | None], None]) -> None:
@@ -60,7 +68,17 @@ class KVCopier:
         """Close all readers; the executor may be shut down from now on. Idempotent."""
         with self._lock:
             self._closed = True
-            readers, self._readers = list(self._readers.values()), OrderedDict()
+            readers, self._readers = list(self._readers.values()), {}
+        for reader in readers:
+            reader.close()
+
+    def forget_owners(self, owners: Iterable[str]) -> None:
+        """Close what was opened to these incarnations of engines, for which no new copy comes."""
+        with self._lock:
+            left = set(owners)
+            # A copy of a load that was given up may still run, and open a reader only now: its thread closes that.
+            self._left |= {owner for owner in left if self._copying[owner]}
+            readers = [self._readers.pop(key) for key in list(self._readers) if key[0] in left]
         for reader in readers:
             reader.close()
 
@@ -71,7 +89,8 @@ class KVCopier:
 
     def _run(self, task: CopyTask, done: Callable[[list[int], KVTransferError | None], None]) -> None:
         try:
-            self._copy(task)
+            with self._counted(task.target.owner):
+                self._copy(task)
             done(self._pool.checksums(task.block_ids) if self._checksum else [], None)
         except KVTransferError as error:
             log.warning("copying KV failed: %s", error)
@@ -79,6 +98,21 @@ class KVCopier:
         except Exception as error:
             log.exception("a KV transport failed because of a bug")
             done([], KVTransferError("transport", f"{type(error).__name__}: {error}"))
+
+    @contextlib.contextmanager
+    def _counted(self, owner: str) -> Iterator[None]:
+        """Count a copy; behind the last one from an owner that has left close what was opened to it."""
+        with self._lock:
+            self._copying[owner] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._copying[owner] -= 1
+                self._copying = +self._copying  # without zeros
+                left = self._left - self._copying.keys()
+                self._left -= left
+            self.forget_owners(left)
 
     def _copy(self, task: CopyTask) -> None:
         if self._failpoints.fires("slow_copy"):
@@ -99,10 +133,9 @@ class KVCopier:
             self._pool.damage(task.block_ids[-1])
 
     def _reader(self, target: KVTarget) -> KVReader:
-        key = target.transport, target.endpoint
+        key = _key_of(target)
         with self._lock:
             if (reader := self._readers.get(key)) is not None:
-                self._readers.move_to_end(key)
                 return reader
         if (transport := self._transports.get(target.transport)) is None:
             raise KVTransferError("transport", f"this engine has no transport {target.transport!r}")
@@ -111,15 +144,16 @@ class KVCopier:
         reader = transport.open(target.endpoint, self._pool.layout)
         with self._lock:
             kept = self._readers.setdefault(key, reader)  # another thread may have opened one in the meantime
-            surplus = reader if kept is not reader else None
-            if len(self._readers) > _MAX_READERS:
-                surplus = self._readers.popitem(last=False)[1]
-        if surplus is not None:
-            surplus.close()
+        if kept is not reader:
+            reader.close()
         return kept
 
     def _forget(self, target: KVTarget) -> None:
         with self._lock:
-            reader = self._readers.pop((target.transport, target.endpoint), None)
+            reader = self._readers.pop(_key_of(target), None)
         if reader is not None:
             reader.close()
+
+
+def _key_of(target: KVTarget) -> ReaderKey:
+    return target.owner, target.transport, target.endpoint

@@ -24,6 +24,7 @@ from ..data.kv_messages import (
     KVAnswer,
     KVCall,
     KVEvent,
+    KVOwnersLeft,
     KVProgress,
     KVRelease,
     KVRemoteProgress,
@@ -138,6 +139,9 @@ class KVService:
             case KVVerdict():
                 if not self._failpoints.fires("verdict_lost"):
                     self._loads.verdict(call)
+            case KVOwnersLeft():
+                if self._copier is not None:
+                    self._copier.forget_owners(call.owners)
             case KVProgress():
                 self._following.append(call)
             # This thread answers renewals of every other lease: half a second of nixl's start would let some of them

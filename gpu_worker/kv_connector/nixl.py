@@ -8,12 +8,14 @@ cannot read memory on their own, need it. The agent is made by the first of them
 memory never has one.
 """
 
+import contextlib
 import functools
 import importlib.util
 import secrets
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +77,8 @@ class NixlTransport:
         self._registered: dict[int, Any] = {}
         """Maps the address of a memory to nixl's handle."""
         self._readers = weakref.WeakSet[NixlReader]()
+        self._num_readers: Counter[str] = Counter()
+        """By the owner's agent, which is dropped with its last reader."""
         self._attendant = _Attendant(self._progress)
 
     def serve(self, pool: KVPool) -> bytes | None:
@@ -97,11 +101,22 @@ class NixlTransport:
             with self._lock:
                 agent = self.agent()
                 peer = agent.add_remote_agent(owner.metadata)
+                self._num_readers[peer] += 1
         except Exception as error:  # nixl's own types, one for each status
             raise KVTransferError("transport", f"the owner's agent: {error}") from error
         reader = NixlReader(self, agent, self._lock, peer, owner)
+        # With the last reference, which a transfer that runs holds too.
+        weakref.finalize(reader, self._forget, peer).atexit = False
         self._readers.add(reader)
         return reader
+
+    def _forget(self, peer: str) -> None:
+        with self._lock:
+            self._num_readers[peer] -= 1
+            if not self._num_readers[peer]:
+                del self._num_readers[peer]
+                with contextlib.suppress(Exception):  # nixl's own types; the owner may be gone
+                    self._agent.remove_remote_agent(peer)
 
     def close(self) -> None:
         for reader in list(self._readers):

@@ -207,7 +207,7 @@ class KVFront:
         """Serve the port until the core dies."""
         if self._server is not None:
             await self._server.start()
-        await first_of(self._link.run(self.loads.on_verify), self._registry.run())
+        await first_of(self._link.run(self.loads.on_verify), self._registry.run(), self.loads.run())
 
     async def leases_ended(self) -> None:
         """Wait until no KV is held, or about to be held, for other engines."""

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tokenloom.engine_core.data.errors import EngineDeadError
-from tokenloom.engine_core.data.kv_messages import KVAnswer, KVCall, KVEvent, KVRemoteProgress, KVVerdict, KVVerify
+from tokenloom.engine_core.data.kv_messages import (
+    KVAnswer,
+    KVCall,
+    KVEvent,
+    KVOwnersLeft,
+    KVRemoteProgress,
+    KVVerdict,
+    KVVerify,
+)
 from tokenloom.request.errors import Unavailable
 
 
@@ -48,8 +56,8 @@ class KVLink:
                 if not future.done():
                     future.set_exception(Unavailable("the engine failed"))
 
-    async def send(self, message: KVRemoteProgress | KVVerdict) -> None:
-        """Send news about a load of this engine. A dead core does not get it, but its loads ended with it."""
+    async def send(self, message: KVRemoteProgress | KVVerdict | KVOwnersLeft) -> None:
+        """Send news about the loads of this engine. A dead core does not get it, but its loads ended with it."""
         with contextlib.suppress(EngineDeadError):
             await self._channel.kv_send(message)
 

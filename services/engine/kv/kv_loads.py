@@ -14,7 +14,14 @@ from typing import Any, NoReturn, TypeVar
 import grpc.aio
 
 from tokenloom.engine_core.data.embedding_rows import content_salt
-from tokenloom.engine_core.data.kv_messages import KV_FAILURES, KVRemoteProgress, KVTarget, KVVerdict, KVVerify
+from tokenloom.engine_core.data.kv_messages import (
+    KV_FAILURES,
+    KVOwnersLeft,
+    KVRemoteProgress,
+    KVTarget,
+    KVVerdict,
+    KVVerify,
+)
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
@@ -77,8 +84,9 @@ class Reading:
         num_tokens: int,
         block_size: int,
         num_kv_groups: int = 1,
+        owner: str = "",
     ) -> "Reading":
-        """Acquire a lease on the KV of ``num_tokens`` tokens."""
+        """Acquire a lease on the KV of ``num_tokens`` tokens. ``owner``: as in :class:`KVTarget`."""
         answer = await _call(lambda: stub.Acquire(request, timeout=CALL_SECONDS))
         _check_answer(answer, request, num_blocks=-(-num_tokens // block_size) * num_kv_groups)
         target = KVTarget(
@@ -89,6 +97,7 @@ class Reading:
             generations=list(answer.generations),
             num_tokens=num_tokens,
             checksums=list(answer.checksums),
+            owner=owner,
         )
         # A third of the lease: two renewals in a row may be lost before it ends.
         renew_seconds = max(_LEAST_RENEW_SECONDS, min(RENEW_SECONDS, answer.ttl.ToNanoseconds() / 3e9))
@@ -221,7 +230,7 @@ class KVLoads:
         self._registry = registry
         self._fall_backs = fall_backs
         self._failed_at = 0.0
-        self._channels = KVChannels(registry, channels)
+        self._channels = KVChannels(registry, channels, lambda owners: link.send(KVOwnersLeft(owners)))
         self._paths = KVPaths(config.transports, config.host)
         self._loads: dict[str, _Load] = {}  # by the attempt's key
         self._tasks = Tasks(_log_bug)
@@ -236,6 +245,10 @@ class KVLoads:
             load.verify = verify
             load.over.set()
 
+    async def run(self) -> NoReturn:
+        """Close what belongs to engines that have left, without end."""
+        await self._channels.run()
+
     async def close(self) -> None:
         """End all loads. Leases that are still held expire on their own."""
         await self._tasks.close()
@@ -246,7 +259,7 @@ class KVLoads:
             async with AsyncExitStack() as stack:
                 try:
                     owner = await self._registry.find(source.engine_id, source.engine_epoch)
-                    stub = await stack.enter_async_context(self._channels.stub(owner.kv_address))
+                    stub = await stack.enter_async_context(self._channels.stub(owner))
                     reading = await self._acquire(stub, owner, attempt, source)
                 except KVTransferError as failure:
                     await self._do_without(attempt, failure)
@@ -275,6 +288,7 @@ class KVLoads:
             num_tokens=source.num_tokens,
             block_size=self._config.block_size,
             num_kv_groups=self._config.num_kv_groups,
+            owner=owner.incarnation,
         )
         attempt.kv.wait_ns += round((self._core.clock() - began) * 1e9)
         return reading

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
@@ -34,6 +34,11 @@ class Owner:
     kv_address: str
     host: str
 
+    @property
+    def incarnation(self) -> str:
+        """The key of what is opened to this incarnation, here and in the core."""
+        return f"{self.engine_id}@{self.epoch}"
+
 
 class EngineRegistry:
     """Watches the coordinator's registry of engines; keeps the last view while the coordinator is away."""
@@ -61,10 +66,14 @@ class EngineRegistry:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def has_address(self, kv_address: str) -> bool:
-        """Return whether a known engine serves KV at this address."""
-        views = (self._view, self._complete)
-        return any(identity.kv_address == kv_address for view in views for identity in view.identities)
+    async def changed(self) -> None:
+        """Wait for the next change."""
+        await self._changed.wait()
+
+    def has(self, owner: Owner) -> bool:
+        """Return whether this incarnation of an engine is known."""
+        found = (view.identity(owner.engine_id) for view in (self._view, self._complete))
+        return any(identity is not None and identity.epoch == owner.epoch for identity in found)
 
     async def find(self, engine_id: str, epoch: int) -> Owner:
         """Return this incarnation of an engine. Raises ``KVTransferError`` (``owner_lost``) if it is not known."""
@@ -92,24 +101,35 @@ class _Shared:
 
 
 class KVChannels:
-    """Opens channels to KV ports on first use, and closes them when they are unused and the engine has left."""
+    """Opens channels to KV ports on first use. When an incarnation has left the registry and is read no more, its
+    channel is closed, and the core closes what it opened to that incarnation."""
 
-    def __init__(self, registry: EngineRegistry, channels: Channels) -> None:
+    def __init__(
+        self, registry: EngineRegistry, channels: Channels, on_left: Callable[[list[str]], Awaitable[None]]
+    ) -> None:
+        """``on_left``: called with incarnations, as :attr:`Owner.incarnation`, whose channels were closed."""
         self._registry = registry
         self._channels = channels
-        self._shared: dict[str, _Shared] = {}  # by address; bounded by the engines that are known or still read
+        self._on_left = on_left
+        self._shared: dict[Owner, _Shared] = {}  # bounded by the engines that are known or still read
 
     @asynccontextmanager
-    async def stub(self, address: str) -> AsyncIterator[Stub]:
-        """Provide a stub for the engine that serves KV at this address."""
-        shared = self._shared.get(address)
+    async def stub(self, owner: Owner) -> AsyncIterator[Stub]:
+        """Provide a stub for an engine that serves KV."""
+        shared = self._shared.get(owner)
         if shared is None:
-            shared = self._shared[address] = _Shared(self._channels.open(address, "engine"))
+            shared = self._shared[owner] = _Shared(self._channels.open(owner.kv_address, "engine"))
         shared.num_users += 1
         try:
             yield kv_transfer_pb2_grpc.KVTransferStub(shared.channel)
         finally:
             shared.num_users -= 1
+            await self._prune()
+
+    async def run(self) -> NoReturn:
+        """Follow the registry, without end. Without it an idle engine would keep what belongs to dead ones."""
+        while True:
+            await self._registry.changed()
             await self._prune()
 
     async def close(self) -> None:
@@ -120,12 +140,13 @@ class KVChannels:
 
     async def _prune(self) -> None:
         unused = [
-            address
-            for address, shared in self._shared.items()
-            if not shared.num_users and not self._registry.has_address(address)
+            owner for owner, shared in self._shared.items() if not shared.num_users and not self._registry.has(owner)
         ]
-        for shared in [self._shared.pop(address) for address in unused]:
-            await shared.channel.close()
+        closing = [self._shared.pop(owner).channel for owner in unused]  # at once: others prune during the waits
+        if unused:
+            await self._on_left([owner.incarnation for owner in unused])
+        for channel in closing:
+            await channel.close()
 
 
 class KVPaths:

@@ -44,3 +44,24 @@ def test_a_transfer_ends_while_the_owner_attends(
         reader.open(endpoint, LAYOUT).read(range(8), range(8), target)
         assert blocks(target) == blocks(source)
         owner.attend(0)
+
+
+def test_an_owner_is_dropped_with_its_last_reader(
+    transports: tuple[NixlTransport, NixlTransport], make_pool: MakePool
+) -> None:
+    """Each restart of an owner has another agent, whose metadata and connections would stay for ever."""
+    owner, reader = transports
+    endpoint = owner.serve(make_pool(8, shared=True, seed=1))
+    assert endpoint is not None
+    target = make_pool(8, seed=2)
+    owner.attend(60)
+    first, second = reader.open(endpoint, LAYOUT), reader.open(endpoint, LAYOUT)
+    first.close()
+    del first
+    second.read(range(8), range(8), target)
+    assert reader._num_readers.total() == 1
+    second.close()
+    del second
+    assert not reader._num_readers
+    reader.open(endpoint, LAYOUT).read(range(8), range(8), target)
+    owner.attend(0)

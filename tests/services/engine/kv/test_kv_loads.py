@@ -23,6 +23,7 @@ from tests.services.engine.peer import Peer, make_add, seconds
 from tokenloom.engine_core.data.kv_messages import (
     KVAcquire,
     KVAnswer,
+    KVOwnersLeft,
     KVProgress,
     KVRelease,
     KVRemoteProgress,
@@ -377,3 +378,23 @@ class TestTokensAheadOfWhichItWasAdded:
         await self.accept(pair, 1, 7)
         finished = (await pair.peer.read_until_finished([1])).finished[1]
         assert finished.error.reason == "INVALID_ARGUMENT"
+
+
+async def test_what_belongs_to_an_owner_is_closed_when_it_leaves_and_is_read_no_more(socket_dir: Path) -> None:
+    """The core kept the pool of a dead prefill engine mapped, and the front its channel, until a 65th came."""
+    owner, reader = owning_core(len(PROMPT)), FakeCore()
+    async with (
+        running_coordinator(socket_dir),
+        running_front(socket_dir, "decode-0", reader, role="decode") as reader_host,
+        Peer(reader_host.address) as peer,
+    ):
+        async with running_front(socket_dir, "prefill-0", owner, role="prefill") as owner_host:
+            source = source_at(owner_host, len(PROMPT))
+            await peer.send(make_add(1, PROMPT, 5, kv_source=source, accepted_token_ids=[7]))
+            request = await reader.noted(EngineCoreRequest)
+            assert request.remote_kv is not None
+            assert request.remote_kv.owner == f"prefill-0@{owner_host.epoch}"
+            reader.say(KVVerify(request.request_id, copied=True))
+            assert (await reader.noted(KVVerdict)).valid
+            assert not reader.has_noted(KVOwnersLeft)
+        assert await reader.noted(KVOwnersLeft) == KVOwnersLeft([f"prefill-0@{owner_host.epoch}"])

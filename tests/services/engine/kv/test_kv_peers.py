@@ -34,9 +34,10 @@ async def test_an_incarnation_is_found_and_no_other() -> None:
     registry = EngineRegistry(None)
     registry.update(snapshot(("a", 1), ("b", 2)))
     assert await registry.find("b", 2) == Owner("b", 2, "unix:/b.2", "h")
-    assert registry.has_address("unix:/a.1")
+    assert registry.has(Owner("a", 1, "unix:/a.1", "h"))
     registry.update(snapshot(("b", 3)))
-    assert not registry.has_address("unix:/a.1")
+    assert not registry.has(Owner("a", 1, "unix:/a.1", "h"))
+    assert not registry.has(Owner("b", 2, "unix:/b.2", "h"))
     for name, epoch in (("a", 1), ("b", 2)):
         with pytest.raises(KVTransferError) as lost:
             await registry.find(name, epoch)

@@ -22,6 +22,8 @@ from .part_spec import PartSpec
 
 PYTHON_MODULE = (sys.executable, "-m")
 """How the command of a part begins that can be forked."""
+_END_SECONDS = 10.0
+"""How long a part that has ended waits for its threads."""
 _POLL_SECONDS = 0.05
 """Between two looks at a process where the kernel announces no end."""
 
@@ -132,10 +134,14 @@ def _status_of(code: object) -> int:
 
 def _end(status: int) -> NoReturn:
     """End the child as an interpreter does, but without the exit handlers of the supervisor."""
+    # A part that has ended must not stay: the supervisor would wait for it, neither serving nor failing.
+    late = threading.Timer(_END_SECONDS, os._exit, (status & 0xFF,))
+    late.daemon = True
     try:
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        late.start()
+        # Joining the threads is not enough: those of an executor that nothing has shut down, such as that of a service
+        # whose start failed, wait for work until the interpreter's end, which wakes them here.
+        threading._shutdown()  # type: ignore[attr-defined]
     finally:
         os._exit(status & 0xFF)
 

@@ -148,10 +148,15 @@ class Batches:
         self.routes: Routes = {**FilesApi(self._disk, self._files).routes(), **api.routes()}
 
     async def open(self) -> None:
-        """Take the directory, and read what it holds. Raises ``FailedPrecondition`` if that fails."""
-        await self._disk.open()
-        await self._files.open()
-        await self._batches.open()
+        """Take the directory, and read what it holds. Raises ``InvalidArgument`` if that fails."""
+        try:
+            await self._disk.open()
+            await self._files.open()
+            await self._batches.open()
+        except OSError as error:
+            raise InvalidArgument(
+                f"--batch-dir: {self._disk.directory} cannot be used: {error.strerror}", "batch_dir"
+            ) from error
 
     def start(self, calls: InternalCalls) -> None:
         """Run batches; resume those of the gateway before this one."""
@@ -168,7 +173,11 @@ async def open_batches(settings: GatewaySettings, host: Host, keys: ApiKeys) -> 
     if settings.batch_dir is None:
         return None
     batches = Batches(settings, settings.batch_dir, host, keys)
-    await batches.open()
+    try:
+        await batches.open()
+    except BaseException:
+        await batches.close()
+        raise
     return batches
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
-from tokenloom.request.errors import FailedPrecondition, Unavailable
+from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.services.runtime.tasks import completed
 
 T = TypeVar("T")
@@ -41,14 +41,15 @@ class Disk:
     async def open(self) -> None:
         """Create the directory, private to this user, and lock it.
 
-        Raises ``FailedPrecondition`` if it cannot be created, or another gateway has it.
+        Raises ``InvalidArgument`` if it cannot be created, or another gateway has it.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + _LOCK_SECONDS
         while not await self.run(self._take):
             if loop.time() > until:
-                raise FailedPrecondition(
-                    f"--batch-dir: another gateway uses {self.directory}; give each gateway a directory of its own"
+                raise InvalidArgument(
+                    f"--batch-dir: another gateway uses {self.directory}; give each gateway a directory of its own",
+                    "batch_dir",
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -94,7 +95,9 @@ class Disk:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise FailedPrecondition(f"--batch-dir: {self.directory} cannot be used: {error.strerror}") from None
+            raise InvalidArgument(
+                f"--batch-dir: {self.directory} cannot be used: {error.strerror}", "batch_dir"
+            ) from None
         try:
             # The kernel releases the lock when the process ends, however it ends; a file with a process id would block
             # the next gateway after a crash.

@@ -36,6 +36,15 @@ behaviour = sys.argv[1]
 if behaviour == "exit":
     threading.Thread(target=lambda: (time.sleep(0.1), print("a thread ends"))).start()
     sys.exit(int(sys.argv[2]))
+if behaviour == "executor":
+    from concurrent.futures import ThreadPoolExecutor
+    ThreadPoolExecutor(1).submit(print, "work is done").result()
+    sys.exit(2)
+if behaviour == "stuck":
+    from tokenloom.supervisor import forked_process
+    forked_process._END_SECONDS = 0.01
+    threading.Thread(target=threading.Event().wait).start()
+    sys.exit(2)
 if behaviour == "fail":
     raise LookupError("a failure")
 if behaviour == "wait":
@@ -125,6 +134,14 @@ def test_a_part_ends_after_its_threads_and_without_the_supervisors_exit_handlers
     assert "status part-1 1 1" in lines
     assert "directory True" in lines
     assert [line for line in lines if "exit handler" in line] == ["the supervisor's exit handler"]
+
+
+def test_a_part_ends_whose_threads_nothing_ends(tmp_path: Path) -> None:
+    """A gateway that failed at its start left its executor's threads, and the supervisor waited for it for ever."""
+    lines = lines_of(start(tmp_path, ("executor",), ("stuck",)))
+    assert "part-0 work is done" in lines
+    assert "status part-0 2 2" in lines
+    assert "status part-1 2 2" in lines
 
 
 def test_a_killed_part_has_its_signal_as_status(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.services.gateway.fakes import SOON, FakeMesh
-from tokenloom.request.errors import FailedPrecondition
+from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.files.disk import Disk
 from tokenloom.services.gateway.records.generate_request import SHEDDABLE_PRIORITY
 from tokenloom.v1 import types_pb2
@@ -294,10 +294,10 @@ async def test_a_directory_belongs_to_one_gateway(
     monkeypatch.setattr("tokenloom.services.gateway.files.disk._LOCK_SECONDS", 0.0)
     async with FakeMesh(socket_dir).gateway(batch_dir=tmp_path):
         disk = Disk(tmp_path)
-        with pytest.raises(FailedPrecondition, match="another gateway uses"):
+        with pytest.raises(InvalidArgument, match="another gateway uses"):
             await disk.open()
         await disk.close()
-    with pytest.raises(FailedPrecondition, match="cannot be used"):
+    with pytest.raises(InvalidArgument, match="cannot be used"):
         await Disk(Path(os.devnull) / "x").open()
 
 

@@ -104,6 +104,11 @@ class WorkerConfig(Struct, frozen=True):
         LoadFormat,
         "auto: weights from files; dummy: random ones in the shapes of config.json, to measure a model without files.",
     ] = "auto"
+    language_model_only: Annotated[
+        bool,
+        "Serve the text of a model that reads images or sound too, without the weights of its other parts; of no "
+        "effect on a model that only reads text.",
+    ] = False
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
         "What the model serves: generate: text; pooling: embeddings, classes or scores; auto: what its class does, and "

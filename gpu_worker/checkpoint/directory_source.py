@@ -10,9 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .files.config_reader import is_pickled, weight_files
+from .files.config_reader import is_pickled, read_wrapper, weight_files
 from .files.fused_experts import OpenFiles, SplitExperts
 from .files.quantized_weight import PackedWeight
+from .files.text_part import text_tensor
 from .quantization.awq import find_awq
 from .quantization.compressed_tensors import find_compressed
 from .quantization.entries import Awq, CompressedTensors, Fp8, Gptq, Mxfp4, Scheme
@@ -107,6 +108,32 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     return values
 
 
+class TextFiles:
+    """Fulfils :class:`.files.fused_experts.OpenFiles` with the tensors of the text model alone, by the names that they
+    have in a checkpoint of their own."""
+
+    def __init__(self, files: OpenFiles) -> None:
+        self._files = files
+        self._stored = {name: stored for stored in files.names if (name := text_tensor(stored)) is not None}
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._stored.keys()
+
+    @property
+    def views(self) -> Sequence[Tensor]:
+        return self._files.views
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files.shape(self._stored[name])
+
+    def read(self, name: str) -> Tensor:
+        return self._files.read(self._stored[name])
+
+    def close(self) -> None:
+        self._files.close()
+
+
 _FIND: dict[type[Scheme], Callable[[Any, TensorFiles], Mapping[str, Found]]] = {
     Gptq: find_gptq,
     Awq: find_awq,
@@ -124,8 +151,10 @@ class DirectorySource:
 
     def __init__(self, directory: Path, scheme: Scheme | None, *, splits_experts: bool = True) -> None:
         """``splits_experts``: give each expert tensors of its own; transformers' modules read those of all experts."""
-        files = _open(weight_files(directory))
-        self._files: OpenFiles = SplitExperts(files) if splits_experts else files
+        files: OpenFiles = _open(weight_files(directory))
+        if read_wrapper(directory) is not None:
+            files = TextFiles(files)
+        self._files = SplitExperts(files) if splits_experts else files
         self._found: Mapping[str, Found] = _FIND[type(scheme)](scheme, self._files) if scheme else {}
         parts = {part for found in self._found.values() for part in found.parts}
         if scheme:

@@ -31,6 +31,7 @@ from .files.config_reader import (
     causal_classes,
     is_class_of_transformers,
     read_architecture,
+    read_wrapper,
 )
 from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, is_encoder
 from .load_config import check_quantization, load_model_config, read_dtype
@@ -67,6 +68,11 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         raise ValueError("device cuda: PyTorch finds no GPU on this machine; choose cpu, or leave the option out")
     check_device_options(config, "cuda" if has_gpu and worker.device != "cpu" else "cpu")
     check_options(config)
+    if not (worker.language_model_only or is_gguf(path)) and (name := read_wrapper(path)) is not None:
+        raise ValueError(
+            f"{path / 'config.json'}: {name} reads images, which is not supported yet: serve its text alone with "
+            "--language-model-only"
+        )
     found = choose(path, worker.dtype, worker.quantization, worker.model_impl, config.max_model_len)
     if worker.load_format == "dummy":
         check_dummy(path, found)

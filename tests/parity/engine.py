@@ -47,6 +47,7 @@ class Engine:
         quantization: Literal["int8-dynamic"] | None = None,
         block_size: int = 16,
         model_impl: Literal["auto", "native", "transformers"] = "auto",
+        language_model_only: bool = False,
         max_model_len: int = MAX_MODEL_LEN,
         kv_cache_dtype: KVCacheDtype = "auto",
         groups: bool = True,
@@ -62,6 +63,7 @@ class Engine:
             num_threads=1,
             attention_backend=attention_backend,
             model_impl=model_impl,
+            language_model_only=language_model_only,
         )
         config = EngineConfig(
             worker=worker,

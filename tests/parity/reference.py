@@ -193,6 +193,11 @@ def add_demo_tokenizer(path: Path) -> Path:
     return path
 
 
+def small_prompts(vocab_size: int, longest: int = 300) -> list[list[int]]:
+    """Return a quarter of the prompts, which have at most ``longest`` tokens."""
+    return [prompt for prompt in _prompts(vocab_size) if len(prompt) <= longest][::4]
+
+
 def _prompts(vocab_size: int) -> list[list[int]]:
     """32 prompts of 1 to 600 tokens: some of every length around a block's, some that share their beginnings."""
     generator = np.random.default_rng(11)

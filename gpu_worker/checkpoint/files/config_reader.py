@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .supported import BUILT_IN, CLASS_OF_TYPE
+from .text_part import text_entries, wrapper_of
 
 # Entries for training, generation defaults (generation_config.json is read separately) and bookkeeping: none of them
 # changes a forward pass.
@@ -66,11 +67,12 @@ class ConfigReader:
 
     @classmethod
     def open(cls, directory: Path) -> "ConfigReader":
-        """Read a directory's ``config.json``. Raises ``ValueError`` if it is missing or is not a JSON object."""
+        """Read the entries of the text model in a directory's ``config.json``. Raises ``ValueError`` if it is missing
+        or is not a JSON object."""
         values = _read_json(directory)
         if not isinstance(values, dict):
             raise ValueError(f"{directory / 'config.json'} must hold a JSON object")
-        return cls.of_model(values, str(directory / "config.json"))
+        return cls.of_model(text_entries(values), str(directory / "config.json"))
 
     @classmethod
     def of_model(cls, values: Mapping[str, Any], where: str) -> "ConfigReader":
@@ -182,9 +184,16 @@ def _brief(value: Any) -> str:
 
 
 def read_architecture(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the name of the model's class and all of ``config.json``. Raises ``ValueError``."""
-    values = _read_json(path)
-    return architecture_of(values if isinstance(values, dict) else {}, str(path / "config.json")), values
+    """Return the class of the text model and its entries in ``config.json``. Raises ``ValueError``."""
+    read = _read_json(path)
+    values = text_entries(read) if isinstance(read, dict) else {}
+    return architecture_of(values, str(path / "config.json")), values
+
+
+def read_wrapper(path: Path) -> str | None:
+    """Return the class of a checkpoint directory whose text model is one part of several (:func:`wrapper_of`)."""
+    values = _read_json(path) if (path / "config.json").is_file() else None
+    return wrapper_of(values) if isinstance(values, dict) else None
 
 
 def architecture_of(values: Mapping[str, Any], where: str) -> str:

@@ -1,4 +1,5 @@
-"""Gives each expert of a layer tensors of its own, where the files hold one tensor for all of them (gpt-oss)."""
+"""Gives each expert of a layer tensors of its own, where the files hold one tensor for all of them (gpt-oss, Qwen3-VL
+and Llama 4)."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
@@ -18,7 +19,7 @@ PARTS = {
     "up_proj": Part("gate_up_proj", slice(1, None, 2)),
     "down_proj": Part("down_proj", slice(None)),
 }
-"""By the matrix: gates and ups take turns."""
+"""By the matrix, where experts have biases (gpt-oss): gates and ups take turns. Without biases ups follow gates."""
 
 
 class OpenFiles(Protocol):
@@ -40,23 +41,37 @@ class OpenFiles(Protocol):
 class SplitExperts:
     """Fulfils :class:`OpenFiles`: ``experts.N.gate_proj.weight``, for example, is a view into ``experts.gate_up_proj``.
 
-    The tensors of all experts are [experts, in, out], and [experts, out] for biases.
+    The tensors of all experts are [experts, in, out], and [experts, out] for biases. transformers 5 writes those of
+    Qwen3-VL as [experts, out, in].
     """
 
     def __init__(self, files: OpenFiles) -> None:
         self._files = files
         self._split: dict[str, tuple[str, int, slice]] = {}
+        self._rows_are_outputs: set[str] = set()
         fused = {name for name in files.names if ".experts." in name}
-        for bias in [name for name in fused if name.endswith(".gate_up_proj_bias")]:
-            self._add(bias.removesuffix("gate_up_proj_bias"), fused)
+        for stored in [name for name in fused if name.endswith((".gate_up_proj", ".gate_up_proj_bias"))]:
+            self._add(stored[: stored.rindex("gate_up_proj")], fused)
         hidden = {name for name, _, _ in self._split.values()}
         self.names: Collection[str] = frozenset(files.names) - hidden | self._split.keys()
 
     def _add(self, prefix: str, fused: Collection[str]) -> None:
-        for matrix, (name, outputs) in PARTS.items():
+        for matrix, (name, outputs) in self._parts(prefix, fused).items():
             for kind, stored in (("weight", f"{prefix}{name}"), ("bias", f"{prefix}{name}_bias")):
                 for expert in range(self._files.shape(stored)[0] if stored in fused else 0):
                     self._split[f"{prefix}{expert}.{matrix}.{kind}"] = (stored, expert, outputs)
+
+    def _parts(self, prefix: str, fused: Collection[str]) -> dict[str, Part]:
+        if f"{prefix}gate_up_proj_bias" in fused:
+            return PARTS
+        stored = [f"{prefix}{name}" for name in ("gate_up_proj", "down_proj")]
+        gate_up, down = map(self._files.shape, stored)
+        is_transposed = gate_up[1] != down[-1]  # both would be the size of the hidden state
+        if is_transposed:
+            self._rows_are_outputs.update(stored)
+        size = gate_up[1 if is_transposed else -1] // 2
+        halves = {"gate_proj": slice(0, size), "up_proj": slice(size, 2 * size)}
+        return PARTS | {name: Part("gate_up_proj", half) for name, half in halves.items()}
 
     @property
     def views(self) -> Sequence[Tensor]:
@@ -70,7 +85,9 @@ class SplitExperts:
             return self._files.read(name)
         stored, expert, outputs = self._split[name]
         tensor = self._files.read(stored)[expert]
-        return tensor[outputs] if tensor.dim() == 1 else tensor[:, outputs].t()
+        if tensor.dim() == 1 or stored in self._rows_are_outputs:
+            return tensor[outputs]
+        return tensor[:, outputs].t()
 
     def close(self) -> None:
         self._files.close()

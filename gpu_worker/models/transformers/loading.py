@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...checkpoint.directory_source import DirectorySource
-from ...checkpoint.files.config_reader import is_pickled, lacks_index, read_architecture, weight_files
+from ...checkpoint.files.config_reader import is_pickled, lacks_index, read_architecture, read_wrapper, weight_files
 from ...checkpoint.quantization.entries import Scheme, scheme_for_modules
 from ...ops.ops import Ops
 from .modules import replace_modules
@@ -41,7 +41,7 @@ def find_causal_class(path: Path) -> CausalClass:
     model = getattr(transformers, name, None) if name.isidentifier() else None
     if not isinstance(model, type) or not issubclass(model, transformers.PreTrainedModel):
         raise unknown_class(path, name, values)
-    config = read_config(path)
+    config = read_config(path, None if read_wrapper(path) is None else values)
     vars(config).pop("quantization_config", None)  # transformers' own readers are not used
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ValueError(
@@ -51,9 +51,12 @@ def find_causal_class(path: Path) -> CausalClass:
     return CausalClass(model, config, name, scheme_for_modules(path))
 
 
-def read_config(path: Path) -> Any:
-    """Return the ``PreTrainedConfig`` of a checkpoint directory. Raises ``ValueError``."""
+def read_config(path: Path, entries: dict[str, Any] | None = None) -> Any:
+    """Return the ``PreTrainedConfig`` of a checkpoint directory, or of these ``entries`` of it. Raises
+    ``ValueError``."""
     try:
+        if entries is not None:
+            return transformers.AutoConfig.for_model(**entries)
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # its checks raise errors of many kinds
         raise ValueError(f"{path / 'config.json'}: transformers cannot read it: {_first_line(error)}") from error
@@ -135,7 +138,7 @@ def load_quietly(
     try:
         with ExitStack() as opened, _LOADING, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if state is None and lacks_index(path):
+            if state is None and (lacks_index(path) or read_wrapper(path) is not None):
                 state = read_state(opened.enter_context(closing(_source(path))), dtype)
             loaded: tuple[Any, Any] = found.model.from_pretrained(
                 path if state is None else None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.parity.vision_checkpoints import CONFIGS
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig, WorkerConfig
 from tokenloom.gpu_worker.checkpoint import served_how as module
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
@@ -75,7 +76,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "speech": (of("WhisperForConditionalGeneration", "whisper", is_encoder_decoder=True), "has an encoder"),
     "diffusion": (of("DiffusionGemmaForBlockDiffusion", "diffusion_gemma"), "is a diffusion model"),
     "remote code": (of("OddForCausalLM", "odd", auto_map={"AutoModel": "odd.py"}), "is never run"),
-    "images": (of("LlavaForConditionalGeneration", "llava"), "reads images"),
+    "images": (
+        of("LlavaForConditionalGeneration", "llava"),
+        "reads images, which is not supported yet: serve its text alone with --language-model-only",
+    ),
+    "other images": (of("Idefics3ForConditionalGeneration", "idefics3"), "reads images or sound"),
     "a method": (LLAMA | {"quantization_config": {"quant_method": "exl3"}}, "'exl3' is not supported"),
     "a rope": (
         LLAMA | {"rope_scaling": {"rope_type": "odd", "factor": 2.0}},
@@ -142,6 +147,20 @@ def test_a_model_without_text_generates_none(tmp_path: Path, name: str) -> None:
     assert answer(tmp_path, LLAMA | {"architectures": [name]}).by in ("built in", "encoder")
     with pytest.raises(ValueError, match="runner is generate, but this model generates no text"):
         answer(tmp_path, LLAMA | {"architectures": [name]}, runner="generate")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_text_of_a_model_that_reads_images_is_built_in(tmp_path: Path, kind: str) -> None:
+    found = answer(tmp_path, CONFIGS[kind], language_model_only=True)
+    assert (found.by, found.lack) == ("built in", None)
+    with pytest.raises(ValueError, match="ForConditionalGeneration reads images"):
+        answer(tmp_path, CONFIGS[kind])
+    with pytest.raises(ValueError, match="not supported: odd_feature = 1"):
+        answer(tmp_path, CONFIGS[kind] | {"odd_feature": 1}, language_model_only=True)
+
+
+def test_the_flag_changes_nothing_for_a_model_of_text(tmp_path: Path) -> None:
+    assert answer(tmp_path, LLAMA, language_model_only=True) == answer(tmp_path, LLAMA)
 
 
 def test_a_gpu_has_rules_of_its_own(tmp_path: Path) -> None:

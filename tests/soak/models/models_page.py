@@ -24,6 +24,7 @@ from tests.soak.models.transformers_models import KINDS, Outcome, quiet, refused
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.files.config_reader import HARMLESS
 from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.files.text_part import wrapper_of
 from tokenloom.gpu_worker.checkpoint.model_config import QUANTIZATIONS
 from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE, UNTRIED
 from tokenloom.gpu_worker.models.transformers.declared import max_model_len
@@ -107,6 +108,8 @@ def _sweep_part(version: str, found: Mapping[str, Any]) -> str:
     ]
     for kind, (name, answer) in sorted(found["types"].items(), key=lambda item: (item[1][0], item[0])):
         reasons = [] if answer == UNTRIED else [answer] if answer else []
+        if not answer and wrapper_of({"architectures": [name]}):
+            reasons.append("its text alone, with --language-model-only")
         reasons += [
             f"{entry} = {json.dumps(value)}: {reason}" for entry, value, reason in found["unless"].get(kind, [])
         ]

@@ -82,6 +82,7 @@ def _options(random_: random.Random, path: Path) -> EngineConfig:
         dtype=random_.choice(("auto", "float32", "bfloat16")),
         quantization=random_.choice((None, None, "int8-dynamic", "int4")),
         model_impl=random_.choice(("auto", "auto", "native", "transformers")),
+        language_model_only=random_.random() < 0.8,
     )
     cache = CacheConfig(num_blocks=64, block_size=16)
     return EngineConfig(worker=worker, cache=cache, max_model_len=random_.choice((None, 32, 64, 128, 1000)))

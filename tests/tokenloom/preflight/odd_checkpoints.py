@@ -202,7 +202,10 @@ ODD = [
         "config.json",
         "architectures must name the model's class, such as LlamaForCausalLM",
     ),
-    Odd("vision", architecture("LlavaForConditionalGeneration"), "config.json", "ForCausalLM"),
+    Odd(
+        "vision", architecture("LlavaForConditionalGeneration"), "config.json", "text alone with --language-model-only"
+    ),
+    Odd("other vision", architecture("Idefics3ForConditionalGeneration"), "config.json", "ForCausalLM"),
     Odd("encoder", architecture("FunnelForMaskedLM"), "config.json", "fills gaps"),
     Odd("classifier", architecture("ElectraForSequenceClassification"), "config.json", "classifies texts"),
     Odd("embeddings", architecture("FunnelModel"), "config.json", "embeddings"),

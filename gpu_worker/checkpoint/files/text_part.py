@@ -1,0 +1,156 @@
+"""Says which entries and tensors of a checkpoint that reads images or sound are its text model's. It does not import
+torch.
+
+The facts are from transformers 5.24: the configuration of each class (``configuration_*.py``) for defaults and
+``conversion_mapping.py`` for names of tensors.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class _Wrapper(NamedTuple):
+    """Describes a class that holds a text model among other parts."""
+
+    kind: str
+    """Its ``model_type``."""
+    text: str
+    """The ``model_type`` of the text model if the configuration states none."""
+    is_tied: bool = False
+    """Whether the output layer is that of the embeddings if the configuration says nothing."""
+
+
+_WRAPPERS = {
+    "Qwen2VLForConditionalGeneration": _Wrapper("qwen2_vl", "qwen2_vl_text"),
+    "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl", "qwen2_5_vl_text"),
+    "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl", "qwen3_vl_text"),
+    "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text"),
+    "Mistral3ForConditionalGeneration": _Wrapper("mistral3", "mistral", is_tied=True),
+    "LlavaForConditionalGeneration": _Wrapper("llava", "llama"),
+    "LlavaNextForConditionalGeneration": _Wrapper("llava_next", "llama"),
+    "LlavaOnevisionForConditionalGeneration": _Wrapper("llava_onevision", "qwen2"),
+    "InternVLForConditionalGeneration": _Wrapper("internvl", "qwen2", is_tied=True),
+    "Gemma3ForConditionalGeneration": _Wrapper("gemma3", "gemma3_text", is_tied=True),
+    "Gemma4ForConditionalGeneration": _Wrapper("gemma4", "gemma4_text", is_tied=True),
+    "Llama4ForConditionalGeneration": _Wrapper("llama4", "llama4_text"),
+}
+_BY_KIND = {wrapper.kind: name for name, wrapper in _WRAPPERS.items()}
+
+# A token of a text has the same position in time, height and width, so that the rotation by three positions is the
+# ordinary one.
+_PLAIN_KINDS = {
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""By the type of a text model: the one that computes the same for text."""
+_SECTIONS = ("mrope_section", "mrope_interleaved")
+"""Say which dimensions of a head rotate by which of the three positions."""
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_LENGTH, _KV_HEADS, _THETA = "max_position_embeddings", "num_key_value_heads", "rope_theta"
+
+
+def _sizes(*values: int, length: int, kv_heads: int | None = None, **more: Any) -> dict[str, Any]:
+    heads = {} if kv_heads is None else {_KV_HEADS: kv_heads}
+    return dict(zip(_SIZES, values, strict=True)) | {_LENGTH: length} | heads | more
+
+
+_QWEN2_VL = _sizes(
+    152064, 8192, 29568, 80, 64, length=32768, kv_heads=8, rms_norm_eps=1e-5, rope_theta=1e6, max_window_layers=80
+)
+_QWEN = _sizes(151936, 4096, 22016, 32, 32, length=32768, kv_heads=32)
+_DEFAULTS = {
+    "llama": _sizes(32000, 4096, 11008, 32, 32, length=2048),
+    "mistral": _sizes(32000, 4096, 14336, 32, 32, length=131072, kv_heads=8),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": _QWEN | {_LENGTH: 128000, _THETA: 5e5},
+    "qwen3_vl_moe_text": _sizes(
+        151936, 2048, 5632, 24, 16, length=128000, kv_heads=16, rope_theta=5e5, num_experts_per_tok=4, num_experts=60,
+        moe_intermediate_size=1408, norm_topk_prob=True,
+    ),
+    "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, length=131072, kv_heads=4),
+}  # fmt: skip
+"""By the type of a text model: what published files leave out (LLaVA-1.5 states no size, Gemma 3 no head)."""
+
+_OTHER_NAMES = """
+    text_config vision_config audio_config image_token_id image_token_index video_token_id video_token_index
+    vision_start_token_id vision_end_token_id vision_token_id audio_token_id audio_token_index ignore_index
+    boi_token_id boi_token_index eoi_token_id eoi_token_index boa_token_id boa_token_index eoa_token_id eoa_token_index
+    image_seq_length mm_tokens_per_image vision_soft_tokens_per_image audio_soft_tokens_per_image downsample_ratio
+    projector_hidden_act multimodal_projector_bias vision_feature_layer vision_feature_select_strategy
+    spatial_merge_size image_grid_pinpoints vision_aspect_ratio use_image_newline_parameter
+    """
+_OTHER_PARTS = frozenset(_OTHER_NAMES.split())
+"""Entries that only the other parts, or what joins them to the text model, read."""
+
+
+def wrapper_of(values: Mapping[str, Any]) -> str | None:
+    """Return the class that holds a text model among other parts, for the content of a ``config.json``; None: the
+    checkpoint is a text model itself, or of a class that is not known here."""
+    listed = values.get("architectures")
+    names = listed if isinstance(listed, list) else []
+    by_kind = None if names or values.get("auto_map") else _BY_KIND.get(str(values.get("model_type")))
+    return next((name for name in names if name in _WRAPPERS), by_kind)
+
+
+def text_entries(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of the text model in the content of a ``config.json``, named as its own file would have them;
+    all entries if it is nothing but a text model."""
+    name = wrapper_of(values)
+    if name is None:
+        return dict(values)
+    wrapper, nested = _WRAPPERS[name], values.get("text_config")
+    text: dict[str, Any] = nested if isinstance(nested, dict) else {}
+    kind = str(text.get("model_type") or wrapper.text)
+    outer = {key: value for key, value in values.items() if key not in _OTHER_PARTS}
+    defaults = _DEFAULTS.get(kind, {})
+    # As published, Qwen2-VL and Qwen2.5-VL have the entries of both parts side by side.
+    entries = outer | defaults | text if text else defaults | outer
+    tied = [values.get("tie_word_embeddings", wrapper.is_tied), text.get("tie_word_embeddings")]
+    entries |= {key: outer[key] for key in ("dtype", "torch_dtype", "quantization_config") if outer.get(key)}
+    entries |= {"model_type": _PLAIN_KINDS.get(kind, kind), "tie_word_embeddings": True in tied}
+    entries.pop("architectures", None)
+    if kind in _PLAIN_KINDS:
+        entries |= {key: _plain_rope(entries[key]) for key in ("rope_scaling", "rope_parameters") if key in entries}
+    return entries
+
+
+def _plain_rope(rope: Any) -> Any:
+    if not isinstance(rope, dict):
+        return rope
+    return {key: "default" if value == "mrope" else value for key, value in rope.items() if key not in _SECTIONS}
+
+
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""How names of the text model's tensors begin, and how they do in a checkpoint of its own. Later files of transformers
+have the first, earlier ones the others; Qwen2-VL and Qwen2.5-VL have the names of a text model."""
+_OTHER_PREFIXES = tuple(
+    f"{above}{part}"
+    for above in ("", "model.")
+    for part in (
+        *("visual.", "vision_tower.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio."),
+        *("multi_modal_projector.", "image_newline"),
+    )
+)
+"""How names of other parts' tensors begin."""
+
+
+def text_tensor(name: str) -> str | None:
+    """Return how a checkpoint of the text model alone names a tensor; None: it is of another part."""
+    if name.startswith(_OTHER_PREFIXES):
+        return None
+    for prefix, plain in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name

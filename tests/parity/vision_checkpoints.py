@@ -1,0 +1,396 @@
+"""Writes tiny checkpoints of models that read images, in the layout in which they are published.
+
+Names of tensors and defaults are those of transformers 5.24 (``conversion_mapping.py`` and the configuration of each
+class, which saves under the published names); the entries are those of the ``config.json`` of Qwen2-VL-2B-Instruct,
+Qwen2.5-VL-32B-Instruct-AWQ, Qwen3-VL-4B-Instruct, Qwen3-VL-30B-A3B-Instruct, Mistral-Small-3.1-24B-Instruct-2503,
+llava-1.5-7b-hf, llava-v1.6-mistral-7b-hf, llava-onevision-qwen2-0.5b-ov-hf, gemma-3-4b-it and InternVL3-1B-hf, of other
+sizes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 503,
+}
+_QWEN_TOKENS = {
+    "image_token_id": 499,
+    "video_token_id": 500,
+    "vision_start_token_id": 497,
+    "vision_end_token_id": 498,
+}
+_QWEN2_VL = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_window_layers": 28,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "torch_dtype": "float32",
+    "transformers_version": "4.41.2",
+    "use_cache": True,
+    "use_sliding_window": False,
+    **_SIZES,
+    **_QWEN_TOKENS,
+    "vision_token_id": 496,
+}
+_QWEN3_VL_TEXT = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "dtype": "float32",
+    "eos_token_id": 2,
+    "head_dim": 24,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 4, 4], "rope_type": "default"},
+    "rope_theta": 5000000,
+    "use_cache": True,
+    **_SIZES,
+}
+_QWEN3_VL_TOWER = {
+    "deepstack_visual_indexes": [0],
+    "depth": 1,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 32,
+    "in_channels": 3,
+    "initializer_range": 0.02,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_TOWER = {
+    "hidden_size": 32,
+    "image_size": 28,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "patch_size": 14,
+}
+_CLIP = _TOWER | {"model_type": "clip_vision_model", "projection_dim": 16, "vocab_size": 32}
+_SIGLIP = _TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        **_QWEN2_VL,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "tie_word_embeddings": True,
+        "vision_config": {
+            "depth": 1,
+            "embed_dim": 32,
+            "mlp_ratio": 4,
+            "num_heads": 2,
+            "in_chans": 3,
+            "hidden_size": 64,
+        },
+    },
+    "qwen2_5_vl": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        **_QWEN2_VL,
+        "rope_scaling": {"mrope_section": [2, 3, 3], "rope_type": "default", "type": "default"},
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "depth": 1,
+            "fullatt_block_indexes": [0],
+            "hidden_size": 32,
+            "in_chans": 3,
+            "intermediate_size": 32,
+            "model_type": "qwen2_5_vl",
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "spatial_patch_size": 14,
+            "tokens_per_second": 2,
+        },
+    },
+    "qwen3_vl": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        **_QWEN_TOKENS,
+        "model_type": "qwen3_vl",
+        "text_config": _QWEN3_VL_TEXT | {"model_type": "qwen3_vl_text", "tie_word_embeddings": True},
+        "tie_word_embeddings": True,
+        "transformers_version": "4.57.0.dev0",
+        "vision_config": _QWEN3_VL_TOWER | {"model_type": "qwen3_vl"},
+    },
+    "qwen3_vl_moe": {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        **_QWEN_TOKENS,
+        "model_type": "qwen3_vl_moe",
+        "text_config": _QWEN3_VL_TEXT
+        | {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_vl_moe_text",
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        "tie_word_embeddings": False,
+        "transformers_version": "4.57.0.dev0",
+        "vision_config": _QWEN3_VL_TOWER | {"model_type": "qwen3_vl_moe"},
+    },
+    "mistral3": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 10,
+        "model_type": "mistral3",
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "text_config": {
+            "attention_dropout": 0.0,
+            "head_dim": 24,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "model_type": "mistral",
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+            "use_cache": True,
+            **_SIZES,
+        },
+        "torch_dtype": "float32",
+        "transformers_version": "4.50.0.dev0",
+        "vision_config": {
+            "attention_dropout": 0.0,
+            "head_dim": 16,
+            "hidden_act": "silu",
+            "hidden_size": 32,
+            "image_size": 28,
+            "initializer_range": 0.02,
+            "intermediate_size": 32,
+            "model_type": "pixtral",
+            "num_attention_heads": 2,
+            "num_channels": 3,
+            "num_hidden_layers": 1,
+            "patch_size": 14,
+            "rope_theta": 10000.0,
+        },
+        "vision_feature_layer": -1,
+    },
+    "llava": {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "ignore_index": -100,
+        "image_token_index": 499,
+        "model_type": "llava",
+        "pad_token_id": 500,
+        "projector_hidden_act": "gelu",
+        "text_config": {
+            "_name_or_path": "lmsys/vicuna-7b-v1.5",
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "rms_norm_eps": 1e-05,
+            "torch_dtype": "float32",
+            **_SIZES,
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.36.0.dev0",
+        "vision_config": _CLIP,
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "vocab_size": 503,
+    },
+    "llava_next": {
+        "architectures": ["LlavaNextForConditionalGeneration"],
+        "ignore_index": -100,
+        "image_grid_pinpoints": [[336, 672], [672, 336]],
+        "image_token_index": 499,
+        "model_type": "llava_next",
+        "projector_hidden_act": "gelu",
+        "text_config": {
+            "_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2",
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "torch_dtype": "float32",
+            **_SIZES,
+        },
+        "torch_dtype": "float32",
+        "transformers_version": "4.39.0.dev0",
+        "use_image_newline_parameter": True,
+        "vision_config": _CLIP,
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "vocab_size": 503,
+    },
+    "llava_onevision": {
+        "architectures": ["LlavaOnevisionForConditionalGeneration"],
+        "ignore_index": -100,
+        "image_grid_pinpoints": [[384, 384], [384, 768]],
+        "image_token_index": 499,
+        "model_type": "llava_onevision",
+        "projector_hidden_act": "gelu",
+        "text_config": {
+            "_name_or_path": "Qwen/Qwen2-0.5B-Instruct",
+            "architectures": ["Qwen2ForCausalLM"],
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "max_window_layers": 24,
+            "model_type": "qwen2",
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "torch_dtype": "float32",
+            "use_sliding_window": False,
+            **_SIZES,
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.45.0.dev0",
+        "use_image_newline_parameter": True,
+        "video_token_index": 500,
+        "vision_aspect_ratio": "anyres_max_9",
+        "vision_config": _SIGLIP,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 498,
+        "eoi_token_index": 500,
+        "eos_token_id": [1, 106],
+        "image_token_index": 499,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 4,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 2,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 50,
+            "sliding_window_pattern": 2,
+            # Published files leave these to the defaults of the class.
+            "head_dim": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 503,
+        },
+        "torch_dtype": "float32",
+        "transformers_version": "4.50.0.dev0",
+        "vision_config": _SIGLIP,
+    },
+    "internvl": {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "downsample_ratio": 0.5,
+        "image_seq_length": 256,
+        "image_token_id": 499,
+        "model_type": "internvl",
+        "projector_hidden_act": "gelu",
+        "text_config": {
+            "architectures": ["Qwen2ForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "max_window_layers": 21,
+            "model_type": "qwen2",
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"},
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "torch_dtype": "float32",
+            "use_cache": True,
+            "use_sliding_window": False,
+            **_SIZES,
+        },
+        "torch_dtype": "float32",
+        "transformers_version": "4.52.0.dev0",
+        "vision_config": {
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "hidden_act": "gelu",
+            "hidden_size": 32,
+            "image_size": [28, 28],
+            "intermediate_size": 32,
+            "layer_norm_eps": 1e-06,
+            "model_type": "internvl_vision",
+            "norm_type": "layer_norm",
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "patch_size": [14, 14],
+            "use_qk_norm": False,
+        },
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+    },
+}
+"""Entries of ``config.json`` by ``model_type``."""
+SEPARATE_OUTPUTS = ("mistral3", "internvl")
+"""Models whose published files hold an output layer of their own, though their class ties it by default."""
+_IN_VISION_MODEL = ("llava", "llava_next", "llava_onevision", "gemma3")
+"""Models whose published towers have one more name in theirs."""
+
+
+def write_vision(kind: str, directory: Path, **entries: Any) -> Path:
+    """Write a checkpoint with random weights; ``entries`` of its configuration replace those of ``CONFIGS``."""
+    path = directory / kind
+    path.mkdir(parents=True)
+    config = CONFIGS[kind] | entries
+    (path / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(7)
+    read = transformers.AutoConfig.from_pretrained(path)
+    if kind in SEPARATE_OUTPUTS:
+        read.tie_word_embeddings = False
+    model = transformers.AutoModelForImageTextToText.from_config(read)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and "norm" in name
+            parameter.normal_(float(is_norm), 0.1 if parameter.dim() == 1 else 0.2)
+    model.save_pretrained(path)
+    if kind in _IN_VISION_MODEL:
+        _rename(path / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))  # spelled as it is published
+    return path
+
+
+def _rename(file: Path, old: str, new: str) -> None:
+    tensors = load_file(file)
+    save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
+
+
+def _transpose_experts(file: Path) -> None:
+    """Store the matrices of experts as [experts, in, out], as published; transformers 5 saves [experts, out, in]."""
+    tensors = load_file(file)
+    changed = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()
+    }
+    assert changed["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (8, 64, 96)
+    save_file(changed, file, {"format": "pt"})
+
+
+def load_vision(path: Path) -> Any:
+    """Return the model as transformers loads it. Raises ``AssertionError`` if a tensor is missing or left over."""
+    model, report = transformers.AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()

@@ -48,7 +48,7 @@ class ErrorKind(enum.IntEnum):
     DEADLINE_EXCEEDED = 4
     """The request's time ran out before it began."""
     LEAVING = 5
-    """The engine shuts down; another one may take the request."""
+    """The engine shuts down, or cannot compile the request's grammar now; another one may take the request."""
     NO_ADAPTER = 6
     """The request's LoRA adapter is not loaded here; another engine may have it."""
     QUERY_LOST = 7

@@ -338,6 +338,7 @@ class Scheduler:
             request = self.requests[compiled.request_id]
             if compiled.error:
                 self.ended.end_early(request, RequestStatus.FINISHED_ERROR, compiled.error, compiled.field)
+                self.ended.outputs[-1].error_kind = compiled.kind
             else:
                 request.set_status(RequestStatus.WAITING)
                 self.waiting.append(request)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..data.config import StructuredOutputConfig
 from ..data.core_params import StructuredOutput
-from .compiler_process import CompilerProcess, CompilerUnavailable, Setup, make_backend
+from .compiler_process import CompilerDied, CompilerProcess, CompilerUnavailable, Setup, make_backend
 from .grammar_backend import CompiledGrammar, GrammarError, StructuredOutputBackend
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,10 @@ class CompileQueueFull(CompilerUnavailable):
     def __init__(self, message: str, *, is_tenants: bool) -> None:
         super().__init__(message)
         self.is_tenants = is_tenants
+
+
+class CompilerKiller(CompilerUnavailable):
+    """So many processes ended one after the other while they compiled the constraint that it may be what ends them."""
 
 
 class Compile:
@@ -157,6 +161,8 @@ class CompileQueue:
 
 NUM_COMPILERS = 2
 """More than one, so that a constraint that takes its full time does not delay all others."""
+MAX_DEATHS = 3
+"""Processes that may end, by no limit of theirs, while they compile one constraint. Each is replaced at once."""
 MAX_COMPILED = 64
 """Limits the cached constraints, refused ones included. Each takes up to 64 MiB, usually a thousandth of that."""
 # A process starts in 0.23 s; a regular expression or a schema of three fields compiles in 1 to 4 ms.
@@ -262,12 +268,15 @@ class GrammarCompiler:
         """End the processes and threads. Idempotent."""
         with self._lock:
             self._closed = True
-            processes = [*self._idle, *self._busy]
-        # Twice: threads wait in their processes' pipes, so the first call only stops new work, and the kills end the
+            idle, self._idle = self._idle, []
+            busy = list(self._busy)
+        # Twice: threads wait in their processes' pipes, so the first call only stops new work, and the signals end the
         # waiting.
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
+        for process in idle:
             process.kill()
+        for process in busy:
+            process.end()
         self._pool.shutdown(wait=True)
 
     # With the lock
@@ -339,7 +348,7 @@ class GrammarCompiler:
         compile_ = running.compile
         prepared, failure = "", None
         try:
-            prepared = running.process.prepare(compile_.constraint)
+            prepared = self._prepare(running)
         except Exception as error:
             failure = _for_clients(error)
         with self._lock:
@@ -359,15 +368,39 @@ class GrammarCompiler:
         except BaseException as error:
             compile_.future.set_exception(_for_clients(error))
 
+    def _prepare(self, running: _Running) -> str:
+        """Compile in a process, and in another one if that dies. Raises as :meth:`CompilerProcess.prepare`."""
+        for _ in range(MAX_DEATHS):
+            try:
+                return running.process.prepare(running.compile.constraint)
+            except CompilerDied:
+                if running.is_dropped:
+                    raise
+            died, successor = running.process, self._take_process()
+            with self._lock:
+                self._busy.discard(died)
+                running.process = successor
+                if running.is_dropped:  # meanwhile: the signal went to the one that died
+                    raise CompilerDied("no request waits for the grammar any more")
+        raise CompilerKiller(f"{MAX_DEATHS} processes ended while they compiled the grammar")
+
     def _take_process(self) -> CompilerProcess:
         """Return a process that is ready. Raises as :class:`CompilerProcess`."""
-        with self._lock:
-            if self._closed:
-                raise CompilerUnavailable("the engine is shutting down")
-            process = self._idle.pop() if self._idle else None
-            if process is not None:
-                self._busy.add(process)
-                return process
+        dead: list[CompilerProcess] = []
+        try:
+            with self._lock:
+                if self._closed:
+                    raise CompilerUnavailable("the engine is shutting down")
+                while self._idle:
+                    process = self._idle.pop()
+                    # One that the OOM killer had ended while it was idle failed the next request.
+                    if process.is_alive:
+                        self._busy.add(process)
+                        return process
+                    dead.append(process)
+        finally:
+            for each in dead:
+                each.kill()
         process = self._start_process(Setup(self._config, self._vocab_size))
         with self._lock:
             self._busy.add(process)

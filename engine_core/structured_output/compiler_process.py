@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import resource
+import select
 import signal
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from tokenloom.process.process_guard import wake_with_parent
+from tokenloom.process.process_guard import is_stopped, wake_with_parent
 
 from ..data.config import StructuredOutputConfig
 from ..data.core_params import StructuredOutput
@@ -32,6 +33,8 @@ COMPILE_SECONDS = 2.0
 _WAIT_SECONDS = 30.0
 """As long as a compile may take until it is given up, and not judged."""
 _START_SECONDS = 30.0
+_LOOK_MILLISECONDS = 500
+"""How often a process that owes an answer is looked at: its own limits of time do not end one that is stopped."""
 _TOO_LARGE = "it takes too much memory to compile"
 _OUT_OF_MEMORY = 3
 """The status of a process that ran out of the memory for a constraint. Python's own failures have status 1."""
@@ -43,6 +46,10 @@ T = TypeVar("T")
 
 class CompilerUnavailable(GrammarError):
     """The constraint was not judged; the request may be retried."""
+
+
+class CompilerDied(CompilerUnavailable):
+    """The process was ended or stopped from outside, or crashed; another one may compile the constraint."""
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -67,7 +74,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class CompilerProcess:
-    """Starts the process and talks to it. Only one thread at a time may use it; any thread may call :meth:`kill`."""
+    """Starts the process and talks to it. Only one thread at a time may use it; any thread may call :meth:`end`."""
 
     def __init__(self, setup: Setup) -> None:
         """Start the process and wait until it is ready.
@@ -90,8 +97,8 @@ class CompilerProcess:
     def prepare(self, constraint: StructuredOutput) -> str:
         """Return what the backend loads a grammar from.
 
-        Raises ``GrammarError`` for a constraint that is refused, ``CompilerUnavailable`` for one that was not judged.
-        The process may have ended then: see :attr:`is_alive`.
+        Raises ``GrammarError`` for a constraint that is refused, ``CompilerUnavailable`` for one that was not judged,
+        ``CompilerDied`` if the process ended by no limit of its own. It may have ended then: see :attr:`is_alive`.
         """
         reply = self._exchange(constraint)
         _raise_failure(reply)
@@ -99,8 +106,8 @@ class CompilerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process can compile another constraint."""
-        return self._process.poll() is None
+        """Whether the process can compile another constraint: it has neither ended nor been stopped."""
+        return self._process.poll() is None and not is_stopped(self._process.pid)
 
     def end(self) -> None:
         """Send the process the signal that ends it, without waiting. :meth:`prepare`, if it runs, raises then."""
@@ -121,13 +128,26 @@ class CompilerProcess:
         assert stdout is not None
         try:
             _write(stdin, message)
-            reply = _read(stdout, Reply)
-        except (OSError, ValueError):  # the process has ended, or kill() closed its pipes
-            reply = None
-        if reply is None:
+            header = self._receive(stdout.fileno(), _LENGTH.size)
+            return msgspec.msgpack.decode(self._receive(stdout.fileno(), *_LENGTH.unpack(header)), type=Reply)
+        except (OSError, EOFError):  # the process has ended
             self.kill()
-            raise _error_of(self._process.returncode)
-        return reply
+            raise _error_of(self._process.returncode) from None
+
+    def _receive(self, fd: int, size: int) -> bytes:
+        """Return so many bytes. A process that is stopped meanwhile is ended. Raises ``EOFError``."""
+        readable = select.poll()
+        readable.register(fd, select.POLLIN)
+        data = b""
+        while len(data) < size:
+            if not readable.poll(_LOOK_MILLISECONDS):
+                if is_stopped(self._process.pid):
+                    self._process.kill()
+            elif piece := os.read(fd, size - len(data)):
+                data += piece
+            else:
+                raise EOFError
+        return data
 
 
 _REFUSALS = {
@@ -150,7 +170,7 @@ def _error_of(status: int) -> GrammarError:
         return GrammarError(_REFUSALS[status])
     if status == -signal.SIGALRM:
         return CompilerUnavailable("the machine is too busy to compile the grammar; retry later")
-    return CompilerUnavailable("the process that compiles grammars was ended; retry")
+    return CompilerDied("the process that compiles grammars was ended; retry")
 
 
 def make_backend(config: StructuredOutputConfig, vocab_size: int) -> StructuredOutputBackend:

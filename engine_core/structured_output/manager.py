@@ -12,9 +12,10 @@ from tokenloom.request.reasoning import Reasoning
 
 from ..data.config import ReasoningConfig, StructuredOutputConfig
 from ..data.core_params import CoreSamplingParams, StructuredOutput
+from ..data.messages import ErrorKind
 from ..data.request import Request, RequestStatus
 from ..data.scheduler_output import GrammarOutput, SchedulerOutput
-from .compiler import CompileQueueFull, GrammarCompiler
+from .compiler import CompileQueueFull, CompilerKiller, GrammarCompiler
 from .compiler_process import CompilerUnavailable
 from .grammar_backend import Bitmask, CompiledGrammar, GrammarError, bitmask_of
 from .request_constraint import GrammarEnd, RequestConstraint, RequestGrammar
@@ -40,6 +41,8 @@ class Compiled(NamedTuple):
     """Why the request cannot run; empty if it can."""
     field: str = ""
     """The field of the request at fault, if any."""
+    kind: ErrorKind = ErrorKind.UNAVAILABLE
+    """With ``error``, unless there is a field."""
 
 
 class _Row(NamedTuple):
@@ -138,7 +141,9 @@ class StructuredOutputManager:
                 self.live[request_id] = self._constraint(request, future.result())
                 ended.append(Compiled(request_id, ""))
             except CompilerUnavailable as error:
-                ended.append(Compiled(request_id, f"{FIELD}: {error}"))
+                # Another engine's compilers may live; without one, the request waits for these until its deadline.
+                kind = ErrorKind.INTERNAL if isinstance(error, CompilerKiller) else ErrorKind.LEAVING
+                ended.append(Compiled(request_id, f"{FIELD}: {error}", kind=kind))
             except GrammarError as error:
                 ended.append(Compiled(request_id, f"{FIELD}: {error}", FIELD))
             except Exception:  # of the backend's library

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tokenloom.engine_core.control.step_watchdog import Pulse
+from tokenloom.process.process_guard import is_stopped
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class CoreWatchdog:
 
     def look(self) -> str:
         """Return what is wrong with the core; empty: nothing. To be called every :data:`TICK_SECONDS`."""
-        self._stopped_looks = self._stopped_looks + 1 if _is_stopped(self._core.pid) else 0
+        self._stopped_looks = self._stopped_looks + 1 if is_stopped(self._core.pid) else 0
         if self._stopped_looks * TICK_SECONDS > STOPPED_SECONDS:
             return "the engine core's process is stopped"
         pulse = self._core.pulse()
@@ -85,11 +86,3 @@ def waited_seconds(pid: int | None) -> float:
         with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended
             nanoseconds += int(statistics.read_text().split()[1])
     return nanoseconds / 1e9
-
-
-def _is_stopped(pid: int | None) -> bool:
-    """Return whether a process is stopped by a signal; False if its state is not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):
-        return False

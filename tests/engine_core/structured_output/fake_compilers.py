@@ -7,7 +7,12 @@ from contextlib import contextmanager
 from tests.engine_core.structured_output.helpers import VOCAB_SIZE, backend, config
 from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.structured_output.compiler import GrammarCompiler
-from tokenloom.engine_core.structured_output.compiler_process import CompilerProcess, CompilerUnavailable, Setup
+from tokenloom.engine_core.structured_output.compiler_process import (
+    CompilerDied,
+    CompilerProcess,
+    CompilerUnavailable,
+    Setup,
+)
 
 SOON = 20.0
 
@@ -48,6 +53,9 @@ class FakeCompilers:
         self.running: dict[str, FakeProcess] = {}
         self.failures: dict[str, Exception] = {}
         """Errors of compiles, by their regular expressions: each is raised once."""
+        self.deaths: dict[str, int] = {}
+        """How many processes die of a compile, by its regular expression."""
+        self.started: list[FakeProcess] = []
         self.start_failure: Exception | None = None
         """The error of the next process that starts."""
         self._released: set[str] = set()
@@ -81,10 +89,13 @@ class FakeCompilers:
             self._changed.wait_for(lambda: name in self._released or not process.is_alive)
             del self.running[name]
             self._changed.notify_all()
+            if self.deaths.get(name, 0):
+                self.deaths[name] -= 1
+                process.died()
             if (failure := self.failures.pop(name, None)) is not None:
                 raise failure
             if not process.is_alive:
-                raise CompilerUnavailable("the process that compiles grammars was ended; retry")
+                raise CompilerDied("the process that compiles grammars was ended; retry")
         return backend().prepare(constraint)
 
     def end(self, process: FakeProcess) -> None:
@@ -99,7 +110,8 @@ class FakeCompilers:
             self.start_failure = None
             raise failure
         self.num_started += 1
-        return FakeProcess(self)
+        self.started.append(FakeProcess(self))
+        return self.started[-1]
 
 
 def regex(name: str) -> StructuredOutput:

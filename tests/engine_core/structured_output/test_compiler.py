@@ -8,9 +8,11 @@ import pytest
 
 from tests.engine_core.structured_output.fake_compilers import SOON, FakeCompilers, regex
 from tokenloom.engine_core.structured_output.compiler import (
+    MAX_DEATHS,
     MAX_PENDING_PER_TENANT,
     RESTART_SECONDS,
     CompileQueueFull,
+    CompilerKiller,
     GrammarCompiler,
 )
 from tokenloom.engine_core.structured_output.compiler_process import CompilerUnavailable
@@ -161,6 +163,35 @@ def test_what_is_no_verdict_is_not_kept(fakes: FakeCompilers, compiler: GrammarC
     with pytest.raises(CompilerUnavailable):
         compile_(compiler, "a").result(SOON)
     assert compile_(compiler, "a").result(SOON)
+
+
+def test_a_process_that_died_while_it_was_idle_is_not_asked(fakes: FakeCompilers, compiler: GrammarCompiler) -> None:
+    fakes.release("a")
+    fakes.release("b")
+    assert compile_(compiler, "a").result(SOON)
+    for process in fakes.started:
+        process.died()
+    assert compile_(compiler, "b").result(SOON)
+    assert fakes.begun == ["a", "b"]
+    assert all(process.is_alive for process in compiler._idle)
+
+
+def test_a_process_that_dies_at_work_is_replaced_at_once(fakes: FakeCompilers, compiler: GrammarCompiler) -> None:
+    fakes.release("a")
+    fakes.deaths["a"] = MAX_DEATHS - 1
+    assert compile_(compiler, "a").result(SOON)
+    assert fakes.begun == ["a"] * MAX_DEATHS
+    assert not compiler._busy
+
+
+def test_a_constraint_of_which_processes_die_again_and_again_is_given_up(
+    fakes: FakeCompilers, compiler: GrammarCompiler
+) -> None:
+    fakes.release("a")
+    fakes.deaths["a"] = MAX_DEATHS
+    with pytest.raises(CompilerKiller, match="3 processes ended"):
+        compile_(compiler, "a").result(SOON)
+    assert compile_(compiler, "a").result(SOON)  # that was no verdict
 
 
 def test_a_refusal_is_kept(fakes: FakeCompilers, compiler: GrammarCompiler) -> None:

@@ -1,3 +1,4 @@
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ import pytest
 from tests.engine_core.structured_output.helpers import EOS, PERSON, VOCAB_SIZE, allowed, backend, config, json_schema
 from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.structured_output.compiler_process import (
+    CompilerDied,
     CompilerProcess,
     CompilerUnavailable,
     Setup,
@@ -75,7 +77,16 @@ def test_on_a_busy_machine_a_constraint_is_not_judged() -> None:
 def test_a_process_that_was_ended_has_judged_nothing(process: CompilerProcess, signal_: signal.Signals) -> None:
     process._process.send_signal(signal_)
     process._process.wait()
-    with pytest.raises(CompilerUnavailable, match="was ended; retry"):
+    assert not process.is_alive
+    with pytest.raises(CompilerDied, match="was ended; retry"):
+        process.prepare(json_schema(PERSON))
+
+
+def test_a_stopped_process_is_ended_when_it_owes_an_answer(process: CompilerProcess) -> None:
+    process._process.send_signal(signal.SIGSTOP)
+    os.waitpid(process._process.pid, os.WUNTRACED)
+    assert not process.is_alive
+    with pytest.raises(CompilerDied, match="was ended; retry"):
         process.prepare(json_schema(PERSON))
 
 

@@ -22,7 +22,8 @@ from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.data.messages import ErrorKind, FinishReason
 from tokenloom.engine_core.data.request import RequestStatus
-from tokenloom.engine_core.structured_output.compiler import NUM_COMPILERS, CompileQueue
+from tokenloom.engine_core.structured_output.compiler import NUM_COMPILERS, CompileQueue, CompilerKiller
+from tokenloom.engine_core.structured_output.compiler_process import CompilerProcess, CompilerUnavailable
 from tokenloom.engine_core.structured_output.manager import FAILED, StructuredOutputManager
 from tokenloom.engine_core.structured_output.request_constraint import RequestConstraint
 
@@ -86,6 +87,24 @@ def test_a_constraint_that_does_not_compile_is_the_requests_fault(
     assert refused.error.startswith("structured_outputs: ")
     assert re.search(words, refused.error)
     assert outputs["good"][-1].finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [(CompilerUnavailable("no process"), ErrorKind.LEAVING), (CompilerKiller("3 ended"), ErrorKind.INTERNAL)],
+)
+def test_a_constraint_that_was_not_judged_goes_to_another_engine(
+    client: InprocClient, monkeypatch: pytest.MonkeyPatch, failure: Exception, kind: ErrorKind
+) -> None:
+    def fail(*_: object) -> None:
+        raise failure
+
+    constraint = StructuredOutput(GrammarKind.REGEX, f"[a-c]+{kind.name}")
+    with monkeypatch.context() as patch:
+        patch.setattr(CompilerProcess, "prepare", fail)
+        (failed,) = run(client, [make_request("waits", constraint)])["waits"]
+    assert (failed.error_kind, failed.error_field) == (kind, "")
+    assert run(client, [make_request("next", constraint)])["next"][-1].finish_reason is FinishReason.STOP
 
 
 @pytest.mark.parametrize("part", ["start", "fill"])

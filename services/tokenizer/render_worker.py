@@ -2,10 +2,11 @@
 
 The process exchanges JSON behind 4-byte big-endian lengths over stdin and stdout: first ``RenderSetup``, answered by a
 ``RenderReply`` without text, then one ``RenderReply`` for each ``RenderJob``. It ends when stdin does. Its memory is
-limited, and a job that exceeds its time ends the process even if the parent is gone.
+limited, and a job that exceeds its processor time, or has not been done after a much longer time, ends the process.
 """
 
 import json
+import os
 import resource
 import signal
 import struct
@@ -13,11 +14,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any, BinaryIO, TypedDict
 
+from tokenloom.process.process_guard import wake_with_parent
+
 from .chat_template import ChatTemplate, MaskingTemplate, TemplateRefused, TemplateTooLong
 from .spelled_tokens import TokenFinder
 from .template_probe import probe_forms
 
 LENGTH = struct.Struct(">I")
+OUT_OF_MEMORY = 3
+"""The status of a process that a job left without memory. Python's own failures have status 1."""
 
 
 class RenderSetup(TypedDict):
@@ -29,6 +34,9 @@ class RenderSetup(TypedDict):
     parsed_marks: list[str]
     memory_bytes: int
     seconds: float
+    """Of processor time, for a job: its own, however busy the machine is."""
+    wait_seconds: float
+    """For a job, and for the start."""
 
 
 class RenderJob(TypedDict):
@@ -59,10 +67,11 @@ def pack(message: RenderSetup | RenderJob | RenderReply) -> bytes:
 
 def main() -> None:
     """Serve until stdin ends."""
+    wake_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
     setup: RenderSetup = _read(sys.stdin.buffer) or sys.exit()
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
-    signal.setitimer(signal.ITIMER_REAL, setup["seconds"])  # SIGALRM's default action ends the process
+    _limit(0, setup["wait_seconds"])
     try:
         template = ChatTemplate(setup["source"], setup["special_tokens"])
         template.forms = probe_forms(template)
@@ -74,11 +83,20 @@ def main() -> None:
         return
     _write(pack(RenderReply()))
     while True:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if (job := _read(sys.stdin.buffer)) is None:
-            return
-        signal.setitimer(signal.ITIMER_REAL, setup["seconds"])
-        _write(_answer(masking, job))
+        _limit(0, 0)
+        try:
+            if (job := _read(sys.stdin.buffer)) is None:
+                return
+            _limit(setup["seconds"], setup["wait_seconds"])
+            _write(_answer(masking, job))
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+
+
+def _limit(processor_seconds: float, seconds: float) -> None:
+    """End the process after this much time, by the default actions of SIGPROF and SIGALRM; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, processor_seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _answer(template: MaskingTemplate, job: RenderJob) -> bytes:

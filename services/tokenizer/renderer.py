@@ -2,22 +2,31 @@
 
 import asyncio
 import json
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Self
 
+from tokenloom.process.process_guard import is_stopped
 from tokenloom.request import errors
 
 from .output_format import PARSED_MARKS
-from .render_worker import LENGTH, RenderJob, RenderReply, RenderSetup, pack
+from .render_worker import LENGTH, OUT_OF_MEMORY, RenderJob, RenderReply, RenderSetup, pack
 from .spelled_tokens import Rendered
 
 MAX_WAITING = 256
 """Conversations that wait for a worker; more are refused with an error that invites a retry."""
 _MEMORY_BYTES = 1 << 30
 _START_SECONDS = 20.0
+MAX_DEATHS = 3
+"""Workers that may end, by no limit of theirs, while they render one conversation. Each is replaced at once."""
+_WAIT_SECONDS = 30.0
+"""As long as a rendering may take, on a busy machine, until it is given up and not judged."""
+_LOOK_SECONDS = 0.5
+"""How often a worker that owes an answer is looked at: its own limits of time do not end one that is stopped."""
+_TOO_MUCH_MEMORY = (-signal.SIGABRT, OUT_OF_MEMORY)  # a library that gets no more memory aborts
 
 
 class RenderProcess:
@@ -26,8 +35,9 @@ class RenderProcess:
     def __init__(
         self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        self.reader = reader
+        """It is at its end as soon as the process is."""
         self._process = process
-        self._reader = reader
         self._writer = writer
 
     @classmethod
@@ -37,6 +47,9 @@ class RenderProcess:
         try:
             with theirs:
                 process = await asyncio.to_thread(_spawn, theirs)
+        except OSError as error:  # no process or descriptor is left
+            ours.close()
+            raise errors.Unavailable("The process that renders chat templates does not start.") from error
         except BaseException:
             ours.close()
             raise
@@ -58,23 +71,34 @@ class RenderProcess:
         """Send a packed message and return the answer. When this is cut short, :meth:`kill` the process.
 
         Raises ``TimeoutError`` after ``seconds``, ``IncompleteReadError`` or ``ConnectionError`` if the process ended.
+        One that is stopped meanwhile is ended.
         """
-        async with asyncio.timeout(seconds):
-            self._writer.write(request)
-            await self._writer.drain()
-            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-            reply: RenderReply = json.loads(await self._reader.readexactly(length))
-            return reply
+        self._looks = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+        try:
+            async with asyncio.timeout(seconds):
+                self._writer.write(request)
+                await self._writer.drain()
+                (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
+                reply: RenderReply = json.loads(await self.reader.readexactly(length))
+                return reply
+        finally:
+            self._looks.cancel()
 
-    async def kill(self) -> None:
-        """End the process at once."""
+    async def kill(self) -> int:
+        """End the process at once. Returns its status: that of its own end if it has ended already."""
         self._process.kill()
         self._writer.close()
-        await asyncio.to_thread(self._process.wait)
+        return await asyncio.to_thread(self._process.wait)
+
+    def _look(self) -> None:
+        if is_stopped(self._process.pid):
+            self._process.kill()
+        else:
+            self._looks = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
 
 class Renderer:
-    """Shares a few workers; one that runs out of time or memory is killed, and replaced when it is next needed."""
+    """Shares a few workers; one that ends, or runs out of time or memory, is replaced when it is next needed."""
 
     def __init__(
         self,
@@ -86,16 +110,16 @@ class Renderer:
         seconds: float,
     ) -> None:
         """``special_tokens``: by the name that the template uses. ``control_tokens``: those that texts of clients do
-        not write. ``seconds``: limit of each rendering."""
+        not write. ``seconds``: limit of the processor time of each rendering."""
         self._setup = RenderSetup(
             source=source,
             special_tokens=special_tokens,
             control_tokens=list(control_tokens),
             parsed_marks=list(PARSED_MARKS),
             memory_bytes=_MEMORY_BYTES,
-            seconds=2 * seconds,  # applies only if this process ended and cannot kill it
+            seconds=seconds,
+            wait_seconds=_WAIT_SECONDS,
         )
-        self._seconds = seconds
         self._waiting = 0
         self._idle: asyncio.Queue[RenderProcess | None] = asyncio.Queue(num_workers)  # None: to be started
         for _ in range(num_workers):
@@ -110,11 +134,12 @@ class Renderer:
             worker = self._idle.get_nowait()
             self._idle.put_nowait(worker or await RenderProcess.start(self._setup))
 
-    async def render(self, job: RenderJob) -> Rendered:
-        """Return the rendered conversation.
+    async def render(self, job: RenderJob, num_deaths: int = 0) -> Rendered:
+        """Return the rendered conversation. ``num_deaths``: workers that have ended while they rendered it.
 
         Raises ``InvalidArgument`` when the template refuses it, ``ResourceExhausted`` when it grows past its limit or
-        too many conversations wait, ``DeadlineExceeded`` when it takes too long.
+        too many conversations wait, ``DeadlineExceeded`` when it takes too much processor time, ``Unavailable`` when
+        no worker starts, or the machine is too busy.
         """
         request = pack(job)
         if self._waiting >= MAX_WAITING:
@@ -125,27 +150,54 @@ class Renderer:
         finally:
             self._waiting -= 1
         kept: RenderProcess | None = None
+        reply: RenderReply | None = None
+        status = 0
         try:
-            worker = worker or await RenderProcess.start(self._setup)
-            reply = await worker.exchange(request, self._seconds)
+            if worker is None or worker.reader.at_eof():
+                worker = await self._successor(worker)
+            reply = await worker.exchange(request, _WAIT_SECONDS + _LOOK_SECONDS)
             kept = worker
-        except TimeoutError:
-            message = f"Rendering the conversation took longer than {self._seconds:g} s and was stopped."
-            raise errors.DeadlineExceeded(message) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise errors.ResourceExhausted(
-                "Rendering the conversation took too much memory.", retry_after=None
-            ) from None
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            pass  # its status says why
         finally:
             # After any failure, cancellation included, the worker may be in the middle of a job, so it is given up.
             self._idle.put_nowait(kept)
             if worker is not None and kept is None:
-                await worker.kill()
+                status = await worker.kill()
+        if reply is None:
+            return await self._again(job, status, num_deaths + 1)
         if "refused" in reply:
             raise errors.InvalidArgument(reply["refused"], "messages")
         if "too_long" in reply:
             raise errors.ResourceExhausted(reply["too_long"], retry_after=None)
         return Rendered(reply["text"], reply["masks"], reply["reasoning_start"])
+
+    async def _successor(self, ended: RenderProcess | None) -> RenderProcess:
+        """Return a new worker in place of one that was idle when it ended. Raises ``Unavailable``."""
+        if ended is not None:
+            await ended.kill()
+        try:
+            return await RenderProcess.start(self._setup)
+        except errors.InvalidArgument as error:  # the template was right when the service started: it is no client's
+            raise errors.Unavailable("The process that renders chat templates does not start.") from error
+
+    async def _again(self, job: RenderJob, status: int, num_deaths: int) -> Rendered:
+        """Render a conversation in another worker after one has ended. Raises, as :meth:`render`, what the conversation
+        itself, or the machine, has done to it."""
+        if status == -signal.SIGPROF:
+            raise errors.DeadlineExceeded(
+                f"Rendering the conversation took longer than {self._setup['seconds']:g} s of processor time and was "
+                "stopped."
+            )
+        # Only what the worker says of itself: the OOM killer of a full machine once made 4 of 10 conversations "too
+        # large", for ever.
+        if status in _TOO_MUCH_MEMORY:
+            raise errors.ResourceExhausted("Rendering the conversation took too much memory.", retry_after=None)
+        if status == -signal.SIGALRM:
+            raise errors.Unavailable("The machine is too busy to render the conversation; retry.")
+        if num_deaths == MAX_DEATHS:
+            raise errors.Internal(f"{num_deaths} processes ended while they rendered the conversation")
+        return await self.render(job, num_deaths)
 
     async def close(self) -> None:
         """End the workers. Call this when nothing renders any more."""

@@ -35,5 +35,5 @@ class TokenizerSettings(ServiceSettings, frozen=True, kw_only=True):
     )
     render_workers: Annotated[_Workers, "Processes that render chat templates."] = 2
     render_timeout: Annotated[
-        Annotated[float, Meta(gt=0, le=60)], "Seconds that rendering a conversation may take."
+        Annotated[float, Meta(gt=0, le=60)], "Seconds of processor time that rendering a conversation may take."
     ] = 2.0

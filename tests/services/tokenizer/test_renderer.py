@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 import json
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import NoReturn, Self
 
 import pytest
 
 from tests.loop_clock import pass_time, settle
 from tokenloom.request import errors
-from tokenloom.services.tokenizer.render_worker import RenderJob
-from tokenloom.services.tokenizer.renderer import Renderer
+from tokenloom.services.tokenizer import renderer as renderer_module
+from tokenloom.services.tokenizer.render_worker import OUT_OF_MEMORY, RenderJob, RenderReply, RenderSetup
+from tokenloom.services.tokenizer.renderer import MAX_DEATHS, Renderer, RenderProcess
 
 # Obeys the conversation: the first message says what to do.
 OBEDIENT = """
@@ -78,12 +81,9 @@ async def test_a_bad_conversation_gets_its_error_and_the_next_its_text() -> None
 
 
 async def test_a_loop_is_cut_off_and_its_worker_replaced() -> None:
-    async with rendering(seconds=20) as renderer:
-        looping = asyncio.create_task(renderer.render(job("loop")))
-        await settle()
-        pass_time(20)
-        with pytest.raises(errors.DeadlineExceeded):
-            await looping
+    async with rendering(seconds=0.1) as renderer:
+        with pytest.raises(errors.DeadlineExceeded, match=r"0\.1 s of processor time"):
+            await renderer.render(job("loop"))
         assert (await renderer.render(job("fine"))).text == "fine"
 
 
@@ -99,14 +99,94 @@ async def test_a_cancelled_call_leaves_a_working_renderer() -> None:
         assert (await waiting).text == "second"
 
 
-async def test_a_worker_that_died_is_replaced() -> None:
+def idle(renderer: Renderer) -> RenderProcess:
+    """Return the only worker, which stays idle."""
+    worker = renderer._idle.get_nowait()
+    assert worker is not None
+    renderer._idle.put_nowait(worker)
+    return worker
+
+
+async def test_a_worker_that_died_while_it_was_idle_costs_nothing() -> None:
     async with rendering() as renderer:
-        worker = renderer._idle.get_nowait()
-        assert worker is not None
+        worker = idle(renderer)
         worker._process.kill()
-        renderer._idle.put_nowait(worker)
-        with pytest.raises(errors.ResourceExhausted):
-            await renderer.render(job("lost"))
+        with pytest.raises(asyncio.IncompleteReadError):
+            await worker.reader.readexactly(1)
+        assert (await renderer.render(job("fine"))).text == "fine"
+        assert idle(renderer) is not worker
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGSEGV])
+async def test_a_conversation_goes_on_in_another_worker(signal_: signal.Signals) -> None:
+    async with rendering() as renderer:
+        worker = idle(renderer)
+        worker._process.send_signal(signal_)  # not noticed yet
+        rendering_ = asyncio.create_task(renderer.render(job("fine")))
+        await settle()
+        pass_time(1)
+        assert (await rendering_).text == "fine"
+        assert idle(renderer) is not worker
+
+
+class Mortal(RenderProcess):
+    """A worker that ends with a status at each job."""
+
+    status = -signal.SIGKILL
+    num_started = 0
+
+    @classmethod
+    async def start(cls, setup: RenderSetup) -> Self:
+        cls.num_started += 1
+        worker = object.__new__(cls)
+        worker.reader = asyncio.StreamReader()
+        return worker
+
+    async def exchange(self, request: bytes, seconds: float) -> RenderReply:
+        raise ConnectionResetError
+
+    async def kill(self) -> int:
+        return self.status
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "num_started"),
+    [
+        (-signal.SIGKILL, errors.Internal, MAX_DEATHS),
+        (-signal.SIGABRT, errors.ResourceExhausted, 1),
+        (OUT_OF_MEMORY, errors.ResourceExhausted, 1),
+        (-signal.SIGPROF, errors.DeadlineExceeded, 1),
+        (-signal.SIGALRM, errors.Unavailable, 1),
+    ],
+)
+async def test_only_its_own_limits_are_the_conversations_fault(
+    monkeypatch: pytest.MonkeyPatch, status: int, error: type[errors.TokenloomError], num_started: int
+) -> None:
+    class Worker(Mortal):
+        pass
+
+    Worker.status = status
+    monkeypatch.setattr(renderer_module, "RenderProcess", Worker)
+    with pytest.raises(error):
+        await Renderer(OBEDIENT, {}, num_workers=1, seconds=5).render(job("fine"))
+    assert Worker.num_started == num_started
+
+
+@pytest.mark.parametrize(
+    "failure", [BlockingIOError("no process is left"), errors.InvalidArgument("no memory", "model")]
+)
+async def test_a_worker_that_does_not_start_again_is_no_fault_of_the_client(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise failure
+
+    async with rendering() as renderer:
+        await idle(renderer).kill()
+        with monkeypatch.context() as patch:
+            patch.setattr(renderer_module, "_spawn", fail)
+            with pytest.raises(errors.Unavailable, match="does not start"):
+                await renderer.render(job("fine"))
         assert (await renderer.render(job("fine"))).text == "fine"
 
 

@@ -120,10 +120,13 @@ class Preparer:
         self._context = context
 
     async def prepare(self, request: GenerateRequest) -> Prepared:
-        """Raises ``Unavailable``, and ``InvalidArgument`` for what cannot run, if possible before it is encoded."""
-        context = self._context
+        """Wait for an engine and a tokenizer where none serves: the deadline of the request cancels the wait.
+
+        Raises ``InvalidArgument`` for what cannot run, if possible before it is encoded.
+        """
+        context, view = self._context, self._links.view
         started_ns = context.clock()
-        limits, info = self._links.limits(), self._tokenizers.info
+        limits, info = view.limits or await view.wait_limits(), self._tokenizers.info
         assert info is not None, "without it there are no limits"
         if limits.HasField("generates") and not limits.generates:
             raise errors.InvalidArgument(NO_GENERATION.format(task_names(limits)), "model")
@@ -144,7 +147,7 @@ class Preparer:
             prompts = [_truncated(prompt, keep) for prompt in prompts]
         if request.before:
             prompts = [_continued(request.before, prompt) for prompt in prompts]
-        await add_hashes(prompts, self._links.view.block_size, salt)
+        await add_hashes(prompts, view.block_size, salt)
         if request.bad_words:
             await self._forbid(request.bad_words, sampling, limits)
         tokenize_ns = context.clock() - started_ns

@@ -225,6 +225,12 @@ class MeshView:
         while not _is_shown(wanted, self.adapters.get(wanted.name)):
             await self._taken.wait()
 
+    async def wait_limits(self) -> types_pb2.ModelLimits:
+        """Return :attr:`limits`, once an engine serves."""
+        while self.limits is None:
+            await self._taken.wait()
+        return self.limits
+
     async def run(self) -> None:
         """Watch and reconnect, until cancelled."""
         async with self._channels.open(self.address, "coordinator") as channel:

@@ -34,8 +34,12 @@ ANSWER_SECONDS = 6.0
 
 LEAVE_SECONDS = 10.0
 """How long the channel to a replica stays open that this gateway does not work with any more, for calls in flight."""
-RECONNECT_SECONDS = 2.0
-"""How long a call waits for the only replica, which has just answered, to be connected again."""
+FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.05, 1.0
+"""How long a call waits, at first and at most, until it asks again where no replica could answer. It asks at once when
+one does that did not."""
+LOST_IN_A_ROUND, MAX_LOST_ROUNDS = 2, 5
+"""Replicas that may be lost one after the other while they have one text, until the call waits; and how often that may
+happen, until it ends, because the text itself may end them."""
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How gRPC ends calls whose connection was lost."""
 
@@ -58,6 +62,7 @@ class TokenizerClient:
         self._budget = RetryBudget(asyncio.get_running_loop().time)
         self._places = asyncio.Semaphore(MAX_CALLS)
         self._known = asyncio.Event()
+        self._came = asyncio.Event()  # a new one for each replica that answers again
         self.info: tokenizer_pb2.GetTokenizerInfoResponse | None = None
 
     @property
@@ -142,52 +147,34 @@ class TokenizerClient:
 
     async def _call(self, method: str, request: Message) -> Any:
         """Ask the next living replica in turn, when few enough calls are in flight; if it is unavailable, ask another
-        one, as the budget permits. The request's own deadline cancels the call from outside, also while it waits."""
-        # 2,600 texts at once made gRPC's pings late, and gRPC took the living tokenizer's connection for dead: up to
-        # 441 requests failed.
-        async with self._places:
-            self._turn += 1
-            # A retry goes on from this call's own turn. Counted from the shared one, which calls in between had moved,
-            # it could reach the lost tokenizer again: one of 250 requests failed that way.
-            turn = self._turn  # other calls take theirs while this one waits
-            self._budget.add_request()
-            candidates = sorted(self._alive) or list(self._stubs)
-            is_only = len(candidates) == 1 and candidates[0] in self._alive
-            debt: RetryDebt | None = None
-            error: errors.TokenloomError | None = None
-            for step in range(len(candidates)):
-                address = candidates[(turn + step) % len(candidates)]
-                if (stub := self._stubs.get(address)) is None:
-                    continue  # it left while another was asked
-                try:
-                    return await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
-                except grpc.aio.AioRpcError as failure:
-                    error = wire_errors.from_rpc(failure)
-                    if failure.code() not in _LOST:
-                        raise error from failure
-                    self._alive.discard(address)
-                    debt = debt or RetryDebt(self._budget)
-                    debt.failed(Cause.SILENT)
-                    if not debt.pay():
-                        break
-            if is_only and error is not None:
-                return await self._ask_again(candidates[0], method, request)
-            if isinstance(error, errors.Unavailable):
-                raise error
-            raise errors.Unavailable("No tokenizer is available; retry.")
-
-    async def _ask_again(self, address: str, method: str, request: Message) -> Any:
-        """Ask the only replica once more: on a busy machine gRPC loses connections to living processes."""
-        stub = self._stubs.get(address)
-        try:
-            if stub is not None:
-                return await getattr(stub, method)(
-                    request, metadata=tuple(CURRENT.get().items()), wait_for_ready=True, timeout=RECONNECT_SECONDS
-                )
-        except grpc.aio.AioRpcError as failure:
-            if failure.code() not in (*_LOST, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise wire_errors.from_rpc(failure) from failure
-        raise errors.Unavailable("The tokenizer became unavailable; retry.")
+        one, as the budget permits, or wait for one. The request's own deadline cancels the call from outside, also
+        while it waits."""
+        retries: _Retries | None = None
+        while True:
+            # 2,600 texts at once made gRPC's pings late, and gRPC took the living tokenizer's connection for dead: up
+            # to 441 requests failed.
+            async with self._places:
+                if retries is None:
+                    self._budget.add_request()
+                    # A retry goes on from this call's own turn. Counted from the shared one, which calls in between had
+                    # moved, it could reach the lost tokenizer again: one of 250 requests failed that way.
+                    self._turn = turn = self._turn + 1
+                alive = sorted(self._alive)
+                at = turn % len(alive) if alive else 0
+                for address in alive[at:] + alive[:at]:
+                    if retries is not None and not (address in self._alive and retries.may_ask()):
+                        continue
+                    try:
+                        stub = self._stubs[address]
+                        return await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
+                    except grpc.aio.AioRpcError as failure:
+                        if wire_errors.was_cut(failure):
+                            self._alive.discard(address)
+                        retries = retries or _Retries(self._budget)
+                        retries.failed(failure)
+            # Without a place: a text that a living tokenizer takes must not wait for a chat that none can render.
+            retries = retries or _Retries(self._budget)
+            await retries.pause(self._came)
 
     async def _keep(self, address: str) -> None:
         """Probe a replica until it neither answers nor is a member any more, or another gateway works with it."""
@@ -226,11 +213,48 @@ class TokenizerClient:
             self._known.set()
         difference = fingerprint_difference(self.info.fingerprint, info.fingerprint)
         if difference is None:
-            self._alive.add(address)
+            if address not in self._alive:
+                self._alive.add(address)
+                came, self._came = self._came, asyncio.Event()
+                came.set()
             self._fall_backs.end("other_tokenizer", address)
         else:
             self._alive.discard(address)
             self._fall_backs.begin("other_tokenizer", f"it differs from the first one: {difference}", address)
+
+
+class _Retries:
+    """Says when a call that no replica has answered may ask another one, and what ends it."""
+
+    def __init__(self, budget: RetryBudget) -> None:
+        self._debt = RetryDebt(budget)
+        self._delay = FIRST_DELAY_SECONDS
+        self._num_lost = 0  # in this round
+        self._num_lost_rounds = 0
+
+    def failed(self, failure: grpc.aio.AioRpcError) -> None:
+        """Note how a replica failed the call. Raises the error that another replica would answer with, too."""
+        if failure.code() not in _LOST:
+            raise wire_errors.from_rpc(failure) from failure
+        self._num_lost += wire_errors.was_cut(failure)
+        self._debt.failed(Cause.SILENT)
+
+    def may_ask(self) -> bool:
+        """Return whether another replica may be asked in this round."""
+        return self._num_lost < LOST_IN_A_ROUND and self._debt.pay()
+
+    async def pause(self, came: asyncio.Event) -> None:
+        """Wait until ``came`` is set, because another replica answers, or the next round is due. Raises ``Internal``
+        for a text with which replicas are lost again and again."""
+        self._num_lost_rounds += self._num_lost > 0
+        if self._num_lost_rounds == MAX_LOST_ROUNDS:
+            raise errors.Internal("Tokenizers were lost again and again while they had the text.")
+        self._num_lost = 0
+        try:
+            async with asyncio.timeout(self._delay):
+                await came.wait()
+        except TimeoutError:
+            self._delay = min(2 * self._delay, MAX_DELAY_SECONDS)
 
 
 @asynccontextmanager

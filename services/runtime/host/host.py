@@ -246,6 +246,10 @@ class Host:
         # A task may have failed during the start. SERVING would bring requests to a process that is about to end.
         await self.health.set_serving(not self.failure.happened, names)
 
+    def begin_stop(self) -> None:
+        """Note that the service is about to stop: a call that it cannot complete any more is to be made elsewhere."""
+        self._edge.ends.is_stopping = True
+
     async def close(self, grace: float) -> None:
         """End calls after ``grace`` seconds, then tasks, metrics and the state file."""
         await self._listener.close(grace)

@@ -87,6 +87,7 @@ async def _lifecycle(service: Service, host: Host, stopping: asyncio.Event) -> A
         await _drain(service, host)
     finally:
         await host.health.set_serving(False)
+        host.begin_stop()
         try:
             await service.stop()
         finally:

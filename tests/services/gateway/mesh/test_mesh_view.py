@@ -70,3 +70,14 @@ async def test_a_scrape_counts_the_engines_that_are_lost() -> None:
     assert mesh._lost is before
     taken(mesh, whole(entry(1, 3)))
     assert mesh._lost == {}, "the loop forgets it"
+
+
+async def test_a_request_waits_for_the_first_engine() -> None:
+    mesh = MeshView("", NO_CHANNELS)
+    mesh.follow_capacity(FINGERPRINT, lambda capacity: None)
+    waiting = asyncio.ensure_future(mesh.wait_limits())
+    taken(mesh, whole())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    taken(mesh, whole(entry(1, 0)))
+    assert await waiting is mesh.limits

@@ -1,16 +1,23 @@
 """Replicas of the tokenizer: turns, retries, and replicas that differ from the first one."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import grpc.aio
 import httpx
 import pytest
 
-from tests.loop_clock import settle
+from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import SOON, FakeMesh
-from tokenloom.request import errors
-from tokenloom.services.gateway.mesh.tokenizer_client import MAX_CALLS, TokenizerClient
+from tokenloom.request import errors, wire_errors
+from tokenloom.services.gateway.mesh.tokenizer_client import (
+    LOST_IN_A_ROUND,
+    MAX_CALLS,
+    MAX_LOST_ROUNDS,
+    TokenizerClient,
+)
+from tokenloom.services.gateway.records.generate_request import Chat
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.v1 import tokenizer_pb2
@@ -33,16 +40,25 @@ async def test_an_unavailable_replica_is_passed_over(mesh: FakeMesh, http: httpx
     assert mesh.tokenizer.calls >= 1
 
 
-async def test_all_unavailable(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+async def test_without_a_replica_a_request_waits_for_one(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     mesh.tokenizer.unavailable = mesh.second_tokenizer.unavailable = True
-    response = await http.post("/v1/completions", json=BODY)
-    assert response.status_code == 503
-    assert response.headers["retry-after"] == "1"
-    mesh.tokenizer.unavailable = False
     mesh.outputs.auto = ["x"]
-    async with asyncio.timeout(30):
-        while (await http.post("/v1/completions", json=BODY)).status_code != 200:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    waiting = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    async with asyncio.timeout(SOON):
+        while mesh.tokenizer.calls + mesh.second_tokenizer.calls < 4:
+            await asyncio.sleep(0)
+            pass_time(0.01)
+    assert not waiting.done()
+    mesh.second_tokenizer.unavailable = False
+    pass_time(1)
+    assert (await waiting).status_code == 200
+
+
+async def test_the_wait_ends_with_the_requests_deadline(socket_dir: Path) -> None:
+    mesh = FakeMesh(socket_dir)
+    mesh.tokenizer.unavailable = mesh.second_tokenizer.unavailable = True
+    async with mesh.gateway(request_timeout=0.2), mesh.http() as http:
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 504
 
 
 async def test_a_replica_of_another_model_gets_nothing(socket_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -71,16 +87,64 @@ class DeadReplica:
         raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
 
 
-async def test_calls_that_fail_everywhere_do_not_multiply() -> None:
+def client_of(replicas: Mapping[str, object]) -> TokenizerClient:
+    """Return a client to which these replicas are alive."""
     client = TokenizerClient(PeerMembers(("unix:/none",)), Channels(None))
+    client._stubs = dict(replicas)  # type: ignore[arg-type]
+    client._alive = set(replicas)
+    return client
+
+
+async def test_calls_that_fail_everywhere_do_not_multiply() -> None:
     replicas = {f"unix:/{number}": DeadReplica() for number in range(8)}
-    client._stubs = replicas  # type: ignore[assignment]
+    client = client_of(replicas)
     for _ in range(200):
         client._alive = set(replicas)
-        with pytest.raises(errors.Unavailable):
-            await client.encode(["text"])
+        call = asyncio.ensure_future(client.encode(["text"]))
+        await settle()
+        assert not call.done()
+        call.cancel()
+        await asyncio.wait([call])
     num_calls = sum(replica.calls for replica in replicas.values())
-    assert 400 <= num_calls < 450  # one free retry each, then a tenth of the requests, and the reserve
+    assert num_calls == 400  # one retry each; a further one waits
+
+
+async def test_a_call_waits_for_a_replica_that_comes_back() -> None:
+    dead = DeadReplica()
+    client = client_of({"unix:/0": dead})
+    call = asyncio.ensure_future(client.encode(["text"]))
+    await settle()
+    assert (dead.calls, client.num_alive, call.done()) == (1, 0, False)
+    client._stubs["unix:/0"] = LivingReplica()  # type: ignore[assignment]
+    client._learn("unix:/0", tokenizer_pb2.GetTokenizerInfoResponse())
+    assert await call == tokenizer_pb2.EncodeResponse()
+
+
+async def test_a_replica_that_serves_something_else_gets_nothing_from_a_call_that_waits() -> None:
+    dead, other = DeadReplica(), LivingReplica()
+    client = client_of({"unix:/0": dead, "unix:/1": other})
+    client._alive = {"unix:/0"}
+    call = asyncio.ensure_future(client.encode(["text"]))
+    await settle()
+    pass_time(2)
+    await settle()
+    assert (dead.calls, other.calls, call.done()) == (1, 0, False)
+    call.cancel()
+
+
+async def test_a_text_with_which_replicas_are_lost_again_and_again_is_given_up() -> None:
+    replicas = {f"unix:/{number}": DeadReplica() for number in range(3)}
+    client = client_of(replicas)
+    call = asyncio.ensure_future(client.encode(["text"]))
+    async with asyncio.timeout(SOON):
+        while not call.done():
+            for address in replicas:
+                client._learn(address, tokenizer_pb2.GetTokenizerInfoResponse())
+            await settle()
+            pass_time(1)
+    with pytest.raises(errors.Internal, match="again and again"):
+        await call
+    assert sum(replica.calls for replica in replicas.values()) <= LOST_IN_A_ROUND * MAX_LOST_ROUNDS
 
 
 class LostReplica(DeadReplica):
@@ -106,10 +170,8 @@ class LivingReplica:
 
 
 async def test_calls_in_between_do_not_turn_a_retry_back_to_the_lost_replica() -> None:
-    client = TokenizerClient(PeerMembers(("unix:/none",)), Channels(None))
     lost, living = LostReplica(), LivingReplica()
-    client._stubs = {"unix:/0": living, "unix:/1": lost}  # type: ignore[dict-item]
-    client._alive = set(client._stubs)
+    client = client_of({"unix:/0": living, "unix:/1": lost})
     first = asyncio.ensure_future(client.encode(["text"]))
     await settle()
     await client.encode(["text"])
@@ -132,10 +194,8 @@ class SlowReplica:
 
 
 async def test_a_burst_of_calls_waits_in_the_gateway() -> None:
-    client = TokenizerClient(PeerMembers(("unix:/none",)), Channels(None))
     replica = SlowReplica()
-    client._stubs = {"unix:/0": replica}  # type: ignore[dict-item]
-    client._alive = {"unix:/0"}
+    client = client_of({"unix:/0": replica})
     calls = [asyncio.ensure_future(client.encode(["text"])) for _ in range(3 * MAX_CALLS)]
     await settle()
     assert replica.calls == MAX_CALLS
@@ -145,27 +205,24 @@ async def test_a_burst_of_calls_waits_in_the_gateway() -> None:
     assert replica.calls == 3 * MAX_CALLS - 1
 
 
-class ReconnectedReplica:
-    """A replica whose connection is lost in its first call."""
+class BusyReplica:
+    """A replica that renders no chat, because its machine is too busy, and encodes texts."""
 
-    def __init__(self, code: grpc.StatusCode) -> None:
-        self.code = code
-        self.waits: list[bool] = []
+    async def EncodeChat(self, request: object, metadata: object) -> None:
+        status = wire_errors.to_status(errors.Unavailable("the machine is too busy")).SerializeToString()
+        details = grpc.aio.Metadata(("grpc-status-details-bin", status))
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), details)
 
-    async def Encode(self, request: object, wait_for_ready: bool = False, **_: object) -> int:
-        self.waits.append(wait_for_ready)
-        if not wait_for_ready:
-            raise grpc.aio.AioRpcError(self.code, grpc.aio.Metadata(), grpc.aio.Metadata())
+    async def Encode(self, request: object, metadata: object) -> int:
         return 7
 
 
-@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
-async def test_the_only_replica_is_asked_again_when_its_connection_was_lost(code: grpc.StatusCode) -> None:
-    client = TokenizerClient(PeerMembers(("unix:/none",)), Channels(None))
-    replica = ReconnectedReplica(code)
-    client._stubs = {"unix:/0": replica}  # type: ignore[dict-item]
-    client._alive = {"unix:/0"}
+async def test_texts_do_not_wait_for_chats_that_no_replica_renders() -> None:
+    client = client_of({"unix:/0": BusyReplica()})
+    chats = [asyncio.ensure_future(client.encode_chat(Chat(b"[]"))) for _ in range(MAX_CALLS)]
+    await settle()
     assert await client.encode(["text"]) == 7  # type: ignore[comparison-overlap]
-    with pytest.raises(errors.Unavailable):
-        await client.encode(["text"])  # no probe has found it alive since then
-    assert replica.waits == [False, True, False]
+    assert client.num_alive == 1
+    for chat in chats:
+        assert not chat.done()
+        chat.cancel()

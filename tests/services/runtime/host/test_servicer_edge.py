@@ -43,6 +43,35 @@ class Raising(coordinator_pb2_grpc.CoordinatorServicer):
             self.closed = True
 
 
+class Stopping(Raising):
+    """Gives up, when it stops, what its calls need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.stopped = asyncio.Event(), asyncio.Event()
+
+    async def stop(self) -> None:
+        self.stopped.set()
+
+    async def Pick(self, request: pb.PickRequest, context: Any) -> pb.PickResponse:
+        self.began.set()
+        await self.stopped.wait()
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+
+async def test_a_call_that_the_stop_ends_is_to_be_made_elsewhere(socket_dir: Path) -> None:
+    service = Stopping()
+    settings = ServiceSettings.of(listen=f"unix:{socket_dir}/s", metrics_listen="")
+    async with running(service, settings) as host, ready_channel(host.address) as channel:
+        calling = asyncio.ensure_future(coordinator_pb2_grpc.CoordinatorStub(channel).Pick(pb.PickRequest()))
+        await service.began.wait()
+        host.begin_stop()
+        await service.stop()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await calling
+    assert type(wire_errors.from_rpc(caught.value)) is errors.TryElsewhere
+
+
 @pytest.fixture
 async def raising(socket_dir: Path) -> AsyncIterator[tuple[Raising, coordinator_pb2_grpc.CoordinatorStub]]:
     service = Raising()

@@ -127,7 +127,9 @@ class Peer:
         self.hello: Hello = make_hello("output-processor-0", 1, initial_credit=credit, **hello)
         self.received = Received()
         self._channel = open_channel(address)
-        self.call: grpc.aio.StreamStreamCall[EngineInput, EngineFrame] = EngineStub(self._channel).Connect()
+        self.call: grpc.aio.StreamStreamCall[EngineInput, EngineFrame]
+        # On a busy machine a connection can take longer than one attempt may, which would end the call.
+        self.call = EngineStub(self._channel).Connect(wait_for_ready=True)
 
     async def __aenter__(self) -> Self:
         await self.call.write(EngineInput(hello=self.hello))

@@ -31,7 +31,7 @@ def load_model_config(
     the engine's options allow, None if they state none: a model with long or dynamic rope rotates by it. Raises
     ``ValueError`` naming what is wrong or not supported in the configuration.
     """
-    reader = ConfigReader.of_model(gguf_config(path), str(path)) if is_gguf(path) else ConfigReader.open(path)
+    reader = _reader(path)
     family, has_class_head, is_backbone = _family(reader)
     if reader.take(IS_CAUSAL, True) is not True:
         raise reader.error(IS_CAUSAL, "must be true: only models that embed let tokens attend to later ones")
@@ -53,11 +53,15 @@ def load_model_config(
 
 
 def read_dtype(path: Path, dtype: str) -> DtypeName:
-    """Return the dtype in which to compute a checkpoint directory; ``dtype`` is that of :func:`load_model_config`.
+    """Return the dtype in which to compute a checkpoint; ``dtype`` is that of :func:`load_model_config`.
 
     Raises ``ValueError``.
     """
-    return _dtype(ConfigReader.open(path), path, dtype)
+    return _dtype(_reader(path), path, dtype)
+
+
+def _reader(path: Path) -> ConfigReader:
+    return ConfigReader.of_model(gguf_config(path), str(path)) if is_gguf(path) else ConfigReader.open(path)
 
 
 def num_classes(path: Path) -> int:
@@ -113,7 +117,7 @@ def _declared_dtype(reader: ConfigReader, path: Path) -> str:
 
 def note_precision(path: Path, dtype: str) -> None:
     """Report the fall-back of a directory or GGUF file that is computed with less precision than its numbers have."""
-    reader = ConfigReader.of_model(gguf_config(path), str(path)) if is_gguf(path) else ConfigReader.open(path)
+    reader = _reader(path)
     if dtype == "auto" and _declared_dtype(reader, path) == "float16":
         OF_PROCESS.begin(
             "less_precision",

@@ -30,10 +30,10 @@ from .files.config_reader import (
     UnsupportedError,
     causal_classes,
     is_class_of_transformers,
-    read_architecture,
     read_wrapper,
 )
 from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, is_encoder
+from .gguf.config import described_by, read_model
 from .load_config import check_quantization, load_model_config, read_dtype
 from .local_config import check_device_options, check_kv_dtype, check_options, local_config
 from .model_config import ModelConfig
@@ -114,20 +114,18 @@ def choose(
     """Return what computes a checkpoint, as far as its configuration says; the arguments are those of
     :func:`~..models.architectures.load_model`. Raises ``ValueError``."""
     check_quantization(quantization)
-    if is_gguf(path):
-        if model_impl == "transformers":
-            raise ValueError(f"{path}: transformers' modules read no GGUF file; choose model_impl auto")
-        return ServedHow("built in", load_model_config(path, dtype, quantization, max_model_len))
-    name, values = read_architecture(path)
+    name, values = read_model(path)
+    if is_gguf(path) and model_impl == "transformers" and name in BUILT_IN:
+        raise ValueError(f"{path}: transformers' modules read no GGUF file of {name}; choose model_impl auto")
     if type(values.get(IS_CAUSAL, True)) is not bool:
-        raise ValueError(f"{path / 'config.json'}: {IS_CAUSAL} must be true or false, found {values[IS_CAUSAL]}")
+        raise ValueError(f"{described_by(path)}: {IS_CAUSAL} must be true or false, found {values[IS_CAUSAL]}")
     if is_encoder(name, values):
         return ServedHow("encoder", read_encoder_config(path, dtype) if name in ENCODERS else None)
     if model_impl == "transformers" or (model_impl == "auto" and name not in BUILT_IN):
         return ServedHow("transformers")
     if name not in BUILT_IN:
         raise ValueError(
-            f"{path / 'config.json'}: {name} is not built in: leave out --model-impl native, or see "
+            f"{described_by(path)}: {name} is not built in: leave out --model-impl native, or see "
             "docs/reference/models.md"
         )
     try:
@@ -210,7 +208,7 @@ def transformers_types() -> _Types | None:
 
 def _known_entries(path: Path) -> frozenset[str] | None:
     """Return the entries that transformers' class knows; None: that is not known here."""
-    types, kind = transformers_types(), read_architecture(path)[1].get("model_type")
+    types, kind = transformers_types(), read_model(path)[1].get("model_type")
     return frozenset(types["entries"][kind]) if types is not None and kind in types["entries"] else None
 
 
@@ -234,30 +232,30 @@ _INSTALL = "pip install 'tokenloom[transformers]'"
 
 def _check_dtype(path: Path, dtype: str) -> None:
     """Raise ``ValueError`` for a dtype that is not computed, unless only the weights state it."""
-    values = read_architecture(path)[1]
+    values = read_model(path)[1]
     if dtype != "auto" or values.get("dtype") or values.get("torch_dtype"):
         read_dtype(path, dtype)
 
 
 def _check_module_encoder(path: Path) -> None:
     """Raise ``ValueError`` for an encoder that no class of the installed transformers computes."""
-    name, values = read_architecture(path)
+    name, values = read_model(path)
     if name == STATIC:
         return
     if not is_class_of_transformers(name):
-        raise ValueError(f"{path / 'config.json'}: {_unknown(name, values, has_transformers=bool(causal_classes()))}")
+        raise ValueError(f"{described_by(path)}: {_unknown(name, values, has_transformers=bool(causal_classes()))}")
     if values.get("quantization_config"):
-        raise ValueError(f"{path / 'config.json'}: quantization_config is not supported for embeddings of {name}")
+        raise ValueError(f"{described_by(path)}: quantization_config is not supported for embeddings of {name}")
     # The activation_function of some published files (swiglu of Nomic) is one that their class does not read.
     entries, types = _text_entries(values) | {"activation_function": None}, transformers_types()
     if types is not None and (wrong := _unknown_value(types["values"], entries)):
-        raise ValueError(f"{path / 'config.json'}: {wrong}")
+        raise ValueError(f"{described_by(path)}: {wrong}")
 
 
 def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) -> ServedHow:
     """Return the answer for a checkpoint that only transformers' modules may compute. Raises ``ValueError``."""
-    name, values = read_architecture(path)
-    file, types = path / "config.json", transformers_types()
+    name, values = read_model(path)
+    file, types = described_by(path), transformers_types()
     classes = frozenset(causal_classes().values())
     if name not in classes:
         raise ValueError(f"{file}: {_unknown(name, values, has_transformers=bool(classes))}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenloom.engine_core.data.config import LoadFormat
-from tokenloom.gguf.gguf_file import is_gguf
+from tokenloom.gguf.gguf_file import gguf_parts, is_gguf
 
 from ..device.memory import forget_mapped, return_freed
 from ..parallel.ranks import ONLY_RANK, Ranks
@@ -213,7 +213,7 @@ def file_stamps(path: Path, load_format: LoadFormat = "auto") -> FileStamps:
     """Return (name, size, time of change, inode) of a checkpoint's configuration and weight files. Equal results mean
     equal weights; the cache of fingerprints relies on it. Raises ``ValueError`` if a file is missing."""
     weights = weight_files(path) if load_format == "auto" and not is_gguf(path) else []
-    files = [path] if is_gguf(path) else [path / "config.json", *weights]
+    files = gguf_parts(path) if is_gguf(path) else (path / "config.json", *weights)
     stats = [(file.name, file.stat()) for file in files]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 

@@ -13,6 +13,7 @@ from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..checkpoint.files.quantized_weight import (
     Float4Weight,
+    PackedFloats4,
     PackedWeight,
     QuantizedWeight,
     round_to_4_bits,
@@ -20,7 +21,6 @@ from ..checkpoint.files.quantized_weight import (
 )
 from ..checkpoint.model_config import FP8, INT4, INT8_DYNAMIC
 from ..checkpoint.quantization.fp8 import PackedFloats
-from ..checkpoint.quantization.mxfp4 import PackedFloats4
 from ..checkpoint.weights import Checkpoint
 from ..checkpoint.weights import Linear as Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable

@@ -12,7 +12,8 @@ from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..checkpoint.dummy_source import DummySource
-from ..checkpoint.files.config_reader import UnsupportedError, read_architecture
+from ..checkpoint.files.config_reader import UnsupportedError
+from ..checkpoint.gguf.config import described_by, read_model
 from ..checkpoint.load_config import note_precision, read_dtype
 from ..checkpoint.local_config import local_config
 from ..checkpoint.model_config import ModelConfig
@@ -135,7 +136,7 @@ def _transformers(path: Path, lack: UnsupportedError | None = None) -> ModuleTyp
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        reason = lack or f"{path / 'config.json'}: architectures names {read_architecture(path)[0]}"
+        reason = lack or f"{described_by(path)}: architectures names {read_model(path)[0]}"
         raise ValueError(
             f'{reason}, which the transformers package computes; install it with: pip install "tokenloom[transformers]"'
         ) from None

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tokenloom.gguf.gguf_file import SUFFIX, read_gguf
+from tokenloom.gguf.gguf_file import SUFFIX, is_later_part, read_gguf
 from tokenloom.gpu_worker.checkpoint.files.config_reader import architecture_of
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME, weight_paths
 
@@ -75,14 +75,16 @@ def checkpoints(folders: list[Path]) -> Iterator[LocalModel]:
         ):
             yield from _read(path, str(path))
         for file in sorted(folder.glob(f"*{SUFFIX}")):
-            yield from _read_gguf(file)
+            if not is_later_part(file):
+                yield from _read_gguf(file)
 
 
 def _read_gguf(path: Path) -> Iterator[LocalModel]:
-    """Yield the model of a GGUF file, unless the file is broken or one part of several."""
+    """Yield the model of a GGUF file, or of the first of several, unless one is broken or missing."""
     try:
-        architecture = str(read_gguf(path).metadata.get("general.architecture", "?"))
-        yield _local(str(path), architecture, path.stat().st_size, path)
+        file = read_gguf(path)
+        architecture = str(file.metadata.get("general.architecture", "?"))
+        yield _local(str(path), architecture, sum(part.stat().st_size for part in file.parts), path)
     except (OSError, ValueError):
         return
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tokenloom.process import cache_directory
 
 from ..gguf import tokenizer
-from ..gguf.gguf_file import GgufFile, is_gguf, read_gguf
+from ..gguf.gguf_file import GgufFile, gguf_parts, is_gguf, read_gguf
 from ..request import validation
 from ..request.errors import InvalidArgument, NotFound, TokenloomError
 from ..request.narrowing import narrow_sampling
@@ -186,7 +186,7 @@ def dummy_fingerprint(path: Path) -> bytes:
 
 
 def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:
-    """Return the SHA-256 of config.json and all weight files, or of the GGUF file.
+    """Return the SHA-256 of config.json and all weight files, or of all GGUF files.
 
     It is cached under ``cache_dir`` (default :func:`.cache_directory`) by the files' stamps, because reading a large
     model is slow.
@@ -200,7 +200,7 @@ def weights_stamps(path: Path) -> list[Stamp]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    return [path] if is_gguf(path) else [path / "config.json", *weight_paths(path)]
+    return list(gguf_parts(path)) if is_gguf(path) else [path / "config.json", *weight_paths(path)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

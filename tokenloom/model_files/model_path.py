@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from ..gguf.gguf_file import SUFFIX, is_gguf
+from ..gguf.gguf_file import SUFFIX, is_gguf, is_later_part, whole_stem
 from ..request.errors import NotFound
 
 _DESCRIPTION = ("*.json", "*.jinja", "*.txt")
@@ -112,10 +112,12 @@ def resolve(model: str, *, weights: bool = True, cache: HubCache | None = None) 
     ``cache``. Raises ``NotFound``.
     """
     path = DEMO_MODEL if model == DEMO_MODEL_NAME else expanded(model)
+    if is_gguf(path) and is_checkpoint(path):
+        return path.parent.resolve() / path.name  # in the hub's cache it links to a blob, whose name says nothing
     if is_checkpoint(path):
         return path.resolve()
     if os.path.isdir(path):
-        files = ", ".join(sorted(file.name for file in path.glob(f"*{SUFFIX}")))
+        files = ", ".join(sorted(file.name for file in path.glob(f"*{SUFFIX}") if not is_later_part(file)))
         way_out = f"; name one of its GGUF files: {files}" if files else ""
         raise NotFound(f"model {model!r}: the directory has no config.json{way_out}", field="model")
     if model.startswith((".", "/", "~")) or hub_id(model).count("/") > 1 or model.endswith(SUFFIX):
@@ -138,5 +140,5 @@ def served_name(path: Path, model: str = "") -> str:
     if path.resolve() == DEMO_MODEL.resolve():
         return DEMO_MODEL_NAME
     if is_gguf(path):
-        return path.stem
+        return whole_stem(path)
     return hub_id(model) if model and not os.path.exists(expanded(model)) else path.name

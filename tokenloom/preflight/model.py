@@ -71,20 +71,24 @@ _KINDS = {
 
 
 def check_gguf(path: Path) -> None:
-    """Raise `CannotServe` for a file that is not GGUF, is not whole, or holds no model that can be served."""
+    """Raise `CannotServe` for a file that is not GGUF, is not whole, or holds no model that can be served. All files of
+    a model are checked."""
     check_content(path)
     try:
         file = read_gguf(path)
     except ValueError as error:
-        if "not a valid" in str(error):
-            raise CannotServe(f"{path} is cut off or damaged: download it again") from None
-        raise CannotServe(str(error) if "merge" in str(error) else f"{error}: download it again") from None
+        broken, is_broken, _ = str(error).partition(" is not a valid")
+        if is_broken:
+            raise CannotServe(f"{broken} is cut off or damaged: download it again") from None
+        says_what = " is one of " in str(error) or error.args[0].endswith(": download the model again")
+        raise CannotServe(str(error) if says_what else f"{error}: download it again") from None
     kind = str(file.metadata.get("general.type", "model"))
     architecture = str(file.metadata.get("general.architecture"))
     if kind != "model" or architecture == "clip":
         reason = _KINDS.get("mmproj" if architecture == "clip" else kind, f"{kind}: serve the file of the model")
         raise CannotServe(f"{path} holds {reason}")
-    _check_size(path, max((tensor.offset for tensor in file.tensors.values()), default=0))
+    for part in file.parts:
+        _check_size(part, max((tensor.offset for tensor in file.tensors.values() if tensor.path == part), default=0))
     if "tokenizer.ggml.tokens" not in file.metadata:
         raise CannotServe(
             f"{path} has no tokenizer (tokenizer.ggml.tokens): convert the model again with its tokenizer"

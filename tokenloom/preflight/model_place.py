@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tokenloom.gguf.gguf_file import SUFFIX
+from tokenloom.gguf.gguf_file import SUFFIX, is_later_part
 
 from .small_files import CannotServe, check_content, read_object
 
@@ -92,7 +92,7 @@ def _as_adapter(path: Path) -> str:
 
 
 def _as_gguf(path: Path) -> str:
-    files = sorted(file.name for file in path.glob(f"*{SUFFIX}"))
+    files = sorted(file.name for file in path.glob(f"*{SUFFIX}") if not is_later_part(file))
     return f"{path} has no config.json: serve one of its GGUF files, {', '.join(files[:_MOST_NAMED])}" if files else ""
 
 

@@ -5,7 +5,7 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -231,6 +231,14 @@ class PackedWeight(Protocol):
 
     def quantized(self) -> QuantizedWeight:
         """Return the whole weight as integers; only valid if ``group`` is not None."""
+
+
+@runtime_checkable
+class PackedFloats4(Protocol):
+    """Describes a :class:`PackedWeight` whose numbers are floats of 4 bits."""
+
+    def whole(self) -> Float4Weight:
+        """Return the weight as it is stored."""
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:

@@ -5,28 +5,49 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES, GgufFile, read_gguf
+from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES, GgufFile, gguf_parts, is_gguf, read_gguf
 
-from ..files.config_reader import ConfigReader
+from ..files.config_reader import ConfigReader, causal_classes, read_architecture
+from ..files.supported import CLASS_OF_TYPE
+from .families import FURTHER, has_experts, read_experts
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that says by how much each frequency of a Llama 3.1 is divided."""
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+"""The tensors of long rope (Phi-3)."""
 
 PLAIN_NAMES = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
 """Types of tensors that are not quantized, by their id in the file."""
-BLOCK_NAMES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
+BLOCK_NAMES = {
+    2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
+    20: "IQ4_NL", 23: "IQ4_XS", 39: "MXFP4",
+}  # fmt: skip
 """Types of blocks that are read, by their id in the file."""
 _OTHER_NAMES = {
-    10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
-    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M",
+    34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 
 _LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 """What every Llama from 3.1 on has; its file has only the factors that follow from them."""
 
 
-_LAST: dict[tuple[Path, int, int], dict[str, Any]] = {}
-"""The configuration that was derived last, by its file, time and size."""
+_LAST: dict[tuple[tuple[Path, int, int], ...], dict[str, Any]] = {}
+"""The configuration that was derived last, by each of its files, its time and its size."""
+
+
+def described_by(path: Path) -> Path:
+    """Return the file that describes a checkpoint: the ``config.json`` of a directory, or the GGUF file itself."""
+    return path if is_gguf(path) else path / "config.json"
+
+
+def read_model(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the name of a model's class and the entries that describe it, of a directory or a GGUF file. Raises
+    ``ValueError``."""
+    if not is_gguf(path):
+        return read_architecture(path)
+    config = gguf_config(path)
+    return config["architectures"][0], config
 
 
 def gguf_config(path: Path, head: GgufFile | None = None) -> dict[str, Any]:
@@ -35,8 +56,9 @@ def gguf_config(path: Path, head: GgufFile | None = None) -> dict[str, Any]:
 
     Raises ``ValueError`` naming the file and the entry that is missing, wrong or not supported.
     """
-    status = path.stat()
-    key = (path, status.st_mtime_ns, status.st_size)
+    if not (files := [part for part in gguf_parts(path) if part.is_file()]):
+        path.stat()  # raises the error of a missing file
+    key = tuple((part, (status := part.stat()).st_mtime_ns, status.st_size) for part in files)
     # A start asks several times; reading the head of a file with 150,000 tokens takes 0.3 s.
     if key not in _LAST:
         config = _derive(path, head or read_gguf(path))
@@ -60,16 +82,9 @@ def _derive(path: Path, file: GgufFile) -> dict[str, Any]:
         if tensor.kind not in PLAIN_NAMES.keys() | BLOCK_NAMES.keys():
             raise ValueError(f"{path}: {type_error(tensor.name, tensor.kind)}")
     reader = ConfigReader(own, str(path))
-    prefix = f"{architecture}."
-    name = "MixtralForCausalLM" if architecture == "llama" and has_experts(file) else GGUF_ARCHITECTURES[architecture]
-    config = _read(reader, prefix, file) | read_experts(reader, prefix, file) | {"architectures": [name]}
+    config = _read(reader, f"{architecture}.", file)
     reader.refuse_rest()
     return config
-
-
-def has_experts(file: GgufFile) -> bool:
-    """Return whether the model's layers choose some of many MLPs for each token."""
-    return bool(file.metadata.get(f"{file.metadata['general.architecture']}.expert_count"))
 
 
 def type_error(name: str, kind: int) -> ValueError:
@@ -80,9 +95,11 @@ def type_error(name: str, kind: int) -> ValueError:
 
 def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
     hidden, heads = reader.take_int(f"{prefix}embedding_length"), reader.take_int(f"{prefix}attention.head_count")
-    head_size = reader.take_int(f"{prefix}attention.key_length", hidden // heads)
+    head_size = _head_size(reader, prefix, hidden // heads)
     vocab_size = _vocab_size(file)
-    _check(reader, prefix, head_size, vocab_size)
+    if reader.take_int(f"{prefix}vocab_size", vocab_size) != vocab_size:
+        raise reader.error(f"{prefix}vocab_size", f"must be the number of embeddings, {vocab_size}")
+    experts = read_experts(reader, prefix, file)
     config = {
         "dtype": _dtype(file),
         "vocab_size": vocab_size,
@@ -96,23 +113,62 @@ def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
         "rms_norm_eps": reader.take_float(f"{prefix}attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(reader, prefix, file, head_size),
+        "pad_token_id": None,  # the defaults of classes may lie beyond the vocabulary
     }
     # The metadata does not mention biases; Qwen2 always has those of queries, keys and values, and Mixtral has none.
     is_mixtral = prefix == "llama." and has_experts(file)
-    if prefix not in ("qwen2.", "qwen2moe.") and not is_mixtral:
+    if prefix in _WITH_BIASES and not is_mixtral:
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if prefix == "llama." and not is_mixtral:
+    if prefix in ("llama.", "smollm3.", "granite.") and not is_mixtral:
         config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
-    return config
+    if prefix in FURTHER:
+        config |= FURTHER[prefix](reader, prefix, file, config)
+    return _with_class(prefix, file, config | experts)
 
 
-def _check(reader: ConfigReader, prefix: str, head_size: int, vocab_size: int) -> None:
-    """Raise ``ValueError`` naming an entry that contradicts others, or asks for what is not supported."""
-    for name in ("attention.value_length", "rope.dimension_count"):
+_WITH_BIASES = (
+    "llama.",
+    "qwen3.",
+    "qwen3moe.",
+    "gemma2.",
+    "gemma3.",
+    "gpt-oss.",
+    "olmo2.",
+    "smollm3.",
+    "granite.",
+    "glm4.",
+)
+"""Architectures whose classes read ``attention_bias``."""
+
+
+def _with_class(prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries with the class that computes them, and its type."""
+    is_other = {
+        "llama.": has_experts(file),
+        "deepseek2.": config.get("scoring_func") != "sigmoid",
+        "mistral3.": "llama_4_scaling_beta" not in config["rope_parameters"],
+    }
+    name = GGUF_ARCHITECTURES[prefix[:-1]][is_other.get(prefix, False)]
+    if name == "MistralForCausalLM":
+        config = config | {"sliding_window": None}  # which its class has by default
+    types = {each: kind for table in (causal_classes(), CLASS_OF_TYPE) for kind, each in table.items()}
+    return config | {"architectures": [name]} | ({"model_type": types[name]} if name in types else {})
+
+
+_PARTLY_ROTATED = ("glm4.", "phi3.")
+
+
+def _head_size(reader: ConfigReader, prefix: str, default: int) -> int:
+    """Return the size of a head, of a latent model that of its rotated part. Raises ``ValueError`` naming an entry that
+    contradicts it, or asks for what is not supported."""
+    if prefix == "deepseek2.":
+        return reader.take_int(f"{prefix}rope.dimension_count")
+    head_size = reader.take_int(f"{prefix}attention.key_length", default)
+    rotated = () if prefix in _PARTLY_ROTATED else ("rope.dimension_count",)
+    for name in ("attention.value_length", *rotated):
         if reader.take_int(prefix + name, head_size) != head_size:
             raise reader.error(prefix + name, f"must be the size of a head, {head_size}")
-    if reader.take_int(f"{prefix}vocab_size", vocab_size) != vocab_size:
-        raise reader.error(f"{prefix}vocab_size", f"must be the number of embeddings, {vocab_size}")
+    return head_size
 
 
 def _vocab_size(file: GgufFile) -> int:
@@ -129,39 +185,73 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _rope(reader: ConfigReader, prefix: str, file: GgufFile, head_size: int) -> dict[str, Any]:
-    theta = reader.take_float(f"{prefix}rope.freq_base", 10_000.0)
-    kind = reader.take(f"{prefix}rope.scaling.type") or "none"
-    scaling = f"{prefix}rope.scaling."
+    kind, scaling = reader.take(f"{prefix}rope.scaling.type") or "none", f"{prefix}rope.scaling."
+    rope: dict[str, Any] = {"rope_theta": reader.take_float(f"{prefix}rope.freq_base", 10_000.0)}
+    if prefix in _PARTLY_ROTATED:
+        rope["partial_rotary_factor"] = reader.take_int(f"{prefix}rope.dimension_count", head_size) / head_size
+    reader.take(f"{scaling}finetuned")
     if ROPE_FACTORS in file.tensors:
         if kind != "none":
             raise reader.error(f"{scaling}type", f"must be none: the file also has factors, in {ROPE_FACTORS}")
-        return {"rope_theta": theta} | _llama3(file, theta, head_size)
+        return rope | _llama3(file, rope["rope_theta"], head_size)
+    if prefix == "phi3." and kind in ("none", "longrope"):
+        return rope | _long_rope(reader, prefix, file)
     match kind:
         case "none":
-            return {"rope_type": "default", "rope_theta": theta}
+            return rope | {"rope_type": "default"}
         case "linear":
-            return {"rope_type": "linear", "rope_theta": theta, "factor": reader.take_float(f"{scaling}factor")}
+            return rope | {"rope_type": "linear", "factor": reader.take_float(f"{scaling}factor")}
         case "yarn":
-            return {
-                "rope_type": "yarn",
-                "rope_theta": theta,
-                "factor": reader.take_float(f"{scaling}factor"),
-                "original_max_position_embeddings": reader.take_int(f"{scaling}original_context_length"),
-                "beta_fast": reader.take_float(f"{scaling}yarn_beta_fast", 32.0),
-                "beta_slow": reader.take_float(f"{scaling}yarn_beta_slow", 1.0),
-            }
+            return rope | _yarn(reader, scaling)
     raise reader.error(f"{scaling}type", "must be none, linear or yarn")
+
+
+def _yarn(reader: ConfigReader, scaling: str) -> dict[str, Any]:
+    yarn = {
+        "rope_type": "yarn",
+        "factor": reader.take_float(f"{scaling}factor"),
+        "original_max_position_embeddings": reader.take_int(f"{scaling}original_context_length"),
+        "beta_fast": reader.take_float(f"{scaling}yarn_beta_fast", 32.0),
+        "beta_slow": reader.take_float(f"{scaling}yarn_beta_slow", 1.0),
+    }
+    if reader.take(f"{scaling}yarn_attn_factor") is not None:
+        yarn["attention_factor"] = reader.take_float(f"{scaling}yarn_attn_factor")
+    return yarn
+
+
+def _long_rope(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
+    """Return the parameters of a Phi-3, whose files say nothing of long rope but its factors and the original
+    context."""
+    original = reader.take_int(f"{prefix}rope.scaling.original_context_length", reader.take(f"{prefix}context_length"))
+    if LONG_FACTORS not in file.tensors:
+        return {"rope_type": "default"}
+    rope = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": original,
+        "long_factor": _floats(file, LONG_FACTORS),
+        "short_factor": _floats(file, SHORT_FACTORS),
+    }
+    if reader.take(f"{prefix}rope.scaling.attn_factor") is not None:
+        rope["attention_factor"] = reader.take_float(f"{prefix}rope.scaling.attn_factor")
+    return rope
+
+
+def _floats(file: GgufFile, name: str) -> list[float]:
+    """Return the numbers of a small tensor. Raises ``ValueError`` unless it is a vector of float32 in the file."""
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.kind != 0 or len(tensor.shape) != 1:
+        raise ValueError(f"{file.path}: {name} must be float32, of one dimension")
+    with tensor.path.open("rb") as stream:
+        stream.seek(tensor.offset)
+        content = stream.read(4 * min(tensor.shape[0], 1 << 16))
+    return list(struct.unpack(f"<{len(content) // 4}f", content[: len(content) // 4 * 4]))
 
 
 def _llama3(file: GgufFile, theta: float, head_size: int) -> dict[str, Any]:
     """Return the parameters from which the factors of each frequency follow. Raises ``ValueError`` if none do."""
-    tensor = file.tensors[ROPE_FACTORS]
-    if tensor.kind != 0 or tensor.shape != (head_size // 2,):
+    stored = _floats(file, ROPE_FACTORS)
+    if file.tensors[ROPE_FACTORS].shape != (head_size // 2,):
         raise ValueError(f"{file.path}: {ROPE_FACTORS} must be float32 [{head_size // 2}]")
-    with file.path.open("rb") as stream:
-        stream.seek(tensor.offset)
-        content = stream.read(2 * head_size)
-    stored = struct.unpack(f"<{len(content) // 4}f", content[: len(content) // 4 * 4])
     factor = max(1.0, *stored)
     expected = [_llama3_factor(theta ** (-2 * pair / head_size), factor) for pair in range(head_size // 2)]
     if len(stored) != len(expected) or not all(map(_is_close, stored, expected)):
@@ -189,47 +279,3 @@ def _llama3_factor(frequency: float, factor: float) -> float:
         return 1.0
     smooth = (turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
     return 1 / ((1 - smooth) / factor + smooth)
-
-
-_SOFTMAX = 1
-
-
-def read_experts(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` that describe experts; empty for a model without any.
-
-    Raises ``ValueError`` naming an entry that is wrong or not supported.
-    """
-    if not has_experts(file):
-        if prefix in ("qwen2moe.", "qwen3moe."):
-            raise reader.error(f"{prefix}expert_count", "must be above 0")
-        for name in ("expert_count", "expert_used_count"):
-            if reader.take(prefix + name, 0) != 0:
-                raise reader.error(prefix + name, "must be 0 for a model without experts")
-        return {}
-    if prefix not in ("llama.", "qwen2moe.", "qwen3moe."):
-        raise reader.error(f"{prefix}expert_count", "must be 0: models of this architecture have no experts")
-    if reader.take_int(f"{prefix}expert_gating_func", _SOFTMAX) != _SOFTMAX:
-        raise reader.error(f"{prefix}expert_gating_func", f"must be {_SOFTMAX}, which is softmax")
-    count = {"num_experts_per_tok": reader.take_int(f"{prefix}expert_used_count")}
-    number = reader.take_int(f"{prefix}expert_count")
-    if prefix == "llama.":
-        size = reader.take_int(f"{prefix}feed_forward_length")
-        if reader.take_int(f"{prefix}expert_feed_forward_length", size) != size:
-            raise reader.error(f"{prefix}expert_feed_forward_length", f"must be the feed_forward_length, {size}")
-        return count | {"num_local_experts": number, "sliding_window": None}
-    return count | {"num_experts": number} | _read_qwen(reader, prefix, file)
-
-
-def _read_qwen(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
-    is_2, num_layers = prefix == "qwen2moe.", reader.take_int(f"{prefix}block_count")
-    with_experts = [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_exps.weight" in file.tensors]
-    # As llama.cpp computes them: the metadata need not mention it.
-    normalizes = reader.take_bool(f"{prefix}expert_weights_norm", not is_2)
-    config: dict[str, Any] = {
-        "moe_intermediate_size": reader.take_int(f"{prefix}expert_feed_forward_length"),
-        "norm_topk_prob": normalizes,
-        "mlp_only_layers": [layer for layer in range(num_layers) if layer not in with_experts],
-    }
-    if is_2:
-        config["shared_expert_intermediate_size"] = reader.take_int(f"{prefix}expert_shared_feed_forward_length")
-    return config

@@ -1,5 +1,4 @@
-"""Reads the tensors of a GGUF file: maps their names to those of Hugging Face's classes, and says which rows were
-reordered."""
+"""Reads the tensors of a GGUF file, in the shapes and with the numbers that Hugging Face's classes have."""
 
 import math
 import mmap
@@ -10,83 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokenloom.gguf.gguf_file import GgufFile, GgufTensor, read_gguf
+from tokenloom.gguf.gguf_file import GgufTensor, read_gguf
 
-from ..files.quantized_weight import PackedWeight, QuantizedWeight
-from .blocks import BLOCK_TYPES, PLAIN_TYPES, BlockType
-from .config import ROPE_FACTORS, has_experts, type_error
-
-_WHOLE_MODEL = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_OF_A_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""Tensors [experts, out, in] that hold a matrix of every expert of a layer."""
-_IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """Says where a tensor is found."""
-
-    stored: str
-    """The tensor's name in the file."""
-    heads: int | None
-    """Not None: the rows of each of so many heads are stored in pairs, as llama.cpp rotates Llama's."""
-    expert: int | None = None
-    """Not None: the tensor holds the matrices of all experts, and this one is meant."""
-
-
-def places(file: GgufFile) -> dict[str, TensorPlace]:
-    """Return the file's tensors by the names that models ask for. A tensor that has none keeps its own name."""
-    architecture = file.metadata["general.architecture"]
-    heads = dict.fromkeys(("attn_q", "attn_k"))
-    if architecture == "llama":
-        queries = file.metadata.get("llama.attention.head_count")
-        heads = {"attn_q": queries, "attn_k": file.metadata.get("llama.attention.head_count_kv", queries)}
-    found = {}
-    for name in file.tensors.keys() - {ROPE_FACTORS}:
-        found[_WHOLE_MODEL.get(name, name)] = TensorPlace(name, None)
-        block, _, rest = name.removeprefix("blk.").partition(".")
-        part, _, kind = rest.rpartition(".")
-        if name.startswith("blk.") and part in _OF_A_LAYER:
-            del found[name]
-            found[f"model.layers.{block}.{_OF_A_LAYER[part]}.{kind}"] = TensorPlace(name, heads.get(part))
-        elif name.startswith("blk.") and part in _OF_EXPERTS and len(shape := file.tensors[name].shape) == 3:
-            del found[name]
-            for expert in range(shape[0]):
-                own = f"model.layers.{block}.mlp.experts.{expert}.{_OF_EXPERTS[part]}.{kind}"
-                found[own] = TensorPlace(name, None, expert)
-    is_mixtral = architecture == "llama" and has_experts(file)
-    return {_mixtral_name(name): place for name, place in found.items()} if is_mixtral else found
-
-
-def _mixtral_name(name: str) -> str:
-    """Return the name that Mixtral's class has for what Qwen's classes call ``name``."""
-    before, between, after = name.partition(".mlp.")
-    for own, mixtral in _IN_MIXTRAL.items():
-        after = after.replace(own, mixtral)
-    return f"{before}.block_sparse_moe.{after}" if between else name
-
+from ..files.quantized_weight import Float4Weight, PackedWeight, QuantizedWeight
+from .blocks import BLOCK_TYPES, MXFP4, PLAIN_TYPES, BlockType, floats4
+from .config import type_error
+from .names import places
 
 _GATE = ".shared_expert_gate.weight"
 
@@ -94,18 +22,15 @@ _GATE = ".shared_expert_gate.weight"
 # Our own reader: for 150,000 tokens with as many merges the package gguf takes 8.7 s of CPU and 475 MB in each process
 # that needs the tokenizer, this 0.31 s.
 class GgufSource:
-    """Fulfils :class:`..weights.WeightSource` with a file that stays mapped."""
+    """Fulfils :class:`..weights.WeightSource` with files that stay mapped."""
 
     def __init__(self, path: Path) -> None:
         head = read_gguf(path)
-        self._path = path
-        self.described_by = path.name
+        self.described_by = head.path.name
         self._tensors = head.tensors
         self._places = places(head)
-        with path.open("rb") as file:
-            # A private mapping is writable, which PyTorch asks for; nothing writes to it, so its pages stay the file's.
-            self._content: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self.views = [torch.frombuffer(self._content, dtype=torch.uint8)]
+        self._contents = {part: _map(part) for part in head.parts}
+        self.views = [torch.frombuffer(content, dtype=torch.uint8) for content in self._contents.values()]
 
     @property
     def names(self) -> Collection[str]:
@@ -113,41 +38,66 @@ class GgufSource:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
         place = self._places[name]
+        if place.values is not None:
+            return self._by_head(place.stored, place.values)
         tensor = self._tensors[place.stored]
         if place.expert is not None:
             tensor = _of_expert(tensor, place.expert)
         if tensor.kind in PLAIN_TYPES:
-            plain = self._bytes(tensor, tensor.shape, PLAIN_TYPES[tensor.kind].itemsize).view(PLAIN_TYPES[tensor.kind])
+            plain = self._plain(tensor) - place.shift if place.shift else self._plain(tensor)
             if name.endswith(_GATE) and plain.dim() == 1:  # a matrix of one row
                 return plain[None]
             return plain if place.heads is None else plain[_halves_of_heads(name, tensor.shape[0], place.heads)]
-        if tensor.kind not in BLOCK_TYPES:
-            raise type_error(place.stored, tensor.kind)
         if len(tensor.shape) != 2:
             raise ValueError(f"{place.stored} is quantized and has shape {list(tensor.shape)}: a matrix is expected")
+        order = None if place.heads is None else _halves_of_heads(name, tensor.shape[0], place.heads)
+        return self._packed(tensor, order)
+
+    def _plain(self, tensor: GgufTensor) -> Tensor:
+        dtype = PLAIN_TYPES[tensor.kind]
+        return self._bytes(tensor, tensor.shape, dtype.itemsize).view(dtype)
+
+    def _packed(self, tensor: GgufTensor, order: Tensor | None = None) -> "PackedBlocks":
+        """Return a matrix of blocks; of more dimensions all but the last are its rows."""
+        if tensor.kind not in BLOCK_TYPES:
+            raise type_error(tensor.name, tensor.kind)
         blocks = BLOCK_TYPES[tensor.kind]
-        outputs, inputs = tensor.shape
+        *rows, inputs = tensor.shape
         if inputs % blocks.size:
-            raise ValueError(f"{place.stored} has rows of {inputs} numbers, {blocks.name} has blocks of {blocks.size}")
-        stored = self._bytes(tensor, (outputs, inputs // blocks.size), blocks.bytes)
-        order = None if place.heads is None else _halves_of_heads(name, outputs, place.heads)
-        return PackedBlocks(stored, blocks, order)
+            raise ValueError(f"{tensor.name} has rows of {inputs} numbers, {blocks.name} has blocks of {blocks.size}")
+        stored = self._bytes(tensor, (math.prod(rows), inputs // blocks.size), blocks.bytes)
+        return (PackedFloatBlocks if blocks is MXFP4 else PackedBlocks)(stored, blocks, order)
+
+    def _by_head(self, keys: str, values: str) -> "KeysAndValues":
+        tensors = [self._tensors[name] for name in (keys, values) if name in self._tensors]
+        if len(tensors) < 2 or [len(tensor.shape) for tensor in tensors] != [3, 3]:
+            raise ValueError(f"{keys} and {values} must be two tensors of three dimensions")
+        (heads, inputs, key_size), (_, value_size, _) = (tensor.shape for tensor in tensors)
+        if tensors[1].shape != (heads, value_size, inputs):
+            raise ValueError(f"{values} must have {heads} heads of {inputs} inputs, as {keys} has")
+        first, second = (self._plain(each) if each.kind in PLAIN_TYPES else self._packed(each) for each in tensors)
+        return KeysAndValues(first, second, heads, key_size, value_size, inputs)
 
     def close(self) -> None:
         self.views = []
-        self._content = None  # the mapping ends with the last tensor that is a view of it
+        self._contents = {}  # a mapping ends with the last tensor that is a view of it
 
     def _bytes(self, tensor: GgufTensor, shape: tuple[int, ...], itemsize: int) -> Tensor:
         """Return a tensor's bytes, ``itemsize`` of them for each element of ``shape``: uint8 [..., last * itemsize].
 
         Raises ``ValueError`` if the file ends before that.
         """
-        assert self._content is not None
-        count = math.prod(shape) * itemsize
-        if tensor.offset + count > len(self._content):
-            raise ValueError(f"{self._path} ends within the tensor {tensor.name}: the file is not complete")
-        octets = torch.frombuffer(self._content, dtype=torch.uint8, count=count, offset=tensor.offset)
+        content, count = self._contents[tensor.path], math.prod(shape) * itemsize
+        if tensor.offset + count > len(content):
+            raise ValueError(f"{tensor.path} ends within the tensor {tensor.name}: the file is not complete")
+        octets = torch.frombuffer(content, dtype=torch.uint8, count=count, offset=tensor.offset)
         return octets.view(*shape[:-1], shape[-1] * itemsize)
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        # A private mapping is writable, which PyTorch asks for; nothing writes to it, so its pages stay the file's.
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 @dataclass(frozen=True)
@@ -183,24 +133,72 @@ class PackedBlocks:
     def quantized(self) -> QuantizedWeight:
         return self._some(0, self.shape[0])
 
-    def _some(self, first: int, last: int) -> QuantizedWeight:
+    def _blocks(self, first: int, last: int) -> Tensor:
         some = self.stored[first:last] if self.order is None else self.stored[self.order[first:last]]
-        values, scales, offsets = self.type.unpack(some.view(-1, self.type.bytes))
+        return some.view(-1, self.type.bytes)
+
+    def _some(self, first: int, last: int) -> QuantizedWeight:
+        values, scales, offsets = self.type.unpack(self._blocks(first, last))
         inputs, count = self.shape[1], last - first
         by_group = None if offsets is None else offsets.view(count, -1)
         return QuantizedWeight(values.view(count, inputs), scales.view(count, -1), by_group, self.type.group)
 
 
+class PackedFloatBlocks(PackedBlocks):
+    """Fulfils :class:`..files.quantized_weight.PackedFloats4` too: twice the floats are integers in groups, which they
+    are taken for beside weights of other types."""
+
+    def whole(self) -> Float4Weight:
+        return floats4(self._blocks(0, self.shape[0]), self.shape[0])
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """Fulfils :class:`..files.quantized_weight.PackedWeight` with a matrix whose rows, first those of a head's keys and
+    then those of its values, are from two tensors, of which the one of keys is transposed."""
+
+    keys: Tensor | PackedBlocks
+    """[heads, in, key_size], or so many rows of blocks."""
+    values: Tensor | PackedBlocks
+    """[heads, value_size, in]."""
+    heads: int
+    key_size: int
+    value_size: int
+    inputs: int
+    bits: int = 16
+    group: None = None
+    has_offsets: bool = False
+    rounds_inputs: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.heads * (self.key_size + self.value_size), self.inputs
+
+    def rows(self, first: int, last: int) -> Tensor:
+        size = self.key_size + self.value_size
+        begin, end = first // size, -(-last // size)
+        keys = self._of_heads(self.keys, begin, end, self.inputs, self.key_size).transpose(1, 2)
+        values = self._of_heads(self.values, begin, end, self.value_size, self.inputs)
+        return torch.cat((keys, values), 1).flatten(0, 1)[first - begin * size : last - begin * size]
+
+    def _of_heads(self, part: Tensor | PackedBlocks, begin: int, end: int, rows: int, columns: int) -> Tensor:
+        some = part[begin:end] if isinstance(part, Tensor) else part.rows(begin * rows, end * rows)
+        return some.float().view(end - begin, rows, columns)
+
+    def quantized(self) -> QuantizedWeight:
+        raise AssertionError("the two parts of a head share no groups")
+
+
 def _of_expert(tensor: GgufTensor, expert: int) -> GgufTensor:
-    """Return where one expert's matrix lies in a tensor [experts, out, in]."""
-    _, outputs, inputs = tensor.shape
+    """Return where one expert's matrix, or its bias, lies in a tensor [experts, out, in] or [experts, out]."""
+    *rows, inputs = tensor.shape[1:]
     if tensor.kind in PLAIN_TYPES:
         row = inputs * PLAIN_TYPES[tensor.kind].itemsize
     elif tensor.kind in BLOCK_TYPES:
         row = inputs // BLOCK_TYPES[tensor.kind].size * BLOCK_TYPES[tensor.kind].bytes
     else:
         raise type_error(tensor.name, tensor.kind)
-    return replace(tensor, shape=(outputs, inputs), offset=tensor.offset + expert * outputs * row)
+    return replace(tensor, shape=(*rows, inputs), offset=tensor.offset + expert * math.prod(rows) * row)
 
 
 def _halves_of_heads(name: str, rows: int, heads: int) -> Tensor:

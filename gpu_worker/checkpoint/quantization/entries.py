@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tokenloom.gguf.gguf_file import is_gguf
+
 from ..files.config_reader import ConfigReader
 
 _GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}
@@ -314,10 +316,12 @@ def read_scheme(reader: ConfigReader) -> Scheme | None:
 
 
 def scheme_for_modules(path: Path) -> Scheme | None:
-    """Return what :func:`read_scheme` does for a checkpoint directory that transformers' modules compute.
+    """Return what :func:`read_scheme` does for a checkpoint that transformers' modules compute; a GGUF file has none.
 
     Raises ``ValueError`` for a method whose tensors only the built-in code reads, too.
     """
+    if is_gguf(path):
+        return None
     reader = ConfigReader.open(path)
     scheme = read_scheme(reader)
     if isinstance(scheme, Mxfp4):

@@ -21,8 +21,8 @@ _HALF_BLOCK = GROUP // 2
 
 
 @dataclass(frozen=True)
-class PackedFloats4:
-    """Fulfils :class:`~..files.quantized_weight.PackedWeight` for one matrix of one expert, whose numbers are no
+class StackedFloats4:
+    """Fulfils :class:`~..files.quantized_weight.PackedFloats4` for one matrix of one expert, whose numbers are no
     integers in groups."""
 
     files: TensorFiles
@@ -78,5 +78,5 @@ def _find(files: TensorFiles, stored: str) -> Iterator[tuple[str, Found]]:
             continue
         size = len(range(all_outputs)[part.outputs]), groups * GROUP
         for expert in range(experts):
-            weight = PackedFloats4(files, stored, expert, part.outputs, size)
+            weight = StackedFloats4(files, stored, expert, part.outputs, size)
             yield f"{prefix}.{expert}.{matrix}.weight", Found(weight, (blocks, scales))

@@ -12,9 +12,14 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tokenloom.gguf.gguf_file import is_gguf
+
 from ...checkpoint.directory_source import DirectorySource
-from ...checkpoint.files.config_reader import is_pickled, lacks_index, read_architecture, read_wrapper, weight_files
+from ...checkpoint.files.config_reader import is_pickled, lacks_index, read_wrapper, weight_files
+from ...checkpoint.gguf.config import described_by, read_model
+from ...checkpoint.gguf.source import GgufSource
 from ...checkpoint.quantization.entries import Scheme, scheme_for_modules
+from ...checkpoint.weights import WeightSource
 from ...ops.ops import Ops
 from .modules import replace_modules
 from .stored_weights import read_state, unpack_rest
@@ -37,34 +42,34 @@ def find_causal_class(path: Path) -> CausalClass:
 
     Raises ``ValueError`` if transformers has no causal language model of that name.
     """
-    name, values = read_architecture(path)
+    name, values = read_model(path)
     model = getattr(transformers, name, None) if name.isidentifier() else None
     if not isinstance(model, type) or not issubclass(model, transformers.PreTrainedModel):
         raise unknown_class(path, name, values)
-    config = read_config(path, None if read_wrapper(path) is None else values)
+    config = read_config(path, values if is_gguf(path) or read_wrapper(path) is not None else None)
     vars(config).pop("quantization_config", None)  # transformers' own readers are not used
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ValueError(
-            f"{path / 'config.json'}: architectures names {name}, which is not a causal language model: use a "
+            f"{described_by(path)}: architectures names {name}, which is not a causal language model: use a "
             "checkpoint whose entry ends in ForCausalLM"
         )
     return CausalClass(model, config, name, scheme_for_modules(path))
 
 
 def read_config(path: Path, entries: dict[str, Any] | None = None) -> Any:
-    """Return the ``PreTrainedConfig`` of a checkpoint directory, or of these ``entries`` of it. Raises
+    """Return the ``PreTrainedConfig`` of a checkpoint directory, or of these ``entries`` of a checkpoint. Raises
     ``ValueError``."""
     try:
         if entries is not None:
             return transformers.AutoConfig.for_model(**entries)
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # its checks raise errors of many kinds
-        raise ValueError(f"{path / 'config.json'}: transformers cannot read it: {_first_line(error)}") from error
+        raise ValueError(f"{described_by(path)}: transformers cannot read it: {_first_line(error)}") from error
 
 
 def unknown_class(path: Path, name: str, values: dict[str, Any]) -> ValueError:
     """Return the error for a class that transformers does not have."""
-    file = path / "config.json"
+    file = described_by(path)
     if values.get("auto_map"):
         return ValueError(
             f"{file}: architectures names {name}, whose code is in the checkpoint (auto_map); code of checkpoints is "
@@ -92,21 +97,20 @@ def load_modules(
 
     Raises ``ValueError`` if tensors are missing, left over or of another shape.
     """
-    files = weight_files(path)  # raises ValueError for other formats
+    pickled = not is_gguf(path) and is_pickled(weight_files(path)[0])  # raises ValueError for other formats
     with ExitStack() as opened:
         state = None
-        if found.scheme is not None:
+        if found.scheme is not None or is_gguf(path):
             source = opened.enter_context(closing(_source(path, found.scheme)))
             with torch.inference_mode(False):
                 state = read_state(source, dtype)
         try:
             # Stand-ins of weights cannot be tensors of inference mode, in which transformers makes parameters of them.
             with torch.inference_mode(torch.is_inference_mode_enabled() and state is None), torch.no_grad():
-                model, report = load_quietly(found, path, dtype, use_safetensors=not is_pickled(files[0]), state=state)
+                model, report = load_quietly(found, path, dtype, use_safetensors=not pickled, state=state)
         except Exception as error:  # classes check their configurations in many ways
             raise ValueError(
-                f"{path / 'config.json'}: transformers cannot load {found.architecture}: {type(error).__name__}: "
-                f"{error}"
+                f"{described_by(path)}: transformers cannot load {found.architecture}: {type(error).__name__}: {error}"
             ) from error
         refuse_differences(report)
         with torch.inference_mode():
@@ -159,8 +163,8 @@ def load_quietly(
     return loaded
 
 
-def _source(path: Path, scheme: Scheme | None = None) -> DirectorySource:
-    return DirectorySource(path, scheme, splits_experts=False)
+def _source(path: Path, scheme: Scheme | None = None) -> WeightSource:
+    return GgufSource(path) if is_gguf(path) else DirectorySource(path, scheme, splits_experts=False)
 
 
 def make_on_meta(found: CausalClass, dtype: torch.dtype) -> Any:

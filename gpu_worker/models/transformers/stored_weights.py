@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ...checkpoint.directory_source import DirectorySource
 from ...checkpoint.files.quantized_weight import PackedWeight, fill_rows
+from ...checkpoint.weights import WeightSource
 from ...layers.linear import Linear, make_linear, make_packed
 
 _aten = torch.ops.aten
@@ -83,7 +83,7 @@ class StoredWeight(Tensor):
         return cls.make(_Together(list(parts), dim % len(shape), is_stack), shape, parts[0].dtype)
 
 
-def read_state(source: DirectorySource, dtype: torch.dtype) -> dict[str, Tensor]:
+def read_state(source: WeightSource, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by their names; those that are packed have ``dtype`` once unpacked."""
     read = {name: source.read(name, ()) for name in source.names}
     return {

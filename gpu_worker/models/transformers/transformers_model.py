@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from ...attention.attention_backend import AttentionPlan, KVCache
+from ...checkpoint.gguf.config import described_by
 from ...checkpoint.model_config import DtypeName, ModelConfig, as_torch
 from ...checkpoint.weights import Checkpoint
 from ...device.memory import return_freed
@@ -126,7 +127,7 @@ class TransformersModel:
             return self._take(found, model)
         except Exception as error:  # a module may fail in any way
             reason = str(error) if isinstance(error, UnservableModel) else f"fails ({type(error).__name__}: {error})"
-            raise ValueError(f"{path / 'config.json'}: {found.architecture} is not supported: it {reason}") from error
+            raise ValueError(f"{described_by(path)}: {found.architecture} is not supported: it {reason}") from error
 
     def _take(self, found: CausalClass, model: Any) -> _Parts:
         body_name = _body_name(model)

@@ -63,6 +63,18 @@ served, quantized entries left out, and gave the greedy tokens of transformers' 
 |---|---|---|
 """
 
+_GGUF = """
+## GGUF files
+
+`general.architecture` in a file names the class; where two are listed, its other entries say which. Tensors may be F32,
+F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS or MXFP4. A model in several files is named by one
+of them, such as `model-00001-of-00003.gguf`. `tests/gpu_worker/checkpoint/gguf` compares each architecture with
+transformers, and each type with the package gguf.
+
+| in the file | class | computed by |
+|---|---|---|
+"""
+
 _SWEEP = """
 ## Computed by transformers
 
@@ -82,10 +94,14 @@ def native_part() -> str:
     over_mesh = {KINDS[kind] for kind in MORE_MODELS}
     rows = []
     for name in sorted(ARCHITECTURES):
-        formats = "safetensors, .bin" + (", GGUF" if name in GGUF_ARCHITECTURES.values() else "")
+        formats = "safetensors, .bin" + (", GGUF" if any(name in each for each in GGUF_ARCHITECTURES.values()) else "")
         tests = "`tests/gpu_worker/models`, `tests/parity`" + (f", `{_MESH_TEST}`" if name in over_mesh else "")
         rows.append(f"| {name} | {formats} | {', '.join(QUANTIZATIONS)} | {tests} |")
-    return _BEGINNING + "\n".join(rows) + "\n"
+    files = []
+    for kind, classes in GGUF_ARCHITECTURES.items():
+        by = dict.fromkeys("built in" if name in ARCHITECTURES else "transformers" for name in classes)
+        files.append(f"| {kind} | {', '.join(classes)} | {', '.join(by)} |")
+    return _BEGINNING + "\n".join(rows) + "\n" + _GGUF + "\n".join(files) + "\n"
 
 
 def page(table: Mapping[str, Any], releases: Mapping[str, Sequence[str]]) -> str:

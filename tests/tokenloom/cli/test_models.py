@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from typer.testing import CliRunner
 
+from tests.gpu_worker.checkpoint.gguf.files import write_demo
 from tests.tokenloom.cli.fake_server import FakeServer
 from tests.tokenloom.gguf.demo_file import add_tokenizer, write_metadata
 from tokenloom.cli.main import app
@@ -42,6 +44,16 @@ def test_local_gguf_files(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     (found,) = [each for each in checkpoints([tmp_path]) if each.path.startswith(str(tmp_path))]
     assert (found.id, found.architecture, found.bytes) == (str(path), "qwen3", path.stat().st_size)
+
+
+def test_a_model_in_several_files_is_listed_once(tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo.gguf", Kind.Q8_0, add_tokenizer, tensors_in_a_file=20)
+    (found,) = [each for each in checkpoints([tmp_path]) if each.path.startswith(str(tmp_path))]
+    parts = sorted(tmp_path.iterdir())
+    assert (found.id, found.served) == (str(parts[0]), "built in")
+    assert found.bytes == sum(part.stat().st_size for part in parts) > parts[0].stat().st_size
+    parts[1].unlink()
+    assert not [each for each in checkpoints([tmp_path]) if each.path.startswith(str(tmp_path))]
 
 
 @pytest.mark.parametrize("columns", ["20", "200"])

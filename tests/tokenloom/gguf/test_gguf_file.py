@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
-from tokenloom.gguf.gguf_file import read_gguf
+from tokenloom.gguf.gguf_file import is_later_part, read_gguf, whole_stem
 
 
 @pytest.fixture
@@ -73,11 +73,56 @@ def test_what_is_no_such_file_is_refused(content: bytes, message: str, tmp_path:
         read_gguf(tmp_path / "bad.gguf")
 
 
-def test_one_of_several_files_is_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_uint16("split.count", 3)
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    """A model in three files, as llama.cpp's tools split and name them; only the first has the metadata."""
+    writer = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", split_max_tensors=2)
+    writer.add_uint32("a.number", 7)
+    for number in range(5):
+        writer.add_tensor(f"t{number}", np.full(3, number, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(tmp_path.glob("big-*"))
+
+
+def test_several_files_of_a_model(parts: list[Path]) -> None:
+    assert [part.name for part in parts] == [f"big-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    for named in parts:
+        file = read_gguf(named)
+        assert (file.path, file.parts, file.metadata["a.number"]) == (parts[0], tuple(parts), 7)
+        assert [tensor.path for tensor in file.tensors.values()] == [parts[n // 2] for n in range(5)]
+        for number, tensor in enumerate(file.tensors.values()):
+            assert np.frombuffer(tensor.path.read_bytes(), np.float32, 3, tensor.offset).tolist() == [number] * 3
+    assert [is_later_part(part) for part in parts] == [False, True, True]
+    assert {whole_stem(part) for part in parts} == {"big"}
+
+
+def test_a_missing_or_wrong_file_of_several_is_named(parts: list[Path]) -> None:
+    content = parts[1].read_bytes()
+    parts[1].unlink()
+    with pytest.raises(ValueError, match=r"00001-of-00003\.gguf is one of 3 files .*00002-of-00003\.gguf is missing"):
+        read_gguf(parts[0])
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ValueError, match=r"00002-of-00003\.gguf says that it is number 2 of 3 .* is number 1 of 3"):
+        read_gguf(parts[0])
+    parts[1].write_bytes(content[:40])
+    with pytest.raises(ValueError, match=r"00002-of-00003\.gguf is not a valid GGUF file"):
+        read_gguf(parts[0])
+    parts[1].write_bytes(content)
+    renamed = parts[0].rename(parts[0].with_name("model.gguf"))
+    with pytest.raises(ValueError, match=r"model\.gguf is one of 3 files of a model and was renamed: name each as"):
+        read_gguf(renamed)
+
+
+def test_tensors_that_are_in_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "lost-00001-of-00001.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", 1)
+    writer.add_int32("split.tensors.count", 3)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="is one of 3 files of a model: merge them into one"):
-        read_gguf(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match=r"its 1 files have 0 tensors, split\.tensors\.count is 3"):
+        read_gguf(path)

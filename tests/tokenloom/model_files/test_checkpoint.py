@@ -63,6 +63,22 @@ def test_a_gguf_file_is_a_checkpoint(model: Path, tmp_path: Path) -> None:
         CheckpointInfo.load(file)
 
 
+def test_a_gguf_file_of_a_cache_keeps_its_name(tmp_path: Path) -> None:
+    """The hub's cache holds links, named as the files of the repository, to blobs that are named by their content."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0f3a").write_bytes(b"GGUF")
+    link = tmp_path / "small-00001-of-00002.gguf"
+    link.symlink_to(tmp_path / "blobs" / "0f3a")
+    assert model_path.resolve(str(link)) == link
+    assert model_path.served_name(link, str(link)) == "small"
+    (tmp_path / "small-00002-of-00002.gguf").write_bytes(b"GGUF")
+    first = checkpoint.weights_fingerprint(link, tmp_path / "cache")
+    (tmp_path / "small-00002-of-00002.gguf").write_bytes(b"other")
+    assert checkpoint.weights_fingerprint(link, tmp_path / "cache") != first
+    with pytest.raises(NotFound, match=r"name one of its GGUF files: small-00001-of-00002\.gguf$"):
+        model_path.resolve(str(tmp_path))
+
+
 def test_served_names(model: Path) -> None:
     assert model_path.served_name(model_path.DEMO_MODEL) == "tokenloom-demo"
     assert model_path.served_name(model) == "my-model"

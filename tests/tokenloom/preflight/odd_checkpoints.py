@@ -266,6 +266,7 @@ ODD = [
     Odd("GGUF of images", beside("m.gguf", gguf("clip")), "m.gguf", "serve the file of the language model"),
     Odd("GGUF without tokenizer", beside("m.gguf", gguf(tokens=False)), "m.gguf", "with its tokenizer"),
     Odd("GGUF cut off", beside("m.gguf", gguf()[:60]), "m.gguf", "download it again"),
+    Odd("GGUF in parts", beside("m-00001-of-00002.gguf", gguf()), "m-00001-of-00002.gguf", "missing: download it too"),
     Odd("GGUF as a pointer", beside("m.gguf", POINTER), "m.gguf", "git lfs pull"),
     Odd("another file as GGUF", beside("m.gguf", b"ggjt" + bytes(64)), "m.gguf", "download it again"),
 ]

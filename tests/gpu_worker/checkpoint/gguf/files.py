@@ -32,13 +32,14 @@ _NAMES = {
 
 
 def write_demo(
-    path: Path, kind: Kind, change: Callable[[gguf.GGUFWriter], None] | None = None
+    path: Path, kind: Kind, change: Callable[[gguf.GGUFWriter], None] | None = None, tensors_in_a_file: int = 0
 ) -> dict[str, np.ndarray]:
     """Write the demo model with its matrices in ``kind``, or in Q8_0 where rows do not fit its blocks, and without a
     tokenizer; ``change`` adds more. Return the weights that the file then stands for, by Hugging Face's names."""
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     tensors = load_file(DEMO_MODEL / "model.safetensors")
-    return write(path, "qwen3", config, {name: tensor.float() for name, tensor in tensors.items()}, kind, change)
+    floats = {name: tensor.float() for name, tensor in tensors.items()}
+    return write(path, "qwen3", config, floats, kind, change, tensors_in_a_file)
 
 
 def write(
@@ -48,8 +49,10 @@ def write(
     tensors: dict[str, Tensor],
     kind: Kind = Kind.F32,
     change: Callable[[gguf.GGUFWriter], None] | None = None,
+    tensors_in_a_file: int = 0,
 ) -> dict[str, np.ndarray]:
-    writer = gguf.GGUFWriter(path, architecture)
+    """Write a model, in several files ``NAME-0000N-of-0000M.gguf`` if each has only so many tensors."""
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_in_a_file)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -63,7 +66,7 @@ def write(
         change(writer)
     values = {}
     for name, tensor in tensors.items():
-        data, used = _encode(tensor.float().numpy(), kind)
+        data, used = encode(tensor.float().numpy(), kind)
         values[name] = gguf.quants.dequantize(data, used)
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             rows = _pairs(len(data), config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
@@ -92,18 +95,36 @@ def _pairs(rows: int, heads: int) -> list[int]:
     ]
 
 
-def _encode(weight: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
+def encode(weight: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
     if weight.ndim == 1:
         return weight, Kind.F32
     if weight.shape[1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = Kind.Q8_0
-    if kind in (Kind.Q4_K, Kind.Q5_K):
+    if kind in HALVES:
+        blocks = random_blocks(kind, weight.size // gguf.GGML_QUANT_SIZES[kind][0], float(weight.std()))
+    elif kind in (Kind.Q4_K, Kind.Q5_K):
         blocks = _k_blocks(weight.reshape(-1, 256), 4 if kind is Kind.Q4_K else 5)
     elif kind is Kind.Q6_K:
         blocks = _q6_k_blocks(weight.reshape(-1, 256))
     else:
         return gguf.quants.quantize(weight, kind), kind
     return blocks.reshape(len(weight), -1), kind
+
+
+HALVES = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,)}
+"""Where blocks of types that nothing here quantizes to hold a float16."""
+_LARGEST = {Kind.Q2_K: 45, Kind.Q3_K: 124, Kind.IQ4_NL: 127, Kind.IQ4_XS: 4064}
+"""By how much a block's float16 is multiplied at most."""
+
+
+def random_blocks(kind: Kind, count: int, size: float) -> np.ndarray:
+    """Return blocks of random numbers that are about as large as ``size``."""
+    random = np.random.default_rng(count)
+    blocks = random.integers(0, 256, (count, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    for at in HALVES[kind]:
+        halves = (random.uniform(1, 2, count) * size / _LARGEST[kind]).astype(np.float16)
+        blocks[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    return blocks
 
 
 def _k_blocks(weight: np.ndarray, bits: int) -> np.ndarray:

@@ -1,0 +1,200 @@
+"""Reads those entries of a GGUF file that only some architectures have: windows, limits, scales, compressed attention
+and experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenloom.gguf.gguf_file import GgufFile
+
+from ..files.config_reader import ConfigReader
+
+_GEMMA2_LAYERS, _GEMMA3_LAYERS = 46, 62
+"""Of the largest model of each family, of 27B: its scores are divided by the square root of another size than a head's,
+which llama.cpp knows it by, too."""
+
+
+def _gemma(config: dict[str, Any], largest: int) -> dict[str, Any]:
+    is_largest = config["num_hidden_layers"] == largest
+    size = config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"]
+    return {"query_pre_attn_scalar": size}
+
+
+def _gemma2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return _gemma(config, _GEMMA2_LAYERS) | {
+        "sliding_window": reader.take_int(f"{prefix}attention.sliding_window", 4096),
+        "attn_logit_softcapping": reader.take(f"{prefix}attn_logit_softcapping"),
+        "final_logit_softcapping": reader.take(f"{prefix}final_logit_softcapping"),
+    }
+
+
+def _gemma3(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    window = reader.take_count(f"{prefix}attention.sliding_window")
+    step = reader.take_int(f"{prefix}attention.sliding_window_pattern", 6 if window else 1)
+    local = {"rope_type": "default", "rope_theta": reader.take_float(f"{prefix}rope.freq_base_swa", 10_000.0)}
+    return _gemma(config, _GEMMA3_LAYERS) | {
+        "sliding_window": window or None,
+        "layer_types": [
+            "sliding_attention" if (layer + 1) % step else "full_attention"
+            for layer in range(config["num_hidden_layers"])
+        ],
+        "final_logit_softcapping": reader.take(f"{prefix}final_logit_softcapping"),
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+    }
+
+
+def _phi3(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    window = reader.take_count(f"{prefix}attention.sliding_window") or None
+    original = config["rope_parameters"].get("original_max_position_embeddings")
+    # The class has a default of its own for the second, which hides what the rope's entries say.
+    return {"sliding_window": window} | ({} if original is None else {"original_max_position_embeddings": original})
+
+
+def _gpt_oss(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    # The class rounds the ends of YaRN's ramp unless it is told not to, and files do not say that gpt-oss does not.
+    rope = config["rope_parameters"]
+    return {
+        "sliding_window": reader.take_int(f"{prefix}attention.sliding_window"),
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+    }
+
+
+def _granite(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_multiplier": reader.take_float(f"{prefix}attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": reader.take_float(f"{prefix}embedding_scale", 1.0),
+        "residual_multiplier": reader.take_float(f"{prefix}residual_scale", 1.0),
+        "logits_scaling": reader.take_float(f"{prefix}logit_scale", 1.0),
+    }
+
+
+def _mistral3(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    rope = config["rope_parameters"] | _magnitudes(reader, prefix, 1.0)
+    if reader.take(f"{prefix}attention.temperature_scale") is not None:
+        rope["llama_4_scaling_beta"] = reader.take_float(f"{prefix}attention.temperature_scale")
+    return {"rope_parameters": rope}
+
+
+def _magnitudes(reader: ConfigReader, prefix: str, unit: float) -> dict[str, float]:
+    """Return what YaRN multiplies with; the file has one number, in ``unit``, for the two entries, which are equal in
+    published models."""
+    name = f"{prefix}rope.scaling.yarn_log_multiplier"
+    if reader.take(name) is None:
+        return {}
+    size = round(reader.take_float(name) / unit, 6)
+    return {"mscale": size, "mscale_all_dim": size}
+
+
+def _deepseek2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    rotated = config["head_dim"]
+    # Since the matrix to keys and values is stored as two, the first entries state the size of what is cached.
+    key_size = reader.take_int(f"{prefix}attention.key_length_mla", reader.take_int(f"{prefix}attention.key_length"))
+    value_size = reader.take_int(
+        f"{prefix}attention.value_length_mla", reader.take_int(f"{prefix}attention.value_length")
+    )
+    query_rank = f"{prefix}attention.q_lora_rank"
+    return {
+        "q_lora_rank": None if reader.take(query_rank) is None else reader.take_int(query_rank),
+        "kv_lora_rank": reader.take_int(f"{prefix}attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key_size - rotated,
+        "v_head_dim": value_size,
+        "num_key_value_heads": config["num_attention_heads"],
+        "rope_parameters": config["rope_parameters"] | _magnitudes(reader, prefix, 0.1),
+    }
+
+
+Further = Callable[[ConfigReader, str, GgufFile, dict[str, Any]], dict[str, Any]]
+FURTHER: dict[str, Further] = {
+    "gemma2.": _gemma2,
+    "gemma3.": _gemma3,
+    "phi3.": _phi3,
+    "gpt-oss.": _gpt_oss,
+    "granite.": _granite,
+    "mistral3.": _mistral3,
+    "deepseek2.": _deepseek2,
+}
+"""What reads the entries that only some architectures have, and returns those of their classes beside the common."""
+
+
+def has_experts(file: GgufFile) -> bool:
+    """Return whether the model's layers choose some of many MLPs for each token."""
+    return bool(file.metadata.get(f"{file.metadata['general.architecture']}.expert_count"))
+
+
+_SOFTMAX, _SIGMOID = 1, 2
+
+
+def read_experts(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
+    """Return the entries of a ``config.json`` that describe experts; empty for a model without any.
+
+    Raises ``ValueError`` naming an entry that is wrong or not supported.
+    """
+    if not has_experts(file):
+        if prefix in ("qwen2moe.", "qwen3moe.", "gpt-oss."):
+            raise reader.error(f"{prefix}expert_count", "must be above 0")
+        for name in ("expert_count", "expert_used_count"):
+            if reader.take(prefix + name, 0) != 0:
+                raise reader.error(prefix + name, "must be 0 for a model without experts")
+        return {}
+    if prefix not in ("llama.", "qwen2moe.", "qwen3moe.", "gpt-oss.", "deepseek2."):
+        raise reader.error(f"{prefix}expert_count", "must be 0: models of this architecture have no experts")
+    if prefix == "deepseek2.":
+        return _read_deepseek(reader, prefix)
+    if prefix == "gpt-oss.":
+        reader.take(f"{prefix}expert_gating_func")
+    elif reader.take_int(f"{prefix}expert_gating_func", _SOFTMAX) != _SOFTMAX:
+        raise reader.error(f"{prefix}expert_gating_func", f"must be {_SOFTMAX}, which is softmax")
+    count = {"num_experts_per_tok": reader.take_int(f"{prefix}expert_used_count")}
+    number = reader.take_int(f"{prefix}expert_count")
+    if prefix == "gpt-oss.":
+        size = reader.take_int(f"{prefix}expert_feed_forward_length")
+        return count | {"num_local_experts": number, "intermediate_size": size}
+    if prefix == "llama.":
+        size = reader.take_int(f"{prefix}feed_forward_length")
+        if reader.take_int(f"{prefix}expert_feed_forward_length", size) != size:
+            raise reader.error(f"{prefix}expert_feed_forward_length", f"must be the feed_forward_length, {size}")
+        return count | {"num_local_experts": number, "sliding_window": None}
+    return count | {"num_experts": number} | _read_qwen(reader, prefix, file)
+
+
+def _read_deepseek(reader: ConfigReader, prefix: str) -> dict[str, Any]:
+    gating = reader.take_int(f"{prefix}expert_gating_func", _SOFTMAX)
+    if gating not in (_SOFTMAX, _SIGMOID):
+        raise reader.error(f"{prefix}expert_gating_func", "must be 1 or 2, which are softmax and sigmoid")
+    count = reader.take_int(f"{prefix}expert_count")
+    is_3 = gating == _SIGMOID
+    # Files of before October 2025 leave out the groups. All published models with so many experts and sigmoids are
+    # DeepSeek-V3 and those made from it.
+    groups, used = (8, 4) if is_3 and count == 256 else (1, 1)
+    groups = reader.take_int(f"{prefix}expert_group_count", groups)
+    router = (
+        {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        if is_3
+        else {"scoring_func": "softmax", "topk_method": "greedy" if groups == 1 else "group_limited_greedy"}
+    )
+    return router | {
+        "n_routed_experts": count,
+        "num_experts_per_tok": reader.take_int(f"{prefix}expert_used_count"),
+        "n_shared_experts": reader.take_count(f"{prefix}expert_shared_count"),
+        "moe_intermediate_size": reader.take_int(f"{prefix}expert_feed_forward_length"),
+        "first_k_dense_replace": reader.take_count(f"{prefix}leading_dense_block_count"),
+        "routed_scaling_factor": reader.take_float(f"{prefix}expert_weights_scale", 1.0),
+        "norm_topk_prob": reader.take_bool(f"{prefix}expert_weights_norm", False),
+        "n_group": groups,
+        "topk_group": reader.take_int(f"{prefix}expert_group_used_count", used),
+    }
+
+
+def _read_qwen(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
+    is_2, num_layers = prefix == "qwen2moe.", reader.take_int(f"{prefix}block_count")
+    with_experts = [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_exps.weight" in file.tensors]
+    # As llama.cpp computes them: the metadata need not mention it.
+    normalizes = reader.take_bool(f"{prefix}expert_weights_norm", not is_2)
+    config: dict[str, Any] = {
+        "moe_intermediate_size": reader.take_int(f"{prefix}expert_feed_forward_length"),
+        "norm_topk_prob": normalizes,
+        "mlp_only_layers": [layer for layer in range(num_layers) if layer not in with_experts],
+    }
+    if is_2:
+        config["shared_expert_intermediate_size"] = reader.take_int(f"{prefix}expert_shared_feed_forward_length")
+    return config

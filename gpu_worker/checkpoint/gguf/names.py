@@ -1,0 +1,152 @@
+"""Says where a file holds the tensors that models ask for by the names of Hugging Face's classes, and how it stores
+some of them otherwise than those classes do."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenloom.gguf.gguf_file import GgufFile
+
+from .config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from .families import has_experts
+
+_WHOLE_MODEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_OF_A_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_AROUND = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
+_OF_AN_ARCHITECTURE: dict[str, dict[str, str]] = {
+    "gemma2": _AROUND,
+    "gemma3": _AROUND,
+    "olmo2": _AFTER,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gpt-oss": {
+        "attn_sinks.weight": "self_attn.sinks",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+    },
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "deepseek2": {
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
+}
+"""What architectures call the parts of a layer beside, or otherwise than, :data:`_OF_A_LAYER`; an entry with a point is
+the whole name."""
+_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Tensors that hold a matrix [experts, out, in], or a bias [experts, out], of every expert of a layer."""
+_IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+_PAIRED = ("llama", "granite", "mistral3", "smollm3")
+"""Architectures whose heads llama.cpp stores as it rotates them."""
+_SHIFTED_NORMS = ("gemma2", "gemma3")
+"""Architectures whose norms have one added to their weight, which llama.cpp stores with it."""
+_KEYS, _VALUES = "attn_k_b", "attn_v_b"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Says where a tensor is found."""
+
+    stored: str
+    """The tensor's name in the file."""
+    heads: int | None = None
+    """Not None: the rows of each of so many heads are stored in pairs, as llama.cpp rotates Llama's."""
+    expert: int | None = None
+    """Not None: the tensor holds the matrices of all experts, and this one is meant."""
+    shift: float = 0.0
+    """What the stored numbers are too large by."""
+    values: str | None = None
+    """Not None: ``stored`` holds each head's part for keys [heads, in, out], and the tensor of this name, [heads, out,
+    in], that for values, which follows it in the head's rows."""
+
+
+def places(file: GgufFile) -> dict[str, TensorPlace]:
+    """Return the file's tensors by the names that models ask for. A tensor that has none keeps its own name."""
+    architecture = file.metadata["general.architecture"]
+    names = _OF_A_LAYER | _OF_AN_ARCHITECTURE.get(architecture, {})
+    found = {}
+    for name in file.tensors.keys() - {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}:
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(\w+)", name)
+        if layer is None:
+            found[_WHOLE_MODEL.get(name, name)] = _place(file, name, "")
+            continue
+        prefix, part, kind = f"model.layers.{layer[1]}", layer[2], layer[3]
+        dimensions = len(file.tensors[name].shape)
+        if part in _OF_EXPERTS and dimensions == (2 if kind == "bias" else 3):
+            for expert in range(file.tensors[name].shape[0]):
+                own = f"{prefix}.mlp.experts.{expert}.{_OF_EXPERTS[part]}.{kind}"
+                found[own] = TensorPlace(name, expert=expert)
+        elif architecture == "deepseek2" and part in (_KEYS, _VALUES):
+            found |= _of_heads(file, layer[1])
+        elif f"{part}.{kind}" in names:
+            found[f"{prefix}.{names[f'{part}.{kind}']}"] = _place(file, name, part)
+        else:
+            own = f"{prefix}.{names[part]}.{kind}" if part in names else name
+            found[own] = _place(file, name, part)
+    is_mixtral = architecture == "llama" and has_experts(file)
+    return {_mixtral_name(name): place for name, place in found.items()} if is_mixtral else found
+
+
+def _place(file: GgufFile, name: str, part: str) -> TensorPlace:
+    architecture, heads, shift = file.metadata["general.architecture"], None, 0.0
+    if architecture in _PAIRED and part in ("attn_q", "attn_k"):
+        heads = _head_counts(file.metadata, architecture)[part == "attn_k"]
+    if architecture in _SHIFTED_NORMS and name.endswith("norm.weight"):
+        shift = 1.0
+    return TensorPlace(name, heads, shift=shift)
+
+
+def _head_counts(metadata: Mapping[str, Any], architecture: str) -> tuple[Any, Any]:
+    queries = metadata.get(f"{architecture}.attention.head_count")
+    return queries, metadata.get(f"{architecture}.attention.head_count_kv", queries)
+
+
+def _of_heads(file: GgufFile, layer: str) -> dict[str, TensorPlace]:
+    """Return the place of the matrix from compressed vectors to keys and values, which newer files store as two; empty:
+    the file has it as one, too."""
+    if f"blk.{layer}.attn_kv_b.weight" in file.tensors:
+        return {}
+    keys, values = f"blk.{layer}.{_KEYS}.weight", f"blk.{layer}.{_VALUES}.weight"
+    return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": TensorPlace(keys, values=values)}
+
+
+def _mixtral_name(name: str) -> str:
+    """Return the name that Mixtral's class has for what Qwen's classes call ``name``."""
+    before, between, after = name.partition(".mlp.")
+    for own, mixtral in _IN_MIXTRAL.items():
+        after = after.replace(own, mixtral)
+    return f"{before}.block_sparse_moe.{after}" if between else name

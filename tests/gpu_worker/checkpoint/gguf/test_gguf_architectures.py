@@ -1,0 +1,273 @@
+"""Architectures of GGUF: the logits of a file are those of the model of transformers from which it was converted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from tests.gpu_worker.checkpoint.gguf.architectures import write_model
+from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
+from tokenloom.gguf.gguf_file import read_gguf
+from tokenloom.gpu_worker.checkpoint.gguf.blocks import BLOCK_TYPES
+from tokenloom.gpu_worker.checkpoint.gguf.config import read_model
+from tokenloom.gpu_worker.checkpoint.gguf.names import TensorPlace, places
+from tokenloom.gpu_worker.checkpoint.gguf.source import KeysAndValues, PackedBlocks
+from tokenloom.gpu_worker.checkpoint.served_how import served_how
+from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
+
+RunModel = Callable[..., list[Tensor]]
+
+PROMPT = torch.arange(100, 148)
+SHAPES = {
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15, "pad_token_id": 0,
+}  # fmt: skip
+WINDOW = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 30}
+LATENT = {
+    "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_key_value_heads": 4,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+LOCAL = {"rope_type": "default", "rope_theta": 10_000.0}
+GROUPS = {"n_group": 4, "topk_group": 2}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 128,
+    "short_factor": [1.0 + each / 8 for each in range(8)], "long_factor": [2.0 + each for each in range(8)],
+}  # fmt: skip
+PARTIAL = LONG | {"partial_rotary_factor": 0.75, "short_factor": LONG["short_factor"][:6], "long_factor": [2.0] * 6}
+DEEPSEEK_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
+MINISTRAL_YARN = (
+    YARN
+    | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6}
+    | {
+        "original_max_position_embeddings": 16  # so that queries of the prompt are scaled
+    }
+)
+GRANITE = {
+    "attention_multiplier": 0.1, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+}  # fmt: skip
+OSS = {
+    "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 30, "num_hidden_layers": 4,
+    "rope_parameters": YARN | {"factor": 32.0, "original_max_position_embeddings": 16, "truncate": False},
+}  # fmt: skip
+MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "gemma2": ("gemma2", "gemma2", WINDOW, "built in"),
+    "gemma3": ("gemma3", "gemma3_text", WINDOW | {"num_hidden_layers": 7}, "built in"),
+    "gemma3, long": (
+        "gemma3", "gemma3_text",
+        WINDOW | {"num_hidden_layers": 7, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
+        "built in",
+    ),
+    "phi3": ("phi3", "phi3", {"sliding_window": 30}, "built in"),
+    "phi3, long": ("phi3", "phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 128}, "built in"),
+    "phi4 mini": (
+        "phi3", "phi3",
+        {"rope_parameters": PARTIAL, "original_max_position_embeddings": 128, "tie_word_embeddings": True},
+        "transformers",
+    ),
+    "gpt-oss": ("gpt-oss", "gpt_oss", OSS, "built in"),
+    "deepseek v2": (
+        "deepseek2", "deepseek_v2",
+        LATENT | GROUPS | {"rope_parameters": DEEPSEEK_YARN, "topk_method": "group_limited_greedy"},
+        "built in",
+    ),
+    "deepseek v2 lite": (
+        "deepseek2", "deepseek_v2",
+        LATENT | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+        "built in",
+    ),
+    "deepseek v3": (
+        "deepseek2", "deepseek_v3",
+        LATENT | GROUPS | {"rope_parameters": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        "built in",
+    ),
+    "olmo2": ("olmo2", "olmo2", {}, "built in"),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5}, "built in"),
+    "granite": ("granite", "granite", GRANITE, "transformers"),
+    "granite, biases": ("granite", "granite", GRANITE | {"attention_bias": True, "mlp_bias": True}, "transformers"),
+    "glm4": ("glm4", "glm4", {"head_dim": 16}, "transformers"),
+    "ministral3": ("mistral3", "ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL_YARN}, "transformers"),
+    "mistral small 3": ("mistral3", "mistral", {"head_dim": 32, "sliding_window": None}, "built in"),
+}  # fmt: skip
+"""By what is tried: the architecture in the file, transformers' type, its entries, and what computes it here."""
+
+
+def make(model_type: str, **entries: Any) -> Any:
+    config = transformers.AutoConfig.for_model(model_type, **SHAPES | entries)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.dim() == 1 and "inv_freq" not in name:  # zeros and ones would hide one that is left out
+            mean = float("norm" in name) * (not model_type.startswith("gemma"))
+            torch.nn.init.normal_(tensor, mean, 0.1)
+    return model.eval()
+
+
+@torch.inference_mode()
+def differences(path: Path, model: Any, run_model: RunModel) -> float:
+    """Return by how much the logits of a file differ at most from a model's, for which the largest are about one."""
+    expected = model(PROMPT[None]).logits[0].float()
+    (found,) = run_model(load_model(path, "float32"), [PROMPT], [[len(PROMPT) - 5], [3], [1], [1]])
+    assert expected.std() > 0.05
+    return float((found - expected).abs().max() / expected.std())
+
+
+def how(path: Path) -> str:
+    return served_how(EngineConfig(worker=WorkerConfig(model=str(path))), has_gpu=False).by
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_model(name: str, tmp_path: Path, run_model: RunModel) -> None:
+    architecture, model_type, entries, by = MODELS[name]
+    with torch.inference_mode():
+        model = make(model_type, **entries)
+        path = write_model(tmp_path / "model.gguf", architecture, model)
+    assert how(path) == by
+    assert differences(path, model, run_model) <= 2e-3
+    ModelLoader().check(path)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3"])
+def test_written_files_load_in_transformers(name: str, tmp_path: Path) -> None:
+    """The writer of the tests and the reader of the product could share an error; transformers has a reader, too."""
+    architecture, model_type, entries, _ = MODELS[name]
+    model = make(model_type, **entries)
+    write_model(tmp_path / "model.gguf", architecture, model)
+    found = load_gguf_checkpoint(tmp_path / "model.gguf", return_tensors=True, model_to_load=model)["tensors"]
+    expected = model.state_dict()
+    assert found.keys() | {"lm_head.weight"} == expected.keys()
+    assert all(torch.allclose(found[each], expected[each], atol=1e-6) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt-oss", Kind.MXFP4), ("granite", Kind.Q8_0), ("glm4", Kind.Q4_0), ("deepseek v3", Kind.Q8_0)]
+)
+def test_quantized_files_have_the_logits_of_their_numbers(
+    name: str, kind: Kind, tmp_path: Path, run_model: RunModel
+) -> None:
+    architecture, model_type, entries, _ = MODELS[name]
+    with torch.inference_mode():
+        model = make(model_type, **entries)
+        path = write_model(tmp_path / "model.gguf", architecture, model, kind)
+    assert differences(path, model, run_model) <= 2e-3
+
+
+@pytest.mark.parametrize("dtype", [Kind.F32, Kind.F16, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_parts_of_heads_are_one_matrix(dtype: Kind) -> None:
+    heads, inputs, keys, values = 3, 64, 32, 40
+    numbers = torch.randn(heads, keys + values, inputs, generator=torch.Generator().manual_seed(0))
+    split = numbers.split([keys, values], 1)
+    stored = [part.contiguous().numpy() for part in (split[0].transpose(1, 2), split[1])]
+    data = [gguf.quants.quantize(each, dtype) for each in stored]
+    again = [torch.from_numpy(gguf.quants.dequantize(each, dtype)) for each in data]
+    expected = torch.cat((again[0].transpose(1, 2), again[1]), 1).flatten(0, 1)
+    if dtype is Kind.Q8_0:
+        parts = [PackedBlocks(torch.from_numpy(each).flatten(0, 1), BLOCK_TYPES[dtype.value], None) for each in data]
+    else:
+        parts = [torch.from_numpy(each) for each in data]
+    weight = KeysAndValues(*parts, heads, keys, values, inputs)
+    assert weight.shape == expected.shape == (216, 64)
+    assert torch.equal(weight.rows(0, 216), expected)
+    assert torch.equal(weight.rows(64, 192), expected[64:192])
+
+
+def entries_of(path: Path) -> dict[str, Any]:
+    return read_model(path)[1]
+
+
+def write_head(path: Path, architecture: str, embeddings: tuple[int, int], entries: dict[str, Any]) -> Path:
+    """Write a file of the size of a published one, whose embeddings are absent but for their shape."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in entries.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        (writer.add_string if isinstance(value, str) else add)(f"{architecture}.{name}", value)
+    writer.add_tensor_info("token_embd.weight", embeddings, np.dtype(np.float16), 0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return path
+
+
+COMMON = {"context_length": 8192, "feed_forward_length": 64, "attention.layer_norm_rms_epsilon": 1e-6}
+
+
+@pytest.mark.parametrize(("architecture", "layers", "expected"), [
+    ("gemma2", 42, 256), ("gemma2", 46, 144), ("gemma3", 48, 256), ("gemma3", 62, 144),
+])  # fmt: skip
+def test_the_largest_gemmas_have_another_scale(architecture: str, layers: int, expected: int, tmp_path: Path) -> None:
+    """As gemma-2-27b's and gemma-3-27b's ``query_pre_attn_scalar``, which is hidden_size / num_attention_heads."""
+    sizes = {"block_count": layers, "embedding_length": 4608, "attention.head_count": 32, "attention.key_length": 256}
+    path = write_head(
+        tmp_path / "model.gguf", architecture, (8, 4608), COMMON | sizes | {"attention.value_length": 256}
+    )
+    assert entries_of(path)["query_pre_attn_scalar"] == expected
+
+
+DEEPSEEK = COMMON | {
+    "block_count": 61, "embedding_length": 7168, "attention.head_count": 128, "attention.head_count_kv": 128,
+    "attention.q_lora_rank": 1536, "attention.kv_lora_rank": 512, "attention.key_length": 192,
+    "attention.value_length": 128, "rope.dimension_count": 64, "expert_count": 256, "expert_used_count": 8,
+    "expert_shared_count": 1, "expert_feed_forward_length": 2048, "expert_weights_scale": 2.5,
+    "leading_dense_block_count": 3, "expert_gating_func": 2, "rope.scaling.type": "yarn", "rope.scaling.factor": 40.0,
+    "rope.scaling.original_context_length": 4096, "rope.scaling.yarn_log_multiplier": 0.1,
+}  # fmt: skip
+"""The entries of older files of DeepSeek-R1: keys and values in one matrix, and no groups of experts."""
+
+
+def test_older_files_of_deepseek(tmp_path: Path) -> None:
+    entries = entries_of(write_head(tmp_path / "model.gguf", "deepseek2", (8, 7168), DEEPSEEK))
+    expected = {
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "n_group": 8,
+        "topk_group": 4, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    }  # fmt: skip
+    assert expected.items() <= entries.items()
+    assert entries["rope_parameters"]["mscale"] == entries["rope_parameters"]["mscale_all_dim"] == 1.0
+    softmax = DEEPSEEK | {"expert_gating_func": 1, "expert_count": 160, "expert_group_count": 8}
+    entries = entries_of(write_head(tmp_path / "v2.gguf", "deepseek2", (8, 7168), softmax))
+    assert (entries["architectures"], entries["topk_method"]) == (["DeepseekV2ForCausalLM"], "group_limited_greedy")
+
+
+def test_one_matrix_of_keys_and_values_is_read(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "deepseek2")
+    for name in ("attn_kv_b", "attn_k_b", "attn_v_b"):
+        writer.add_tensor(f"blk.0.{name}.weight", np.zeros((2, 2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = places(read_gguf(tmp_path / "model.gguf"))
+    assert found == {"model.layers.0.self_attn.kv_b_proj.weight": TensorPlace("blk.0.attn_kv_b.weight")}
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another gate": ("deepseek2", DEEPSEEK | {"expert_gating_func": 3}, "expert_gating_func must be 1 or 2"),
+    "no experts": ("gpt-oss", COMMON | {"expert_count": 0}, "expert_count must be above 0"),
+    "windows of OLMo 3": ("olmo2", COMMON | {"attention.sliding_window": 4096}, "not supported: olmo2.attention.slid"),
+    "another part of a head": ("granite", COMMON | {"rope.dimension_count": 8}, "must be the size of a head, 16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_named(name: str, tmp_path: Path) -> None:
+    architecture, entries, message = REFUSED[name]
+    sizes = {"block_count": 2, "embedding_length": 64, "attention.head_count": 4}
+    path = write_head(tmp_path / "model.gguf", architecture, (8, 64), sizes | entries)
+    with pytest.raises(ValueError, match=message):
+        how(path)
+
+
+def test_modules_are_not_asked_for_built_in_architectures(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", "olmo2", make("olmo2"))
+    with pytest.raises(ValueError, match="transformers' modules read no GGUF file of Olmo2ForCausalLM"):
+        load_model(path, model_impl="transformers")

@@ -15,6 +15,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.gpu_worker.checkpoint.quantization import formats
+
 _SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -385,6 +387,27 @@ def _transpose_experts(file: Path) -> None:
     }
     assert changed["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (8, 64, 96)
     save_file(changed, file, {"format": "pt"})
+
+
+def quantize_experts(path: Path) -> tuple[Path, Path]:
+    """Write the experts of a checkpoint in blocks of 8-bit floats, as Qwen3-VL-30B-A3B-Instruct-FP8 stores those of all
+    in one tensor, and the checkpoint with the weights that it then has; return both."""
+    quantize, stored, plain = formats.fp8("block", "scale_inv", 16), {}, {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        stored[name] = plain[name] = tensor
+        if ".experts." in name:
+            each = [quantize(matrix) for matrix in tensor]
+            stored[name] = torch.stack([parts["weight"] for parts, _ in each])
+            stored[f"{name}_scale_inv"] = torch.stack([parts["weight_scale_inv"] for parts, _ in each])
+            plain[name] = torch.stack([value for _, value in each])
+    entries = json.loads((path / "config.json").read_text())
+    config = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [16, 16]}
+    paths = path / "quantized", path / "plain"
+    for each_path, tensors, more in zip(paths, (stored, plain), ({"quantization_config": config}, {}), strict=True):
+        each_path.mkdir()
+        (each_path / "config.json").write_text(json.dumps(entries | more))
+        save_file(tensors, each_path / "model.safetensors", {"format": "pt"})
+    return paths
 
 
 def load_vision(path: Path) -> Any:

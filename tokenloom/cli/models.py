@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.gguf.gguf_file import SUFFIX, is_later_part, read_gguf
 from tokenloom.gpu_worker.checkpoint.files.config_reader import architecture_of
+from tokenloom.gpu_worker.checkpoint.files.text_part import wrapper_of
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME, weight_paths
 
 from .failures import RequestFailed, reported
@@ -32,6 +34,8 @@ class LocalModel:
     """``built in``, ``encoder``, ``transformers``, ``untried`` (the engine decides) or ``refused``."""
     reason: str = ""
     """Why it is refused."""
+    options: str = ""
+    """What `tokenloom serve` needs beside the id."""
 
 
 def models(
@@ -109,7 +113,7 @@ def _read(path: Path, name: str) -> Iterator[LocalModel]:
     try:
         config = json.loads((path / "config.json").read_text())
         named = config.get("architectures") or config.get("model_type")
-        architecture = architecture_of(config, str(path)) if named else "?"
+        architecture = wrapper_of(config) or (architecture_of(config, str(path)) if named else "?")
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
         return
     if weights:
@@ -117,15 +121,17 @@ def _read(path: Path, name: str) -> Iterator[LocalModel]:
 
 
 def _local(name: str, architecture: str, size: int, path: Path) -> LocalModel:
-    """Return the model with the answer that `tokenloom serve` would give without options."""
+    """Return the model with the answer that `tokenloom serve` would give with no options but those it needs."""
     from tokenloom.preflight.model import answer  # here, because the help of the command needs none of it
     from tokenloom.preflight.small_files import CannotServe
 
+    options = "--language-model-only" if wrapper_of({"architectures": [architecture]}) else ""
     try:
-        found = answer(path)
+        found = answer(path, EngineConfig(worker=WorkerConfig(language_model_only=bool(options))))
     except (CannotServe, ValueError) as error:
-        return LocalModel(name, architecture, size, str(path), "refused", str(error))
-    return LocalModel(name, architecture, size, str(path), found.by if found.is_tried else "untried")
+        return LocalModel(name, architecture, size, str(path), "refused", str(error), options)
+    served = found.by if found.is_tried else "untried"
+    return LocalModel(name, architecture, size, str(path), served, options=options)
 
 
 def _served_table(rows: list[dict[str, Any]]) -> Table:
@@ -142,5 +148,6 @@ def _local_table(rows: list[dict[str, Any]]) -> Table:
     for title in ("ID", "ARCHITECTURE", "SERVED", "SIZE", "PATH"):
         table.add_column(title, no_wrap=True, justify="right" if title == "SIZE" else "left")
     for row in rows:
-        table.add_row(row["id"], row["architecture"], row["served"], f"{row['bytes'] / 1e6:,.1f} MB", row["path"])
+        served = f"{row['served']} ({row['options']})" if row["options"] else row["served"]
+        table.add_row(row["id"], row["architecture"], served, f"{row['bytes'] / 1e6:,.1f} MB", row["path"])
     return table

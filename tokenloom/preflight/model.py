@@ -16,6 +16,7 @@ from tokenloom.gpu_worker.checkpoint.files.config_reader import (
     weight_files,
 )
 from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.files.text_part import text_entries, text_tensor
 from tokenloom.gpu_worker.checkpoint.gguf.config import gguf_config
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
 from tokenloom.model_files.sentence_texts import read_modules
@@ -38,7 +39,7 @@ def check_checkpoint(path: Path, options: EngineConfig | None = None) -> ServedH
     if is_gguf(path):
         check_gguf(path)
         return answer(path, options)
-    config = read_object(path / "config.json")
+    config = text_entries(read_object(path / "config.json"))
     try:
         found = answer(path, options)
     except NoWeights as error:  # which were asked for the dtype; the check of weights knows more about them
@@ -113,7 +114,8 @@ _CONVERT = "run AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTO
 
 
 def check_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
-    """Check the tokenizer in a directory against the content of its ``config.json``. Raises `CannotServe`."""
+    """Check the tokenizer in a directory against the text model's entries of its ``config.json``. Raises
+    `CannotServe`."""
     settings = path / "tokenizer_config.json"
     values = read_object(settings) if settings.exists() or settings.is_symlink() else {}
     file = path / "tokenizer.json"
@@ -169,7 +171,8 @@ _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weigh
 
 
 def check_weights(path: Path, config: Mapping[str, Any]) -> None:
-    """Check the weights in a directory against ``config``, the content of its ``config.json``. Raises `CannotServe`."""
+    """Check the weights in a directory against ``config``, the text model's entries of its ``config.json``. Raises
+    `CannotServe`."""
     _check_index(path)
     _check_unfinished(path)
     try:
@@ -251,7 +254,9 @@ def _check_embeddings(path: Path, file: Path, header: Mapping[str, Any], config:
     """Raise `CannotServe` if the weights are those of another model than ``config.json`` describes."""
     if architecture_of(config, str(path)) not in ARCHITECTURES:
         return  # others may store embeddings of another size
-    for name in _EMBEDDINGS:
+    stored = {text_tensor(name): name for name in header}
+    for plain in _EMBEDDINGS:
+        name = stored.get(plain, plain)
         shape = header[name].get("shape") if name in header else None
         hidden = config.get("word_embed_proj_dim") or config.get("hidden_size") or config.get("n_embd")
         wanted = [config.get("vocab_size"), hidden]

@@ -1,7 +1,7 @@
 """Gives each expert of a layer tensors of its own, where the files hold one tensor for all of them (gpt-oss, Qwen3-VL
 and Llama 4)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -20,6 +20,9 @@ PARTS = {
     "down_proj": Part("down_proj", slice(None)),
 }
 """By the matrix, where experts have biases (gpt-oss): gates and ups take turns. Without biases ups follow gates."""
+
+_KINDS = {"weight": "", "bias": "_bias", "weight_scale_inv": "_scale_inv"}
+"""How the name of a tensor of all experts ends, by the end of an expert's own."""
 
 
 class OpenFiles(Protocol):
@@ -47,7 +50,8 @@ class SplitExperts:
 
     def __init__(self, files: OpenFiles) -> None:
         self._files = files
-        self._split: dict[str, tuple[str, int, slice]] = {}
+        # Beside the expert: its outputs or, of halves, which one of its outputs or of the blocks that share a scale.
+        self._split: dict[str, tuple[str, int, slice | int]] = {}
         self._rows_are_outputs: set[str] = set()
         fused = {name for name in files.names if ".experts." in name}
         for stored in [name for name in fused if name.endswith((".gate_up_proj", ".gate_up_proj_bias"))]:
@@ -57,21 +61,19 @@ class SplitExperts:
 
     def _add(self, prefix: str, fused: Collection[str]) -> None:
         for matrix, (name, outputs) in self._parts(prefix, fused).items():
-            for kind, stored in (("weight", f"{prefix}{name}"), ("bias", f"{prefix}{name}_bias")):
+            for kind, ending in _KINDS.items():
+                stored = f"{prefix}{name}{ending}"
                 for expert in range(self._files.shape(stored)[0] if stored in fused else 0):
                     self._split[f"{prefix}{expert}.{matrix}.{kind}"] = (stored, expert, outputs)
 
-    def _parts(self, prefix: str, fused: Collection[str]) -> dict[str, Part]:
+    def _parts(self, prefix: str, fused: Collection[str]) -> Mapping[str, tuple[str, slice | int]]:
         if f"{prefix}gate_up_proj_bias" in fused:
             return PARTS
         stored = [f"{prefix}{name}" for name in ("gate_up_proj", "down_proj")]
         gate_up, down = map(self._files.shape, stored)
-        is_transposed = gate_up[1] != down[-1]  # both would be the size of the hidden state
-        if is_transposed:
-            self._rows_are_outputs.update(stored)
-        size = gate_up[1 if is_transposed else -1] // 2
-        halves = {"gate_proj": slice(0, size), "up_proj": slice(size, 2 * size)}
-        return PARTS | {name: Part("gate_up_proj", half) for name, half in halves.items()}
+        if gate_up[1] != down[-1]:  # both would be the size of the hidden state
+            self._rows_are_outputs.update(f"{name}{ending}" for name in stored for ending in _KINDS.values())
+        return {**PARTS, "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
     @property
     def views(self) -> Sequence[Tensor]:
@@ -85,9 +87,12 @@ class SplitExperts:
             return self._files.read(name)
         stored, expert, outputs = self._split[name]
         tensor = self._files.read(stored)[expert]
-        if tensor.dim() == 1 or stored in self._rows_are_outputs:
-            return tensor[outputs]
-        return tensor[:, outputs].t()
+        if tensor.dim() > 1 and stored not in self._rows_are_outputs:
+            tensor = tensor.t()
+        if isinstance(outputs, int):
+            size = len(tensor) // 2
+            outputs = slice(outputs * size, (outputs + 1) * size)
+        return tensor[outputs]
 
     def close(self) -> None:
         self._files.close()

@@ -8,6 +8,7 @@ from gguf import GGMLQuantizationType as Kind
 from typer.testing import CliRunner
 
 from tests.gpu_worker.checkpoint.gguf.files import write_demo
+from tests.parity.vision_checkpoints import write_vision
 from tests.tokenloom.cli.fake_server import FakeServer
 from tests.tokenloom.gguf.demo_file import add_tokenizer, write_metadata
 from tokenloom.cli.main import app
@@ -37,6 +38,15 @@ def test_local_checkpoints_and_what_is_none(tmp_path: Path) -> None:
     assert (found[0].served, found[0].reason) == ("built in", "")
     assert good.served == "refused"
     assert "not a valid safetensors file" in good.reason
+
+
+def test_a_model_that_reads_images_is_listed_with_the_option_for_its_text(tmp_path: Path) -> None:
+    path = write_vision("qwen2_vl", tmp_path, architectures=None)
+    (found,) = [each for each in checkpoints([tmp_path]) if each.path == str(path)]
+    assert found.architecture == "Qwen2VLForConditionalGeneration"
+    assert (found.served, found.reason, found.options) == ("built in", "", "--language-model-only")
+    table = CliRunner().invoke(app, ["models", "--local", "--folder", str(tmp_path)], env={"COLUMNS": "300"}).stdout
+    assert "built in (--language-model-only)" in table
 
 
 def test_local_gguf_files(tmp_path: Path) -> None:

@@ -24,13 +24,19 @@ _LAYERS = (
 
 
 def write(
-    directory: Path, quantize: Quantize, config: dict[str, Any], source: Path = DEMO_MODEL, **entries: Any
+    directory: Path,
+    quantize: Quantize,
+    config: dict[str, Any],
+    source: Path = DEMO_MODEL,
+    skipped: tuple[str, ...] = (),
+    **entries: Any,
 ) -> tuple[Path, Path]:
-    """Write a model quantized and, in another directory, with the weights that it then has; return both."""
+    """Write a model quantized and, in another directory, with the weights that it then has; return both. Tensors whose
+    names begin as ``skipped`` says are not quantized."""
     stored, plain = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        if layer.endswith(_LAYERS):
+        if layer.endswith(_LAYERS) and not name.startswith(skipped):
             parts, plain[name] = quantize(tensor.float())
             stored |= {f"{layer}.{part}": value.contiguous() for part, value in parts.items()}
         else:

@@ -12,6 +12,7 @@ from tokenloom.process.fall_backs import OF_PROCESS
 
 from .files.config_reader import IS_CAUSAL, ConfigReader, stored_dtype, stored_names
 from .files.supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
+from .files.text_part import text_tensor
 from .gguf.config import gguf_config
 from .layer_kinds import read_experts, read_ropes, read_windows
 from .model_config import QUANTIZATIONS, DtypeName, LatentSwitches, ModelConfig, OPTSwitches
@@ -81,7 +82,7 @@ def _lacks_output(path: Path, config: ModelConfig) -> bool:
     """Return whether the files of an embedding model lack the output layer that its class has."""
     if config.tie_word_embeddings or not (path / "modules.json").is_file():
         return False
-    return "lm_head.weight" not in stored_names(path)
+    return "lm_head.weight" not in map(text_tensor, stored_names(path))
 
 
 def _family(reader: ConfigReader) -> tuple[Family, bool, bool]:

@@ -6,7 +6,7 @@ import re
 import transformers
 
 from tests.soak.models.models_page import PAGE, RELEASES_FILE, page, reason_of, written
-from tests.soak.models.releases import BY_CLASS, RELEASES
+from tests.soak.models.releases import BY_CLASS, OF_VISION, RELEASES
 from tests.soak.models.transformers_models import KINDS, Outcome
 from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE, UNTRIED
@@ -27,7 +27,9 @@ def test_the_table_has_every_type_of_the_installed_version() -> None:
 
 
 def test_the_page_has_every_release() -> None:
-    assert list(ROWS) == [*RELEASES, *BY_CLASS], "run `python -m tests.soak.models.models_page --releases-only`"
+    assert list(ROWS) == [*RELEASES, *OF_VISION, *BY_CLASS], (
+        "run `python -m tests.soak.models.models_page --releases-only`"
+    )
 
 
 def test_the_page_counts_what_it_lists() -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mesh.served_parity import check_served_model
+from tests.mesh.served_parity import LONGEST, check_served_model, check_served_reference
 from tests.parity.reference import LIBRARY_MODELS, MORE_MODELS
+from tests.parity.vision_checkpoints import make_vision_reference
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +21,8 @@ IN_MESH_TESTS = ["gemma3_text"]
 @pytest.mark.parametrize("name", [name for name in MORE_MODELS + LIBRARY_MODELS if name not in IN_MESH_TESTS])
 async def test_tokens_are_those_of_transformers(name: str, socket_dir: Path, tmp_path: Path) -> None:
     await check_served_model(name, socket_dir, tmp_path)
+
+
+async def test_so_are_those_of_the_text_of_a_model_that_reads_images(socket_dir: Path, tmp_path: Path) -> None:
+    reference = make_vision_reference("qwen3_vl", tmp_path, LONGEST)
+    await check_served_reference(reference, socket_dir, has_groups=False, language_model_only=True)

@@ -1,5 +1,6 @@
 """``tokenloom serve`` on models other than the demo model, as a user starts and uses it."""
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from tests.e2e.conftest import Serve
 from tests.parity.reference import add_demo_tokenizer, compute_case, save_random
+from tests.parity.vision_checkpoints import load_vision, write_vision
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 
@@ -46,4 +48,42 @@ def test_a_chat(name: str, serve: Serve, tmp_path: Path) -> None:
     expected = compute_case(model, chat.prompt_token_ids, NUM_TOKENS).tokens
     assert chat.choices[0].token_ids == expected
     assert chat.choices[0].message.content == load_tokenizer(path).decode(expected)
+    assert mesh.stop(signal.SIGTERM) == 0
+
+
+PARTS_ONLY = """{%- for message in messages -%}
+{{- message.role.upper() + ': ' -}}
+{%- for part in message.content if part.type == 'image' -%}{{- '<|image_pad|>' -}}{%- endfor -%}
+{%- for part in message.content if part.type == 'text' -%}{{- part.text + ' ' -}}{%- endfor -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}ASSISTANT:{%- endif -%}"""
+"""Reads the content of a turn as a list of parts only, as the templates of LLaVA do."""
+
+
+def test_the_text_of_a_model_that_reads_images(serve: Serve, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    image = VOCAB_SIZE
+    path = add_demo_tokenizer(write_vision("qwen2_5_vl", tmp_path, VOCAB_SIZE + 4, image_token_id=image))
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings |= {"added_tokens_decoder": {str(image): {"content": "<|image_pad|>", "special": True}}}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "chat_template.jinja").unlink()
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": PARTS_ONLY}))
+    model = load_vision(path)
+    mesh = serve(str(path), "--dtype", "float32", "--language-model-only")
+    options: Any = {"model": path.name, "temperature": 0, "max_tokens": NUM_TOKENS}
+    more = {"return_token_ids": True, "ignore_eos": True}
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client:
+        spelled: Any = [{"role": "user", "content": "Say <|image_pad|> twice."}]
+        chat: Any = client.chat.completions.create(messages=spelled, extra_body=more, **options)
+        assert image not in chat.prompt_token_ids
+        assert chat.choices[0].token_ids == compute_case(model, chat.prompt_token_ids, NUM_TOKENS).tokens
+        prompt = [5, 6, image, image, 7]
+        done: Any = client.completions.create(prompt=prompt, extra_body=more, **options)
+        assert done.choices[0].token_ids == compute_case(model, prompt, NUM_TOKENS).tokens
+        part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        shown: Any = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
+        with pytest.raises(openai.BadRequestError, match="image_url") as refused:
+            client.chat.completions.create(messages=shown, **options)
+        assert refused.value.param == "messages[0].content[1].type"
     assert mesh.stop(signal.SIGTERM) == 0

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -28,11 +29,11 @@ async def check_served_model(name: str, socket_dir: Path, directory: Path) -> No
     await check_served_reference(reference, socket_dir, has_groups="gemma" in name or name == "gpt_oss")
 
 
-async def check_served_reference(reference: Reference, socket_dir: Path, *, has_groups: bool) -> None:
+async def check_served_reference(reference: Reference, socket_dir: Path, *, has_groups: bool, **options: Any) -> None:
     """Do what :func:`check_served_model` does with a reference, whose layers with a window may have blocks of their
-    own."""
+    own. ``options``: more of the engines'."""
     # The parts of a mesh must agree on the tokenizer; clients send token ids.
-    engine = {**ENGINE, "model": str(add_demo_tokenizer(reference.path))}
+    engine = {**ENGINE, **options, "model": str(add_demo_tokenizer(reference.path))}
     num_blocks = FEW_BLOCKS_OF_GROUPS if has_groups else FEW_BLOCKS
     split = SplitMesh(socket_dir, engine=engine, decode={"num_kv_blocks": num_blocks})
     async with split.running() as mesh, mesh.http() as http:

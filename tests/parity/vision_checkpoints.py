@@ -3,8 +3,8 @@
 Names of tensors and defaults are those of transformers 5.24 (``conversion_mapping.py`` and the configuration of each
 class, which saves under the published names); the entries are those of the ``config.json`` of Qwen2-VL-2B-Instruct,
 Qwen2.5-VL-32B-Instruct-AWQ, Qwen3-VL-4B-Instruct, Qwen3-VL-30B-A3B-Instruct, Mistral-Small-3.1-24B-Instruct-2503,
-llava-1.5-7b-hf, llava-v1.6-mistral-7b-hf, llava-onevision-qwen2-0.5b-ov-hf, gemma-3-4b-it and InternVL3-1B-hf, of other
-sizes.
+Ministral-3-3B-Instruct-2512, llava-1.5-7b-hf, llava-v1.6-mistral-7b-hf, llava-onevision-qwen2-0.5b-ov-hf, gemma-3-4b-it
+and InternVL3-1B-hf, of other sizes.
 """
 
 import json
@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.checkpoint.quantization import formats
+from tests.parity.reference import Reference, compute_case, small_prompts
 
 _SIZES = {
     "hidden_size": 64,
@@ -343,18 +344,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_feature_select_strategy": "default",
     },
 }
-"""Entries of ``config.json`` by ``model_type``."""
+_MINISTRAL_TEXT = {
+    name: value for name, value in CONFIGS["mistral3"]["text_config"].items() if name != "rope_theta"
+} | {
+    "model_type": "ministral3",
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 16.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 1000000.0,
+        "rope_type": "yarn",
+        "type": "yarn",
+    },
+}
+CONFIGS["ministral3"] = CONFIGS["mistral3"] | {"text_config": _MINISTRAL_TEXT, "tie_word_embeddings": False}
+"""Entries of ``config.json``, mostly by ``model_type``."""
+BY_MODULES = ("ministral3",)
+"""Models whose text transformers' modules compute."""
 SEPARATE_OUTPUTS = ("mistral3", "internvl")
 """Models whose published files hold an output layer of their own, though their class ties it by default."""
 _IN_VISION_MODEL = ("llava", "llava_next", "llava_onevision", "gemma3")
 """Models whose published towers have one more name in theirs."""
 
 
-def write_vision(kind: str, directory: Path, **entries: Any) -> Path:
+def write_vision(kind: str, directory: Path, vocab_size: int = 503, **entries: Any) -> Path:
     """Write a checkpoint with random weights; ``entries`` of its configuration replace those of ``CONFIGS``."""
     path = directory / kind
     path.mkdir(parents=True)
     config = CONFIGS[kind] | entries
+    config |= {"vocab_size": vocab_size} if "vocab_size" in config else {}
+    config |= {"text_config": config["text_config"] | {"vocab_size": vocab_size}} if "text_config" in config else {}
     (path / "config.json").write_text(json.dumps(config))
     torch.manual_seed(7)
     read = transformers.AutoConfig.from_pretrained(path)
@@ -417,3 +440,10 @@ def load_vision(path: Path) -> Any:
     )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     return model.eval()
+
+
+def make_vision_reference(kind: str, directory: Path, longest: int) -> Reference:
+    """Write a checkpoint and compute the reference's tokens of prompts of at most ``longest`` tokens."""
+    path = write_vision(kind, directory)
+    model = load_vision(path)
+    return Reference(path, (), [compute_case(model, prompt) for prompt in small_prompts(503, longest)])

@@ -20,7 +20,7 @@ class _Wrapper(NamedTuple):
     """Whether the output layer is that of the embeddings if the configuration says nothing."""
 
 
-_WRAPPERS = {
+WRAPPERS = {
     "Qwen2VLForConditionalGeneration": _Wrapper("qwen2_vl", "qwen2_vl_text"),
     "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl", "qwen2_5_vl_text"),
     "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl", "qwen3_vl_text"),
@@ -34,7 +34,7 @@ _WRAPPERS = {
     "Gemma4ForConditionalGeneration": _Wrapper("gemma4", "gemma4_text", is_tied=True),
     "Llama4ForConditionalGeneration": _Wrapper("llama4", "llama4_text"),
 }
-_BY_KIND = {wrapper.kind: name for name, wrapper in _WRAPPERS.items()}
+_BY_KIND = {wrapper.kind: name for name, wrapper in WRAPPERS.items()}
 
 # A token of a text has the same position in time, height and width, so that the rotation by three positions is the
 # ordinary one.
@@ -97,7 +97,7 @@ def wrapper_of(values: Mapping[str, Any]) -> str | None:
     listed = values.get("architectures")
     names = listed if isinstance(listed, list) else []
     by_kind = None if names or values.get("auto_map") else _BY_KIND.get(str(values.get("model_type")))
-    return next((name for name in names if name in _WRAPPERS), by_kind)
+    return next((name for name in names if name in WRAPPERS), by_kind)
 
 
 def text_entries(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def text_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     name = wrapper_of(values)
     if name is None:
         return dict(values)
-    wrapper, nested = _WRAPPERS[name], values.get("text_config")
+    wrapper, nested = WRAPPERS[name], values.get("text_config")
     text: dict[str, Any] = nested if isinstance(nested, dict) else {}
     kind = str(text.get("model_type") or wrapper.text)
     outer = {key: value for key, value in values.items() if key not in _OTHER_PARTS}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.vision_checkpoints import CONFIGS
+from tests.parity.vision_checkpoints import BY_MODULES, CONFIGS
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig, WorkerConfig
 from tokenloom.gpu_worker.checkpoint import served_how as module
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
@@ -150,11 +150,13 @@ def test_a_model_without_text_generates_none(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_the_text_of_a_model_that_reads_images_is_built_in(tmp_path: Path, kind: str) -> None:
+def test_the_text_of_a_model_that_reads_images_is_served(tmp_path: Path, kind: str) -> None:
     found = answer(tmp_path, CONFIGS[kind], language_model_only=True)
-    assert (found.by, found.lack) == ("built in", None)
+    assert (found.by, found.lack, found.is_tried) == ("transformers" if kind in BY_MODULES else "built in", None, True)
     with pytest.raises(ValueError, match="ForConditionalGeneration reads images"):
         answer(tmp_path, CONFIGS[kind])
+    if kind in BY_MODULES:
+        return
     with pytest.raises(ValueError, match="not supported: odd_feature = 1"):
         answer(tmp_path, CONFIGS[kind] | {"odd_feature": 1}, language_model_only=True)
 

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tests.soak.models.transformers_models import KINDS, Outcome, quiet, refused
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.files.config_reader import HARMLESS
 from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
-from tokenloom.gpu_worker.checkpoint.files.text_part import wrapper_of
+from tokenloom.gpu_worker.checkpoint.files.text_part import WRAPPERS, wrapper_of
 from tokenloom.gpu_worker.checkpoint.model_config import QUANTIZATIONS
 from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE, UNTRIED
 from tokenloom.gpu_worker.models.transformers.declared import max_model_len
@@ -51,6 +52,14 @@ computed on GPUs, the other quantizations on CPUs.
 
 | architecture | files | `--quantization` | tests |
 |---|---|---|---|
+"""
+
+_TEXT_PARTS = """
+## The text of models that read images
+
+With `--language-model-only` these classes serve text: the weights of their other parts are not loaded, and requests
+with images are refused. The type of `text_config` decides what computes the text, as for a checkpoint of its own.
+
 """
 
 _RELEASES = """
@@ -101,7 +110,9 @@ def native_part() -> str:
     for kind, classes in GGUF_ARCHITECTURES.items():
         by = dict.fromkeys("built in" if name in ARCHITECTURES else "transformers" for name in classes)
         files.append(f"| {kind} | {', '.join(classes)} | {', '.join(by)} |")
-    return _BEGINNING + "\n".join(rows) + "\n" + _GGUF + "\n".join(files) + "\n"
+    wrappers = textwrap.fill(", ".join(sorted(WRAPPERS)) + ".", 120)
+    parts = ("\n".join(rows), _GGUF + "\n".join(files), f"{_TEXT_PARTS}{wrappers}")
+    return _BEGINNING + "\n".join(parts) + "\n"
 
 
 def page(table: Mapping[str, Any], releases: Mapping[str, Sequence[str]]) -> str:

@@ -18,7 +18,10 @@ from tests.gpu_worker.checkpoint.test_published_configs import CONFIGS
 from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
 from tests.parity.reference import compute_case
+from tests.parity.vision_checkpoints import load_vision, write_vision
 from tests.soak.models.transformers_models import KINDS, NUM_TOKENS, PROMPTS
+from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
+from tokenloom.gpu_worker.checkpoint.files.text_part import wrapper_of
 from tokenloom.preflight.model import answer
 from tokenloom.preflight.small_files import CannotServe
 
@@ -182,6 +185,20 @@ BY_CLASS: dict[str, tuple[str, str]] = {
     "google/diffusiongemma-26B-A4B-it": ("DiffusionGemmaForBlockDiffusion", "diffusion_gemma"),
 }
 """Releases of which only class and type are known here: the answer is that of their class."""
+OF_VISION: dict[str, str] = {
+    "Qwen/Qwen2-VL-2B-Instruct": "qwen2_vl",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2_5_vl",
+    "Qwen/Qwen3-VL-4B-Instruct": "qwen3_vl",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": "qwen3_vl_moe",
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": "mistral3",
+    "mistralai/Ministral-3-3B-Instruct-2512": "ministral3",
+    "llava-hf/llava-1.5-7b-hf": "llava",
+    "llava-hf/llava-v1.6-mistral-7b-hf": "llava_next",
+    "llava-hf/llava-onevision-qwen2-0.5b-ov-hf": "llava_onevision",
+    "google/gemma-3-4b-it": "gemma3",
+    "OpenGVLab/InternVL3-1B-hf": "internvl",
+}
+"""Releases that read images, by their kind in ``tests/parity/vision_checkpoints.py``: their text is served."""
 
 _SMALL: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "word_embed_proj_dim"), 64),
@@ -227,7 +244,11 @@ class Row(NamedTuple):
 
 def try_all_releases(directory: Path) -> dict[str, Row]:
     """Return what becomes of each release. Raises ``AssertionError`` if tokens are not those of transformers."""
-    return {name: try_release(name, directory) for name in RELEASES} | {name: ask(name, directory) for name in BY_CLASS}
+    return {
+        **{name: try_release(name, directory) for name in RELEASES},
+        **{name: try_vision(name, directory) for name in OF_VISION},
+        **{name: ask(name, directory) for name in BY_CLASS},
+    }
 
 
 def try_release(name: str, directory: Path) -> Row:
@@ -254,6 +275,18 @@ def try_release(name: str, directory: Path) -> Row:
     return Row(found.by, "a small checkpoint gives transformers' tokens")
 
 
+def try_vision(name: str, directory: Path) -> Row:
+    """Serve the text of a small checkpoint that reads images. Raises ``AssertionError`` as :func:`try_release`."""
+    path = write_vision(OF_VISION[name], directory)
+    model = load_vision(path)
+    cases = [compute_case(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    found = answer(path, EngineConfig(worker=WorkerConfig(language_model_only=True)))
+    engine = Engine(path, num_blocks=24, budget=16, max_num_seqs=4, max_model_len=64, language_model_only=True)
+    assert_identical(cases, engine.generate)
+    shutil.rmtree(path)
+    return Row(found.by, "`--language-model-only`: a small checkpoint gives transformers' tokens for text")
+
+
 def ask(name: str, directory: Path) -> Row:
     """Return the answer for the class of a release."""
     architecture, kind = BY_CLASS[name]
@@ -261,7 +294,8 @@ def ask(name: str, directory: Path) -> Row:
     entries |= {"is_encoder_decoder": True} if kind == "whisper" else {}
     (directory / "config.json").write_text(json.dumps(entries))
     try:
-        found = answer(directory)
+        found = answer(directory, EngineConfig(worker=WorkerConfig(language_model_only=True)))
     except CannotServe as refusal:
         return Row("", str(refusal).removeprefix(f"{directory / 'config.json'}: "))
-    return Row(found.by, "the answer for its class; it was not run")
+    flag = "`--language-model-only`: " if wrapper_of(entries) else ""
+    return Row(found.by, f"{flag}the answer for its class; it was not run")

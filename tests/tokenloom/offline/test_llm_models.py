@@ -3,12 +3,14 @@ it."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.parity.reference import add_demo_tokenizer, compute_case, save_random
+from tests.parity.vision_checkpoints import load_vision, write_vision
 from tokenloom import LLM, SamplingParams
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
@@ -24,9 +26,9 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def generate(path: Path) -> list[tuple[list[int], list[int]]]:
+def generate(path: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of each prompt and of its output."""
-    llm = LLM(str(path), dtype="float32", max_model_len=128, num_kv_blocks=64, max_num_batched_tokens=16)
+    llm = LLM(str(path), dtype="float32", max_model_len=128, num_kv_blocks=64, max_num_batched_tokens=16, **options)
     try:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     finally:
@@ -44,6 +46,15 @@ def test_models_that_transformers_computes(kind: str, tmp_path: Path) -> None:
     for text, (prompt, tokens) in zip(PROMPTS, generate(path), strict=True):
         assert prompt == tokenizer.encode(text).ids
         assert tokens == compute_case(model, prompt, NUM_TOKENS).tokens
+
+
+def test_the_text_of_a_model_that_reads_images(tmp_path: Path) -> None:
+    path = add_demo_tokenizer(write_vision("qwen2_5_vl", tmp_path, VOCAB_SIZE))
+    model = load_vision(path)
+    for prompt, tokens in generate(path, language_model_only=True):
+        assert tokens == compute_case(model, prompt, NUM_TOKENS).tokens
+    with pytest.raises(Exception, match="serve its text alone with --language-model-only"):
+        generate(path)
 
 
 def test_opt_as_the_hub_has_it(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ regular expressions of one model's tokenizer, which the file itself does not hol
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -42,30 +42,71 @@ def _modern(digits: str) -> str:
     return rf"{words}|\s*[\r\n]+|{_SPACES}"
 
 
+_MARKS = r" ?[^\s\p{L}\p{N}]+"
+
+
+def _by_case(contractions: str, digits: str, *, slash: str = "/", without: str = "") -> str:
+    """Return the pattern of GPT-4o and its successors, by which a word ends where capitals begin.
+
+    ``slash`` may end marks beside new lines; ``without`` restricts the classes of letters.
+    """
+    start, end = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]", rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
+    before = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{before}{start}*{end}+{contractions}|{before}{start}+{end}*{contractions}"
+    return rf"{words}|{digits}|{_MARKS}[\r\n{slash}]*|\s*[\r\n]+|{_SPACES}"
+
+
 _GPT2_LIKE = Splitting((_GPT2,))
 # What llama.cpp does for files that name no model: those of before April 2024, and those of converters that knew none.
 _DEFAULT = Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9]{3}"))
 _DIGITS_FIRST = Splitting((r"\p{N}", _GPT2))
 _QWEN = Splitting((_modern(r"\p{N}"),), composes=True)
-_LLAMA3 = Splitting((_modern(r"\p{N}{1,3}"),), whole_words_first=True, begins=True)
+_CL100K = Splitting((_modern(r"\p{N}{1,3}"),))
+_LLAMA3 = replace(_CL100K, whole_words_first=True, begins=True)
+_ANY_CASE = rf"(?i:{_CONTRACTIONS})?"
+_GPT4O = Splitting((_by_case(_ANY_CASE, r"\p{N}{1,3}"),))
+_TEKKEN = Splitting((_by_case("", r"\p{N}"),), whole_words_first=True, begins=True)
+_HAN = r"\p{Han}+|" + _by_case(_ANY_CASE, r"\p{N}{1,3}", slash="", without=r"&&[^\p{Han}]")
+_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_NEWER = r"\u0560-\u0588\u10C6-\u10FF\u1C80-\u1C8F\u2D00-\u2D2F\uA790-\uA7FF\uAB30-\uAB6F\x{10570}-\x{105BF}"
+_NEWEST = r"\x{10D50}-\x{10D8F}\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7FF}\x{1DF00}-\x{1DFFF}"
+"""Letters that have cases and are not in the list of letters of DeepSeek's first tokenizer, which it is equal to
+otherwise."""
+_DEEPSEEK_LLM = Splitting(
+    (
+        r"[\r\n]",
+        rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_NEWER}{_NEWEST}]]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _ASIAN,
+        r"\p{N}",
+    )
+)
+_DEEPSEEK_CODER = Splitting((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"))
+_DEEPSEEK3 = Splitting(
+    (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|" + _SPACES,
+    )
+)
 
-SPLITTINGS: dict[str, Splitting] = {
-    "default": _DEFAULT,
-    "gpt-2": _GPT2_LIKE,
-    "mpt": _GPT2_LIKE,
-    "olmo": _GPT2_LIKE,
-    "phi-2": _GPT2_LIKE,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN,
-    "deepseek-r1-qwen": _QWEN,
-    "command-r": _DIGITS_FIRST,
-    "exaone": _DIGITS_FIRST,
-    "refact": _DIGITS_FIRST,
-    "smollm": _DIGITS_FIRST,
-    "starcoder": _DIGITS_FIRST,
+_NAMES = {
+    _DEFAULT: "default",
+    _GPT2_LIKE: "gpt-2 mpt olmo phi-2 jais exaone4 trillion granite-docling",
+    _LLAMA3: "llama-bpe llama3 llama-v3 falcon3",
+    _QWEN: "qwen2 deepseek-r1-qwen",
+    _DIGITS_FIRST: "command-r exaone refact smollm starcoder codeshell minerva-7b",
+    _CL100K: "dbrx smaug-bpe glm4 chatglm-bpe",
+    _GPT4O: "gpt-4o llama4",
+    _TEKKEN: "tekken",
+    Splitting((_HAN,)): "kimi-k2",
+    _DEEPSEEK_LLM: "deepseek-llm",
+    _DEEPSEEK_CODER: "deepseek-coder",
+    _DEEPSEEK3: "deepseek-v3",
 }
+SPLITTINGS = {name: splitting for splitting, names in _NAMES.items() for name in names.split()}
+"""How a text is split, by the names of ``tokenizer.ggml.pre``."""
 
 
 def make_pre_tokenizer(splitting: Splitting) -> "PreTokenizer":
@@ -79,8 +120,12 @@ def make_pre_tokenizer(splitting: Splitting) -> "PreTokenizer":
 
 _PREFIX = "tokenizer.ggml."
 
+_END_OF_MESSAGE, _ENDS_OF_HARMONY = "<|end|>", ("<|return|>", "<|call|>")
 _END_TEXTS = frozenset(
-    ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "<EOT>")
+    (
+        *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>"),
+        *(_END_OF_MESSAGE, *_ENDS_OF_HARMONY),
+    )
 )
 """Control tokens that end an answer, whichever of them the file names as its one end-of-sequence token."""
 
@@ -99,16 +144,23 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+def check_tokenizer(file: GgufFile) -> None:
+    """Raise ``ValueError`` naming a kind of tokenizer, or a way to split texts, that is not supported."""
+    kind = file.metadata.get(f"{_PREFIX}model")
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(f"{file.path.name}: {_PREFIX}model {kind!r} is not supported: must be gpt2 or llama")
+    if kind == "gpt2":
+        _splitting(file)
+
+
 def make_tokenizer(file: GgufFile) -> "Tokenizer":
     """Return the file's tokenizer. Raises ``ValueError`` naming what the file lacks or what is not supported."""
-    kind = file.metadata.get(f"{_PREFIX}model")
-    if kind == "gpt2":
+    check_tokenizer(file)
+    if file.metadata[f"{_PREFIX}model"] == "gpt2":
         splitting = _splitting(file)
         tokenizer, begins = _byte_level(file, splitting), splitting.begins
-    elif kind == "llama":
-        tokenizer, begins = _sentence_piece(file), True
     else:
-        raise ValueError(f"{file.path.name}: {_PREFIX}model {kind!r} is not supported: must be gpt2 or llama")
+        tokenizer, begins = _sentence_piece(file), True
     tokens = _list(file, "tokens", str)
     add_special_tokens(tokenizer, tokens, _token_types(file, len(tokens)))
     _add_ends(tokenizer, file, begins_by_default=begins)
@@ -129,6 +181,9 @@ def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
     named = {_token_id(file, name, len(tokens)) for name in ("eos", "eot", "eom")}
     kinds = _token_types(file, len(tokens))
     known = {i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=True)) if _ends_answer(text, kind)}
+    if {tokens[each] for each in known}.issuperset(_ENDS_OF_HARMONY):
+        # In gpt-oss's format it ends one message of an answer that has several.
+        known -= {each for each in known if tokens[each] == _END_OF_MESSAGE}
     return tuple(sorted({token_id for token_id in named if token_id is not None} | known))
 
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.gguf.gguf_file import is_gguf, read_gguf
+from tokenloom.gguf.tokenizer import check_tokenizer as check_gguf_tokenizer
 from tokenloom.gpu_worker.checkpoint.files.config_reader import (
     NoWeights,
     architecture_of,
@@ -96,6 +97,7 @@ def check_gguf(path: Path) -> None:
         )
     try:
         gguf_config(path, file)
+        check_gguf_tokenizer(file)
     except ValueError as error:
         raise CannotServe(str(error)) from None
 

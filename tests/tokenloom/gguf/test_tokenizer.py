@@ -95,6 +95,33 @@ def test_words(name: str) -> None:
     assert [word.replace("\u0120", " ") for word, _ in found] == WORDS[name]
 
 
+BY_CASE = {
+    "gpt-4o": "Hello|World| it's| |123|4|,| IT'S| 東京タワー| カタ漢字abc|//\n\n|!",
+    "tekken": "Hello|World| it|'s| |1|2|3|4|,| IT|'S| 東京タワー| カタ漢字abc|//\n\n|!",
+    "kimi-k2": "Hello|World| it's| |123|4|,| IT'S| |東京|タワー| カタ|漢字|abc|//\n\n|!",
+    "dbrx": "HelloWorld| it|'s| |123|4|,| IT|'S| 東京タワー| カタ漢字abc|//\n\n|!",
+    "deepseek-v3": "HelloWorld| it|'s| |123|4|,| IT|'S| |東京タワー| |カタ漢字|abc|//\n\n|!",
+    "deepseek-llm": "HelloWorld| it|'|s| |1|2|3|4|,| IT|'|S| |東京タワー| |カタ漢字|abc|//|\n|\n|!",
+    "deepseek-coder": "HelloWorld| it|'|s| |1|2|3|4|,| IT|'|S| |東京タワー| |カタ漢字|abc|//|\n|\n|!",
+}
+
+
+@pytest.mark.parametrize("name", BY_CASE)
+def test_words_of_newer_models(name: str) -> None:
+    """The expressions stand in src/llama-vocab.cpp as those of each ``tokenizer.json``; the text is cut by hand."""
+    text = "HelloWorld it's 1234, IT'S 東京タワー カタ漢字abc//\n\n!"
+    found = make_pre_tokenizer(SPLITTINGS[name]).pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in found] == BY_CASE[name].split("|")
+
+
+def test_letters_of_the_first_deepseek() -> None:
+    """Letters without cases, and those that its list lacks, are no words."""
+    splitter = make_pre_tokenizer(SPLITTINGS["deepseek-llm"])
+    text = "ДаΩß\U0001d400ǅՖՠ"
+    found = [text[begin:end] for _, (begin, end) in splitter.pre_tokenize_str(text)]
+    assert found == ["ДаΩß", "\U0001d400", "ǅՖ", "ՠ"]
+
+
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
 JOINED = ["\u2581", "a", "b", "c", "ab", "\u2581a", "\u2581ab", "bc"]
 """Higher scores first: "ab" is joined before "\u2581a"."""
@@ -117,6 +144,24 @@ def test_a_file_that_names_no_splitting_is_split_as_llama_cpp_does() -> None:
     found = [word.replace("Ġ", " ") for word, _ in splitter.pre_tokenize_str("Well, it's 1234567 or x+=2  (no)!")]
     expected = "Well|,| it|'|s| |123|456|7| or| x|+=|2|  |(|no|)!"
     assert found == expected.split("|")
+
+
+def test_ends_of_gpt_oss(tmp_path: Path) -> None:
+    """Those of its generation_config.json; ``<|end|>`` ends a message of an answer that has several."""
+
+    def add(writer: gguf.GGUFWriter, tokens: list[str]) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-4o")
+        writer.add_token_list(tokens)
+        writer.add_token_types([gguf.TokenType.NORMAL] + [gguf.TokenType.CONTROL] * (len(tokens) - 1))
+        writer.add_token_merges(["a a"])
+        writer.add_eos_token_id(2)
+
+    tokens = ["a", "<|endoftext|>", "<|return|>", "<|channel|>", "<|end|>", "<|call|>"]
+    path = write(tmp_path / "oss.gguf", lambda writer: add(writer, tokens))
+    assert CheckpointInfo.load(path).eos_token_ids == (1, 2, 5)
+    path = write(tmp_path / "phi.gguf", lambda writer: add(writer, tokens[:-1]))
+    assert CheckpointInfo.load(path).eos_token_ids == (1, 2, 4)
 
 
 def test_sentence_piece(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
-"""The context length that the user asked for, before a process starts."""
+"""The context length that the user asked for, and the tokenizer of a GGUF file, before a process starts."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from typer.testing import CliRunner
 
+from tests.gpu_worker.checkpoint.gguf.files import write_demo
 from tests.tokenloom.preflight.odd_checkpoints import CONFIG, good
 from tokenloom.cli.main import app
 from tokenloom.engine_core.data.config import EngineConfig
@@ -55,3 +59,23 @@ def test_less_than_two_tokens_are_refused(tmp_path: Path, length: int) -> None:
 
 def test_nothing_asked_for_passes(tmp_path: Path) -> None:
     check(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "message"),
+    [
+        ("rwkv", "", "tokenizer.ggml.model 'rwkv' is not supported"),
+        ("gpt2", "viking", "tokenizer.ggml.pre 'viking' is"),
+    ],
+)
+def test_a_tokenizer_that_is_not_read_is_named_before_a_start(
+    model: str, split: str, message: str, tmp_path: Path
+) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model(model)
+        writer.add_tokenizer_pre(split)
+        writer.add_token_list(["a"])
+
+    write_demo(tmp_path / "demo.gguf", Kind.Q8_0, add)
+    with pytest.raises(CannotServe, match=re.escape(message)):
+        check_checkpoint(tmp_path / "demo.gguf")

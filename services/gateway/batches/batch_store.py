@@ -12,7 +12,7 @@ import msgspec
 from tokenloom.request.errors import FailedPrecondition, NotFound
 from tokenloom.request.limits import AdmissionLimit, Reservation
 
-from ..files.disk import NEW, Disk, write_atomically
+from ..files.disk import NEW, Disk, sync_directory, write_atomically
 from .batch import Status, StoredBatch
 
 log = logging.getLogger(__name__)
@@ -21,6 +21,9 @@ MAX_OPEN = 100
 """Batches of one tenant that have not ended."""
 MAX_KEPT = 1000
 """Batches of one tenant; the oldest that have ended are dropped, and their files stay."""
+_DESCRIPTION, _STOPPED = ".json", ".stop"
+"""How the name of a batch's description ends; the second: that of one that was cancelled while nothing could be
+written."""
 
 
 class BatchStore:
@@ -116,7 +119,29 @@ class BatchStore:
     async def save(self, batch: StoredBatch) -> None:
         """Write a batch, durably. Raises ``OSError``."""
         data, path = msgspec.json.encode(batch), self._path(batch)
-        await self._disk.run(lambda: write_atomically(path, data))
+
+        def write() -> None:
+            write_atomically(path, data)
+            if batch.status in ("cancelling", "cancelled"):
+                path.with_suffix(_STOPPED).unlink(missing_ok=True)
+
+        await self._disk.run(write)
+
+    async def mark_cancelled(self, batch: StoredBatch, now: float) -> None:
+        """Let a batch become ``cancelling``, durably, on a disk that has no room to write that.
+
+        Raises ``OSError``; then it stays as it was. As for :meth:`change`, only the task that owns the batch may call
+        this.
+
+        ``now``: seconds since 1970.
+        """
+        path = self._path(batch)
+
+        def mark() -> None:
+            os.replace(path, path.with_suffix(_STOPPED))  # a name of the same length, for which no room is needed
+            sync_directory(self._directory)
+
+        await self._disk.run(mark, lambda _: batch.begin("cancelling", now))
 
     def _choose_dropped(self, tenant: str) -> list[StoredBatch]:
         """Return the ended batches that a new one displaces. No other call chooses them until they are dropped."""
@@ -130,19 +155,25 @@ class BatchStore:
         return self._limits.setdefault(tenant, AdmissionLimit(MAX_OPEN))
 
     def _path(self, batch: StoredBatch) -> Path:
-        return self._directory / f"{batch.id}.json"
+        return self._directory / (batch.id + _DESCRIPTION)
 
     def _scan(self) -> list[StoredBatch]:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for path in self._directory.glob("*" + NEW):
             path.unlink()
         found: list[StoredBatch] = []
-        for path in self._directory.glob("*.json"):
+        for path in (*self._directory.glob("*" + _DESCRIPTION), *self._directory.glob("*" + _STOPPED)):
+            is_stopped = path.suffix == _STOPPED
+            if is_stopped and path.with_suffix(_DESCRIPTION).exists():
+                path.unlink()  # what the batch became afterwards is written
+                continue
             try:
                 batch = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 batch = None
             if batch is not None and batch.id == path.stem and "validating" in batch.times:
+                if is_stopped:
+                    batch.begin("cancelling", path.stat().st_ctime)
                 found.append(batch)
             else:  # of another version, or damaged: it is left for the operator
                 log.warning("%s describes no batch and is ignored", path.name)

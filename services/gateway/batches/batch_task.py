@@ -1,6 +1,7 @@
 """Carries one batch from its creation to its end."""
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,7 +14,7 @@ from tokenloom.services.runtime.tasks import first_of
 
 from ..files.file_store import FileRoom, FileStore
 from ..tenants.tenant import Tenant
-from .batch import BatchProblem, Status, StoredBatch
+from .batch import ENDED, BatchProblem, Status, StoredBatch
 from .batch_lines import InputLines
 from .batch_run import BatchCalls, BatchFailed, BatchResources, BatchRun
 from .batch_store import BatchStore
@@ -85,7 +86,9 @@ class BatchTask:
         self._cancelled = asyncio.Event()
         self._changed = asyncio.Event()  # is set for a moment with each change
         self._storage_error = ""  # why the disk refuses the next change
+        self._cancel_error = ""  # why it does not even keep that the batch is cancelled
         self._is_over = False
+        self._needs_input = True
         self._counts_are_known = False
         self._has_expired = False
 
@@ -98,8 +101,8 @@ class BatchTask:
         while not (self.batch.is_ended or self.batch.status == "cancelling"):
             if self._is_over:
                 raise Unavailable("the gateway is shutting down; retry")
-            if self._storage_error:
-                message = f"the batch stops, but that cannot be stored now: {self._storage_error}; retry later"
+            if self._cancel_error:
+                message = f"the batch stops, but that cannot be stored now: {self._cancel_error}; retry later"
                 raise Unavailable(message, retry_after=FIRST_RETRY_SECONDS)
             await self._changed.wait()
 
@@ -115,8 +118,7 @@ class BatchTask:
                 await self._change("cancelling", outcome="cancelled")
             assert batch.outcome is not None
             await self._change(batch.outcome)
-            # Only now: until the end is on disk, the next gateway may need the input again.
-            self._context.files.end_use(batch.input_file_id, batch.id)
+            self._end_use()  # only now: until the end is on disk, the next gateway may need the input again
             self._room.release()
             log.info("%s: %s, %d answers and %d errors", batch.id, batch.status, batch.completed, batch.failed)
         finally:
@@ -126,6 +128,7 @@ class BatchTask:
     async def _decide(self) -> None:
         """Give every line a result, unless a client cancels the batch, and write how it ends."""
         outcome, problem = await self._outcome()
+        self._needs_input = outcome not in ("cancelled", "failed")
         status: Status = self.batch.status
         if outcome == "cancelled":
             status = "cancelling"
@@ -136,6 +139,8 @@ class BatchTask:
         counts = {"completed": self.batch.completed, "failed": self.batch.failed}
         problems = [] if problem is None else [problem]
         await self._change(status, outcome=outcome, problems=problems, **counts)
+        if not self._needs_input:
+            self._end_use()
 
     async def _outcome(self) -> tuple[Status, BatchProblem | None]:
         batch = self.batch
@@ -238,8 +243,17 @@ class BatchTask:
 
     async def _change(self, status: Status, **fields: object) -> None:
         """Write a change and let the batch show it."""
-        context = self._context
-        await self._persist(lambda: context.batches.change(self.batch, status, context.around.now(), **fields))
+        context, batch = self._context, self.batch
+
+        def change() -> Awaitable[None]:
+            now = context.around.now()
+            if batch.status != "cancelling" or status in ("cancelling", "cancelled"):
+                return context.batches.change(batch, status, now, **fields)
+            # It was cancelled while the disk refused the change.
+            instead: Status = "cancelled" if status in ENDED else "cancelling"
+            return context.batches.change(batch, instead, now, **{**fields, "outcome": "cancelled"})
+
+        await self._persist(change)
         self._announce()
 
     async def _persist(self, write: Callable[[], Awaitable[None]]) -> None:
@@ -251,10 +265,37 @@ class BatchTask:
             except Exception as error:  # whatever it is, no other task would end the batch
                 self._report(error)
             else:
-                self._storage_error = ""
+                self._storage_error = self._cancel_error = ""
                 return
-            await asyncio.sleep(seconds)
+            await self._wait(seconds)
             seconds = min(seconds * 2, LONGEST_RETRY_SECONDS)
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait before the next attempt, at most until the batch is cancelled."""
+        was_cancelled = self._cancelled.is_set()
+        if not was_cancelled:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._cancelled.wait()
+        if self._cancelled.is_set():
+            await self._mark_cancelled()
+        if was_cancelled:
+            await asyncio.sleep(seconds)
+
+    async def _mark_cancelled(self) -> None:
+        """Keep that the batch is cancelled on a disk that refuses to write it: otherwise it would go on after a
+        restart, and nothing that a client can do would make room."""
+        if self.batch.is_ended or self.batch.status == "cancelling":
+            return
+        try:
+            await self._context.batches.mark_cancelled(self.batch, self._context.around.now())
+            self._cancel_error = ""
+        except OSError as error:
+            self._cancel_error = error.strerror or "the disk fails"
+        self._announce()
+
+    def _end_use(self) -> None:
+        self._context.files.end_use(self.batch.input_file_id, self.batch.id)
 
     def _report(self, error: Exception) -> None:
         """Log a failure once, and let those that wait for the change know."""
@@ -263,6 +304,8 @@ class BatchTask:
             bug = None if isinstance(error, OSError) else error
             log.warning("%s cannot be written and is tried again: %s", self.batch.id, error, exc_info=bug)
         self._storage_error = text
+        if not self._needs_input:
+            self._end_use()  # a client may delete it, which makes room on a full disk
         self._announce()
 
     def _announce(self) -> None:

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.loop_clock import pass_time, settle
-from tests.services.gateway.batches.desk import Desk, at_once, until
+from tests.services.gateway.batches.desk import NOW, Desk, at_once, until
 from tests.services.gateway.files.failing_disk import Crashed, Writes
 from tokenloom.request.errors import FailedPrecondition, Unavailable
 from tokenloom.services.gateway.batches import batch_store
@@ -159,14 +160,92 @@ async def test_a_cancel_that_cannot_be_written_is_an_error_and_takes_effect_late
             desk.calls.answer = after(1)
             batch = await desk.create(await desk.upload(*GOOD))
             await until(lambda: batch.completed == 1)
+            writes.is_broken = True
+            for _ in range(2):
+                with pytest.raises(Unavailable, match="cannot be stored now: Input/output error"):
+                    await desk.runner.cancel(batch)
+            writes.is_broken = False
             writes.is_full = True
-            with pytest.raises(Unavailable, match="cannot be stored now: No space left on device"):
-                await desk.runner.cancel(batch)
+            pass_time(LONGEST_RETRY_SECONDS)
+            await until(lambda: batch.status == "cancelling")
+            await desk.runner.cancel(batch)
             writes.is_full = False
             pass_time(LONGEST_RETRY_SECONDS)
             await desk.ended(batch)
             assert (batch.status, batch.completed) == ("cancelled", 1)
             desk.check()
+
+
+@pytest.mark.parametrize("moment", ["before the first line", "while it runs", "behind the last line"])
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_on_a_full_disk_a_batch_is_cancelled_and_its_input_deleted_for_good(
+    tmp_path: Path, moment: str, restarts: bool
+) -> None:
+    """Nothing but these two could make room, and the cancelled batch completed after a restart."""
+    with Writes().watched() as writes:
+        async with Desk(tmp_path).open() as desk:
+            going_on = asyncio.Event()
+
+            async def answer(body: bytes) -> InternalResponse:
+                await going_on.wait()
+                return await at_once(body)
+
+            desk.calls.answer = answer
+            file = await desk.upload(*GOOD)
+            if moment == "before the first line":
+                batch = desk.batch(file)
+                await desk.batches.add(batch, lambda: desk.runner.submit(batch))
+                writes.is_full = True
+                await settle(20)
+            else:
+                batch = await desk.create(file)
+                await until(lambda: batch.status == "in_progress")
+            if moment == "behind the last line":
+                going_on.set()
+                await until(lambda: batch.completed == 3)
+            writes.is_full = True
+            await settle(20)
+            await desk.runner.cancel(batch)
+            assert batch.status == "cancelling"
+            await settle(20)
+            if moment != "behind the last line":
+                await desk.files.delete(file.id, "")
+            if not restarts:
+                writes.is_full = False
+                pass_time(LONGEST_RETRY_SECONDS)
+                await desk.ended(batch)
+                desk.check()
+        writes.is_full = False
+        async with Desk(tmp_path).open() as desk:
+            (found,) = desk.batches.of("")
+            await desk.ended(found)
+            assert (found.id, found.status) == (batch.id, "cancelled")
+            assert found.completed == (3 if moment == "behind the last line" else 0)
+            assert not found.problems
+            desk.check()
+
+
+@pytest.mark.parametrize("steps", range(3))
+async def test_a_crash_behind_the_mark_of_a_cancelled_batch_leaves_it_cancelled(tmp_path: Path, steps: int) -> None:
+    """Behind the mark, behind the whole description, behind the removal of the mark."""
+    async with Desk(tmp_path).open() as desk:
+        desk.calls.answer = never
+        batch = await desk.create(await desk.upload(*GOOD))
+        await until(lambda: batch.status == "in_progress")
+    (path,) = (tmp_path / "batches").glob("*.json")
+    mark = path.with_suffix(".stop")
+    path.rename(mark)
+    if steps:
+        stored = msgspec.json.decode(mark.read_bytes(), type=StoredBatch)
+        stored.begin("cancelling", NOW)
+        path.write_bytes(msgspec.json.encode(stored))
+    if steps == 2:
+        mark.unlink()
+    async with Desk(tmp_path).open() as desk:
+        (found,) = desk.batches.of("")
+        await desk.ended(found)
+        assert (found.status, found.completed) == ("cancelled", 0)
+        desk.check()
 
 
 async def test_two_batches_displace_two_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,11 +35,12 @@ class Writes:
     Attributes:
         count: How many there were.
         is_full: Whether the disk has no room: nothing can be written.
+        is_broken: Whether nothing at all can be changed.
     """
 
     def __init__(self, crash_at: int | None = None) -> None:
         self.count = 0
-        self.is_full = False
+        self.is_full = self.is_broken = False
         self._crash_at = crash_at
 
     @property
@@ -60,6 +61,8 @@ class Writes:
                 return real(*args, **kwargs)
             if self.is_full and name == "write":
                 raise OSError(errno.ENOSPC, "No space left on device")
+            if self.is_broken:
+                raise OSError(errno.EIO, "Input/output error")
             self.count += 1
             if not self.has_crashed:
                 return real(*args, **kwargs)

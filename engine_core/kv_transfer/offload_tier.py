@@ -8,6 +8,7 @@ import os
 import queue
 import tempfile
 import threading
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from .kv_transport import KVPool
 # A disk slower than the evictions would otherwise fill the host's memory with copies of blocks.
 MAX_PENDING_BYTES = 64 << 20
 """Limit of saves that wait for the file; further ones are dropped, because a save must not slow the engine down."""
+RECOVERED_SECONDS = 60.0
+"""After so long without a failure, a block that is written shows that the file works again."""
 _JOIN_SECONDS = 30.0
 
 
@@ -95,6 +98,7 @@ class OffloadTier:
         self._file: BinaryIO = tempfile.TemporaryFile(dir=directory, buffering=0, prefix="tokenloom-kv-")  # noqa: SIM115
         self._contents: dict[int, tuple[bytes, int]] = {}
         """By slot: (hash, CRC-32) of the written content. Only the tier's thread uses it."""
+        self._failed_at: float | None = None
         self._pending_bytes = 0
         self._lock = threading.Lock()
         # Saves are bounded by their bytes, loads by the requests that wait for them.
@@ -138,9 +142,10 @@ class OffloadTier:
         try:
             _write(self._file.fileno(), transfer.data, transfer.slot * self._slot_bytes)
             self._contents[transfer.slot] = (transfer.block_hash, zlib.crc32(transfer.data))
+            self._note_success()
         except OSError as error:
             # Loads of this block will fail, and its tokens will be computed instead.
-            OF_PROCESS.begin("offload_file", f"it could not be written: {error}")
+            self._note_failure(f"it could not be written: {error}")
         finally:
             with self._lock:
                 self._pending_bytes -= len(transfer.data)
@@ -163,12 +168,23 @@ class OffloadTier:
         try:
             count = os.preadv(self._file.fileno(), rows, slot * self._slot_bytes)
         except OSError as error:
-            OF_PROCESS.begin("offload_file", f"it could not be read: {error}")
+            self._note_failure(f"it could not be read: {error}")
             return "transport"
         if count != self._slot_bytes:
             return "transport"
         # Wrong KV would show only as wrong text, so what comes back from the disk is compared with what was written.
         return "" if self._pool.checksums([block_id]) == [crc] else "checksum"
+
+    def _note_failure(self, detail: str) -> None:
+        self._failed_at = time.monotonic()
+        OF_PROCESS.begin("offload_file", detail)
+
+    def _note_success(self) -> None:
+        # Blocks that were written already can be written again on a disk that is full: the sign would come and go, with
+        # two lines in the log each time.
+        if self._failed_at is not None and time.monotonic() - self._failed_at > RECOVERED_SECONDS:
+            self._failed_at = None
+            OF_PROCESS.end("offload_file")
 
 
 def _write(fd: int, data: bytes, offset: int) -> None:

@@ -9,6 +9,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer import offload_tier
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 from tokenloom.engine_core.kv_transfer.offload_tier import OffloadTier, TierIndex, TierLoad, TierSave
+from tokenloom.process.fall_backs import OF_PROCESS
 
 
 def test_the_index_gives_up_what_was_of_no_use_for_longest() -> None:
@@ -57,6 +58,7 @@ def tier(tmp_path: Path, pool: KVPool):
     yield tier
     tier.tier.close()
     tier.tier.close()
+    OF_PROCESS.forget("")
 
 
 def content(pool: KVPool, block_id: int) -> bytes:
@@ -97,6 +99,37 @@ def test_a_file_that_was_cut_is_noticed(tier: Tier) -> None:
     assert tier.load([2], [b"a"], [4]) == (1, "")
     os.ftruncate(tier.tier._file.fileno(), 2 * tier.pool.block_bytes + 1)
     assert tier.load([2], [b"a"], [4]) == (0, "transport")
+
+
+def test_slots_that_were_swapped_are_noticed(tier: Tier) -> None:
+    first, second = tier.save(0, b"a", 0), tier.save(1, b"b", 7)
+    assert tier.load([0], [b"a"], [4]) == (1, "")
+    for slot, data in ((0, second), (1, first)):
+        os.pwrite(tier.tier._file.fileno(), data, slot * tier.pool.block_bytes)
+    assert tier.load([0], [b"a"], [4]) == (0, "checksum")
+    assert tier.load([1], [b"b"], [4]) == (0, "checksum")
+
+
+def test_a_full_disk_is_one_line_in_the_log_until_it_has_had_room_for_a_while(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    caplog.set_level("INFO")
+    for _ in range(100):
+        with monkeypatch.context() as patch:
+            patch.setattr(offload_tier, "_write", full)
+            tier.save(0, b"a", 0)
+            tier.load([0], [b"a"], [4])
+        tier.save(1, b"b", 1)
+        assert tier.load([1], [b"b"], [4]) == (1, "")
+    assert [each.kind for each in OF_PROCESS.active] == ["offload_file"]
+    monkeypatch.setattr(offload_tier, "RECOVERED_SECONDS", 0.0)
+    tier.save(1, b"c", 1)
+    assert tier.load([1], [b"c"], [4]) == (1, "")
+    assert OF_PROCESS.active == []
+    assert len([record for record in caplog.records if "offload_file" in record.message]) == 2, "begun and ended"
 
 
 def test_a_disk_that_is_full_costs_only_what_was_to_be_written(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:

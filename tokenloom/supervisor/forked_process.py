@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ctypes
 import io
+import mmap
 import os
 import runpy
 import signal
@@ -193,30 +194,63 @@ async def _ended(pid: int) -> None:
         os.close(descriptor)
 
 
-_PR_SET_NAME = 15
+_PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _FIRST_FIELD = 3
-_ARG_START, _ARG_END, _ENV_START, _ENV_END = (number - _FIRST_FIELD for number in range(48, 52))
+_CODE, _END_CODE, _STACK, _DATA, _END_DATA, _HEAP, _ARG, _END_ARG, _ENV, _END_ENV = (
+    number - _FIRST_FIELD for number in (26, 27, 28, 45, 46, 47, 48, 49, 50, 51)
+)
 """Places of fields of /proc/self/stat behind the name; proc(5) counts from one."""
 
 
-def show_command_line(words: Sequence[str]) -> None:
-    """Write a command over the one that started this process, cut to the room of that one and its environment.
+class _MemoryMap(ctypes.Structure):
+    """Mirrors the kernel's ``prctl_mm_map``."""
 
-    The C library's strings of the environment must not be in use: assign ``os.environ`` anew before. Linux only.
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("code", "end_code", "data", "end_data", "heap", "end_heap", "stack")),
+        *((name, ctypes.c_uint64) for name in ("arg", "end_arg", "env", "end_env", "auxv")),
+        *((name, ctypes.c_uint32) for name in ("auxv_size", "exe_fd")),
+    )
+
+
+def show_command_line(words: Sequence[str]) -> None:
+    """Show a command in place of the one that started this process. Linux only.
+
+    Where the kernel takes no other memory for it, its words are joined by blanks and cut to the room of the first
+    command and its environment. The C library's strings of the environment must not be in use: assign ``os.environ``
+    anew before.
     """
-    start, size = _room()
-    text = " ".join(words).encode(errors="replace")[: max(size - 1, 0)]
-    if size:
-        ctypes.memset(start, 0, size)
-        ctypes.memmove(start, text, len(text))
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
+        fields = [*map(int, stat.read().rpartition(")")[2].split()[1:])]
+    fields.insert(0, 0)  # the state, a letter
+    if not _place(words, fields):
+        _overwrite(words, fields)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, os.fsencode(os.path.basename(words[0])), 0, 0, 0)
 
 
-def _room() -> tuple[int, int]:
-    """Return the address and size of the memory that the kernel reads the command line from; zero: unknown."""
-    with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
-        fields = stat.read().rpartition(")")[2].split()
-    arg_start, arg_end, env_start, env_end = (int(fields[i]) for i in (_ARG_START, _ARG_END, _ENV_START, _ENV_END))
-    if not 0 < arg_start < arg_end:
-        return 0, 0
-    return arg_start, (env_end if env_start == arg_end else arg_end) - arg_start
+def _place(words: Sequence[str], fields: Sequence[int]) -> bool:
+    """Let the kernel read the command line from memory of its own. Returns False if it does not."""
+    text = b"".join(word.encode(errors="replace") + b"\0" for word in words)
+    memory = mmap.mmap(-1, len(text), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # it shows no memory that can be shared
+    memory.write(text)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = ctypes.c_void_p
+    described = _MemoryMap(
+        *(fields[_CODE], fields[_END_CODE], fields[_DATA], fields[_END_DATA], fields[_HEAP], libc.sbrk(0)),
+        *(fields[_STACK], start, start + len(text), fields[_ENV], fields[_END_ENV], 0, 0, 2**32 - 1),
+    )
+    _kept.append(memory)  # before the kernel knows it
+    size = ctypes.c_ulong(ctypes.sizeof(described))
+    return not libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(described), size, 0)
+
+
+_kept: list[mmap.mmap] = []
+"""What the kernel reads, as long as the process."""
+
+
+def _overwrite(words: Sequence[str], fields: Sequence[int]) -> None:
+    start, end = fields[_ARG], fields[_END_ENV] if fields[_ENV] == fields[_END_ARG] else fields[_END_ARG]
+    if 0 < start < end:
+        text = " ".join(words).encode(errors="replace")[: end - start - 1]
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, text, len(text))

@@ -17,7 +17,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from tokenloom.process.fall_backs import FallBack
 
@@ -60,7 +62,7 @@ class PartReport:
     pid: int
     address: str
     metrics: str | None
-    http: str | None
+    http: Annotated[str, msgspec.Meta(pattern=r"^\S+$")] | None
     health: str
     """Address that answers health probes in plain text."""
     role: str | None = None
@@ -145,39 +147,40 @@ def write_record(directory: Path, record: MeshRecord) -> None:
 
 
 def running_meshes() -> list[MeshRecord]:
-    """Return every running mesh of this user, the newest first."""
+    """Return every running mesh of this user, the newest first. Raises `StateDirError` if no record can be read."""
     found = [path for path in _directories(root()) if _is_alive(path)]
     found.sort(key=_began, reverse=True)
-    return [record for path in found if (record := _read_record(path / _MESH)) is not None]
+    records = [record for path in found if (record := _read_record(path / _MESH)) is not None]
+    odd = [path for path in found if (path / _MESH).exists()]  # a mesh that starts has none yet
+    if odd and not records:
+        raise StateDirError(
+            f"{odd[0] / _MESH} describes no mesh: stop the `tokenloom serve` that made it, or remove it"
+        )
+    return records
 
 
 def read_part_state(path: Path) -> PartReport | None:
-    """Return the state that the part wrote; None until it listens."""
-    values = _read_json(path)
-    if "pid" not in values or "address" not in values:
+    """Return the state that the part wrote; None until it listens, and for a file that says something else."""
+    values = {name: value for name, value in _read_json(path).items() if value}  # empty: the part has no such thing
+    values = {"metrics": None, "http": None, "health": values.get("address"), **values}
+    values["fall_backs"] = tuple(_fall_backs(values.get("fall_backs")))
+    try:
+        return msgspec.convert(values, PartReport, dec_hook=lambda kind, value: kind(value))
+    except (msgspec.ValidationError, TypeError, ValueError):
         return None
-    return PartReport(
-        pid=values["pid"],
-        address=values["address"],
-        metrics=values.get("metrics") or None,
-        http=values.get("http") or None,
-        health=values.get("health") or values["address"],
-        role=values.get("role") or None,
-        fall_backs=tuple(_fall_backs(values.get("fall_backs"))),
-        leaving=bool(values.get("leaving")),
-        certificate=Path(values["certificate"]) if values.get("certificate") else None,
-    )
 
 
 def _fall_backs(values: object) -> Iterator[FallBack]:
     """Yield those of a state file, without what is none."""
     for value in values if isinstance(values, list) else ():
-        with contextlib.suppress(TypeError):
-            yield FallBack(**value)
+        with contextlib.suppress(msgspec.ValidationError, TypeError):
+            yield FallBack(**msgspec.convert(value, dict[str, str]))
 
 
 def _directories(parent: Path) -> list[Path]:
-    return [path for path in parent.iterdir() if path.name.startswith("mesh-")]
+    """Return those that may be of a mesh. What else bears such a name, such as a pipe, must not even be opened."""
+    with os.scandir(parent) as entries:
+        return [Path(each) for each in entries if each.name.startswith("mesh-") and each.is_dir(follow_symlinks=False)]
 
 
 def _abandoned(parent: Path) -> Iterator[Path]:
@@ -223,10 +226,9 @@ def _began(path: Path) -> int:
 
 
 def _read_record(path: Path) -> MeshRecord | None:
-    values = _read_json(path)
     try:
-        return MeshRecord(values["pid"], values["port"], [PartRecord(**part) for part in values["parts"]])
-    except (LookupError, TypeError):
+        return msgspec.convert(_read_json(path), MeshRecord)
+    except msgspec.ValidationError:
         return None
 
 

@@ -144,8 +144,11 @@ def _page() -> bytes:
 
 
 async def _docs(exchange: HttpExchange) -> None:
-    # The page runs only its own script and connects only to its own server.
-    policy = b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+    # The page runs only its own script and connects only to its own server; no other page may show it in a frame.
+    policy = (
+        b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+        b"base-uri 'none'; frame-ancestors 'none'"
+    )
     headers = [(b"content-security-policy", policy)]
     await exchange.respond(200, _page(), b"text/html; charset=utf-8", headers)
 

@@ -118,7 +118,8 @@ def test_a_forked_part_finds_what_a_started_one_does(tmp_path: Path) -> None:
         assert "SECRET" not in part["environment"]
         assert part["group"]
         assert part["descriptors"] == [0, 1, 2, int(part["arguments"][2])]
-        assert part["command"].startswith(f"{sys.executable} -m a_part exit")
+        words = [sys.executable, "-m", "a_part", *part["arguments"]]
+        assert part["command"] == "".join(f"{word}\0" for word in words), "each argument by itself, none cut"
         assert part["name"] == Path(sys.executable).name
         assert part["stdin"] == ""
         assert part["blocked"] == sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
@@ -193,3 +194,14 @@ async def test_the_end_is_seen_without_a_free_descriptor(monkeypatch: pytest.Mon
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "raise SystemExit(7)"], os.environ)  # noqa: ASYNC221 - a moment
     async with asyncio.timeout(60):
         assert await forked_process.ForkedProcess(pid).wait() == 7
+
+
+def test_where_the_kernel_takes_no_other_memory_the_first_command_is_written_over() -> None:
+    code = (
+        "import os, sys; os.environ = dict(os.environ); from tokenloom.supervisor import forked_process; "
+        "forked_process._PR_SET_MM = -1; forked_process.show_command_line(['python', '-m', 'a_part', 'x' * 100_000]); "
+        "sys.stdout.write(open('/proc/self/cmdline').read())"
+    )
+    shown = subprocess.check_output([sys.executable, "-c", code, "y" * 100], text=True).rstrip("\0")
+    assert shown.startswith("python -m a_part xxx")
+    assert 100 < len(shown) < 100_000

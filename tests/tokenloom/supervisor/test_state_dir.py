@@ -71,6 +71,74 @@ def test_what_a_supervisor_left_that_was_killed_early_is_cleared_later() -> None
         assert (young.exists(), old.exists()) == (True, False)
 
 
+def test_a_pipe_with_the_name_of_a_mesh_is_not_opened() -> None:
+    """A look at it would wait for ever."""
+    os.mkfifo(state_dir.root() / "mesh-pipe")
+    (state_dir.root() / "mesh-file").write_text("")
+    assert state_dir.running_meshes() == []
+    with state_dir.mesh_directory():
+        assert state_dir.running_meshes() == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "\0",
+        "null",
+        "[1]",
+        "{}",
+        '{"pid": 1, "port": "8000", "parts": []}',
+        '{"pid": 1, "port": 8000, "parts": "gateway"}',
+        '{"pid": 1, "port": 8000, "parts": [{"service": 1, "index": 0, "role": null, "state_file": "x"}]}',
+        '{"pid": 1, "port": 8000, "parts": [{"service": "gateway", "index": 0, "role": [], "state_file": 5}]}',
+    ],
+)
+def test_an_odd_record_is_named_unless_another_mesh_runs(content: str) -> None:
+    with state_dir.mesh_directory() as odd:
+        assert state_dir.running_meshes() == [], "a mesh that starts has no record yet"
+        (odd / "mesh.json").write_bytes(content.encode(errors="surrogateescape"))
+        with pytest.raises(StateDirError, match="describes no mesh: stop"):
+            state_dir.running_meshes()
+        assert state_dir.read_part_state(odd / "mesh.json") is None
+        with state_dir.mesh_directory() as good:
+            state_dir.write_record(good, MeshRecord(7, 1, []))
+            assert state_dir.running_meshes() == [MeshRecord(7, 1, [])]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"pid": "x"},
+        {"pid": None},
+        {"address": 5},
+        {"metrics": 5},
+        {"http": "nor this"},
+        {"health": [1]},
+        {"role": {"a": 1}},
+    ],
+)
+def test_an_odd_state_is_as_none(runtime_dir: Path, changed: dict[str, object]) -> None:
+    path = runtime_dir / "state.json"
+    good: dict[str, object] = {"pid": 1, "address": "unix:/a", "http": "127.0.0.1:8000", "certificate": "/c"}
+    path.write_text(json.dumps(good))
+    state = state_dir.read_part_state(path)
+    assert state is not None
+    assert (state.health, state.http, state.certificate) == ("unix:/a", "127.0.0.1:8000", Path("/c"))
+    path.write_text(json.dumps(good | changed))
+    assert state_dir.read_part_state(path) is None
+
+
+def test_odd_fall_backs_of_a_state_are_left_out(runtime_dir: Path) -> None:
+    path = runtime_dir / "state.json"
+    good = {"kind": "offload_file", "subject": "", "detail": "full"}
+    odd = [5, {"kind": "offload_file"}, {**good, "kind": 5}, {**good, "more": "x"}]
+    path.write_text(json.dumps({"pid": 1, "address": "unix:/a", "fall_backs": [*odd, good]}))
+    state = state_dir.read_part_state(path)
+    assert state is not None
+    assert [*state.fall_backs] == [("offload_file", "", "full")]
+
+
 def test_a_directory_that_cannot_get_its_name_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Path:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -120,14 +188,6 @@ def test_a_mesh_of_which_nothing_is_known_is_not_removed(monkeypatch: pytest.Mon
         with pytest.raises(StateDirError, match="No locks available"), state_dir.mesh_directory():
             pass
     assert list(unknown.parent.iterdir()) == [unknown]
-
-
-@pytest.mark.parametrize("text", ["", "7", "[]", '{"pid": 7}', '{"pid": 7, "port": 1, "parts": [{"x": 1}]}', "\udcff"])
-def test_a_damaged_record_is_no_mesh(text: str) -> None:
-    with state_dir.mesh_directory() as directory:
-        (directory / "mesh.json").write_bytes(text.encode(errors="surrogateescape"))
-        assert state_dir.running_meshes() == []
-        assert state_dir.read_part_state(directory / "mesh.json") is None
 
 
 @pytest.mark.parametrize("place", ["/dev/null/run", "/proc/run", "~nosuch", "a" * 300])

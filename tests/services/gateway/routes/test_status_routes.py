@@ -22,6 +22,10 @@ async def test_get_and_head(http: httpx.AsyncClient) -> None:
         assert (head.content, head.headers["content-type"]) == (b"", got.headers["content-type"])
 
 
+async def test_no_page_shows_the_document_in_a_frame(http: httpx.AsyncClient) -> None:
+    assert "frame-ancestors 'none'" in (await http.get("/docs")).headers["content-security-policy"]
+
+
 async def test_load_counts_live_outputs(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     assert (await http.get("/load")).json() == {"server_load": 0}
     task = asyncio.create_task(http.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 1}))

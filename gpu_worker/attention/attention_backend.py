@@ -30,6 +30,9 @@ class ScoreRule:
     """A scaled score s becomes softcap * tanh(s / softcap), before any mask; None: it stays s."""
     sinks: Tensor | None = None
     """[num_heads] float32: a score of each head that enters the sum of the softmax and weighs no value; None: none."""
+    chunk: int | None = None
+    """A token at position p sees [p // chunk * chunk, p]; None: what the window says. Only ``varied_backend`` reads
+    it."""
 
     @property
     def is_plain(self) -> bool:

@@ -9,6 +9,7 @@ from .attention_backend import AttentionBackend
 from .cpu_backend import CPUBackend
 from .latent_backend import LatentBackend, LatentCPUBackend
 from .torch_backend import ReferenceBackend, TorchBackend
+from .varied_backend import VariedBackend
 
 NAMES = ("auto", "cpu", "torch", "triton", "reference")
 
@@ -20,6 +21,8 @@ def make_attention_backend(name: str, config: ModelConfig, block_size: int, devi
     ``triton`` cannot be had or do not know the model's shapes, ``torch`` replaces them. Raises ``ValueError`` for an
     unknown name, and for a backend of another device.
     """
+    if config.kv_shapes or any(config.attention_chunks):
+        return VariedBackend(config, block_size, lambda part: make_attention_backend(name, part, block_size, device))
     if config.latent is not None and name in NAMES and (name != "cpu" or device.type == "cpu") and name != "triton":
         return _make_latent(name, config, block_size, device)
     match name:

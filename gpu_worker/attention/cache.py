@@ -131,7 +131,9 @@ def kv_layout(config: ModelConfig, block_size: int) -> str:
     dtype = _NAMES[config.kv_dtype]
     if config.latent is not None:
         return f"latent/{dtype}/{config.num_layers}x{config.latent.rank}+{config.latent.rope_size}/{block_size}"
-    return f"HND/{dtype}/{config.num_layers}x{config.num_kv_heads}x{config.cache_head_size}/{block_size}"
+    shapes = dict.fromkeys(config.kv_shapes or ((config.num_kv_heads, config.cache_head_size),))
+    rows = "+".join(f"{heads}x{size}" for heads, size in shapes)
+    return f"HND/{dtype}/{config.num_layers}x{rows}/{block_size}"
 
 
 def pointers(kv_cache: KVCache) -> tuple[int, int]:

@@ -11,11 +11,12 @@ from torch import Tensor
 from tokenloom.engine_core.data.kv_groups import KVGroup, describe_groups, layers_per_group
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
-from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.model_config import KVShape, ModelConfig
 from .attention_backend import AttentionBackend, AttentionPlan, IntArray, KVCache, ScoreRule
 from .cache import kv_layout
 from .cpu_backend import CPUBackend
 from .shared_prefix import SharedPrefixFinder
+from .varied_backend import shaped
 
 
 class GroupedBackend:
@@ -31,10 +32,13 @@ class GroupedBackend:
         block_size: int,
         make_backend: Callable[[], AttentionBackend],
         sources: Sequence[int] = (),
+        shapes: Sequence[KVShape] = (),
     ) -> None:
         """``make_backend``: makes a backend for as many layers as a group has. ``sources``: as
-        ``ModelConfig.kv_sources``; a layer that is in no group gets the cache of its source."""
+        ``ModelConfig.kv_sources``; a layer that is in no group gets the cache of its source. ``shapes``: as
+        ``ModelConfig.kv_shapes``."""
         self._groups = list(groups)
+        self._shapes = list(shapes)
         self._sources = list(sources)
         self.parts = [make_backend() for _ in groups]
         """The backend of each group."""
@@ -59,7 +63,7 @@ class GroupedBackend:
         caches: dict[int, KVCache] = {}
         for index, group in enumerate(self._groups):
             for tensor, layer in zip(tensors, group.layers, strict=False):
-                caches[layer] = tensor.view(tensor.shape)
+                caches[layer] = shaped(tensor, self._shapes[layer] if self._shapes else None)
                 self._group_of[id(caches[layer])] = index
         sources = self._sources or range(len(caches))
         return [caches[source] for source in sources]
@@ -144,7 +148,8 @@ class PoolLayers:
         """Return the attention backend of the pool. ``make`` returns one for a model without groups."""
         if not self.groups:
             return make(self.config)
-        return GroupedBackend(self.groups, block_size, lambda: make(self.config), self._model_config.kv_sources)
+        sources, shapes = self._model_config.kv_sources, self._model_config.kv_shapes
+        return GroupedBackend(self.groups, block_size, lambda: make(self.config), sources, shapes)
 
     def written_bytes_per_token(self, num_layers: int | None) -> int:
         """Return the size of one token's keys and values in the tensors that the first layers write to; None: all."""

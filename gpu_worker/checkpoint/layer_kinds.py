@@ -9,6 +9,7 @@ from .files.supported import DECODERS
 from .model_config import ExpertSwitches, RouterSwitches
 from .rope_config import (
     LongRopeScaling,
+    QueryScaling,
     RopeConfig,
     YarnScaling,
     no_rotation,
@@ -17,7 +18,7 @@ from .rope_config import (
     with_context,
 )
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _GPT_OSS_YARN = YarnScaling(32.0, 4096, 32.0, 1.0, 0.1 * math.log(32.0) + 1.0, truncate=False)
 """How gpt-oss's class stretches its positions if the configuration says nothing."""
 
@@ -44,10 +45,36 @@ def read_ropes(
     rope = with_context(rope, max_model_len or 1)
     if family == "gpt_oss" and not (reader.take("rope_scaling") or reader.take("rope_parameters")):
         rope = replace(rope, scaling=_GPT_OSS_YARN)
-    if family == "smollm3":
-        unrotated = no_rotation(head_size)
+    if family in ("smollm3", "llama4"):
+        longest = min(max_model_len or max_position, max_position)
+        unrotated = _scaled_queries(reader, head_size, longest) if family == "llama4" else no_rotation(head_size)
         return tuple(rope if rotates else unrotated for rotates in _rotating(reader, num_layers))
     return (rope,) * num_layers
+
+
+def _scaled_queries(reader: ConfigReader, head_size: int, longest: int) -> RopeConfig:
+    """Return what Llama 4 does in layers that do not rotate heads, in requests of at most ``longest`` tokens."""
+    is_on = reader.take("attn_temperature_tuning", True)  # true, or 4 as in the first published files
+    if not isinstance(is_on, int):
+        raise reader.error("attn_temperature_tuning", "must be true, false or a number")
+    period, factor = reader.take_int("floor_scale", 8192), reader.take_float("attn_scale", 0.1)
+    if not is_on or longest < period:
+        return no_rotation(head_size)
+    return RopeConfig(head_size, scaling=QueryScaling(factor, period))
+
+
+def read_chunks(
+    reader: ConfigReader, num_layers: int, ropes: tuple[RopeConfig, ...], longest: int
+) -> tuple[int | None, ...]:
+    """Return in which chunks of positions each layer of Llama 4 attends; None: in none, or in one that ``longest``
+    tokens do not fill. Raises ``ValueError`` as :func:`read_ropes`."""
+    chunk = None
+    if reader.take("attention_chunk_size", 8192) is not None:
+        chunk = reader.take_int("attention_chunk_size", 8192)
+    kinds = _layer_types(reader, num_layers) or [_CHUNKED if rope.rotates else _FULL for rope in ropes]
+    if any(kind not in (_FULL, _CHUNKED) for kind in kinds):
+        raise reader.error("layer_types", "may only hold full_attention and chunked_attention")
+    return tuple(chunk if kind == _CHUNKED and chunk is not None and chunk < longest else None for kind in kinds)
 
 
 def read_windows(reader: ConfigReader, family: str, num_layers: int, max_model_len: int) -> tuple[int | None, ...]:
@@ -66,6 +93,8 @@ def read_windows(reader: ConfigReader, family: str, num_layers: int, max_model_l
             windows = _smollm_windows(reader, num_layers)
         case "qwen2_moe" | "qwen3_moe":
             return _no_windows(reader, num_layers)
+        case "llama4":
+            return (None,) * num_layers
         case "mistral" | "mixtral" | "phi3":
             window = _window(reader, 4096 if family == "mistral" else None)
             windows = [window] * num_layers
@@ -90,7 +119,7 @@ def _gemma_kinds(reader: ConfigReader, family: str, num_layers: int) -> list[Any
 def _rotating(reader: ConfigReader, num_layers: int) -> list[bool]:
     """Return which layers rotate their heads. Without a list, every n-th does not (SmolLM3)."""
     step, listed = reader.take_int("no_rope_layer_interval", 4), reader.take("no_rope_layers")
-    if listed is None:
+    if not listed:  # as published, Llama 4 has an empty list
         return [(layer + 1) % step != 0 for layer in range(num_layers)]
     if not isinstance(listed, list) or len(listed) < num_layers or not all(entry in (0, 1) for entry in listed):
         raise reader.error("no_rope_layers", f"must be a list of num_hidden_layers = {num_layers} zeros and ones")
@@ -157,7 +186,7 @@ def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediat
     """Return the experts of ``family``; None: it has none. Raises ``ValueError`` naming an entry that is wrong."""
     if family in ("deepseek_v2", "deepseek_v3"):
         return _read_deepseek(reader, family == "deepseek_v3", num_layers)
-    if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4"):
         return None
     for training_only in ("router_aux_loss_coef", "router_jitter_noise"):
         reader.take(training_only)
@@ -179,6 +208,8 @@ def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediat
             normalizes_weights=True,
             layers=(True,) * num_layers,
         )
+    elif family == "llama4":
+        experts = _read_llama4(reader, num_layers, intermediate_size)
     else:
         experts = _read_qwen(reader, family, num_layers)
     _check_per_token(reader, experts.per_token, experts.count)
@@ -203,6 +234,25 @@ def _read_qwen(reader: ConfigReader, family: str, num_layers: int) -> ExpertSwit
         shared_size=reader.take_int("shared_expert_intermediate_size", 5632) if is_2 else 0,
         normalizes_weights=reader.take_bool("norm_topk_prob", False),
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+    )
+
+
+def _read_llama4(reader: ConfigReader, num_layers: int, intermediate_size: int) -> ExpertSwitches:
+    """Read the experts of Llama 4, of which each token has one beside the shared one."""
+    reader.take("for_llm_compressor")  # published files hold it; the class does not read it
+    step, listed = reader.take_int("interleave_moe_layer_step", 1), reader.take("moe_layers")
+    if listed is not None and (not isinstance(listed, list) or any(type(layer) is not int for layer in listed)):
+        raise reader.error("moe_layers", "must be a list of layer numbers")
+    if reader.take_int("num_experts_per_tok", 1) != 1:
+        raise reader.unsupported("num_experts_per_tok", "must be 1")
+    with_experts = range(step - 1, num_layers, step) if listed is None else listed
+    return ExpertSwitches(
+        count=reader.take_int("num_local_experts", 16),
+        per_token=1,
+        intermediate_size=intermediate_size,
+        shared_size=intermediate_size,
+        scales_inputs=True,
+        layers=tuple(layer in with_experts for layer in range(num_layers)),
     )
 
 

@@ -1,7 +1,6 @@
 """Reads the configuration of a checkpoint by its family. Absent entries take the defaults of the family's class in
 transformers. Nothing here imports torch: the checks before a start read the same."""
 
-import math
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from .files.config_reader import IS_CAUSAL, ConfigReader, stored_dtype, stored_n
 from .files.supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
 from .files.text_part import text_tensor
 from .gguf.config import gguf_config
-from .layer_kinds import read_experts, read_ropes, read_windows
+from .layer_kinds import read_chunks, read_experts, read_ropes, read_windows
 from .model_config import QUANTIZATIONS, DtypeName, LatentSwitches, ModelConfig, OPTSwitches
 from .quantization.entries import read_scheme
 from .rope_config import RopeConfig
@@ -168,6 +167,15 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
     )
     if family == "gpt_oss":
         return replace(config, hidden_act=_clamped_swiglu(reader))
+    if family == "llama4":
+        longest = min(max_model_len, wanted_model_len or max_model_len)
+        return replace(
+            config,
+            # Of the layers without experts.
+            intermediate_size=reader.take_int("intermediate_size_mlp", 16384),
+            norms_rotated_heads=reader.take_bool("use_qk_norm", True),
+            attention_chunks=read_chunks(reader, num_layers, ropes, longest),
+        )
     if traits.is_latent:
         return _add_latent(reader, config)
     return _add_gemma(reader, config) if traits.is_gemma else config
@@ -310,7 +318,7 @@ def _activation(reader: ConfigReader, name: str, default: str) -> str:
 
 def _max_model_len(family: Family, max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
     """Return the context length: that of the layers with the shortest one, of those that rotate."""
-    scaled = [rope for rope in ropes if rope.scaling != math.inf]
+    scaled = [rope for rope in ropes if rope.rotates]
     if family == "gemma3":  # its max_position_embeddings is the context that linear scaling reaches, as in vLLM
         scaled = [rope for rope in scaled if not isinstance(rope.scaling, float)]
     return min((rope.context(max_position) for rope in scaled), default=max_position)

@@ -28,6 +28,7 @@ def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:
         ropes=config.ropes[mine],
         attention_scales=config.attention_scales[mine],
         sliding_windows=config.sliding_windows[mine],
+        attention_chunks=config.attention_chunks[mine],
         experts=None if config.experts is None else _local_experts(config.experts, place, mine),
         shard=Shard(place.tensor_rank, size, config.num_kv_heads, place.spreads_context),
         first_layer=layers.start,
@@ -73,6 +74,13 @@ def check_kv_dtype(config: ModelConfig, dtype: KVCacheDtype) -> None:
             f"kv_cache_dtype: {dtype} is not supported for compressed vectors (MLA), which take a few hundred numbers "
             "a token and layer as they are; leave it out"
         )
+
+
+def check_chunks(config: ModelConfig, block_size: int) -> None:
+    """Raise ``ValueError`` if blocks of the KV cache would lie across the ends of the model's attention chunks."""
+    for chunk in filter(None, config.attention_chunks):
+        if chunk % block_size:
+            raise ValueError(f"block_size: {block_size} tokens do not divide the model's attention chunks of {chunk}")
 
 
 def check_device_options(config: EngineConfig, kind: str) -> None:
@@ -158,6 +166,10 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
     if config.latent is not None and place.spreads_context:
         raise ValueError(
             "decode_context_parallel_size: compressed vectors (MLA) are not spread over workers; leave it out"
+        )
+    if any(config.attention_chunks) and place.spreads_context:
+        raise ValueError(
+            "decode_context_parallel_size: attention in chunks of positions is not spread over workers; leave it out"
         )
     if place.num_stages > config.num_layers:
         raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {config.num_layers} layers")

@@ -2,7 +2,7 @@
 a dtype is asked for, so that checks before a start read what the engine reads."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tokenloom.engine_core.data.config import KVCacheDtype
 
@@ -86,8 +86,11 @@ class ExpertSwitches:
     intermediate_size: int
     shared_size: int = 0
     """The intermediate size of the expert that computes every token; 0: none."""
-    normalizes_weights: bool
+    normalizes_weights: bool = False
     """Whether the weights of a token's experts add up to one."""
+    scales_inputs: bool = False
+    """Whether a token's one expert computes the token times the sigmoid of its score (Llama 4); otherwise what the
+    experts compute is weighted."""
     router: RouterSwitches | None = None
     """None: the experts with the largest shares are chosen, and a gate weighs the expert of every token."""
     layers: tuple[bool, ...]
@@ -102,6 +105,14 @@ class ExpertSwitches:
     def num_places(self) -> int:
         """Return for how many experts the ranks have places."""
         return self.count + self.num_redundant
+
+
+class KVShape(NamedTuple):
+    """Holds the shape of a token's keys, and of its values, in one layer."""
+
+    num_heads: int
+    head_size: int
+    """As in the cache: whole 16s."""
 
 
 _HEAD_STEP = 16
@@ -142,6 +153,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     ropes: tuple[RopeConfig, ...] = ()
     """[num_layers]: how each layer rotates its heads; empty: the model has learned absolute positions."""
+    norms_rotated_heads: bool = False
+    """Whether query and key heads have RMSNorm without weights in the layers that rotate them."""
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
@@ -161,6 +174,12 @@ class ModelConfig:
     """[num_layers]: the factor on query times key."""
     sliding_windows: tuple[int | None, ...]
     """[num_layers]: how many positions a token sees, itself included; None: all."""
+    attention_chunks: tuple[int | None, ...] = ()
+    """[num_layers]: a token at position p sees those from p // chunk * chunk on; None: its window says what it sees.
+    Empty: there are no chunks. All their KV is kept, as that of full attention."""
+    kv_shapes: tuple[KVShape, ...] = ()
+    """[num_layers]: the keys of each layer, if they have different numbers of heads; ``num_kv_heads`` and ``head_size``
+    are then those of the layers with the largest rows, of which each smaller row is a whole part."""
     kv_sources: tuple[int, ...] = ()
     """[num_layers]: the layer whose keys and values each one attends to; empty: its own."""
     quantization: str | None = None

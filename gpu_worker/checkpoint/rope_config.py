@@ -69,13 +69,27 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Rotates nothing, and multiplies the query at position p by 1 + factor * log(1 + floor((p + 1) / period)), so
+    that long contexts do not flatten the softmax (Llama 4)."""
+
+    factor: float
+    period: float
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Describes how a model rotates its heads."""
 
     head_size: int
     theta: float = 10_000.0
-    scaling: float | Llama3Scaling | YarnScaling | DynamicScaling | LongRopeScaling = field(default=1.0)
-    """A number divides every frequency (rope type ``linear``; 1 is ``default``)."""
+    scaling: float | Llama3Scaling | YarnScaling | DynamicScaling | LongRopeScaling | QueryScaling = field(default=1.0)
+    """A number divides every frequency (rope type ``linear``; 1 is ``default``; infinity: nothing rotates)."""
+
+    @property
+    def rotates(self) -> bool:
+        """Return whether heads depend on positions by rotation."""
+        return self.scaling != math.inf and not isinstance(self.scaling, QueryScaling)
 
     @property
     def is_stretched(self) -> bool:

@@ -35,7 +35,7 @@ from .files.config_reader import (
 from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, is_encoder
 from .gguf.config import described_by, read_model
 from .load_config import check_quantization, load_model_config, read_dtype
-from .local_config import check_device_options, check_kv_dtype, check_options, local_config
+from .local_config import check_chunks, check_device_options, check_kv_dtype, check_options, local_config
 from .model_config import ModelConfig
 from .quantization.entries import scheme_for_modules
 from .rope_config import longest_context
@@ -90,6 +90,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
             )
         if not place.is_whole:
             raise ValueError("model_impl: transformers' modules are not divided among several workers; use one worker")
+        _check_kv_heads(path, config.cache.dtype)
         return _by_transformers(path, found, config.max_model_len)
     if not place.is_whole and (found.by == "encoder" or is_gguf(path)):
         what = "encoders are" if found.by == "encoder" else f"{path}: GGUF files are"
@@ -100,6 +101,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     if isinstance(found.config, ModelConfig):
         local_config(found.config, place)
         check_kv_dtype(found.config, config.cache.dtype)
+        check_chunks(found.config, config.cache.block_size)
     _check_context(config.max_model_len, found.config.max_model_len)
     return found
 
@@ -272,6 +274,17 @@ def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) ->
     if wrong := _unknown_value(types["values"], entries):
         raise ValueError(f"{file}: {wrong}")
     return found
+
+
+def _check_kv_heads(path: Path, dtype: str) -> None:
+    """Raise ``ValueError`` if blocks of this dtype cannot be read as those of layers with fewer heads (Gemma 4)."""
+    entries = _text_entries(read_architecture(path)[1])
+    heads = [entries.get(name) for name in ("num_key_value_heads", "num_global_key_value_heads")]
+    if dtype == "int8" and None not in heads and heads[0] != heads[1] and entries.get("attention_k_eq_v", True):
+        raise ValueError(
+            f"kv_cache_dtype: int8 is not supported for layers of {heads[0]} and of {heads[1]} KV heads, whose scales "
+            "lie behind the numbers of a block; leave it out"
+        )
 
 
 def _text_entries(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..checkpoint.rope_config import DynamicScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
+from ..checkpoint.rope_config import (
+    DynamicScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    QueryScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
@@ -23,6 +30,8 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
         case LongRopeScaling() as scaling:
             factors = torch.tensor(scaling.long_factors if scaling.is_long else scaling.short_factors)
             return 1.0 / (factors * config.theta**exponents)
+        case QueryScaling():
+            return torch.zeros_like(frequencies)
         case factor:
             return frequencies / factor
 
@@ -76,9 +85,15 @@ class RotaryEmbedding:
         self._frequencies = inverse_frequencies(config).to(device)
         self._attention_factor = config.attention_factor
         self._compute = compute
+        self._query = config.scaling if isinstance(config.scaling, QueryScaling) else None
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn [T] positions into (cos, sin), each [T, 1, head_size / 2] float32."""
+        """Turn [T] positions into (cos, sin), each [T, 1, head_size / 2] float32. Where queries are scaled and nothing
+        rotates, the first has the factors."""
+        if self._query is not None:
+            grown = torch.log1p(torch.floor((positions.float() + 1.0) / self._query.period)) * self._query.factor + 1.0
+            factors = grown[:, None, None].expand(-1, 1, len(self._frequencies))
+            return factors, torch.zeros_like(factors)
         return self._compute(positions, self._frequencies, self._attention_factor)
 
 
@@ -98,3 +113,9 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def halves(heads: Tensor) -> Tensor:
+    """Return [..., head_size] with the even dimensions in the first half and the odd ones in the second, so that
+    :func:`rotate` turns dimensions 2i and 2i + 1 of ``heads`` together."""
+    return torch.cat((heads[..., 0::2], heads[..., 1::2]), dim=-1)

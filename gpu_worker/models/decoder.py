@@ -6,11 +6,12 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache, ScoreRule
 from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.rope_config import QueryScaling
 from ..checkpoint.weights import Checkpoint
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
 from ..layers.expert_routes import ExpertRoutes
 from ..layers.linear import Linear, load_linear, make_output
-from ..layers.rotary import RotaryEmbedding
+from ..layers.rotary import RotaryEmbedding, halves
 from ..ops.ops import HeadNorm, Ops, Rotation
 from ..parallel.group import RankGroup
 from ..parallel.ranks import Stage
@@ -44,7 +45,8 @@ class Attention:
         self._head_size, has_sinks = config.head_size, config.traits.has_sinks
         sinks = checkpoint.take(f"{prefix}.sinks", config.shard.part(config.num_heads)).float() if has_sinks else None
         scale, window = config.attention_scales[layer], config.sliding_windows[layer]
-        self._rule = ScoreRule(scale, window, config.attention_softcap, sinks)
+        chunk = config.attention_chunks[layer] if config.attention_chunks else None
+        self._rule = ScoreRule(scale, window, config.attention_softcap, sinks, chunk)
         query_size = config.shard.part(config.num_heads * config.head_size)
         kv_size = config.shard.kv_part(config.num_kv_heads, config.head_size)
         sizes = (query_size, kv_size, kv_size)
@@ -61,6 +63,35 @@ class Attention:
     def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         query = self._ops.rotate_and_write(heads, self._head_norm, rotation, kv_cache, plan)
+        return self._out(plan.attend(query, kv_cache, self._rule).flatten(1))
+
+
+class InterleavedAttention(Attention):
+    """Computes the attention of Llama 4: dimensions 2i and 2i + 1 of a head rotate together, before a norm without
+    weights; layers that do not rotate heads may scale queries by their positions."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
+        super().__init__(checkpoint, prefix, config, ops, layer)
+        rope, self._num_kv_heads = config.ropes[layer], config.num_kv_heads
+        self._rotates, self._scales_queries = rope.rotates, isinstance(rope.scaling, QueryScaling)
+        if self._rotates and config.norms_rotated_heads:
+            # The norm of a rotated head is that of the head: it may be applied before.
+            ones = torch.ones(config.num_heads + config.num_kv_heads, config.head_size)
+            self._head_norm = HeadNorm(ones.to(checkpoint.device, checkpoint.dtype), config.norm_eps)
+
+    def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
+        heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
+        if self._rotates:
+            turning = heads[:, : -self._num_kv_heads]
+            # Queries and keys keep this order: their products do not depend on it.
+            heads = torch.cat((halves(turning), heads[:, -self._num_kv_heads :]), dim=1)
+            query = self._ops.rotate_and_write(heads, self._head_norm, rotation, kv_cache, plan)
+        else:
+            count = self._num_kv_heads
+            query, key, value = torch.split(heads, [heads.shape[1] - 2 * count, count, count], dim=1)
+            plan.write_kv(key, value, kv_cache)
+            if self._scales_queries:
+                query = (query * rotation[0][..., :1]).to(heads.dtype)
         return self._out(plan.attend(query, kv_cache, self._rule).flatten(1))
 
 
@@ -193,7 +224,9 @@ def add(residual: Tensor, delta: Tensor | None) -> Tensor:
 def _load_attention(
     checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int
 ) -> Attention | LatentAttention:
-    kind = Attention if config.latent is None else LatentAttention
+    kind = LatentAttention if config.latent is not None else Attention
+    if config.traits.is_interleaved:
+        kind = InterleavedAttention
     return kind(checkpoint, prefix, config, ops, layer)
 
 
@@ -204,7 +237,7 @@ def _load_mlp(
         assert routes is not None
         number = sum(config.experts.layers[:layer])
         return Experts(checkpoint, prefix, config, ops, config.experts, routes.layers[number])
-    return MLP(checkpoint, f"{prefix}.mlp", config, ops)
+    return MLP(checkpoint, f"{prefix}.{config.traits.mlp_name}", config, ops)
 
 
 class DecoderModel:

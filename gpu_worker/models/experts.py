@@ -84,11 +84,13 @@ class Experts:
     ) -> None:
         """``prefix``: of the layer's tensors. ``routes`` records which experts were chosen."""
         is_mixtral = config.family == "mixtral"
-        prefix, names = (f"{prefix}.block_sparse_moe", _MIXTRAL) if is_mixtral else (f"{prefix}.mlp", MLPNames())
+        part, names = ("block_sparse_moe", _MIXTRAL) if is_mixtral else (config.traits.mlp_name, MLPNames())
+        prefix = f"{prefix}.{part}"
         self._switches = experts
         self._device = checkpoint.device
         self._routes = routes
-        router, is_biased = (f"{prefix}.router", True) if config.traits.has_mlp_bias else (f"{prefix}.gate", False)
+        is_biased = config.traits.has_mlp_bias
+        router = f"{prefix}.router" if is_biased or experts.scales_inputs else f"{prefix}.gate"
         self._router = load_linear(checkpoint, [router], config.hidden_size, [experts.count], is_biased)
         self._score_bias: Tensor | None = None
         if experts.router is not None and experts.router.has_independent_scores:
@@ -129,7 +131,10 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = self._route(x)
-        out = self._routed(x, weights, chosen)
+        if self._switches.scales_inputs:
+            out = self._routed(x * weights.to(x.dtype), torch.ones_like(weights), chosen)
+        else:
+            out = self._routed(x, weights, chosen)
         return self._group.all_reduce(out if self._shared is None else out + self._shared(x))
 
     def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -175,6 +180,9 @@ class Experts:
         logits = self._router(x, torch.float32)
         if self._switches.router is not None:
             return choose_in_groups(logits, self._score_bias, self._switches, self._switches.router)
+        if self._switches.scales_inputs:
+            best, chosen = logits.topk(self._switches.per_token, dim=-1)
+            return best.sigmoid(), chosen
         shares = logits.softmax(-1)
         weights, chosen = shares.topk(self._switches.per_token, dim=-1)
         return weights / weights.sum(-1, keepdim=True) if self._switches.normalizes_weights else weights, chosen
@@ -205,9 +213,10 @@ def choose_in_groups(
 def _load_shared(
     checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, experts: ExpertSwitches
 ) -> "_Shared | MLP":
-    if experts.router is None:
+    if experts.router is None and not experts.scales_inputs:
         return _Shared(checkpoint, prefix, config, ops, experts.shared_size)
-    return MLP(checkpoint, f"{prefix}.shared_experts", config, ops, experts.shared_size, sums=False)
+    name = "shared_expert" if experts.scales_inputs else "shared_experts"
+    return MLP(checkpoint, f"{prefix}.{name}", config, ops, experts.shared_size, sums=False)
 
 
 class _Shared:

@@ -8,7 +8,7 @@ from ..attention.latent_backend import LatentPlan, LatentProjection
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.linear import load_linear
-from ..layers.rotary import rotate
+from ..layers.rotary import halves, rotate
 from ..ops.ops import Ops, Rotation
 
 _NORM_EPS = 1e-6
@@ -58,5 +58,5 @@ class LatentAttention:
     def _rotate(self, heads: Tensor, rotation: Rotation) -> Tensor:
         """Rotate [T, heads, rope_size]. Of queries and keys the result may be permuted in the same way."""
         if self._latent.is_interleaved:
-            heads = torch.cat((heads[..., 0::2], heads[..., 1::2]), dim=-1)
+            heads = halves(heads)
         return rotate(heads, *rotation)

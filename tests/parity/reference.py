@@ -101,6 +101,17 @@ _MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
         "rope_parameters": {**_DEEPSEEK_ROPE, "mscale": 1.0},
     },
+    "llama4_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 1, 0, 1],
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 80,
+        "num_local_experts": 4,
+        "attention_chunk_size": 64,
+        "floor_scale": 32,
+        "attn_scale": 0.5,
+    },
     "opt": {
         "init_std": 0.2,
         "max_position_embeddings": 1024,

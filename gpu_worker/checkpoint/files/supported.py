@@ -21,6 +21,7 @@ Family = Literal[
     "gpt_oss",
     "deepseek_v2",
     "deepseek_v3",
+    "llama4",
     "gpt2",
     "opt",
     "transformers",
@@ -43,6 +44,7 @@ ARCHITECTURES: dict[str, Family] = {
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Llama4ForCausalLM": "llama4",
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
 }
@@ -53,7 +55,7 @@ CLASS_HEAD = "ForSequenceClassification"
 CLASSIFIERS: dict[str, Family] = {
     name.replace("ForCausalLM", CLASS_HEAD): family
     for name, family in ARCHITECTURES.items()
-    if family not in ("gpt2", "opt")
+    if family not in ("gpt2", "opt", "llama4")
 }
 """Names the decoders with a class head instead of an output layer."""
 BACKBONES: dict[str, Family] = {name.replace(CLASS_HEAD, "Model"): family for name, family in CLASSIFIERS.items()}
@@ -77,9 +79,10 @@ STATIC = "StaticModel"
 """Names a table of vectors of tokens, without a network (model2vec)."""
 BUILT_IN = frozenset((*ARCHITECTURES, *CLASSIFIERS, *BACKBONES, *ENCODERS, STATIC))
 """Names all architectures that are built in."""
+_TEXT_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
 CLASS_OF_TYPE: dict[str, str] = {
-    # The type gemma3 is that of a model which reads images.
-    **{family.replace("gemma3", "gemma3_text"): name for name, family in ARCHITECTURES.items()},
+    # The types gemma3 and llama4 are those of models which read images.
+    **{_TEXT_TYPES.get(family, family): name for name, family in ARCHITECTURES.items()},
     "bert": "BertModel",
     "roberta": "RobertaModel",
     "xlm-roberta": "XLMRobertaModel",
@@ -150,6 +153,10 @@ class DecoderTraits:
     """Whether the checkpoint stores queries, keys and values as one matrix, and gate and up as another."""
     is_gemma: bool = False
     """Whether embeddings are scaled, and the configuration states the scale of attention and limits of scores."""
+    is_interleaved: bool = False
+    """Whether dimensions 2i and 2i + 1 of a head rotate together, and not i and i + head_size / 2."""
+    mlp_name: str = "mlp"
+    """What the checkpoint calls a layer's MLP, with experts or without."""
     is_latent: bool = False
     """Whether the KV cache holds one compressed vector of a token for all heads (multi-head latent attention)."""
 
@@ -196,5 +203,14 @@ DECODERS: dict[str, DecoderTraits] = {
     ),
     "deepseek_v2": DecoderTraits(is_latent=True, may_have_attention_bias=True, may_have_mlp_bias=True),
     "deepseek_v3": DecoderTraits(is_latent=True, may_have_attention_bias=True),
+    "llama4": DecoderTraits(
+        norm_eps=1e-5,
+        head_size=128,
+        num_kv_heads=8,
+        rope_theta=500_000.0,
+        may_have_attention_bias=True,
+        is_interleaved=True,
+        mlp_name="feed_forward",
+    ),
 }
 """The families that ``models.decoder`` computes."""

@@ -1,12 +1,13 @@
 """Reads what a configuration of transformers declares, in the terms of :class:`ModelConfig`."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...checkpoint.model_config import DtypeName, ModelConfig
+from ...checkpoint.model_config import DtypeName, KVShape, ModelConfig
 from ...checkpoint.rope_config import CONTEXT_ENTRIES, GROWING, longest_context
 from .paged_attention import LayerRule, UnservableModel
 
@@ -67,15 +68,31 @@ def complete(declared: ModelConfig, text: Any, rules: list[LayerRule]) -> ModelC
     Raises :class:`UnservableModel` if the layers cannot share one KV cache.
     """
     _check_layers(text, rules, declared.max_model_len)
+    shapes = _shapes(rules)
+    widest = max(shapes, key=math.prod)
+    if any(math.prod(widest) % math.prod(shape) for shape in shapes):
+        raise UnservableModel(
+            f"has layers whose keys are not whole parts of each other, (heads, size): {', '.join(map(str, shapes))}"
+        )
     return replace(
         declared,
         num_heads=rules[0].num_heads,
-        num_kv_heads=rules[0].num_kv_heads,
-        head_size=max(max(rule.head_size, rule.value_size) for rule in rules),
+        num_kv_heads=widest.num_heads,
+        head_size=widest.head_size,
+        kv_shapes=shapes if len(set(shapes)) > 1 else (),
         attention_scales=tuple(rule.scores.scale for rule in rules),
         sliding_windows=tuple(rule.scores.sliding_window for rule in rules),
         kv_sources=tuple(layer if rule.source is None else rule.source for layer, rule in enumerate(rules)),
     )
+
+
+def _shapes(rules: list[LayerRule]) -> tuple[KVShape, ...]:
+    """Return the shape of each layer's keys. If all have equally many heads, all have the largest size."""
+    sizes = [max(rule.head_size, rule.value_size) for rule in rules]
+    heads = [rule.num_kv_heads for rule in rules]
+    if len(set(heads)) == 1:
+        return tuple(KVShape(count, max(sizes)) for count in heads)
+    return tuple(KVShape(count, -(-size // 16) * 16) for count, size in zip(heads, sizes, strict=True))
 
 
 def _number(text: Any, name: str) -> int:
@@ -96,9 +113,9 @@ def _check_layers(text: Any, rules: list[LayerRule], max_length: int) -> None:
         )
     if len({id(rule.module) for rule in rules}) != num_layers:
         raise UnservableModel("attends more than once in a layer")
-    heads = sorted({(rule.num_heads, rule.num_kv_heads) for rule in rules})
+    heads = sorted({rule.num_heads for rule in rules})
     if len(heads) > 1:
-        raise UnservableModel(f"has layers with different numbers of heads, (query, KV): {', '.join(map(str, heads))}")
+        raise UnservableModel(f"has layers with different numbers of query heads: {', '.join(map(str, heads))}")
     _check_windows(text, rules, max_length)
 
 

@@ -72,10 +72,10 @@ class EnoughLayers(Exception):
 class PagedAttention:
     """Computes attention in the order of the calls: the n-th call of a step is that of rule and cache n."""
 
-    def __init__(self, rules: Sequence[LayerRule], head_size: int) -> None:
-        """``head_size`` is that of the cache, which is the largest of all keys and values."""
+    def __init__(self, rules: Sequence[LayerRule], head_sizes: Sequence[int]) -> None:
+        """``head_sizes``: of each layer's cache."""
         self._rules = list(rules)
-        self._head_size = head_size
+        self._head_sizes = list(head_sizes)
         self._plan: AttentionPlan | None = None
         self._kv_caches: list[KVCache] = []
         self.num_calls = 0
@@ -101,17 +101,19 @@ class PagedAttention:
         queries, keys, values = (heads[0].transpose(0, 1) for heads in (call.query, call.key, call.value))
         # A layer that shares the cache of an earlier one finds its keys and values there.
         is_written = rule.source is not None and kv_cache is self._kv_caches[rule.source]
-        if rule.head_size == rule.value_size == self._head_size:
+        size = self._head_sizes[layer]
+        if rule.head_size == rule.value_size == size:
             if not is_written:
                 plan.write_kv(keys, values, kv_cache)
             return plan.attend(queries, kv_cache, rule.scores)[None]
         if not is_written:
-            plan.write_kv(self._pad(keys), self._pad(values), kv_cache)
-        return plan.attend(self._pad(queries), kv_cache, rule.scores)[None, :, :, : rule.value_size]
+            plan.write_kv(_pad(keys, size), _pad(values, size), kv_cache)
+        return plan.attend(_pad(queries, size), kv_cache, rule.scores)[None, :, :, : rule.value_size]
 
-    def _pad(self, heads: Tensor) -> Tensor:
-        """Extend [T, heads, size] to the cache's head size with zeros, which change no product."""
-        return F.pad(heads, (0, self._head_size - heads.shape[2]))
+
+def _pad(heads: Tensor, size: int) -> Tensor:
+    """Extend [T, heads, head size] to ``size`` with zeros, which change no product."""
+    return F.pad(heads, (0, size - heads.shape[2]))
 
 
 def bind(model: nn.Module, owner: AttentionOwner) -> None:

@@ -142,7 +142,8 @@ class TransformersModel:
         rules = record(body, model, declared.max_model_len, self._device)
         self.routes = routes_of_modules(body, NUM_PROBED)
         self._set_config(complete(declared, found.config.get_text_config(decoder=True), rules))
-        attention = PagedAttention(rules, self.config.head_size)
+        sizes = [shape.head_size for shape in self.config.kv_shapes] or [self.config.head_size] * len(rules)
+        attention = PagedAttention(rules, sizes)
         bind(model, attention)
         model.set_attn_implementation(SERVING)
         try:

@@ -49,6 +49,8 @@ def shape(
         kv_row_bytes=row_bytes,
         kv_planes=2,
         latent=None,
+        kv_shapes=(),
+        attention_chunks=(),
         kv_bytes_per_token=2 * num_kv_heads * row_bytes,
     )
 

@@ -36,6 +36,7 @@ CONFIG: Any = SimpleNamespace(
     kv_row_bytes=4 * 2,
     kv_planes=2,
     latent=None,
+    kv_shapes=(),
     kv_bytes_per_token=2 * 3 * 2 * 4 * 2,
 )
 

@@ -1,12 +1,13 @@
 """Tests the configuration of a rank's part of a model, and what is refused with several workers."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from tests.gpu_worker.checkpoint.test_published_configs import CONFIGS
+from tests.gpu_worker.checkpoint.test_published_configs import CONFIGS, LLAMA_4_SCOUT
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom import demo_model
 from tokenloom.engine_core.data.config import (
@@ -17,7 +18,7 @@ from tokenloom.engine_core.data.config import (
     WorkerConfig,
 )
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
-from tokenloom.gpu_worker.checkpoint.local_config import check_options, local_config
+from tokenloom.gpu_worker.checkpoint.local_config import check_chunks, check_options, local_config
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.models.architectures import ModelLoader
@@ -56,6 +57,22 @@ def test_compressed_vectors_are_not_spread(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="decode_context_parallel_size: compressed vectors"):
         local_config(config, RankPlace(0, 2, spreads_context=True))
     assert local_config(config, RankPlace(0, 2)).kv_bytes_per_token == config.kv_bytes_per_token
+
+
+def test_chunks_are_not_spread(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_4_SCOUT))
+    config = load_model_config(tmp_path)
+    with pytest.raises(ValueError, match="decode_context_parallel_size: attention in chunks"):
+        local_config(config, RankPlace(0, 2, spreads_context=True))
+    part = local_config(config, place_of(replace(parallel(1, 3), rank=1)))
+    assert part.attention_chunks == config.attention_chunks[16:32]
+
+
+def test_blocks_end_where_chunks_end() -> None:
+    config = dataclasses.replace(load_model_config(DEMO), attention_chunks=(None, 40))
+    check_chunks(config, 8)
+    with pytest.raises(ValueError, match="block_size: 16 tokens do not divide the model's attention chunks of 40"):
+        check_chunks(config, 16)
 
 
 def test_compressed_vectors_are_not_rounded(tmp_path: Path) -> None:

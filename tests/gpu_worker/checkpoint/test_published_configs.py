@@ -8,6 +8,7 @@ import pytest
 
 from tokenloom.gpu_worker.checkpoint.files.config_reader import UnsupportedError
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.rope_config import QueryScaling, no_rotation
 
 _COMMON = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True, "transformers_version": "4.50.0"}
 _SILU = {**_COMMON, "hidden_act": "silu", "torch_dtype": "bfloat16"}
@@ -381,6 +382,60 @@ PHI_4_MINI = CONFIGS["microsoft/Phi-3-mini-4k-instruct"] | {
 }
 
 
+# Values of the text as copies of its config.json in public repositories have them; only the entries of the tower that
+# the class needs to be made.
+LLAMA_4_SCOUT: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "boi_token_index": 200080,
+    "eoi_token_index": 200081,
+    "image_token_index": 200092,
+    "model_type": "llama4",
+    "text_config": {
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "attention_dropout": 0.0,
+        "bos_token_id": 200000,
+        "eos_token_id": [200001, 200007, 200008],
+        "for_llm_compressor": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 10485760,
+        "model_type": "llama4_text",
+        "no_rope_layers": [],
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "output_router_logits": False,
+        "pad_token_id": 200018,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_qk_norm": True,
+        "vocab_size": 202048,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0.dev0",
+    "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
+}
+
+
 def write(config: dict[str, Any], directory: Path) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -470,6 +525,56 @@ def test_gpt_oss_without_its_entries_is_what_the_class_makes_of_them(tmp_path: P
     assert load_model_config(write(config | {"max_position_embeddings": 131072}, tmp_path)) == load_model_config(
         write(GPT_OSS, tmp_path / "published")
     )
+
+
+def test_llama_4_attends_in_chunks_where_it_rotates(tmp_path: Path) -> None:
+    config = load_model_config(write(LLAMA_4_SCOUT, tmp_path))
+    assert config.attention_chunks == (8192, 8192, 8192, None) * 12
+    assert [rope.rotates for rope in config.ropes] == [True, True, True, False] * 12
+    assert config.ropes[3].scaling == QueryScaling(0.1, 8192)
+    assert config.experts is not None
+    assert config.experts.layers == (True,) * 48
+    assert (config.experts.intermediate_size, config.intermediate_size) == (8192, 16384)
+    assert config.max_model_len == 10485760
+    # In a context that one chunk holds, nothing is left of either.
+    short = load_model_config(tmp_path, max_model_len=8191)
+    assert (set(short.attention_chunks), short.ropes[3]) == ({None}, no_rotation(128))
+
+
+@pytest.mark.parametrize(
+    ("entries", "chunks", "rotating", "experts"),
+    [
+        ({"attention_chunk_size": None}, [None] * 48, 36, 48),
+        ({"no_rope_layers": [0, 1] * 24}, [None, 8192] * 24, 24, 48),
+        ({"layer_types": ["chunked_attention"] * 48}, [8192] * 48, 36, 48),
+        ({"interleave_moe_layer_step": 2}, [8192, 8192, 8192, None] * 12, 36, 24),
+        ({"moe_layers": [0, 7]}, [8192, 8192, 8192, None] * 12, 36, 2),
+        ({"attn_temperature_tuning": 4}, [8192, 8192, 8192, None] * 12, 36, 48),
+    ],
+)
+def test_entries_of_llama_4(
+    entries: dict[str, Any], chunks: list[int | None], rotating: int, experts: int, tmp_path: Path
+) -> None:
+    text = LLAMA_4_SCOUT["text_config"] | entries
+    config = load_model_config(write(LLAMA_4_SCOUT | {"text_config": text}, tmp_path))
+    assert config.experts is not None
+    assert list(config.attention_chunks) == chunks
+    assert (sum(rope.rotates for rope in config.ropes), sum(config.experts.layers)) == (rotating, experts)
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok must be 1"),
+        ({"layer_types": ["sliding_attention"] * 48}, "may only hold full_attention and chunked_attention"),
+        ({"attn_temperature_tuning": "on"}, "attn_temperature_tuning must be"),
+        ({"moe_layers": "all"}, "moe_layers must be a list"),
+    ],
+)
+def test_what_llama_4_does_not_compute_is_refused(entries: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    text = LLAMA_4_SCOUT["text_config"] | entries
+    with pytest.raises(ValueError, match=reason):
+        load_model_config(write(LLAMA_4_SCOUT | {"text_config": text}, tmp_path))
 
 
 @pytest.mark.parametrize(("entry", "value"), [("swiglu_limit", 10.0), ("swiglu_alpha", 1.0)])

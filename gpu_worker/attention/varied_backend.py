@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
-from ..checkpoint.local_config import check_chunks
+from ..checkpoint.local_config import check_chunks, check_kv_dtype
 from ..checkpoint.model_config import KVShape, ModelConfig
 from .attention_backend import AttentionBackend, AttentionPlan, IntArray, KVCache, ScoreRule
 
@@ -74,6 +74,7 @@ class VariedBackend:
         """``make`` returns the backend of a model whose layers are all alike. Raises ``ValueError`` if chunks are no
         whole blocks."""
         check_chunks(config, block_size)
+        check_kv_dtype(config, config.kv_cache_dtype)
         self._config = replace(config, kv_shapes=(), attention_chunks=())
         self._shapes = config.kv_shapes
         self._block_size = block_size

@@ -69,6 +69,8 @@ def check_options(config: EngineConfig) -> None:
 
 def check_kv_dtype(config: ModelConfig, dtype: KVCacheDtype) -> None:
     """Raise ``ValueError`` if the model's KV cache cannot have ``dtype``."""
+    if config.kv_shapes and dtype == "int8":
+        raise ValueError(NO_INT8_SHAPES)
     if config.latent is not None and dtype != "auto":
         raise ValueError(
             f"kv_cache_dtype: {dtype} is not supported for compressed vectors (MLA), which take a few hundred numbers "
@@ -81,6 +83,12 @@ def check_chunks(config: ModelConfig, block_size: int) -> None:
     for chunk in filter(None, config.attention_chunks):
         if chunk % block_size:
             raise ValueError(f"block_size: {block_size} tokens do not divide the model's attention chunks of {chunk}")
+
+
+NO_INT8_SHAPES = (
+    "kv_cache_dtype: int8 is not supported for layers with different numbers of KV heads: scales lie behind the "
+    "numbers of a block; leave it out"
+)
 
 
 def check_device_options(config: EngineConfig, kind: str) -> None:

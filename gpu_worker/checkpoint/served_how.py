@@ -35,7 +35,14 @@ from .files.config_reader import (
 from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, is_encoder
 from .gguf.config import described_by, read_model
 from .load_config import check_quantization, load_model_config, read_dtype
-from .local_config import check_chunks, check_device_options, check_kv_dtype, check_options, local_config
+from .local_config import (
+    NO_INT8_SHAPES,
+    check_chunks,
+    check_device_options,
+    check_kv_dtype,
+    check_options,
+    local_config,
+)
 from .model_config import ModelConfig
 from .quantization.entries import scheme_for_modules
 from .rope_config import longest_context
@@ -276,15 +283,16 @@ def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) ->
     return found
 
 
+_KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads")
+"""What Gemma 4 and MiMo-V2 call the KV heads of layers of each kind."""
+
+
 def _check_kv_heads(path: Path, dtype: str) -> None:
-    """Raise ``ValueError`` if blocks of this dtype cannot be read as those of layers with fewer heads (Gemma 4)."""
-    entries = _text_entries(read_architecture(path)[1])
-    heads = [entries.get(name) for name in ("num_key_value_heads", "num_global_key_value_heads")]
-    if dtype == "int8" and None not in heads and heads[0] != heads[1] and entries.get("attention_k_eq_v", True):
-        raise ValueError(
-            f"kv_cache_dtype: int8 is not supported for layers of {heads[0]} and of {heads[1]} KV heads, whose scales "
-            "lie behind the numbers of a block; leave it out"
-        )
+    """Raise ``ValueError`` if blocks of this dtype cannot be read as those of layers with fewer heads."""
+    entries = _text_entries(read_model(path)[1])
+    heads = {entries.get(name) for name in _KV_HEADS} - {None}
+    if dtype == "int8" and len(heads) > 1 and entries.get("attention_k_eq_v", True):
+        raise ValueError(NO_INT8_SHAPES)
 
 
 def _text_entries(values: dict[str, Any]) -> dict[str, Any]:

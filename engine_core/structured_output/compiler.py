@@ -10,6 +10,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from tokenloom.request.turns import TenantTurns
+
 from ..data.config import StructuredOutputConfig
 from ..data.core_params import StructuredOutput
 from .compiler_process import CompilerDied, CompilerProcess, CompilerUnavailable, Setup, make_backend
@@ -76,15 +78,18 @@ class CompileQueue:
     """Keeps compiles in the order of their arrival within each tenant. A compile that several tenants want waits in the
     queue of each, so that it begins at the first turn of any of them."""
 
-    def __init__(self, max_pending: int = MAX_PENDING, max_pending_per_tenant: int = MAX_PENDING_PER_TENANT) -> None:
+    def __init__(
+        self,
+        max_pending: int = MAX_PENDING,
+        max_pending_per_tenant: int = MAX_PENDING_PER_TENANT,
+        num_compilers: int | None = None,
+    ) -> None:
+        """``num_compilers``: of which a tenant leaves one free while it is not alone; None: it need not."""
         self._max_pending = max_pending
         self._max_per_tenant = max_pending_per_tenant
         # By tenant; the tenant that was served last is at the end. No queue is empty.
         self._waiting: dict[str, dict[StructuredOutput, Compile]] = {}
-        self._num_running: Counter[str] = Counter()
-        self._accounts: dict[str, float] = {}  # seconds; of tenants that wait, run, or have used more than the present
-        self._now = 0.0
-        """The account of the tenant that was served last, when it was served."""
+        self._turns = TenantTurns(num_compilers)  # costs are seconds
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -108,8 +113,7 @@ class CompileQueue:
             )
         if not waiting:
             self._waiting[tenant] = waiting
-            # A tenant that was away starts beside the one served last: turns are neither saved up nor owed.
-            self._accounts[tenant] = max(self._accounts.get(tenant, 0.0), self._now)
+            self._turns.wait(tenant)
         waiting[compile_.constraint] = compile_
 
     def remove(self, compile_: Compile, tenant: str) -> None:
@@ -117,19 +121,23 @@ class CompileQueue:
         waiting = self._waiting.get(tenant)
         if waiting is not None and waiting.pop(compile_.constraint, None) is not None and not waiting:
             del self._waiting[tenant]
-            self._forget_accounts()
+            self._turns.forget(self._waiting)
+
+    @property
+    def can_take(self) -> bool:
+        """Whether a compile may begin."""
+        return any(map(self._turns.may_begin, self._waiting))
 
     def take(self) -> Compile | None:
-        """Begin the next compile; None if none waits.
+        """Begin the next compile; None if none waits, or only such that leave the last compiler to other tenants.
 
         It is the oldest one of the tenant that occupies the fewest compilers and, among these, has used the least time.
         So no tenant gets a second compiler while another one waits.
         """
-        if not self._waiting:
+        tenant = self._turns.next(self._waiting)
+        if tenant is None:
             return None
-        tenant = min(self._waiting, key=lambda name: (self._num_running[name], self._accounts[name]))
-        self._now = self._accounts[tenant]
-        self._num_running[tenant] += 1
+        self._turns.start(tenant)
         compile_ = next(iter(self._waiting[tenant].values()))
         # Tenants with the same constraint pay for it once: that whose turn it was.
         compile_.payer = tenant
@@ -143,20 +151,8 @@ class CompileQueue:
         """Charge a compile that has ended to the tenant at whose turn it was begun."""
         tenant = compile_.payer
         assert tenant is not None
-        self._num_running[tenant] -= 1
-        self._accounts[tenant] += seconds
-        self._forget_accounts()
-
-    def _forget_accounts(self) -> None:
-        """Drop accounts that say no more than the present does, so that their number stays small."""
-        self._num_running = +self._num_running
-        if not self._waiting and not self._num_running:
-            self._accounts.clear()
-            self._now = 0.0
-            return
-        for tenant in [name for name, used in self._accounts.items() if used <= self._now]:
-            if tenant not in self._waiting and tenant not in self._num_running:
-                del self._accounts[tenant]
+        self._turns.stop(tenant, seconds)
+        self._turns.forget(self._waiting)
 
 
 NUM_COMPILERS = 2
@@ -204,7 +200,7 @@ class GrammarCompiler:
         self._backend: StructuredOutputBackend | None = None
         self._backend_lock = threading.Lock()  # is held while the backend is loaded
         self._lock = threading.Lock()  # guards what follows, never for long
-        self._queue = CompileQueue()
+        self._queue = CompileQueue(num_compilers=NUM_COMPILERS)
         self._known: OrderedDict[StructuredOutput, Compile] = OrderedDict()
         self._running: set[_Running] = set()
         self._idle: list[CompilerProcess] = []
@@ -311,23 +307,32 @@ class GrammarCompiler:
     # In the pool
 
     def _compile_next(self) -> None:
-        """Compile the constraint whose turn it is, if one waits.
+        """Compile the constraint whose turn it is, if any may begin, and those that had to leave it a compiler."""
+        while self._compile_one():
+            with self._lock:
+                if self._closed or self._num_due or not self._queue:
+                    return
+                self._num_due += 1
+
+    def _compile_one(self) -> bool:
+        """Return whether a constraint was compiled.
 
         The process comes first: it may have to start, and which constraint is next may change meanwhile.
         """
         with self._lock:
-            if not self._queue:
+            if not self._queue.can_take:
                 self._num_due -= 1
-                return
+                return False
         try:
             process = self._take_process()
         except Exception as error:  # starting a process fails in ways of the system's own, too
             self._fail_next(_for_clients(error))
-            return
+            return True
         if (running := self._begin(process)) is None:
             self._give_back(process)
-        else:
-            self._finish(running)
+            return False
+        self._finish(running)
+        return True
 
     def _fail_next(self, error: GrammarError) -> None:
         with self._lock:

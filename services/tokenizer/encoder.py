@@ -1,24 +1,26 @@
-"""Turns text into token ids and back, in threads, so that a long text never blocks the event loop."""
+"""Turns text into token ids and back: what a thread of the tokenizer, or a process that it started, computes."""
 
-import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 
 from tokenloom.model_files.sentence_texts import SentenceTexts
 from tokenloom.request import errors
 from tokenloom.request.prefix_schedule import prefix_hashes
-from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
+from tokenloom.v1.tokenizer_pb2 import (
+    DecodeRequest,
+    DecodeResponse,
+    EncodeChatRequest,
+    EncodeRequest,
+    EncodeResponse,
+    TokenizedPrompt,
+)
 
 from .spelled_tokens import PlainTextEncoder, Rendered, unmasked
-
-MAX_WAITING = 1024
-"""Calls that run in a thread or wait for one; more are refused with an error that invites a retry."""
 
 T = TypeVar("T")
 
@@ -110,7 +112,10 @@ def encode_text(
     tokenizer: Tokenizer, text: str, second: str | None, rule: TextRule, *, want_strings: bool = False
 ) -> EncodedText:
     """Return the tokens of a text, or of a pair."""
-    encoding = tokenizer.encode(rule.prefix + text, second, add_special_tokens=rule.add_special_tokens)
+    whole = rule.prefix + text
+    # The calls of one text hold the interpreter's lock: 1 MB of one word let no heartbeat out for 2.4 s.
+    encode = tokenizer.encode_batch if want_strings else tokenizer.encode_batch_fast  # which has no strings
+    (encoding,) = encode([whole if second is None else (whole, second)], add_special_tokens=rule.add_special_tokens)
     ids, types = encoding.ids, encoding.type_ids if second is not None else ()
     num_skipped, cut = min(rule.num_skipped, len(ids)), rule.cut
     if cut is not None and len(ids) > cut.max_tokens:
@@ -122,138 +127,91 @@ def encode_text(
 
 
 class TextEncoder:
-    """Runs a tokenizer in its own threads."""
+    """Answers the calls of a tokenizer. Several threads may use it."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        block_size: int,
-        max_text_bytes: int,
-        num_threads: int,
-        vector_texts: SentenceTexts | None = None,
+        self, tokenizer: Tokenizer, *, block_size: int, max_text_bytes: int, vector_texts: SentenceTexts | None = None
     ) -> None:
+        """``vector_texts``: how texts become vectors; None: the checkpoint does not say."""
         self._tokenizer = tokenizer
         self._vector_texts = VectorTexts(tokenizer, vector_texts)
         self._block_size = block_size
         self._max_text_bytes = max_text_bytes
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
-        self._waiting = 0
 
-    def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        add_special_tokens: bool,
-        want_hashes: bool,
-        salt: bytes,
-        want_token_strings: bool = False,
-        second_texts: Sequence[str] = (),
-        cut: PromptTruncation | None = None,
-        prompt_name: str | None = None,
-    ) -> Coroutine[Any, Any, list[TokenizedPrompt]]:
+    def encode(self, request: EncodeRequest) -> EncodeResponse:
         """Return the ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
 
-        Args:
-            second_texts: What to join to each text; empty: nothing.
-            cut: Limits the tokens of each prompt; None: nothing does. Where the files of sentence-transformers limit
-                them further, theirs holds.
-            prompt_name: Of the prompt of texts that become vectors; empty: the default; None: they become none.
-
-        Raises ``InvalidArgument`` for a text over the size limit or one that makes the tokenizer fail,
-        ``ResourceExhausted`` when too many calls wait.
+        Raises ``InvalidArgument`` for a text over the size limit or one that makes the tokenizer fail.
         """
+        texts, second_texts = request.texts, request.second_texts
         if second_texts and len(second_texts) != len(texts):
             raise errors.InvalidArgument("second_texts must be empty or as many as texts.", "second_texts")
         for text in (*texts, *second_texts):
-            if 4 * len(text) > self._max_text_bytes:  # a character has at most four bytes: most need not be measured
-                self._check_size(text)
-        rule = TextRule() if prompt_name is None else self._vector_texts.rule(prompt_name)
-        rule = rule._replace(add_special_tokens=add_special_tokens and rule.add_special_tokens).cut_to(cut)
-        pairs = list(zip_longest(texts, second_texts))
-        return self._in_thread(self._encode, pairs, rule, want_hashes, salt, want_token_strings)
-
-    def encode_chat(
-        self, rendered: Rendered, *, want_hashes: bool, salt: bytes, want_token_strings: bool = False
-    ) -> Coroutine[Any, Any, list[TokenizedPrompt]]:
-        """Return the ids of a rendered conversation, whose template has written the special tokens: one prompt.
-
-        Raises as :meth:`encode` does.
-        """
-        if not rendered.masks:
-            if 4 * len(rendered.text) > self._max_text_bytes:
-                self._check_size(rendered.text)
-            rule = TextRule(add_special_tokens=False)
-            return self._in_thread(self._encode, [(rendered.text, None)], rule, want_hashes, salt, want_token_strings)
-        return self._in_thread(self._encode_masked, rendered, want_hashes, salt, want_token_strings)
-
-    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of a complete sequence; ids that the tokenizer does not know have none."""
-        return await self._in_thread(self._tokenizer.decode, token_ids, skip_special_tokens)
-
-    def close(self) -> None:
-        """Let running calls end, and drop the waiting ones."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _encode(
-        self,
-        pairs: Sequence[tuple[str, str | None]],
-        rule: TextRule,
-        want_hashes: bool,
-        salt: bytes,
-        want_token_strings: bool,
-    ) -> list[TokenizedPrompt]:
+            self._check_size(text)
+        name = request.prompt_name if request.HasField("prompt_name") else None
+        rule = TextRule() if name is None else self._vector_texts.rule(name)
+        # Where the files of sentence-transformers limit the tokens further, theirs holds.
+        cut = PromptTruncation(request.max_tokens, request.keep_first) if request.max_tokens else None
+        rule = rule._replace(add_special_tokens=request.add_special_tokens and rule.add_special_tokens).cut_to(cut)
         prompts = []
-        for text, second in pairs:
-            encoded = encode_text(self._tokenizer, text, second, rule, want_strings=want_token_strings)
-            prompt = TokenizedPrompt(
-                token_ids=encoded.token_ids,
-                token_strings=encoded.strings,
-                first_part_tokens=encoded.first_part_tokens,
-                skipped_tokens=encoded.skipped_tokens,
-            )
-            if want_hashes:
-                prompt.block_hash_prefixes.extend(prefix_hashes(encoded.token_ids, self._block_size, salt))
-            prompts.append(prompt)
-        return prompts
+        for text, second in zip_longest(texts, second_texts):
+            encoded = self._encode(text, second, rule, want_strings=request.want_token_strings)
+            prompts.append(self._prompt(encoded, request))
+        return EncodeResponse(prompts=prompts)
+
+    def encode_chat(self, rendered: Rendered, request: EncodeChatRequest) -> TokenizedPrompt:
+        """Return the ids of a rendered conversation, whose template has written the special tokens.
+
+        ``request``: of which only the wishes are read. Raises as :meth:`encode`.
+        """
+        want_strings = request.want_token_strings
+        if not rendered.masks:
+            self._check_size(rendered.text)
+            rule = TextRule(add_special_tokens=False)
+            return self._prompt(self._encode(rendered.text, None, rule, want_strings=want_strings), request)
+        self._check_size(unmasked(rendered.text, rendered.masks))
+        ids, strings = _contain(lambda: self._plain_texts.encode(rendered, want_strings=want_strings))
+        prompt = self._prompt(EncodedText(ids, strings, 0, 0), request)
+        prompt.plain_text_tokens.extend(sorted(rendered.masks.values()))
+        return prompt
+
+    def decode(self, request: DecodeRequest) -> DecodeResponse:
+        """Return the text of a complete sequence; ids that the tokenizer does not know have none."""
+        # As in `encode_text`: `decode` would hold the lock.
+        ids, skips = list(request.token_ids), request.skip_special_tokens
+        (text,) = _contain(lambda: self._tokenizer.decode_batch([ids], skip_special_tokens=skips))
+        return DecodeResponse(text=text)
 
     @cached_property
     def _plain_texts(self) -> PlainTextEncoder:
         return PlainTextEncoder(self._tokenizer)
 
-    def _encode_masked(
-        self, rendered: Rendered, want_hashes: bool, salt: bytes, want_token_strings: bool
-    ) -> list[TokenizedPrompt]:
-        # In the thread: putting 100,000 tokens back into 1 MB takes 0.1 s.
-        self._check_size(unmasked(rendered.text, rendered.masks))
-        ids, strings = self._plain_texts.encode(rendered)
+    def _encode(self, text: str, second: str | None, rule: TextRule, *, want_strings: bool) -> EncodedText:
+        return _contain(lambda: encode_text(self._tokenizer, text, second, rule, want_strings=want_strings))
+
+    def _prompt(self, encoded: EncodedText, request: EncodeRequest | EncodeChatRequest) -> TokenizedPrompt:
         prompt = TokenizedPrompt(
-            token_ids=ids,
-            token_strings=strings if want_token_strings else (),
-            block_hash_prefixes=prefix_hashes(ids, self._block_size, salt) if want_hashes else (),
-            plain_text_tokens=sorted(rendered.masks.values()),
+            token_ids=encoded.token_ids,
+            token_strings=encoded.strings,
+            first_part_tokens=encoded.first_part_tokens,
+            skipped_tokens=encoded.skipped_tokens,
         )
-        return [prompt]
+        if request.want_hashes:
+            hashes = prefix_hashes(encoded.token_ids, self._block_size, request.cache_salt)
+            prompt.block_hash_prefixes.extend(hashes)
+        return prompt
 
     def _check_size(self, text: str) -> None:
-        if len(text.encode()) > self._max_text_bytes:
+        # A character has at most four bytes: most need not be measured.
+        if 4 * len(text) > self._max_text_bytes and len(text.encode()) > self._max_text_bytes:
             raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes.", "prompt")
 
-    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
-        if self._waiting >= MAX_WAITING:
-            raise errors.ResourceExhausted(f"{MAX_WAITING} texts already wait to be tokenized; retry.")
-        self._waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, _contain, work, arguments)
-        finally:
-            self._waiting -= 1
 
-
-def _contain(work: Callable[..., T], arguments: Sequence[object]) -> T:
+def _contain(work: Callable[[], T]) -> T:
     """Call the library, which panics on some inputs with a BaseException that no other handler would catch."""
     try:
-        return work(*arguments)
+        return work()
     except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError, errors.TokenloomError)):
+        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
             raise
         raise errors.InvalidArgument("prompt: the tokenizer fails on this text.", "prompt") from error

@@ -1,13 +1,14 @@
 """Renders chat templates in processes that can be killed, so that no template blocks or brings down the service."""
 
 import asyncio
-import json
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Self
+
+import msgspec
 
 from tokenloom.process.process_guard import is_stopped
 from tokenloom.request import errors
@@ -16,8 +17,6 @@ from .output_format import PARSED_MARKS
 from .render_worker import LENGTH, OUT_OF_MEMORY, RenderJob, RenderReply, RenderSetup, pack
 from .spelled_tokens import Rendered
 
-MAX_WAITING = 256
-"""Conversations that wait for a worker; more are refused with an error that invites a retry."""
 _MEMORY_BYTES = 1 << 30
 _START_SECONDS = 20.0
 MAX_DEATHS = 3
@@ -29,8 +28,8 @@ _LOOK_SECONDS = 0.5
 _TOO_MUCH_MEMORY = (-signal.SIGABRT, OUT_OF_MEMORY)  # a library that gets no more memory aborts
 
 
-class RenderProcess:
-    """Runs one worker: a child process that answers one message with one message."""
+class HelperProcess:
+    """Runs a child process that answers one message with one message."""
 
     def __init__(
         self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -41,33 +40,18 @@ class RenderProcess:
         self._writer = writer
 
     @classmethod
-    async def start(cls, setup: RenderSetup) -> Self:
-        """Start a worker. Raises ``Unavailable`` when it does not start, ``InvalidArgument`` for a wrong template."""
+    async def launch(cls, module: str) -> Self:
+        """Start the process of a module of this folder. Raises ``OSError``."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                process = await asyncio.to_thread(_spawn, theirs)
-        except OSError as error:  # no process or descriptor is left
-            ours.close()
-            raise errors.Unavailable("The process that renders chat templates does not start.") from error
+                process = await asyncio.to_thread(_spawn, theirs, module)
         except BaseException:
             ours.close()
             raise
-        worker = cls(process, *await asyncio.open_unix_connection(sock=ours))
-        try:
-            reply = await worker.exchange(pack(setup), _START_SECONDS)
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
-            await worker.kill()
-            raise errors.Unavailable("The process that renders chat templates does not start.") from error
-        except asyncio.CancelledError:
-            await worker.kill()
-            raise
-        if "refused" in reply:
-            await worker.kill()
-            raise errors.InvalidArgument(reply["refused"], "model")
-        return worker
+        return cls(process, *await asyncio.open_unix_connection(sock=ours))
 
-    async def exchange(self, request: bytes, seconds: float) -> RenderReply:
+    async def talk(self, request: bytes, seconds: float) -> bytes:
         """Send a packed message and return the answer. When this is cut short, :meth:`kill` the process.
 
         Raises ``TimeoutError`` after ``seconds``, ``IncompleteReadError`` or ``ConnectionError`` if the process ended.
@@ -79,8 +63,7 @@ class RenderProcess:
                 self._writer.write(request)
                 await self._writer.drain()
                 (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
-                reply: RenderReply = json.loads(await self.reader.readexactly(length))
-                return reply
+                return await self.reader.readexactly(length)
         finally:
             self._looks.cancel()
 
@@ -95,6 +78,35 @@ class RenderProcess:
             self._process.kill()
         else:
             self._looks = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+
+
+class RenderProcess(HelperProcess):
+    """Runs one worker."""
+
+    @classmethod
+    async def start(cls, setup: RenderSetup) -> Self:
+        """Start a worker. Raises ``Unavailable`` when it does not start, ``InvalidArgument`` for a wrong template."""
+        try:
+            worker = await cls.launch("render_worker")
+        except OSError as error:  # no process or descriptor is left
+            raise errors.Unavailable("The process that renders chat templates does not start.") from error
+        try:
+            reply = await worker.exchange(pack(setup), _START_SECONDS)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+            await worker.kill()
+            raise errors.Unavailable("The process that renders chat templates does not start.") from error
+        except asyncio.CancelledError:
+            await worker.kill()
+            raise
+        if "refused" in reply:
+            await worker.kill()
+            raise errors.InvalidArgument(reply["refused"], "model")
+        return worker
+
+    async def exchange(self, request: bytes, seconds: float) -> RenderReply:
+        """Send a packed message and return the answer, as :meth:`talk`."""
+        reply: RenderReply = msgspec.msgpack.decode(await self.talk(request, seconds))
+        return reply
 
 
 class Renderer:
@@ -120,7 +132,6 @@ class Renderer:
             seconds=seconds,
             wait_seconds=_WAIT_SECONDS,
         )
-        self._waiting = 0
         self._idle: asyncio.Queue[RenderProcess | None] = asyncio.Queue(num_workers)  # None: to be started
         for _ in range(num_workers):
             self._idle.put_nowait(None)
@@ -135,20 +146,15 @@ class Renderer:
             self._idle.put_nowait(worker or await RenderProcess.start(self._setup))
 
     async def render(self, job: RenderJob, num_deaths: int = 0) -> Rendered:
-        """Return the rendered conversation. ``num_deaths``: workers that have ended while they rendered it.
+        """Return the rendered conversation. The caller limits how many wait. ``num_deaths``: workers that have ended
+        while they rendered it.
 
-        Raises ``InvalidArgument`` when the template refuses it, ``ResourceExhausted`` when it grows past its limit or
-        too many conversations wait, ``DeadlineExceeded`` when it takes too much processor time, ``Unavailable`` when
+        Raises ``InvalidArgument`` when the template refuses it, ``ResourceExhausted`` when it grows past its limit,
+        ``DeadlineExceeded`` when it takes too much processor time, ``Unavailable`` when
         no worker starts, or the machine is too busy.
         """
         request = pack(job)
-        if self._waiting >= MAX_WAITING:
-            raise errors.ResourceExhausted(f"{MAX_WAITING} conversations already wait to be rendered; retry.")
-        self._waiting += 1
-        try:
-            worker = await self._idle.get()  # None: one has to be started
-        finally:
-            self._waiting -= 1
+        worker = await self._idle.get()  # None: one has to be started
         kept: RenderProcess | None = None
         reply: RenderReply | None = None
         status = 0
@@ -206,7 +212,7 @@ class Renderer:
                 await worker.kill()
 
 
-def _spawn(theirs: socket.socket) -> "subprocess.Popen[bytes]":
+def _spawn(theirs: socket.socket, module: str) -> "subprocess.Popen[bytes]":
     # Not through the event loop: uvloop forks, which gRPC's threads do not take well; subprocess uses vfork.
-    command = [sys.executable, "-m", f"{__package__}.render_worker"]
+    command = [sys.executable, "-m", f"{__package__}.{module}"]
     return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())

@@ -15,10 +15,15 @@ from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint
 
 from . import output_format
+from .encode_processes import EncodeProcesses
+from .encode_worker import EncodeSetup
 from .encoder import TextEncoder
 from .renderer import Renderer
 from .tokenizer_servicer import TokenizerMetrics, TokenizerServicer
 from .tokenizer_settings import TokenizerSettings
+
+ENCODE_MEMORY_BYTES = 2 << 30
+"""Limits what a process takes for one call: 8 MB of one letter take 1.3 GB."""
 
 
 class TokenizerService:
@@ -26,19 +31,18 @@ class TokenizerService:
 
     def __init__(self, settings: TokenizerSettings) -> None:
         self._settings = settings
-        self._encoder: TextEncoder | None = None
+        self._servicer: TokenizerServicer | None = None
+        self._processes: EncodeProcesses | None = None
         self._renderer: Renderer | None = None
 
     async def start(self, host: Host) -> None:
         settings = self._settings
         info, tokenizer, answer = await asyncio.to_thread(_load, settings)
-        self._encoder = TextEncoder(
-            tokenizer,
-            block_size=settings.block_size,
-            max_text_bytes=settings.max_text_bytes,
-            num_threads=settings.threads,
-            vector_texts=info.vector_texts,
-        )
+        size, most = settings.block_size, settings.max_text_bytes
+        encoder = TextEncoder(tokenizer, block_size=size, max_text_bytes=most, vector_texts=info.vector_texts)
+        path = str(resolve(settings.model, weights=False))
+        setup = EncodeSetup(path, answer.fingerprint.tokenizer, size, most, ENCODE_MEMORY_BYTES)
+        self._processes = EncodeProcesses(setup, settings.threads)
         if info.chat_template:
             self._renderer = Renderer(
                 info.chat_template,
@@ -48,8 +52,9 @@ class TokenizerService:
                 seconds=settings.render_timeout,
             )
             await self._renderer.start()
-        servicer = TokenizerServicer(self._encoder, self._renderer, answer, TokenizerMetrics(host.metrics))
-        host.add_servicer(add_TokenizerServicer_to_server, servicer)
+        metrics = TokenizerMetrics(host.metrics)
+        self._servicer = TokenizerServicer(encoder, self._renderer, self._processes, answer, metrics, settings.threads)
+        host.add_servicer(add_TokenizerServicer_to_server, self._servicer)
 
     async def drain(self) -> None:
         """Do nothing: the server lets running calls end, and nothing is kept between calls."""
@@ -57,8 +62,10 @@ class TokenizerService:
     async def stop(self) -> None:
         if self._renderer is not None:
             await self._renderer.close()
-        if self._encoder is not None:
-            self._encoder.close()
+        if self._processes is not None:
+            await self._processes.close()
+        if self._servicer is not None:
+            self._servicer.close()
 
 
 def _control_tokens(settings: TokenizerSettings, info: CheckpointInfo, tokenizer: Tokenizer) -> list[str]:

@@ -153,23 +153,26 @@ class PlainTextEncoder:
         self._words = frozenset(token.content for token in added.values() if token.single_word)
         self._finder = TokenFinder(self._names)
 
-    def encode(self, rendered: Rendered) -> tuple[list[int], list[str]]:
-        """Return the token ids, and the tokens as the vocabulary spells them."""
+    def encode(self, rendered: Rendered, *, want_strings: bool = False) -> tuple[list[int], list[str]]:
+        """Return the token ids and, if wanted, the tokens as the vocabulary spells them."""
+        encode = self._copy.encode_batch if want_strings else self._copy.encode_batch_fast  # which has no strings
         named = self._finder.replace(rendered.text, self._name)
         for size in (None, 1, 0):
             text = unmasked(named, {mask: self._broken(token, size) for mask, token in rendered.masks.items()})
-            encoding = self._copy.encode(text, add_special_tokens=False)
+            # In a batch of one, which does not hold the interpreter's lock.
+            (encoding,) = encode([text], add_special_tokens=False)
+            found = encoding.ids
             # Unigram models, and those of whole words, find the token in plain text too: they get it in parts.
-            if self._in_model.isdisjoint(encoding.ids):
+            if self._in_model.isdisjoint(found):
                 break
-        ids, strings = [], []
-        for token_id, string in zip(encoding.ids, encoding.tokens, strict=True):
-            if token_id == self._break_id:
-                continue
-            original, name, content = self._originals.get(token_id, (token_id, "", ""))
-            ids.append(original)
-            strings.append(string.replace(name, content) if name else string)
-        return ids, strings
+        ids = [self._originals.get(each, (each, "", ""))[0] for each in found if each != self._break_id]
+        return ids, list(self._strings(found, encoding.tokens)) if want_strings else []
+
+    def _strings(self, ids: Sequence[int], strings: Sequence[str]) -> Iterator[str]:
+        for token_id, string in zip(ids, strings, strict=True):
+            if token_id != self._break_id:
+                _, name, content = self._originals.get(token_id, (token_id, "", ""))
+                yield string.replace(name, content) if name else string
 
     def _broken(self, token: str, size: int | None) -> str:
         """Return a token as it is, in two parts after so many characters (1), or in its characters (0)."""

@@ -1,12 +1,18 @@
-"""Serves ``Tokenizer``: encodes texts and chats, decodes, and describes the tokenizer."""
+"""Serves ``Tokenizer``: encodes texts and chats, decodes, and describes the tokenizer.
 
+Short calls run in threads, long ones in processes of their own; at both, tenants take turns.
+"""
+
+import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from tokenloom.request import errors
+from tokenloom.request.turns import FairStage
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
 from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
 from tokenloom.v1 import types_pb2
@@ -22,11 +28,24 @@ from tokenloom.v1.tokenizer_pb2 import (
 )
 from tokenloom.v1.tokenizer_pb2_grpc import TokenizerServicer as TokenizerServicerBase
 
-from .encoder import PromptTruncation, TextEncoder
+from .encode_processes import EncodeProcesses
+from .encode_worker import EncodeJob
+from .encoder import TextEncoder
 from .render_worker import RenderJob
 from .renderer import Renderer
+from .spelled_tokens import Rendered
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+# A thread holds the interpreter's lock while ids become objects of Python: 3 ms for 64 KiB of one letter.
+SHORT_BYTES = 64 << 10
+"""Calls of at most so many bytes run in threads."""
+MAX_WAITING = 1024
+"""Short calls that wait; more are refused with an error that invites a retry."""
+MAX_LONG_WAITING = 256
+MAX_LONG_BYTES = 128 << 20
+"""Of the long calls that run and wait, which is about what they take of the memory. A process takes more for the one
+that it encodes."""
 
 
 class TokenizerMetrics:
@@ -44,58 +63,103 @@ class TokenizerMetrics:
 
 
 class TokenizerServicer(TokenizerServicerBase):
-    """Answers calls without state: any replica can answer, and any call may be retried."""
+    """Answers calls without state: any replica can answer, and any call may be retried.
+
+    Each call takes a turn of its tenant's before anything is spent on it, and is charged by its bytes.
+    """
 
     def __init__(
-        self, encoder: TextEncoder, renderer: Renderer | None, info: GetTokenizerInfoResponse, metrics: TokenizerMetrics
+        self,
+        encoder: TextEncoder,
+        renderer: Renderer | None,
+        processes: EncodeProcesses,
+        info: GetTokenizerInfoResponse,
+        metrics: TokenizerMetrics,
+        num_threads: int,
     ) -> None:
-        """``renderer``: None when the model has no chat template."""
+        """``renderer``: None when the model has no chat template. ``num_threads``: and as many long calls at a time."""
         self._encoder = encoder
         self._renderer = renderer
+        self._processes = processes
         self._info = info
         self._metrics = metrics
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self._short = FairStage(
+            num_threads, "texts", max_waiting=MAX_WAITING, max_cost=MAX_WAITING * SHORT_BYTES, leaves_spare=True
+        )
+        self._long = FairStage(
+            num_threads, "long texts", max_waiting=MAX_LONG_WAITING, max_cost=MAX_LONG_BYTES, leaves_spare=True
+        )
 
     async def Encode(self, request: EncodeRequest, context: _Context) -> EncodeResponse:
-        started = time.monotonic()
-        prompts = await self._encoder.encode(
-            request.texts,
-            add_special_tokens=request.add_special_tokens,
-            want_hashes=request.want_hashes,
-            salt=request.cache_salt,
-            want_token_strings=request.want_token_strings,
-            second_texts=request.second_texts,
-            cut=PromptTruncation(request.max_tokens, request.keep_first) if request.max_tokens else None,
-            prompt_name=request.prompt_name if request.HasField("prompt_name") else None,
-        )
+        started, size = time.monotonic(), request.ByteSize() + 1
+        stage = self._short if size <= SHORT_BYTES else self._long
+        await stage.begin(request.tenant, size)
+        try:
+            if size <= SHORT_BYTES:
+                run = asyncio.get_running_loop().run_in_executor
+                response = await run(self._threads, self._encoder.encode, request)
+            else:
+                response = EncodeResponse.FromString(await self._processes.run(EncodeJob(request.SerializeToString())))
+        finally:
+            stage.end(request.tenant, size)
         self._metrics.encode.observe(time.monotonic() - started)
-        self._metrics.tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))
-        return EncodeResponse(prompts=prompts)
+        self._metrics.tokens.inc(sum(len(prompt.token_ids) for prompt in response.prompts))
+        return response
 
     async def EncodeChat(self, request: EncodeChatRequest, context: _Context) -> EncodeChatResponse:
         if self._renderer is None:
             raise errors.InvalidArgument("This model has no chat template; send a plain prompt instead.", "messages")
-        started = time.monotonic()
-        rendered = await self._renderer.render(_job(request))
-        (prompt,) = await self._encoder.encode_chat(
-            rendered,
-            want_hashes=request.want_hashes,
-            salt=request.cache_salt,
-            want_token_strings=request.want_token_strings,
-        )
+        started, size = time.monotonic(), request.ByteSize() + 1
+        stage = self._short if size <= SHORT_BYTES else self._long
+        await stage.begin(request.tenant, size)
+        try:
+            rendered = await self._renderer.render(_job(request))
+            if len(rendered.text) <= SHORT_BYTES:
+                run = asyncio.get_running_loop().run_in_executor
+                prompt = await run(self._threads, self._encoder.encode_chat, rendered, request)
+                response = EncodeChatResponse(prompt=prompt)
+            else:
+                response = EncodeChatResponse.FromString(await self._processes.run(_encode_job(request, rendered)))
+        finally:
+            stage.end(request.tenant, size)
         self._metrics.encode_chat.observe(time.monotonic() - started)
-        prompt.reasoning_start = getattr(types_pb2, f"REASONING_START_{rendered.reasoning_start}")
-        self._metrics.tokens.inc(len(prompt.token_ids))
-        return EncodeChatResponse(prompt=prompt)
+        response.prompt.reasoning_start = getattr(types_pb2, f"REASONING_START_{rendered.reasoning_start}")
+        self._metrics.tokens.inc(len(response.prompt.token_ids))
+        return response
 
     async def Decode(self, request: DecodeRequest, context: _Context) -> DecodeResponse:
-        started = time.monotonic()
-        text = await self._encoder.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
+        started, size = time.monotonic(), request.ByteSize() + 1
+        stage = self._short if size <= SHORT_BYTES else self._long
+        await stage.begin(request.tenant, size)
+        try:
+            if size <= SHORT_BYTES:
+                run = asyncio.get_running_loop().run_in_executor
+                response = await run(self._threads, self._encoder.decode, request)
+            else:
+                job = EncodeJob(request.SerializeToString(), decodes=True)
+                response = DecodeResponse.FromString(await self._processes.run(job))
+        finally:
+            stage.end(request.tenant, size)
         self._metrics.decode.observe(time.monotonic() - started)
         self._metrics.tokens.inc(len(request.token_ids))
-        return DecodeResponse(text=text)
+        return response
+
+    def close(self) -> None:
+        """Let running calls end, and drop the waiting ones."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def GetTokenizerInfo(self, request: GetTokenizerInfoRequest, context: _Context) -> GetTokenizerInfoResponse:
         return self._info
+
+
+def _encode_job(request: EncodeChatRequest, rendered: Rendered) -> EncodeJob:
+    wishes = EncodeChatRequest(
+        want_hashes=request.want_hashes,
+        cache_salt=request.cache_salt,
+        want_token_strings=request.want_token_strings,
+    )
+    return EncodeJob(wishes.SerializeToString(), rendered.text, dict(rendered.masks))
 
 
 def _job(request: EncodeChatRequest) -> RenderJob:

@@ -62,7 +62,8 @@ class TokenizerServicer:
     """
 
     def Encode(self, request, context):
-        """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length.
+        """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length. RESOURCE_EXHAUSTED, as for the
+        other calls, if the calls of the tenant, or of all, that wait are too many or too large.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

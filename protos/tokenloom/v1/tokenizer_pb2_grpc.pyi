@@ -34,7 +34,9 @@ class TokenizerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TokenizerAsyncStub: ...
     Encode: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeRequest, _tokenizer_pb2.EncodeResponse]
-    """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length."""
+    """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length. RESOURCE_EXHAUSTED, as for the
+    other calls, if the calls of the tenant, or of all, that wait are too many or too large.
+    """
     EncodeChat: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeChatRequest, _tokenizer_pb2.EncodeChatResponse]
     """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT if the template rejects the
     messages; RESOURCE_EXHAUSTED if the rendered text exceeds its limit; DEADLINE_EXCEEDED if rendering takes too long.
@@ -50,7 +52,9 @@ class TokenizerAsyncStub(TokenizerStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Encode: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeRequest, _tokenizer_pb2.EncodeResponse]  # type: ignore[assignment]
-    """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length."""
+    """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length. RESOURCE_EXHAUSTED, as for the
+    other calls, if the calls of the tenant, or of all, that wait are too many or too large.
+    """
     EncodeChat: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeChatRequest, _tokenizer_pb2.EncodeChatResponse]  # type: ignore[assignment]
     """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT if the template rejects the
     messages; RESOURCE_EXHAUSTED if the rendered text exceeds its limit; DEADLINE_EXCEEDED if rendering takes too long.
@@ -69,7 +73,9 @@ class TokenizerServicer(metaclass=_abc_1.ABCMeta):
         request: _tokenizer_pb2.EncodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.EncodeResponse, _abc.Awaitable[_tokenizer_pb2.EncodeResponse]]:
-        """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length."""
+        """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length. RESOURCE_EXHAUSTED, as for the
+        other calls, if the calls of the tenant, or of all, that wait are too many or too large.
+        """
 
     @_abc_1.abstractmethod
     def EncodeChat(

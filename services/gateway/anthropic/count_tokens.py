@@ -31,7 +31,7 @@ class CountTokens:
         with await exchange.read_body(self.max_body_bytes) as received:
             chat = await self.parser.read(received.data, self._chat)
         async with limited(self.timeout):
-            encoded = await self.tokenizers.encode_chat(chat)
+            encoded = await self.tokenizers.encode_chat(chat, tenant=exchange.tenant.name)
         await exchange.respond(200, encode_json({"input_tokens": len(encoded.prompt.token_ids)}))
 
     def _chat(self, body: Body) -> Chat:

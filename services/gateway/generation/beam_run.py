@@ -87,13 +87,14 @@ class BeamTexts:
             return ""
         skip = submit.text.skip_special_tokens if submit.text.HasField("skip_special_tokens") else True
         tail = submit.prompt.token_ids[-_TAIL:]
-        head = await self._decode(tail, skip)
-        whole = await self._decode([*tail, *token_ids], skip)
+        head = await self._decode(tail, skip, submit.tenant)
+        whole = await self._decode([*tail, *token_ids], skip, submit.tenant)
         # Where the prompt ends within a character, its own text ends in U+FFFD and does not begin the whole text.
-        return whole[len(head) :] if whole.startswith(head) else await self._decode(token_ids, skip)
+        return whole[len(head) :] if whole.startswith(head) else await self._decode(token_ids, skip, submit.tenant)
 
-    async def _decode(self, token_ids: Sequence[int], skip: bool) -> str:
-        text: str = (await self._tokenizers.decode(token_ids, skip_special_tokens=skip)).text
+    async def _decode(self, token_ids: Sequence[int], skip: bool, tenant: str) -> str:
+        decoding = self._tokenizers.decode(token_ids, skip_special_tokens=skip, tenant=tenant)
+        text: str = (await decoding).text
         return text
 
 

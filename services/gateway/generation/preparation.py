@@ -140,7 +140,8 @@ class Preparer:
         # and the call runs whenever the task wakes.
         prompts: list[EncodedPrompt]
         if isinstance(request.prompts, Chat):
-            prompts = [(await self._tokenizers.encode_chat(request.prompts, hash_salt=salt)).prompt]
+            chat = self._tokenizers.encode_chat(request.prompts, hash_salt=salt, tenant=request.tenant.name)
+            prompts = [(await chat).prompt]
         else:
             prompts = await self._encode(request, request.prompts, keep, salt, limits)
         if keep is not None:
@@ -149,7 +150,7 @@ class Preparer:
             prompts = [_continued(request.before, prompt) for prompt in prompts]
         await add_hashes(prompts, view.block_size, salt)
         if request.bad_words:
-            await self._forbid(request.bad_words, sampling, limits)
+            await self._forbid(request, sampling, limits)
         tokenize_ns = context.clock() - started_ns
         if len(prompts) > 1:
             check_copies(sampling, len(prompts))
@@ -189,7 +190,9 @@ class Preparer:
     ) -> list[EncodedPrompt]:
         """Return the token ids of prompts that are no chat. ``keep``: how many of each are kept; None: all."""
         if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
-            encoding = self._tokenizers.encode(texts, add_special_tokens=request.add_special_tokens, hash_salt=salt)
+            encoding = self._tokenizers.encode(
+                texts, add_special_tokens=request.add_special_tokens, hash_salt=salt, tenant=request.tenant.name
+            )
             return list((await encoding).prompts)
         read: list[EncodedPrompt] = []
         for prompt in prompts:
@@ -200,11 +203,11 @@ class Preparer:
         return read
 
     async def _forbid(
-        self, words: Sequence[str], sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits
+        self, request: GenerateRequest, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits
     ) -> None:
         """Add words that must not appear to the parameters."""
-        texts = bad_words.spellings(words)
-        encoded = (await self._tokenizers.encode(texts, add_special_tokens=False)).prompts
+        texts, tenant = bad_words.spellings(request.bad_words), request.tenant.name
+        encoded = (await self._tokenizers.encode(texts, add_special_tokens=False, tenant=tenant)).prompts
         bad_words.forbid(sampling, [each.token_ids for each in encoded])
         validation.check_sampling(sampling, limits)
 
@@ -215,7 +218,10 @@ class Preparer:
             if own:
                 return own
         skip = request.text.skip_special_tokens if request.text.HasField("skip_special_tokens") else True
-        decoding = [self._tokenizers.decode(prompt.token_ids, skip_special_tokens=skip) for prompt in prompts]
+        decoding = [
+            self._tokenizers.decode(prompt.token_ids, skip_special_tokens=skip, tenant=request.tenant.name)
+            for prompt in prompts
+        ]
         return [decoded.text for decoded in await asyncio.gather(*decoding)]
 
 

@@ -220,7 +220,8 @@ async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int)
     if pooling.prompt_name and not _takes_prompt(pooling):
         raise errors.InvalidArgument("prompt_name is for texts that become vectors; leave it out", "prompt_name")
     if isinstance(request.prompts, Chat):
-        chat = (await tokenizers.encode_chat(request.prompts, hash_salt=cache_salt(request))).prompt
+        encoding = tokenizers.encode_chat(request.prompts, hash_salt=cache_salt(request), tenant=request.tenant.name)
+        chat = (await encoding).prompt
         return [_cut(chat.token_ids, pooling, keep) if keep else chat]
     texts: list[str] = []
     lists: list[tokenizer_pb2.TokenizedPrompt] = []
@@ -248,6 +249,7 @@ async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int)
             max_tokens=keep,
             keep_first=pooling.keep_first,
             prompt_name=pooling.prompt_name if pooling.makes_vectors else None,
+            tenant=request.tenant.name,
         )
         for start in range(0, len(texts), _TEXTS_PER_CALL)
     ]

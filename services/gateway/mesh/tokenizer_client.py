@@ -4,14 +4,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
+from tokenloom.request.turns import FairStage
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.members import PeerMembers
@@ -26,8 +26,18 @@ log = logging.getLogger(__name__)
 PROBE_SECONDS = 1.0
 """Interval of the probes of each replica. gRPC's pings notice a replica that was stopped or cut off within 2.6 s."""
 MAX_CALLS = 16
-"""Calls in flight; further ones wait here, in order. Each answer of gRPC waits for the interpreter's lock: with
-thousands of calls on a busy machine, gRPC took the connection for dead and failed all of them."""
+"""Calls in flight; further ones wait here for their tenants' turns. Each answer of gRPC waits for the interpreter's
+lock: with thousands of calls on a busy machine, gRPC took the connection for dead and failed all of them."""
+MAX_LONG_CALLS = 4
+"""Long calls in flight, beside the others: two tokenizers with two texts each are busy then."""
+LONG_BYTES = 64 << 10
+"""A call of more bytes is long: tokenizers compute it in a process of its own."""
+MAX_WAITING = 16_384
+"""Calls of each kind that wait; admission refuses requests sooner."""
+MAX_WAITING_BYTES = 256 << 20
+"""Of the calls of each kind that run and wait."""
+_CALL_BYTES = 512
+"""What a call costs beside its own bytes."""
 ANSWER_SECONDS = 6.0
 """How long a replica may take to answer a probe: its event loop may be busy for 5 s."""
 
@@ -40,6 +50,7 @@ one does that did not."""
 LOST_IN_A_ROUND, MAX_LOST_ROUNDS = 2, 5
 """Replicas that may be lost one after the other while they have one text, until the call waits; and how often that may
 happen, until it ends, because the text itself may end them."""
+_Request: TypeAlias = tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest | tokenizer_pb2.DecodeRequest
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How gRPC ends calls whose connection was lost."""
 
@@ -60,7 +71,9 @@ class TokenizerClient:
         self._alive: set[str] = set()
         self._turn = 0
         self._budget = RetryBudget(asyncio.get_running_loop().time)
-        self._places = asyncio.Semaphore(MAX_CALLS)
+        most, size = MAX_WAITING, MAX_WAITING_BYTES
+        self._short = FairStage(MAX_CALLS, "texts", max_waiting=most, max_cost=size)
+        self._long = FairStage(MAX_LONG_CALLS, "long texts", max_waiting=most, max_cost=size, leaves_spare=True)
         self._known = asyncio.Event()
         self._came = asyncio.Event()  # a new one for each replica that answers again
         self.info: tokenizer_pb2.GetTokenizerInfoResponse | None = None
@@ -106,10 +119,12 @@ class TokenizerClient:
         max_tokens: int = 0,
         keep_first: bool = False,
         prompt_name: str | None = None,
+        tenant: str = "",
     ) -> Awaitable[tokenizer_pb2.EncodeResponse]:
         """Return token ids of each text, with block hashes under the tenant's ``hash_salt``; None: without hashes.
 
-        ``second_texts``, ``max_tokens``, ``keep_first``, ``prompt_name``: as in ``EncodeRequest``.
+        The call waits for a turn of the ``tenant``; empty: the gateway's own. ``second_texts``, ``max_tokens``,
+        ``keep_first``, ``prompt_name``: as in ``EncodeRequest``.
         """
         request = tokenizer_pb2.EncodeRequest(
             texts=texts,
@@ -121,11 +136,12 @@ class TokenizerClient:
             max_tokens=max_tokens,
             keep_first=keep_first,
             prompt_name=prompt_name,
+            tenant=tenant,
         )
         return self._call("Encode", request)
 
     def encode_chat(
-        self, chat: Chat, *, hash_salt: bytes | None = None, want_token_strings: bool = False
+        self, chat: Chat, *, hash_salt: bytes | None = None, want_token_strings: bool = False, tenant: str = ""
     ) -> Awaitable[tokenizer_pb2.EncodeChatResponse]:
         """Return token ids of a rendered conversation, with block hashes as :meth:`encode` does."""
         request = tokenizer_pb2.EncodeChatRequest(
@@ -137,23 +153,31 @@ class TokenizerClient:
             want_hashes=hash_salt is not None,
             cache_salt=hash_salt or b"",
             want_token_strings=want_token_strings,
+            tenant=tenant,
         )
         return self._call("EncodeChat", request)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> Awaitable[tokenizer_pb2.DecodeResponse]:
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, tenant: str = ""
+    ) -> Awaitable[tokenizer_pb2.DecodeResponse]:
         """Return the text of a complete sequence."""
-        request = tokenizer_pb2.DecodeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = tokenizer_pb2.DecodeRequest(
+            token_ids=token_ids, skip_special_tokens=skip_special_tokens, tenant=tenant
+        )
         return self._call("Decode", request)
 
-    async def _call(self, method: str, request: Message) -> Any:
-        """Ask the next living replica in turn, when few enough calls are in flight; if it is unavailable, ask another
+    async def _call(self, method: str, request: _Request) -> Any:
+        """Ask the next living replica in turn, when it is the tenant's turn; if it is unavailable, ask another
         one, as the budget permits, or wait for one. The request's own deadline cancels the call from outside, also
         while it waits."""
         retries: _Retries | None = None
+        cost = request.ByteSize() + _CALL_BYTES
+        stage = self._short if cost <= LONG_BYTES else self._long
         while True:
             # 2,600 texts at once made gRPC's pings late, and gRPC took the living tokenizer's connection for dead: up
             # to 441 requests failed.
-            async with self._places:
+            await stage.begin(request.tenant, cost)
+            try:
                 if retries is None:
                     self._budget.add_request()
                     # A retry goes on from this call's own turn. Counted from the shared one, which calls in between had
@@ -172,6 +196,8 @@ class TokenizerClient:
                             self._alive.discard(address)
                         retries = retries or _Retries(self._budget)
                         retries.failed(failure)
+            finally:
+                stage.end(request.tenant, cost)
             # Without a place: a text that a living tokenizer takes must not wait for a chat that none can render.
             retries = retries or _Retries(self._budget)
             await retries.pause(self._came)

@@ -1,8 +1,11 @@
 """``/tokenize`` and ``/detokenize``, in vLLM's form."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from tokenloom.request import errors
 from tokenloom.request.narrowing import narrow_token_ids
@@ -24,6 +27,9 @@ from ..records.model_names import ModelNames
 from ..serving.mesh_health import MeshHealth
 
 T = TypeVar("T")
+
+VALUES_PER_TURN = 1 << 14
+"""Ids, or strings of tokens, that become JSON in one turn of the event loop: 1 ms."""
 
 _OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 """Fields that have no effect on a text."""
@@ -59,13 +65,15 @@ class TokenizeRoutes:
     async def tokenize(self, exchange: HttpExchange) -> None:
         request = await self._read(exchange, self._tokenize_request)
         async with limited(self.timeout):
-            prompt = await self._encode(request)
+            prompt = await self._encode(request, exchange.tenant.name)
+            tokens = await _json_array(prompt.token_ids)
+            strings = await _json_array(prompt.token_strings) if request.want_token_strings else None
         limits = self.health.limits()
         answer = {
             "count": len(prompt.token_ids),
             "max_model_len": limits.max_model_len if limits else None,
-            "tokens": list(prompt.token_ids),
-            "token_strs": list(prompt.token_strings) if request.want_token_strings else None,
+            "tokens": tokens,
+            "token_strs": strings,
             "plain_text_tokens": list(prompt.plain_text_tokens),
         }
         headers = [(IGNORED_HEADER, listed(request.ignored))] if request.ignored else []
@@ -74,18 +82,22 @@ class TokenizeRoutes:
     async def detokenize(self, exchange: HttpExchange) -> None:
         token_ids = await self._read(exchange, self._token_ids)
         async with limited(self.timeout):
-            text = (await self.tokenizers.decode(token_ids, skip_special_tokens=False)).text
+            decoding = self.tokenizers.decode(token_ids, skip_special_tokens=False, tenant=exchange.tenant.name)
+            text = (await decoding).text
         await exchange.respond(200, encode_json({"prompt": text}))
 
-    async def _encode(self, request: _ToEncode) -> tokenizer_pb2.TokenizedPrompt:
+    async def _encode(self, request: _ToEncode, tenant: str) -> tokenizer_pb2.TokenizedPrompt:
         if isinstance(request.what, Chat):
             return (
-                await self.tokenizers.encode_chat(request.what, want_token_strings=request.want_token_strings)
+                await self.tokenizers.encode_chat(
+                    request.what, want_token_strings=request.want_token_strings, tenant=tenant
+                )
             ).prompt
         encoded = await self.tokenizers.encode(
             [request.what],
             add_special_tokens=request.add_special_tokens,
             want_token_strings=request.want_token_strings,
+            tenant=tenant,
         )
         return encoded.prompts[0]
 
@@ -108,6 +120,15 @@ class TokenizeRoutes:
     def _token_ids(self, body: Body) -> list[int]:
         self.names.find(body.get("model"))
         return narrow_token_ids("tokens", self.reader.read(body, DetokenizeRequest).tokens)
+
+
+async def _json_array(values: Sequence[int] | Sequence[str]) -> msgspec.Raw:
+    """Return the JSON of a list, made in pieces: a million ids in one kept the event loop busy for 60 ms."""
+    pieces = []
+    for start in range(0, len(values), VALUES_PER_TURN):
+        pieces.append(encode_json(list(values[start : start + VALUES_PER_TURN]))[1:-1])
+        await asyncio.sleep(0)
+    return msgspec.Raw(b"[%b]" % b",".join(pieces))
 
 
 def _what(fields: TokenizeRequest) -> tuple[str | Chat, Sequence[str]]:

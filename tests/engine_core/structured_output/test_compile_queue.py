@@ -177,8 +177,8 @@ class QueueMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         assert len(self.queue) == len(self.waiting)
         live = {name for _, name in self.waiting} | {running.payer for running in self.running}
-        assert len(self.queue._accounts) <= 4
-        assert live <= set(self.queue._accounts)
+        assert len(self.queue._turns._used) <= 4
+        assert live <= set(self.queue._turns._used)
 
     def teardown(self) -> None:
         for running in self.running:

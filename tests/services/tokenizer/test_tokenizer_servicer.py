@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
@@ -16,7 +18,9 @@ from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prefix_schedule import block_hashes, scheduled
 from tokenloom.services.runtime.host.service import running
+from tokenloom.services.tokenizer import service as service_module
 from tokenloom.services.tokenizer.service import TokenizerService
+from tokenloom.services.tokenizer.tokenizer_servicer import SHORT_BYTES
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.v1.tokenizer_pb2 import DecodeRequest, EncodeChatRequest, EncodeRequest, GetTokenizerInfoRequest
 from tokenloom.v1.tokenizer_pb2_grpc import TokenizerStub
@@ -155,3 +159,74 @@ async def test_spelled_tokens_are_control_tokens_only_if_the_operator_wants_them
     assert list(prompt.plain_text_tokens) == ["<|im_start|>"] * (num_starts == 2)
     hashes = [int.from_bytes(each[:8], "little") for each in block_hashes(list(prompt.token_ids), 16)]
     assert list(prompt.block_hash_prefixes) == hashes
+
+
+LONG = "Once upon a time there was a river. " * 3000
+"""More than what a thread encodes."""
+
+
+@asynccontextmanager
+async def _serving(socket_dir: Path) -> "AsyncIterator[TokenizerAsyncStub]":
+    settings = TokenizerSettings.of(
+        listen=f"unix:{socket_dir}/t", metrics_listen="", threads=1, render_workers=1, drain_timeout=0
+    )
+    async with running(TokenizerService(settings), settings) as host, ready_channel(host.address) as channel:
+        yield TokenizerStub(channel)
+
+
+async def test_long_calls_are_answered_as_short_ones(socket_dir: Path, tokenizer: Tokenizer) -> None:
+    assert len(LONG) > SHORT_BYTES
+    ids = tokenizer.encode(LONG, add_special_tokens=False).ids
+    messages = json.dumps([{"role": "user", "content": f"<|im_end|>{LONG}"}]).encode()
+    async with _serving(socket_dir) as stub:
+        request = EncodeRequest(texts=[LONG], want_hashes=True, cache_salt=b"s", want_token_strings=True)
+        (prompt,) = (await stub.Encode(request)).prompts
+        chat = (await stub.EncodeChat(EncodeChatRequest(messages_json=messages, want_hashes=True))).prompt
+        text = (await stub.Decode(DecodeRequest(token_ids=ids * 3))).text
+        with pytest.raises(grpc.aio.AioRpcError, match="at most 8388608 bytes"):
+            await stub.Encode(EncodeRequest(texts=["a" * (8 << 20) + "b"]))
+    assert list(prompt.token_ids) == ids
+    assert len(prompt.token_strings) == len(ids)
+    assert list(prompt.block_hash_prefixes) == scheduled(
+        [int.from_bytes(each[:8], "little") for each in block_hashes(ids, 16, salt=b"s")]
+    )
+    assert text == LONG * 3
+    assert list(chat.plain_text_tokens) == ["<|im_end|>"]
+    middle = ids[1000:2000]
+    starts = [start for start, each in enumerate(chat.token_ids) if each == middle[0]]
+    assert any(list(chat.token_ids[start : start + 1000]) == middle for start in starts)
+
+
+async def test_a_process_that_ends_is_replaced(socket_dir: Path) -> None:
+    async with _serving(socket_dir) as stub:
+        first = await stub.Encode(EncodeRequest(texts=[LONG]))
+        (process,) = [
+            child
+            for child in psutil.Process().children()
+            if "tokenloom.services.tokenizer.encode_worker" in child.cmdline()
+        ]
+        process.kill()
+        process.wait()
+        assert await stub.Encode(EncodeRequest(texts=[LONG])) == first
+
+
+async def test_a_text_that_takes_too_much_memory_is_refused(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "ENCODE_MEMORY_BYTES", 32 << 20)
+    async with _serving(socket_dir) as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match="too much memory") as failure:
+            await stub.Encode(EncodeRequest(texts=["a b " * (1 << 20)]))
+        assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Encode(EncodeRequest(texts=["a"]))).prompts
+
+
+async def test_tokenizer_files_that_changed_start_no_process(socket_dir: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    settings = TokenizerSettings.of(
+        model=str(tmp_path), listen=f"unix:{socket_dir}/t", metrics_listen="", drain_timeout=0
+    )
+    async with running(TokenizerService(settings), settings) as host, ready_channel(host.address) as channel:
+        (tmp_path / "tokenizer.json").write_text((DEMO_MODEL / "tokenizer.json").read_text() + "\n")
+        with pytest.raises(grpc.aio.AioRpcError, match="does not start") as failure:
+            await TokenizerStub(channel).Encode(EncodeRequest(texts=[LONG]))
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,281 @@
+"""``python -m tests.attack.neighbours [CASE…]``: one tenant fills a stage that all share, and another one is measured.
+
+The neighbour sends a short request every 50 ms, first alone and then beside the load. Its p99 may become twice as long
+as alone, and one full step longer. A row also shows by how much the event loops and the interpreter's lock of each part
+were late. Times are of this machine: run it where nothing else runs.
+"""
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.mesh.local_mesh import http_url, pids_by_service, with_mesh
+from tests.e2e.test_busy import HOOK
+from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.supervisor.layout import MeshOptions
+from tokenloom.supervisor.mesh import Mesh
+
+LOADER, NEIGHBOUR = "loader", "neighbour"
+"""The tenants, and their keys."""
+PAUSE_SECONDS = 0.05
+CALM_SECONDS = 10.0
+LOADED_SECONDS = 20.0
+MAX_RATIO = 2.0
+MAX_STALL_SECONDS = 0.1
+STALL_P999_SECONDS = 0.02
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A load, and what it is measured on.
+
+    Attributes:
+        at_once: Requests of the load that are in work at the same time.
+        request: Returns the path and the body of its request of this number.
+        engine: Flags of the engine.
+        full_step: Seconds that its longest step takes; 0: measured with a prompt that fills a step.
+        neighbour: What the neighbour sends, in turn.
+    """
+
+    at_once: int
+    request: Callable[[int], tuple[str, Body]]
+    engine: tuple[str, ...]
+    full_step: float = 0.0
+    neighbour: Sequence[Body] = field(default_factory=lambda: [{}])
+
+
+def _completion(**fields: Any) -> tuple[str, Body]:
+    return "/v1/completions", {"model": DEMO_MODEL_NAME, "max_tokens": 1, **fields}
+
+
+def _text(number: int) -> tuple[str, Body]:
+    text = ("a" if number % 2 else "ab ") * (4 << 20)
+    return ("/tokenize", {"prompt": text[: 4 << 20]}) if number % 3 else _completion(prompt=text[: 4 << 20])
+
+
+def _prompt_logprobs(number: int) -> tuple[str, Body]:
+    ids = [300 + (number * 7919 + each * 31) % 1500 for each in range(1500)]
+    return _completion(prompt=ids, prompt_logprobs=20)
+
+
+def _texts_to_embed(number: int) -> tuple[str, Body]:
+    texts = [f"text {number} {each} of a day by the river, with a dragon" for each in range(2000)]
+    return "/v1/embeddings", {"model": DEMO_MODEL_NAME, "input": texts}
+
+
+def _slow_grammar(number: int) -> tuple[str, Body]:
+    schema = {"type": "integer", "multipleOf": 99_999_989 - 2 * number}
+    return _completion(prompt="Once", max_tokens=20, structured_outputs={"json": schema})
+
+
+def _long_prompt(number: int) -> tuple[str, Body]:
+    return _completion(prompt=[300 + (number * 7919 + each * 31) % 3000 for each in range(30_000)])
+
+
+_TIMED = ("--worker", "timed", "--hash-step-seconds", "0.01")
+CASES = {
+    "texts": Case(6, _text, _TIMED, 0.01),
+    "prompt-logprobs": Case(12, _prompt_logprobs, ("--worker", "model")),
+    "embeddings": Case(4, _texts_to_embed, ("--worker", "hash", "--hash-step-seconds", "0.01"), 0.01),
+    "grammars": Case(
+        64,
+        _slow_grammar,
+        ("--worker", "hash", "--hash-step-seconds", "0.01"),
+        0.01,
+        [{}, {"structured_outputs": {"regex": "[a-c]{3}"}}],
+    ),
+    "prompts": Case(32, _long_prompt, (*_TIMED, "--hash-token-seconds", "1e-5", "--max-model-len", "32768"), 0.092),
+}
+
+
+class Neighbour:
+    """Sends short requests one after the other.
+
+    Attributes:
+        seconds: Of each answer.
+        statuses: How often each was answered.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, bodies: Sequence[Body]) -> None:
+        self._http = http
+        self._bodies = bodies
+        self._numbers = count()
+        self.seconds: list[float] = []
+        self.statuses: Counter[int] = Counter()
+
+    async def measure(self, seconds: float) -> None:
+        """Send for so long."""
+        self.seconds, self.statuses = [], Counter()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            number = next(self._numbers)
+            body = {"prompt": f"Once upon {number} times", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+            body |= {"model": DEMO_MODEL_NAME, **self._bodies[number % len(self._bodies)]}
+            began = time.monotonic()
+            response = await self._http.post("/v1/completions", json=body, headers=_key(NEIGHBOUR))
+            self.seconds.append(time.monotonic() - began)
+            self.statuses[response.status_code] += 1
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    def quantile(self, part: float) -> float:
+        """Return a quantile of the answers' seconds."""
+        return sorted(self.seconds)[min(int(len(self.seconds) * part), len(self.seconds) - 1)]
+
+
+class Stalls:
+    """Reads what the hook of the parts wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def worst(self, since: float) -> dict[str, tuple[float, float]]:
+        """Return the 99.9th percentile and the longest, by process, in seconds. ``since``: monotonic seconds."""
+        found = {}
+        for file in self._folder.iterdir():
+            name, *lines = file.read_text().splitlines()
+            rows = [tuple(map(float, line.split())) for line in lines]
+            rows = [row for row in rows if row[0] >= since]
+            late = sorted(each for row in rows for each in row[2:])
+            if late:
+                rank = int(sum(row[1] for row in rows) * 0.001)
+                found[f"{_short(name)} {file.name}"] = late[-1 - min(rank, len(late) - 1)], late[-1]
+        return found
+
+
+def _short(name: str) -> str:
+    words = [word for word in name.split() if not word.startswith("-")]
+    return (words[0] if words else name).removeprefix("tokenloom.").removeprefix("services.")
+
+
+@asynccontextmanager
+async def _loaded(http: httpx.AsyncClient, case: Case, statuses: Counter[int]) -> AsyncIterator[None]:
+    numbers = count()
+
+    async def send() -> None:
+        while True:
+            path, body = case.request(next(numbers))
+            with suppress(httpx.HTTPError):
+                response = await http.post(path, json=body, headers=_key(LOADER))
+                statuses[response.status_code] += 1
+                if response.status_code in {429, 503}:
+                    await asyncio.sleep(min(float(response.headers.get("retry-after", "1")), 5.0))
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(send()) for _ in range(case.at_once)]
+        await asyncio.sleep(2.0)
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+async def measure(name: str, case: Case, seconds: float) -> list[str]:
+    """Print a row for one case. Returns what is beyond its limit, in words."""
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as directory:
+        stalls = Path(directory) / "stalls"
+        stalls.mkdir()
+        os.environ["TEST_STALLS"] = str(stalls)
+        file = Path(directory) / "keys.toml"
+        digests = {tenant: sha256(tenant.encode()).hexdigest() for tenant in (LOADER, NEIGHBOUR)}
+        tables = (f'[[tenant]]\nname = "{tenant}"\nkey_sha256 = ["{key}"]\n' for tenant, key in digests.items())
+        file.write_text("".join(tables))
+        gateway = ("--api-key-file", str(file), "--cache-salt-secret", "s" * 16)
+        limits = ("--tenant-pending-grammars", "256", "--max-queue-seconds", "600")
+        options = MeshOptions(
+            DEMO_MODEL,
+            DEMO_MODEL_NAME,
+            port=0,
+            flags={"engine": case.engine, "gateway": (*gateway, *limits)},
+            common_flags=("--log-level", "error"),
+        )
+
+        async def work(mesh: Mesh) -> None:
+            wrong.extend(await _measure(mesh, name, case, seconds, Stalls(stalls)))
+
+        await with_mesh(options, work)
+    return wrong
+
+
+async def _measure(mesh: Mesh, name: str, case: Case, seconds: float, stalls: Stalls) -> list[str]:
+    statuses: Counter[int] = Counter()
+    pools = httpx.Limits(max_connections=None)
+    async with (
+        httpx.AsyncClient(base_url=http_url(mesh), timeout=300.0, limits=pools) as http,
+        httpx.AsyncClient(base_url=http_url(mesh), timeout=300.0) as own,
+    ):
+        neighbour = Neighbour(own, case.neighbour)
+        await neighbour.measure(2.0)
+        full_step = case.full_step or await _full_step(own)
+        await neighbour.measure(CALM_SECONDS)
+        calm = neighbour.quantile(0.99)
+        async with _loaded(http, case, statuses):
+            began = time.monotonic()
+            await neighbour.measure(seconds)
+        allowed = MAX_RATIO * calm + full_step
+        beside = neighbour.quantile(0.99)
+        print(
+            f"{name:<16} p50 {neighbour.quantile(0.5) * 1e3:5.0f} ms  p99 {calm * 1e3:4.0f} to {beside * 1e3:5.0f} ms "
+            f"(allowed {allowed * 1e3:4.0f}, {len(neighbour.seconds)} answers)  load {dict(statuses)}"
+        )
+        wrong = [f"{name}: p99 {beside * 1e3:.0f} ms"] if beside > allowed else []
+        wrong += [f"{name}: the neighbour got {dict(neighbour.statuses)}"] if set(neighbour.statuses) != {200} else []
+        for part, (p999, longest) in sorted(stalls.worst(began).items()):
+            print(f"    {part:<60} late p99.9 {p999 * 1e3:4.0f}, at most {longest * 1e3:5.0f} ms")
+        for service, pids in pids_by_service(mesh).items():
+            for pid in pids:
+                print(f"    {service:<20} {_resident(pid):5.0f} MiB")
+        return wrong
+
+
+async def _full_step(http: httpx.AsyncClient) -> float:
+    """Return the seconds of a prompt that fills a step, beyond those of a short one."""
+    seconds = []
+    for length in (16, 2048, 16, 2048, 16, 2048):
+        body = {"model": DEMO_MODEL_NAME, "prompt": [300 + (length + n) % 3000 for n in range(length)], "max_tokens": 1}
+        began = time.monotonic()
+        await http.post("/v1/completions", json=body, headers=_key(NEIGHBOUR))
+        seconds.append(time.monotonic() - began)
+    return max(sorted(seconds[1::2])[1] - sorted(seconds[::2])[1], 0.0)
+
+
+def _resident(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+def _key(tenant: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {tenant}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"by default all: {', '.join(CASES)}")
+    parser.add_argument("--seconds", type=float, default=LOADED_SECONDS, help="of each load [%(default)s]")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.cases) - set(CASES):
+        parser.error(f"no such case: {' '.join(sorted(unknown))}")
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(HOOK), *filter(None, (os.environ.get("PYTHONPATH"),))))
+    os.environ["TEST_BUSY_SECONDS"] = "0"
+    wrong = []
+    for name in arguments.cases or CASES:
+        wrong += asyncio.run(measure(name, CASES[name], arguments.seconds))
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

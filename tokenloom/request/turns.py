@@ -1,0 +1,188 @@
+"""Shares a stage between tenants: each turn is charged to a tenant by its cost, and the next turn is that of the tenant
+that occupies the fewest places and, among these, has used the least.
+
+A stage is what all requests need and only a few can have at a time: compilers, renderers, encoders. One request may
+cost a thousand times as much as another one, so turns in the order of arrival would not be fair.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Container, Iterable
+from typing import Final
+
+from . import errors
+
+ALONE_AFTER: Final = 64
+"""After so many turns of one tenant in a row it is taken to be alone, and may occupy all places."""
+
+
+class TenantTurns:
+    """Says whose turn it is, and keeps an account for each tenant. It is not thread-safe."""
+
+    def __init__(self, num_places: int | None = None) -> None:
+        """``num_places``: turns that run at a time, of which a tenant leaves one free while it is not alone: a short
+        turn need not wait for the end of another tenant's long one then. None: nothing is left free."""
+        self._most = None if num_places is None else max(num_places - 1, 1)
+        self._num_running: Counter[str] = Counter()
+        self._used: dict[str, float] = {}  # of tenants that wait, run, or have used more than the present
+        self._now = 0.0
+        """The account of the tenant that was served last, when it was served."""
+        self._last: str | None = None
+        self._num_in_row = ALONE_AFTER
+
+    def wait(self, tenant: str) -> None:
+        """Note that a tenant, which did not wait, waits."""
+        # A tenant that was away starts beside the one served last: turns are neither saved up nor owed.
+        self._used[tenant] = max(self._used.get(tenant, 0.0), self._now)
+
+    def may_begin(self, tenant: str) -> bool:
+        """Return whether one more turn of the tenant leaves a place free, if it has to."""
+        return self._most is None or self._num_in_row >= ALONE_AFTER or self._num_running[tenant] < self._most
+
+    def next(self, waiting: Iterable[str]) -> str | None:
+        """Return whose turn it is among tenants that wait; None: none of them may begin."""
+        able = filter(self.may_begin, waiting)
+        return min(able, key=lambda tenant: (self._num_running[tenant], self._used[tenant]), default=None)
+
+    def start(self, tenant: str, cost: float = 0.0) -> None:
+        """Begin a turn of a tenant that waits, and charge it."""
+        self._now = self._used[tenant]
+        self._used[tenant] += cost
+        self._num_running[tenant] += 1
+        if tenant == self._last:
+            self._num_in_row += 1
+        else:
+            self._change(tenant)
+
+    def stop(self, tenant: str, cost: float = 0.0) -> None:
+        """End a turn, and charge it."""
+        self._num_running[tenant] -= 1
+        self._used[tenant] += cost
+
+    def forget(self, waiting: Container[str]) -> None:
+        """Drop accounts that say no more than the present does, so that their number stays small. ``waiting``: the
+        tenants that wait; empty: none does."""
+        self._num_running = +self._num_running
+        if not waiting and not self._num_running:
+            self._used.clear()
+            self._now = 0.0
+            return
+        for tenant in [name for name, used in self._used.items() if used <= self._now]:
+            if tenant not in waiting and tenant not in self._num_running:
+                del self._used[tenant]
+
+    def _change(self, tenant: str) -> None:
+        self._num_in_row = ALONE_AFTER if self._last is None else 1
+        self._last = tenant
+
+
+class FairStage(TenantTurns):
+    """Lets a limited number of calls run at a time; the others wait for their tenants' turns.
+
+    The cost of what runs and waits is limited too, so that a call is refused before anything is spent on it: a tenant
+    may hold at most as much as is free. It belongs to one event loop.
+    """
+
+    def __init__(
+        self, num_places: int, what: str, *, max_waiting: int, max_cost: int, leaves_spare: bool = False
+    ) -> None:
+        """Args:
+        what: What waits, for errors.
+        max_waiting: Calls that may wait; more are refused.
+        max_cost: Of all calls that run and wait.
+        leaves_spare: Whether a tenant leaves one place free; see :class:`TenantTurns`.
+        """
+        super().__init__(num_places if leaves_spare else None)
+        self._num_free = num_places
+        self._what = what
+        self._max_waiting = max_waiting
+        self._max_cost = self._cost_left = max_cost
+        self._held: Counter[str] = Counter()  # costs; without tenants that hold nothing
+        self._waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}  # no queue is empty
+        self.num_waiting = 0
+        """Calls that wait."""
+
+    async def begin(self, tenant: str, cost: int) -> None:
+        """Wait for a turn, which the caller ends by :meth:`end` with the same arguments, unless this raises.
+
+        ``cost``: in the unit of ``max_cost``, at least 1. Raises ``ResourceExhausted`` at once if there is no room for
+        the call.
+        """
+        is_idle = self._cost_left == self._max_cost
+        # A call that exceeds the whole limit runs alone.
+        if self._held[tenant] + cost > self._cost_left and not is_idle:
+            raise errors.ResourceExhausted(f"Too many or too large {self._what} already wait; retry.")
+        self._cost_left -= cost
+        self._held[tenant] += cost
+        if not is_idle and (self.num_waiting or not self._num_free or self._most is not None):
+            await self._wait(tenant, cost)
+            return
+        # As `start`, written out: nearly all turns begin at once.
+        self._num_free -= 1
+        self._num_running[tenant] += 1
+        self._now = max(self._used.get(tenant, 0.0), self._now)
+        self._used[tenant] = self._now + cost
+        if tenant == self._last:
+            self._num_in_row += 1
+        else:
+            self._change(tenant)
+
+    def end(self, tenant: str, cost: int) -> None:
+        """End a turn, and begin those that have become possible."""
+        self._num_free += 1
+        self._num_running[tenant] -= 1
+        self._cost_left += cost
+        self._held[tenant] -= cost
+        if self.num_waiting:
+            self._start_next()
+        elif self._cost_left == self._max_cost:  # as `forget`: nothing runs any more
+            self._used.clear()
+            self._held.clear()
+            self._now = 0.0
+
+    async def _wait(self, tenant: str, cost: int) -> None:
+        """Wait in the tenant's queue. What was taken for the call is given back if this raises."""
+        begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            if self.num_waiting >= self._max_waiting:
+                raise errors.ResourceExhausted(f"{self.num_waiting} {self._what} already wait; retry.")
+            if tenant not in self._waiting:
+                self.wait(tenant)
+            self._waiting.setdefault(tenant, deque()).append((begun, cost))
+            self.num_waiting += 1
+            self._start_next()
+            if not begun.done():
+                await begun
+        except BaseException:
+            if begun.done() and not begun.cancelled():  # its turn has begun in the same moment
+                self.end(tenant, cost)
+            else:
+                self._cost_left += cost
+                self._held[tenant] -= cost
+                self._leave(tenant, begun, cost)
+            raise
+
+    def _start_next(self) -> None:
+        """Begin the turns that are possible now."""
+        while self._num_free and (tenant := self.next(self._waiting)) is not None:
+            begun, cost = self._waiting[tenant][0]
+            if begun.cancelled():  # its task has not run since
+                self._leave(tenant, begun, cost)
+                continue
+            self._num_free -= 1
+            self.start(tenant, cost)
+            self._leave(tenant, begun, cost)
+            if tenant in self._waiting:
+                self._waiting[tenant] = self._waiting.pop(tenant)  # among equals, the next turn is another tenant's
+            begun.set_result(None)
+
+    def _leave(self, tenant: str, begun: "asyncio.Future[None]", cost: int) -> None:
+        """Take a call out of its queue, if it is there."""
+        queue = self._waiting.get(tenant)
+        if queue is None or (begun, cost) not in queue:
+            return
+        queue.remove((begun, cost))
+        self.num_waiting -= 1
+        if not queue:
+            del self._waiting[tenant]
+            self.forget(self._waiting)

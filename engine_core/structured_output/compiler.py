@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from tokenloom.request.turns import TenantTurns
+from tokenloom.request.limits import TenantTurns
 
 from ..data.config import StructuredOutputConfig
 from ..data.core_params import StructuredOutput

@@ -12,7 +12,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from tokenloom.request import errors
-from tokenloom.request.turns import FairStage
+from tokenloom.services.runtime.fair_stage import FairStage
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
 from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
 from tokenloom.v1 import types_pb2

@@ -1,4 +1,5 @@
-"""Limits what is held at the same time, or used in a second, and holds a part of it until it is given back, once.
+"""Limits what is held at the same time, or used in a second, and holds a part of it until it is given back, once. Says
+whose turn it is where tenants wait for the same places.
 
 What is limited or lent are places, seats, bytes, tokens and loans.
 
@@ -15,7 +16,8 @@ reservation belongs to the thread, or the event loop, of its limit.
 """
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
 from typing import Final, NoReturn, Self
 
 GiveBack = Callable[[int], object]
@@ -220,3 +222,71 @@ def take_of_all(amount: int, *limits: AdmissionLimit) -> Reservation:
             limit.taken -= returned
 
     return Reservation(give_back, amount)
+
+
+ALONE_AFTER: Final = 64
+"""After so many turns of one tenant in a row it is taken to be alone, and may occupy all places."""
+
+
+class TenantTurns:
+    """Says whose turn it is, and keeps an account for each tenant.
+
+    Each turn is charged by its cost. The next turn is that of the tenant that occupies the fewest places and, among
+    these, has used the least.
+    """
+
+    def __init__(self, num_places: int | None = None) -> None:
+        """``num_places``: turns that run at a time, of which a tenant leaves one free while it is not alone: a short
+        turn need not wait for the end of another tenant's long one then. None: nothing is left free."""
+        self._most = None if num_places is None else max(num_places - 1, 1)
+        self._num_running: Counter[str] = Counter()
+        self._used: dict[str, float] = {}  # of tenants that wait, run, or have used more than the present
+        self._now = 0.0
+        """The account of the tenant that was served last, when it was served."""
+        self._last: str | None = None
+        self._num_in_row = ALONE_AFTER
+
+    def wait(self, tenant: str) -> None:
+        """Note that a tenant, which did not wait, waits."""
+        # A tenant that was away starts beside the one served last: turns are neither saved up nor owed.
+        self._used[tenant] = max(self._used.get(tenant, 0.0), self._now)
+
+    def may_begin(self, tenant: str) -> bool:
+        """Return whether one more turn of the tenant leaves a place free, if it has to."""
+        return self._most is None or self._num_in_row >= ALONE_AFTER or self._num_running[tenant] < self._most
+
+    def next(self, waiting: Iterable[str]) -> str | None:
+        """Return whose turn it is among tenants that wait; None: none of them may begin."""
+        able = filter(self.may_begin, waiting)
+        return min(able, key=lambda tenant: (self._num_running[tenant], self._used[tenant]), default=None)
+
+    def start(self, tenant: str, cost: float = 0.0) -> None:
+        """Begin a turn of a tenant that waits, and charge it."""
+        self._now = self._used[tenant]
+        self._used[tenant] += cost
+        self._num_running[tenant] += 1
+        if tenant == self._last:
+            self._num_in_row += 1
+        else:
+            self._change(tenant)
+
+    def stop(self, tenant: str, cost: float = 0.0) -> None:
+        """End a turn, and charge it."""
+        self._num_running[tenant] -= 1
+        self._used[tenant] += cost
+
+    def forget(self, waiting: Container[str]) -> None:
+        """Drop accounts that say no more than the present does, so that their number stays small. ``waiting``: the
+        tenants that wait; empty: none does."""
+        self._num_running = +self._num_running
+        if not waiting and not self._num_running:
+            self._used.clear()
+            self._now = 0.0
+            return
+        for tenant in [name for name, used in self._used.items() if used <= self._now]:
+            if tenant not in waiting and tenant not in self._num_running:
+                del self._used[tenant]
+
+    def _change(self, tenant: str) -> None:
+        self._num_in_row = ALONE_AFTER if self._last is None else 1
+        self._last = tenant

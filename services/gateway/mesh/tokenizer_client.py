@@ -11,7 +11,7 @@ import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
-from tokenloom.request.turns import FairStage
+from tokenloom.services.runtime.fair_stage import FairStage
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.members import PeerMembers

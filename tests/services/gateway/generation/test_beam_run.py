@@ -13,7 +13,9 @@ from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 class Bytes:
     """Decodes a byte for each token; 0 is special; a leading space is dropped, as SentencePiece does."""
 
-    async def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> tokenizer_pb2.DecodeResponse:
+    async def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, tenant: str
+    ) -> tokenizer_pb2.DecodeResponse:
         text = bytes(i for i in token_ids if i or not skip_special_tokens).decode(errors="replace")
         return tokenizer_pb2.DecodeResponse(text=text.removeprefix(" "))
 

@@ -1,79 +1,13 @@
-"""Shares a stage between tenants: each turn is charged to a tenant by its cost, and the next turn is that of the tenant
-that occupies the fewest places and, among these, has used the least.
+"""A stage that tenants share: what all requests need and only a few can have at a time, such as a tokenizer.
 
-A stage is what all requests need and only a few can have at a time: compilers, renderers, encoders. One request may
-cost a thousand times as much as another one, so turns in the order of arrival would not be fair.
+One request may cost a thousand times as much as another one, so turns in the order of arrival would not be fair.
 """
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Container, Iterable
-from typing import Final
 
-from . import errors
-
-ALONE_AFTER: Final = 64
-"""After so many turns of one tenant in a row it is taken to be alone, and may occupy all places."""
-
-
-class TenantTurns:
-    """Says whose turn it is, and keeps an account for each tenant. It is not thread-safe."""
-
-    def __init__(self, num_places: int | None = None) -> None:
-        """``num_places``: turns that run at a time, of which a tenant leaves one free while it is not alone: a short
-        turn need not wait for the end of another tenant's long one then. None: nothing is left free."""
-        self._most = None if num_places is None else max(num_places - 1, 1)
-        self._num_running: Counter[str] = Counter()
-        self._used: dict[str, float] = {}  # of tenants that wait, run, or have used more than the present
-        self._now = 0.0
-        """The account of the tenant that was served last, when it was served."""
-        self._last: str | None = None
-        self._num_in_row = ALONE_AFTER
-
-    def wait(self, tenant: str) -> None:
-        """Note that a tenant, which did not wait, waits."""
-        # A tenant that was away starts beside the one served last: turns are neither saved up nor owed.
-        self._used[tenant] = max(self._used.get(tenant, 0.0), self._now)
-
-    def may_begin(self, tenant: str) -> bool:
-        """Return whether one more turn of the tenant leaves a place free, if it has to."""
-        return self._most is None or self._num_in_row >= ALONE_AFTER or self._num_running[tenant] < self._most
-
-    def next(self, waiting: Iterable[str]) -> str | None:
-        """Return whose turn it is among tenants that wait; None: none of them may begin."""
-        able = filter(self.may_begin, waiting)
-        return min(able, key=lambda tenant: (self._num_running[tenant], self._used[tenant]), default=None)
-
-    def start(self, tenant: str, cost: float = 0.0) -> None:
-        """Begin a turn of a tenant that waits, and charge it."""
-        self._now = self._used[tenant]
-        self._used[tenant] += cost
-        self._num_running[tenant] += 1
-        if tenant == self._last:
-            self._num_in_row += 1
-        else:
-            self._change(tenant)
-
-    def stop(self, tenant: str, cost: float = 0.0) -> None:
-        """End a turn, and charge it."""
-        self._num_running[tenant] -= 1
-        self._used[tenant] += cost
-
-    def forget(self, waiting: Container[str]) -> None:
-        """Drop accounts that say no more than the present does, so that their number stays small. ``waiting``: the
-        tenants that wait; empty: none does."""
-        self._num_running = +self._num_running
-        if not waiting and not self._num_running:
-            self._used.clear()
-            self._now = 0.0
-            return
-        for tenant in [name for name, used in self._used.items() if used <= self._now]:
-            if tenant not in waiting and tenant not in self._num_running:
-                del self._used[tenant]
-
-    def _change(self, tenant: str) -> None:
-        self._num_in_row = ALONE_AFTER if self._last is None else 1
-        self._last = tenant
+from tokenloom.request import errors
+from tokenloom.request.limits import TenantTurns
 
 
 class FairStage(TenantTurns):

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from tokenloom.request import errors
-from tokenloom.request.turns import ALONE_AFTER, FairStage, TenantTurns
+from tokenloom.request.limits import ALONE_AFTER, TenantTurns
+from tokenloom.services.runtime.fair_stage import FairStage
 
 
 def stage(places: int = 1, *, max_waiting: int = 100, max_cost: int = 1000, leaves_spare: bool = False) -> FairStage:

@@ -70,6 +70,7 @@ class OutputProcessorService:
             host.channels,
             hang_seconds=settings.engine_hang_timeout,
             num_kept=settings.engine_subset,
+            fall_backs=host.fall_backs,
         )
         placer = Placer(
             host.channels.open(settings.coordinator, "coordinator"),

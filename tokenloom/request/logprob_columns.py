@@ -14,6 +14,16 @@ def fit_together(columns: Logprobs) -> bool:
     return n == len(columns.rank) and n * columns.top == len(columns.token_id) == len(columns.logprob)
 
 
+def are_probable(columns: Logprobs, vocab_size: int) -> bool:
+    """Return whether the columns name tokens below ``vocab_size``, and the numbers may be log probabilities."""
+    # Sums and not loops: a NaN or a positive infinity makes the comparison false. Rounding may exceed 0 a little.
+    return (
+        max(columns.token_id, default=0) < vocab_size
+        and sum(columns.sampled) <= len(columns.sampled)
+        and sum(columns.logprob) <= len(columns.logprob)
+    )
+
+
 def extend(columns: Logprobs, more: Logprobs) -> None:
     """Append the positions of ``more``, which has as many alternatives per position."""
     assert columns.top == more.top, "a request's columns are all of one kind"

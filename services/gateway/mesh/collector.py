@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 
@@ -84,14 +85,13 @@ class Collector:
         logprobs: Sequence[output_processor_pb2.SlotTextLogprobs] = (),
         ends: bool = False,
     ) -> None:
-        """Add output. Missing or repeated tokens fail the whole request: wrong text is worse than an error.
+        """Add output. Raises ``WrongFrame`` for missing or repeated tokens: wrong text is worse than a pause.
 
         ``ends``: :meth:`finish` follows at once, and both become one delta.
         """
         journal = self._token_ids[index]
         if token_index != len(journal):
-            self.fail(errors.Internal(f"expected output token {len(journal)}, received {token_index}"))
-            return
+            raise WrongFrame(f"expected output token {len(journal)}, received {token_index}")
         journal.fromlist(token_ids)
         self._text_bytes[index] += len(text) if text.isascii() else len(text.encode())
         delta = self._pending.get(index)
@@ -114,21 +114,18 @@ class Collector:
         self._wake()
 
     def put_pooled(self, index: int, part: types_pb2.Pooled) -> None:
-        """Fail the request: it generates."""
-        self.fail(errors.Internal("a result was pooled from a request that generates"))
+        """Refuse it: the request generates."""
+        raise WrongFrame("a result was pooled from a request that generates")
 
     def finish(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
-        """End an index. An error of one index is an error of the request."""
+        """End an index. An error of one index is an error of the request. Raises ``WrongFrame`` if it cannot end."""
         if finished.HasField("error"):
             self.fail(wire_errors.from_proto(finished.error))
             return
         num_tokens = self.num_tokens(index)
-        if finished.completion_tokens != num_tokens:
-            error = f"{finished.completion_tokens} output tokens were sent, {num_tokens} arrived"
-            self.fail(errors.Internal(error))
-            return
+        if finished.completion_tokens != num_tokens or self._ended[index]:
+            raise WrongFrame(f"{finished.completion_tokens} output tokens were sent, {num_tokens} arrived")
         delta = self._pending.setdefault(index, Delta(index, num_tokens))
-        assert delta.finished is None, "an index ends once"
         delta.finished = finished
         self._ended[index] = True
         self._live -= 1

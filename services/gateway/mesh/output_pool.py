@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.runtime.host.host import Host
@@ -65,6 +66,8 @@ class OutputPool:
         self._count_moved = on_moved
         self._links: list[OutputLink] = []  # one for each output processor
         self._turn = 0
+        self._has_left = False  # whether any link is left
+        self._fall_backs = FallBacks()
         self._waiting: dict[PendingRequest, None] = {}  # in order of arrival; bounded by what the gateway admits
         self._wake = asyncio.Event()
         self._held: dict[PendingRequest, asyncio.TimerHandle] = {}  # until they ask again; bounded by the same
@@ -95,6 +98,7 @@ class OutputPool:
 
     def start(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
         """Connect to all of them, and keep them connected for as long as the host lives."""
+        self._fall_backs = host.fall_backs
         ours = hello.make_hello(self._peer_id, self._epoch, fingerprint=fingerprint, initial_credit=INITIAL_CREDIT)
 
         def joined(address: str) -> None:
@@ -182,7 +186,7 @@ class OutputPool:
     def on_lost(self, stream: ProcessStream, requests: list[PendingRequest]) -> None:
         """Place the requests of a stream that has ended."""
         # A silent one may still work, and a broken connection is found out when the output processor is back.
-        seems_ended = len(requests) == 1 and not stream.leaving and not stream.was_silent
+        seems_ended = len(requests) == 1 and not (stream.leaving or stream.was_silent or stream.was_wrong)
         ended_alone = stream.incarnation if seems_ended else None
         connected = [each.stream.incarnation for each in self._links if each.stream is not None]
         cause = Cause.SILENT if stream.was_silent else Cause.GONE
@@ -190,8 +194,22 @@ class OutputPool:
             if request.is_sought:
                 self._seek(request)
                 continue
-            request.lost(cause, ended_alone=ended_alone, connected=connected)
+            request.lost(cause, ended_alone=ended_alone, connected=connected, was_wrong=stream.was_wrong)
             self._wait(request)
+
+    def on_wrong(self, stream: ProcessStream, request: PendingRequest) -> None:
+        """Place a request of which an output processor sent what none may send."""
+        request.lost(Cause.GONE, was_wrong=True)
+        request.refused_by.append(stream)  # as long as there is another one
+        self._wait(request)
+
+    def on_left(self, link: OutputLink) -> None:
+        """Note that an output processor is left, or was restarted."""
+        self._has_left = any(each.is_left for each in self._links)
+        if link.is_left:
+            self._fall_backs.begin("wrong_peer", "its frames were such as no output processor may send", link.address)
+        else:
+            self._fall_backs.end("wrong_peer", link.address)
 
     def _connect_all(self) -> bool:
         """Connect to all output processors for a while, because any of them may have a request that was begun
@@ -241,6 +259,8 @@ class OutputPool:
             stream = link.stream  # read once: the thread of a scrape asks too, and the event loop may drop it meanwhile
             if stream is not None and not stream.leaving and link.address in chosen:
                 able.append(link)
+        if self._has_left:
+            able = [link for link in able if not link.is_left] or able
         return able
 
     def _begin(self, request: PendingRequest) -> None:

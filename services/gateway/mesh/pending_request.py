@@ -1,5 +1,6 @@
 """Keeps what a request needs to continue on another output processor when its own is lost."""
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeAlias
 
@@ -53,6 +54,8 @@ class Sink(Protocol):
 MAX_LOSSES_ALONE = 3
 """Output processors that may end while they run a request alone, without any new output of it. Then the request ends,
 because it may be what ends them."""
+MAX_WRONG = 3
+"""Streams that may end, because of a wrong frame, while they have a request and bring it no further."""
 Incarnation: TypeAlias = tuple[str, int]
 """The address and the epoch of an output processor: one that was restarted has another epoch."""
 
@@ -66,6 +69,7 @@ class PendingRequest:
     Attributes:
         collector: Receives the output: sample ``i`` at ``first_index + i``.
         num_live: Samples that have not ended.
+        max_tokens: Of each sample.
         num_bytes: Size of the prompt in memory.
         engine_deaths: Engines that died while they ran it.
         num_prompt_logprobs: Positions of the prompt whose log probabilities arrived.
@@ -81,8 +85,8 @@ class PendingRequest:
     __slots__ = (
         "_ended_alone",
         "_kept",
-        "_num_samples",
         "_num_tokens_sent",
+        "_num_wrong",
         "_refusal",
         "_resume",
         "_started",
@@ -92,9 +96,11 @@ class PendingRequest:
         "engine_deaths",
         "first_index",
         "is_accepted",
+        "max_tokens",
         "num_bytes",
         "num_live",
         "num_prompt_logprobs",
+        "num_samples",
         "refused_by",
         "request_id",
         "sought_until",
@@ -121,10 +127,11 @@ class PendingRequest:
         self.sought_until = sought_until
         self.collector = collector
         self.first_index = first_index
-        self.num_live = self._num_samples = submit.num_samples or 1
+        self.num_live = self.num_samples = submit.num_samples or 1
         self.num_bytes = 4 * len(submit.prompt.token_ids)
         for span in submit.prompt.embeds:
             self.num_bytes += len(span.rows)
+        self.max_tokens = submit.sampling_params.max_tokens or sys.maxsize
         self.engine_deaths = submit.engine_deaths
         self.num_prompt_logprobs = submit.num_prompt_logprobs
         self.refused_by: list[object] = []
@@ -139,7 +146,7 @@ class PendingRequest:
         self._kept = kept.take(self.num_bytes)
         self._started = now
         self._ended_alone = set[Incarnation]()  # bounded by MAX_LOSSES_ALONE
-        self._num_tokens_sent = 0
+        self._num_tokens_sent = self._num_wrong = 0
         self._refusal: errors.TokenloomError | None = None
 
     def first(self, slot: int) -> pb.Submit:
@@ -177,7 +184,7 @@ class PendingRequest:
             submit.timeout.CopyFrom(_duration(left_ns))
         submit.engine_deaths = self.engine_deaths
         submit.num_prompt_logprobs = self.num_prompt_logprobs
-        for sample_index in range(self._num_samples):
+        for sample_index in range(self.num_samples):
             # The journal is what the client has, 4 bytes a token. The next output processor replays it through its
             # detokenizer and stop strings, and sends only what is new, at whichever frame the stream broke.
             journal = self.collector.journal(self.first_index + sample_index, sample_index)
@@ -190,16 +197,23 @@ class PendingRequest:
         return submit
 
     def lost(
-        self, cause: Cause, *, ended_alone: Incarnation | None = None, connected: Collection[Incarnation] = ()
+        self,
+        cause: Cause,
+        *,
+        ended_alone: Incarnation | None = None,
+        connected: Collection[Incarnation] = (),
+        was_wrong: bool = False,
     ) -> None:
         """Note that its output processor was lost. ``ended_alone``: which one it was, if it seems to have ended, and
-        this was the only request there. ``connected``: those that are connected now."""
+        this was the only request there. ``connected``: those that are connected now. ``was_wrong``: it was given up
+        because of a frame that no output processor may send."""
         self.refused_by.clear()
         self.unknown_to.clear()
         self.sought_until = 0.0
         self.is_accepted = True
         made_progress = self._num_tokens() > self._num_tokens_sent
         self.debt.failed(cause, made_progress=made_progress)
+        self._num_wrong = was_wrong if made_progress else self._num_wrong + was_wrong
         if made_progress:
             self._ended_alone.clear()
         # One that is back with the same epoch had not ended: it was only the connection that broke.
@@ -209,6 +223,8 @@ class PendingRequest:
         if self._submit is None:
             message = "The output processor handling this request became unavailable, and its prompt was too large"
             self.fail(errors.Unavailable(f"{message} to be kept for another one; retry."))
+        elif self._num_wrong >= MAX_WRONG:
+            self.fail(errors.Internal("Output processors sent again and again what none may send."))
         elif len(self._ended_alone) >= MAX_LOSSES_ALONE:
             message = f"{MAX_LOSSES_ALONE} output processors ended while they ran only this request"
             self.fail(errors.OutputProcessorKiller(f"{message}; report it to the operator before you send it again."))
@@ -271,7 +287,7 @@ class PendingRequest:
             self._submit = None
 
     def _num_tokens(self) -> int:
-        return sum(self.collector.num_tokens(self.first_index + sample) for sample in range(self._num_samples))
+        return sum(self.collector.num_tokens(self.first_index + sample) for sample in range(self.num_samples))
 
 
 def _resume(submit: pb.Submit) -> pb.Resume:

@@ -11,7 +11,13 @@ from typing import Protocol
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.hello import check_hello
-from tokenloom.services.runtime.streams.slotted_stream import ClientStream, describe, was_silent
+from tokenloom.services.runtime.streams.slotted_stream import (
+    MAX_WRONG_FRAMES,
+    ClientStream,
+    WrongFrame,
+    describe,
+    was_silent,
+)
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 from tokenloom.v1.output_processor_pb2 import ProcessFrame
@@ -28,14 +34,14 @@ class FrameRows:
     """
 
     def __init__(self, frame: ProcessFrame) -> None:
-        """Raises :class:`errors.FailedPrecondition` when the columns do not fit together."""
+        """Raises ``WrongFrame`` when the columns do not fit together."""
         self.token_ids = list(frame.token_ids)
         self._slots, self._texts, self._token_indices = frame.slot, frame.text, frame.token_index
         self._samples = frame.sample_index or [0] * len(self._slots)
         self._counts = frame.num_tokens or [1] * len(self._slots)
         columns = (self._slots, self._samples, self._texts, self._token_indices, self._counts)
         if len(set(map(len, columns))) != 1 or sum(self._counts) != len(self.token_ids):
-            raise errors.FailedPrecondition("a frame's columns differ in length")
+            raise WrongFrame("a frame's columns differ in length")
 
     def __bool__(self) -> bool:
         return bool(self._slots)
@@ -71,6 +77,12 @@ class StreamOwner(Protocol):
     def on_lost(self, stream: "ProcessStream", requests: list[PendingRequest]) -> None:
         """Called when a stream has ended, with the requests that were live on it. No output of it follows."""
 
+    def on_wrong(self, stream: "ProcessStream", request: PendingRequest) -> None:
+        """Called when the output processor sent for a request what none may send; another one may continue it."""
+
+    def on_left(self, link: "OutputLink") -> None:
+        """Called when an output processor gets no requests any more that another one can run, or gets them again."""
+
 
 class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingRequest]):
     """Holds one incarnation of a stream; it is not reused after it has ended.
@@ -79,6 +91,8 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         leaving: Whether the output processor drains, so that it gets no new requests.
         incarnation: The output processor's, once it has said hello.
         was_silent: Whether the stream has ended because the output processor was silent, so that it may still work.
+        was_wrong: Whether it has ended because of a frame that no output processor may send.
+        num_wrong: What came that no output processor may send: once it costs the request alone that it is of.
     """
 
     def __init__(self, owner: StreamOwner, is_needed: Callable[[], bool] = lambda: True) -> None:
@@ -88,7 +102,8 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         self._is_needed = is_needed
         self._unused = LivenessTimer()
         self._ended = False
-        self.leaving = self.was_silent = False
+        self.leaving = self.was_silent = self.was_wrong = False
+        self.num_wrong = 0
         self.incarnation: Incarnation = ("", 0)
 
     def submit(self, request: PendingRequest, *, again: bool = False) -> int:
@@ -134,7 +149,7 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         """Hand a frame's columns to their collectors, and grant credit for it. Yields between the first tokens of
         answers, which are at the beginning of a frame, and what follows them.
 
-        Raises :class:`errors.FailedPrecondition` when the columns do not fit together.
+        Raises ``WrongFrame`` for columns that do not fit together, and for output that a request cannot have.
         """
         # The heads of new answers are written before a whole frame is dealt: 0.3 instead of 1.2 ms pass from the
         # frame's arrival to the head, and the client does not have 63 other events to read first.
@@ -150,12 +165,17 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
             end = start + count
             if (target := self.slots.get(slot)) is not None:
                 index, token_ids = target.first_index + sample, rows.token_ids[start:end]
-                if logprobs_of or ending:
-                    key = slot, sample
-                    logprobs, ends = logprobs_of.get(key, ()), key in ending
-                    target.collector.put(index, text, token_index, token_ids, logprobs=logprobs, ends=ends)
-                else:
-                    target.collector.put(index, text, token_index, token_ids)
+                try:
+                    if sample >= target.num_samples or token_index + count > target.max_tokens:
+                        raise WrongFrame(f"sample {sample} has {token_index + count} tokens")
+                    if logprobs_of or ending:
+                        key = slot, sample
+                        logprobs, ends = logprobs_of.get(key, ()), key in ending
+                        target.collector.put(index, text, token_index, token_ids, logprobs=logprobs, ends=ends)
+                    else:
+                        target.collector.put(index, text, token_index, token_ids)
+                except WrongFrame as wrong:
+                    self._drop(slot, target, wrong)
             start = end
         self._deal_ends(frame)
         if rows or frame.finished or frame.logprobs or frame.pooled:  # heartbeats need no credit
@@ -165,7 +185,10 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         """Hand out what follows a frame's tokens."""
         for part in frame.pooled:
             if (target := self.slots.get(part.slot)) is not None:
-                target.collector.put_pooled(target.first_index, part)
+                try:
+                    target.collector.put_pooled(target.first_index, part)
+                except WrongFrame as wrong:
+                    self._drop(part.slot, target, wrong)
         for slot in frame.engine_death_slots:
             if (request := self.slots.get(slot)) is not None:
                 request.engine_deaths += 1
@@ -196,11 +219,27 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
             del self.slots[finished.slot]
             self._owner.on_unknown(self, target)
             return
+        try:
+            if finished.sample_index >= target.num_samples:
+                raise WrongFrame(f"sample {finished.sample_index} has ended")
+            target.collector.finish(target.first_index + finished.sample_index, finished)
+        except WrongFrame as wrong:
+            self._drop(finished.slot, target, wrong)
+            return
         target.num_live -= 1
         if not target.num_live:
             del self.slots[finished.slot]
             target.release()
-        target.collector.finish(target.first_index + finished.sample_index, finished)
+
+    def _drop(self, slot: int, target: PendingRequest, wrong: WrongFrame) -> None:
+        """Give up a request of which the output processor sent what cannot be; another one continues it. Raises
+        ``wrong``, which ends the stream and so all requests on it, when it is not the first time."""
+        if self.num_wrong + 1 >= MAX_WRONG_FRAMES:
+            raise wrong
+        self.num_wrong += 1
+        log.warning("output processor %s: %s", self.incarnation[0], wrong.message)
+        self.cancel(slot)
+        self._owner.on_wrong(self, target)
 
     def _message_after(self, num_bytes: int = 0, *, ends_only: bool = False) -> pb.ProcessInput:
         """Return a message for a request that begins, or that resumes (``ends_only``).
@@ -237,6 +276,8 @@ class OutputLink:
         mark: What stands for the output processor in ids of requests, once it has said hello: a digest of its name. By
             it any gateway finds a request; nothing else can be read from an id.
         changed_at: When it was lost, or returned, last; -inf if it was never lost.
+        is_left: Whether its present incarnation has sent :data:`MAX_WRONG_FRAMES` wrong frames, so that it gets no
+            requests that another one can run.
     """
 
     def __init__(
@@ -259,6 +300,8 @@ class OutputLink:
         self._ours = ours
         self._is_needed = is_needed
         self._backoff = MIN_BACKOFF
+        self.is_left = False
+        self._wrong: list[Incarnation] = []  # of the last wrong frames; bounded by MAX_WRONG_FRAMES
 
     def rank(self, request_id: str) -> tuple[bool, bytes]:
         """Return a key that sorts output processors for a request: the one that its id names, then all others in an
@@ -276,6 +319,10 @@ class OutputLink:
             level = logging.WARNING if was_used and not isinstance(error, StreamNotNeeded) else logging.DEBUG
             log.log(level, "output processor %s: %s", self.address, describe(error))
             stream.was_silent = was_silent(error)
+            stream.was_wrong = isinstance(error, WrongFrame)
+            stream.num_wrong += stream.was_wrong
+            if stream.num_wrong:
+                self._note_wrong(stream)
         finally:
             if was_used := self.stream is stream:
                 self.stream = None
@@ -286,12 +333,25 @@ class OutputLink:
         self._backoff = MIN_BACKOFF if was_used else min(self._backoff * 2, MAX_BACKOFF)
         await asyncio.sleep(self._backoff)
 
+    def _note_wrong(self, stream: ProcessStream) -> None:
+        before = [each for each in self._wrong if each == stream.incarnation]
+        self._wrong = [*before, *[stream.incarnation] * stream.num_wrong][-MAX_WRONG_FRAMES:]
+        if len(self._wrong) == MAX_WRONG_FRAMES and not self.is_left:
+            self._set_left(True)
+
+    def _set_left(self, is_left: bool) -> None:
+        self.is_left = is_left
+        self._owner.on_left(self)
+
     def _greet(self, stream: ProcessStream, frame: pb.ProcessFrame) -> None:
         """Begin to use a stream whose output processor has said hello. Raises ``FailedPrecondition``."""
         # After the hello only: until then an output processor of another model may be at this address.
         check_hello(frame.hello, fingerprint=self._ours.fingerprint)
         self.mark = hashlib.blake2s(frame.hello.peer_id.encode(), digest_size=MARK_DIGITS // 2).hexdigest()
         stream.leaving, stream.incarnation = frame.leaving, (self.address, frame.hello.epoch)
+        if self.is_left and stream.incarnation not in self._wrong:
+            self._wrong.clear()  # it was restarted
+            self._set_left(False)
         self.stream = stream
         if self.changed_at > -math.inf:
             self.changed_at = asyncio.get_running_loop().time()

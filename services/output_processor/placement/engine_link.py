@@ -9,12 +9,19 @@ from typing import Protocol
 
 import grpc.aio
 
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, logprob_columns
 from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import check_hello
 from tokenloom.services.runtime.placement.pool import longest_request
-from tokenloom.services.runtime.streams.slotted_stream import ClientStream, describe, was_silent
+from tokenloom.services.runtime.streams.slotted_stream import (
+    MAX_WRONG_FRAMES,
+    ClientStream,
+    WrongFrame,
+    describe,
+    was_silent,
+)
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, PickId, SlotLogprobs
@@ -35,12 +42,25 @@ IDLE_SECONDS = 60.0
 keeping one costs both sides a few pings a second."""
 
 
+_ANY_TOKEN = 1 << 32
+"""Is above every token of an engine that does not say how many it has."""
+_MAX_WRONG_ENGINES = 256
+"""Limits the incarnations whose wrong frames are remembered."""
+
+
 class _StepHangs(errors.Unavailable):
     """The engine sends frames, but its step does not end."""
 
 
+class EngineLeft(errors.Unavailable):
+    """The engine sent :data:`MAX_WRONG_FRAMES` wrong frames, so it gets no requests that another one can run."""
+
+
 class AttemptOwner(Protocol):
-    """Receives what an engine reports of its attempts. No call follows ``on_finished`` or ``on_lost``."""
+    """Receives what an engine reports of its attempts. No call follows ``on_finished`` or ``on_lost``.
+
+    Each method raises ``WrongFrame``, before it changes anything, for what cannot be of this attempt.
+    """
 
     def on_kv_granted(self, attempt: "EngineAttempt", kv: KVSource) -> None:
         """Called when the prefill takes more steps: its KV may be read meanwhile."""
@@ -75,6 +95,7 @@ class EngineAttempt:
         is_counted: Whether the last snapshot counts it, until it is released.
         num_accepted: Output tokens that the engine was given with it.
         has_output: Whether the engine has sent any.
+        was_wrong: Whether it is lost because the engine sent what no engine may send.
         request_id: The request's id in the mesh, which its samples share; empty until it is sent.
         slot: Its number on the link; 0 until it is sent.
         owner: Set when it is sent.
@@ -86,6 +107,7 @@ class EngineAttempt:
     is_counted: bool = False
     num_accepted: int = 0
     has_output: bool = False
+    was_wrong: bool = False
     request_id: str = ""
     slot: int = 0
     owner: AttemptOwner = field(init=False)
@@ -103,10 +125,13 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self.key = EngineKey(identity.engine_id, identity.epoch)
         self.longest_request = longest_request(identity)
         """Tokens of one request that the engine holds at most."""
+        self._vocab_size = identity.limits.vocab_size or _ANY_TOKEN
         self.error: errors.TokenloomError | None = None
         """Why the link is dead; None while it is not."""
         self.may_compute = False
         """Whether it is dead because the engine fell silent or hangs, so that the engine may still compute."""
+        self.num_wrong = 0
+        """What came of the engine that no engine may send: once it costs the request alone that it is of."""
         self._hello = hello
         self._channels = channels
         self._hang_seconds = hang_seconds
@@ -210,26 +235,39 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self._deal(frame)
         for part in frame.pooled:
             if (attempt := self.slots.get(part.slot)) is not None:
-                attempt.owner.on_pooled(attempt, part)
+                try:
+                    attempt.owner.on_pooled(attempt, part)
+                except WrongFrame as wrong:
+                    self._drop(attempt, wrong)
         for finished in frame.finished:
             if (attempt := self.slots.pop(finished.slot, None)) is not None:
                 self.touch()
-                attempt.owner.on_finished(attempt, finished)
+                try:
+                    attempt.owner.on_finished(attempt, finished)
+                except WrongFrame as wrong:
+                    self.slots[finished.slot] = attempt  # it has not ended: another engine continues it
+                    self._drop(attempt, wrong)
         self._grant()  # heartbeats use no credit but count too, which is harmless
         return ()
 
     def _deal(self, frame: EngineFrame) -> None:
-        """Pass the frame's columns to the attempts. Columns whose lengths do not match end the stream."""
+        """Pass the frame's columns to the attempts. Raises ``WrongFrame`` for columns that do not fit together, and for
+        tokens that the model does not have."""
         slots, token_ids = list(frame.slot), list(frame.token_ids)
         counts = frame.num_tokens or [1] * len(slots)
         if not len(slots) == len(frame.token_index) == len(counts) or sum(counts) != len(token_ids):
-            raise errors.Unavailable("the columns of a frame differ in length")
+            raise WrongFrame("the columns of a frame differ in length")
+        if token_ids and max(token_ids) >= self._vocab_size:
+            raise WrongFrame(f"token {max(token_ids)} is not below {self._vocab_size}")
         logprobs = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
         start = 0
         for slot, index, count in zip(slots, frame.token_index, counts, strict=True):
             if (attempt := self.slots.get(slot)) is not None:
-                columns = _of_tokens(logprobs[slot], index, count) if logprobs and slot in logprobs else None
-                attempt.owner.on_tokens(attempt, index, token_ids[start : start + count], columns)
+                try:
+                    columns = _of_tokens(logprobs[slot], index, count) if logprobs and slot in logprobs else None
+                    attempt.owner.on_tokens(attempt, index, token_ids[start : start + count], columns)
+                except WrongFrame as wrong:
+                    self._drop(attempt, wrong)
             start += count
 
     def _deal_prompts(self, logprobs: Sequence[SlotLogprobs]) -> dict[int, SlotLogprobs]:
@@ -237,12 +275,29 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         of_tokens: dict[int, SlotLogprobs] = {}
         for each in logprobs:
             if not logprob_columns.fit_together(each.logprobs):
-                raise errors.Unavailable("the log probabilities of a frame differ in length")
+                raise WrongFrame("the log probabilities of a frame differ in length")
+            if not logprob_columns.are_probable(each.logprobs, self._vocab_size):
+                raise WrongFrame("the log probabilities of a frame are of no model")
             if not each.prompt:
                 of_tokens[each.slot] = each
             elif (attempt := self.slots.get(each.slot)) is not None:
-                attempt.owner.on_prompt_logprobs(attempt, each.token_index, each.logprobs)
+                try:
+                    attempt.owner.on_prompt_logprobs(attempt, each.token_index, each.logprobs)
+                except WrongFrame as wrong:
+                    self._drop(attempt, wrong)
         return of_tokens
+
+    def _drop(self, attempt: EngineAttempt, wrong: WrongFrame) -> None:
+        """Give up an attempt of which the engine sent what cannot be. Raises ``wrong``, which ends the link and so all
+        attempts, when it is not the first time."""
+        # Not all at once: a request that brings out a bug of the engine would disturb all others.
+        if self.num_wrong + 1 >= MAX_WRONG_FRAMES:
+            raise wrong
+        self.num_wrong += 1
+        log.warning("engine %s: %s", self.identity.engine_id, wrong.message)
+        self.abort(attempt)
+        attempt.was_wrong = True
+        attempt.owner.on_lost(attempt, is_alone=False)
 
     def _end(self, cause: BaseException) -> None:
         """End the link, once: all attempts are lost, and placements that wait for the hello fail."""
@@ -258,8 +313,12 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self.may_compute = fell_silent or isinstance(cause, _StepHangs)
         # A request that kills engines is alone on each of them. Silence is left out: a frozen host or a cut link is not
         # the request's doing, and blaming it would end a harmless request after two such links.
-        is_alone = len({attempt.request_id for attempt in attempts}) == 1 and not fell_silent
+        # So is a wrong frame.
+        was_wrong = isinstance(cause, WrongFrame)
+        self.num_wrong += was_wrong
+        is_alone = len({attempt.request_id for attempt in attempts}) == 1 and not (fell_silent or was_wrong)
         for attempt in attempts:
+            attempt.was_wrong = was_wrong
             # After the link was marked as dead: the owner places the request again at once, and must not find this link
             # open.
             attempt.owner.on_lost(attempt, is_alone=is_alone)
@@ -282,10 +341,12 @@ class EngineLinks:
         *,
         hang_seconds: float,
         num_kept: int,
+        fall_backs: FallBacks | None = None,
     ) -> None:
         """Args:
         on_failure: Called when a bug ended a link, because its requests may then never end.
         num_kept: Links that stay open, however long they are idle.
+        fall_backs: Where it is noted that an engine is left; None: nowhere.
         """
         self._make_hello = make_hello
         self._channels = channels
@@ -294,6 +355,8 @@ class EngineLinks:
         self._links: dict[EngineKey, EngineLink] = {}  # one for each live engine; dead links are removed
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = Tasks(on_failure)
+        self._fall_backs = fall_backs or FallBacks()
+        self._num_wrong: dict[EngineKey, int] = {}  # wrong frames by incarnation; the oldest make room
 
     @property
     def num_open(self) -> int:
@@ -304,9 +367,12 @@ class EngineLinks:
         link = self._links.get(key)
         return link if link is not None and link.is_open else None
 
-    async def get(self, identity: EngineIdentity) -> EngineLink:
-        """Return an open link. Raises ``Unavailable`` when the engine does not answer or is not the one expected."""
+    async def get(self, identity: EngineIdentity, *, even_left: bool = False) -> EngineLink:
+        """Return an open link. Raises ``Unavailable`` when the engine does not answer or is not the one expected,
+        ``EngineLeft`` when it has sent wrong frames, unless ``even_left``."""
         key = EngineKey(identity.engine_id, identity.epoch)
+        if self._num_wrong and not even_left and self._num_wrong.get(key, 0) >= MAX_WRONG_FRAMES:
+            raise EngineLeft("The engine sends what no engine may send.")
         link = self._links.get(key)
         # A dead link may still be in the table, because its task ends a turn later than the link.
         if link is None or link.error is not None:
@@ -343,9 +409,19 @@ class EngineLinks:
         finally:
             if self._links.get(link.key) is link:
                 del self._links[link.key]
+            if link.num_wrong:
+                self._note_wrong(link.key, link.num_wrong)
+
+    def _note_wrong(self, key: EngineKey, num_wrong: int) -> None:
+        self._num_wrong[key] = self._num_wrong.pop(key, 0) + num_wrong
+        if self._num_wrong[key] >= MAX_WRONG_FRAMES:
+            detail = f"{MAX_WRONG_FRAMES} frames were such as no engine may send"
+            self._fall_backs.begin("wrong_peer", detail, key.engine_id)
+        if len(self._num_wrong) > _MAX_WRONG_ENGINES:
+            del self._num_wrong[next(iter(self._num_wrong))]
 
 
 def _of_tokens(columns: SlotLogprobs, token_index: int, count: int) -> Logprobs:
     if columns.token_index != token_index or logprob_columns.num_positions(columns.logprobs) != count:
-        raise errors.Unavailable("the log probabilities of a frame are not those of its tokens")
+        raise WrongFrame("the log probabilities of a frame are not those of its tokens")
     return columns.logprobs

@@ -13,6 +13,8 @@ from .last_snapshot import EngineKey
 MIN_DELAY_SECONDS = 0.05
 MAX_DELAY_SECONDS = 1.0
 _MAX_EXCLUDED = 8
+MAX_WRONG = 3
+"""Attempts at one sample that may end because of wrong frames and bring it no further."""
 MAX_ENGINE_DEATHS = 2
 """Engines that may die while they run only this request. Then it ends, because the request itself may kill them."""
 _GIVE_UP_SECONDS = 0.25
@@ -97,6 +99,7 @@ class EngineSearch:
         self._is_shared = is_shared
         self._on_engine_death = on_engine_death
         self._num_failures = 0  # in a row, without a token between them
+        self._num_wrong = 0  # the same
         self.exclude: list[EngineKey] = []
         self.is_admitted = False
         self.overload: errors.TokenloomError | None = None
@@ -114,7 +117,15 @@ class EngineSearch:
         """
         if is_alone and not self._is_shared(attempt.link.key, self._num_samples):
             self._blame(attempt)
+        if attempt.was_wrong:
+            self._num_wrong = 1 if attempt.has_output else self._num_wrong + 1
         self._failed(attempt.link.key, Cause.SILENT if attempt.link.may_compute else Cause.GONE, attempt.has_output)
+
+    def verdict(self) -> errors.TokenloomError | None:
+        """Return the error of a sample that no further engine may run; None if it may continue."""
+        if self._num_wrong < MAX_WRONG:
+            return self._lifetime.verdict()
+        return errors.Internal("The engines sent again and again, for this request, what no engine may send.")
 
     def refused(self, attempt: EngineAttempt, error: errors.TokenloomError) -> bool:
         """Note the error with which an engine ended an attempt. Returns whether another engine may answer differently:

@@ -20,7 +20,7 @@ from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
-from .engine_link import EngineAttempt, EngineLinks
+from .engine_link import EngineAttempt, EngineLeft, EngineLinks
 from .engine_search import EngineSearch
 from .last_snapshot import EngineKey, LastSnapshot
 from .pick_stream import ANSWER_SECONDS, PickStream
@@ -198,20 +198,32 @@ class Placer:
         """Place a leg without waiting. ``response``: the first pick, if it was asked for already."""
         unreached = list(exclude)
         debt = RetryDebt(self.budget)
+        left: PickResponse | None = None
         for _ in range(_MAX_PICKS):
-            picked = await self._picked(request, unreached, response or self._ask(request, unreached, submit))
+            try:
+                picked = await self._picked(request, unreached, response or self._ask(request, unreached, submit))
+            except (errors.Unavailable, errors.ResourceExhausted):
+                # Better than no engine: its frames are checked, and a request that it does not bring further ends.
+                if left is None:
+                    raise
+                picked = left
             response = None
             key = EngineKey(picked.engine.engine_id, picked.engine.epoch)
             pick = picked.pick if picked.HasField("pick") else None
             try:
-                link = await self._links.get(picked.engine)
+                link = await self._links.get(picked.engine, even_left=picked is left)
             except BaseException as error:
                 if pick is None:
                     self._snapshot.release(key)
                 if not isinstance(error, errors.Unavailable):
                     raise
+                if picked is left:
+                    break
                 unreached.append(key)
                 self._cooldown.add(key)
+                if isinstance(error, EngineLeft):
+                    left = picked
+                    continue
                 debt.failed(Cause.SILENT)
                 if not debt.pay():
                     break

@@ -4,8 +4,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1.engine_pb2 import Finished, KVSource
@@ -21,6 +23,8 @@ from .request_stages import make_pooling_add
 
 log = logging.getLogger(__name__)
 
+_ANY_WIDTH = 1 << 32
+"""Numbers for each token of a result, of an engine that does not say how many it has at most."""
 _ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 
 
@@ -66,6 +70,7 @@ class PooledRequest:
         self._timer: asyncio.TimerHandle | None = None
         self._timeline = Timeline()
         self._num_attempts = 1
+        self._shape: Sequence[int] = ()  # of the result of the present attempt
         self._has_ended = False
         self.slot = submit.slot
 
@@ -85,6 +90,12 @@ class PooledRequest:
         self._end(_ERROR, error=error)
 
     def on_pooled(self, attempt: EngineAttempt, part: Pooled) -> None:
+        shape = part.shape or self._shape
+        limits = attempt.link.identity.limits
+        most = len(self._submit.prompt.token_ids) * (max(limits.hidden_size, limits.vocab_size) or _ANY_WIDTH)
+        if prod(shape) > most or 4 * part.offset + len(part.data) > 4 * prod(shape):
+            raise WrongFrame("a part of a result is beyond its shape")
+        self._shape = shape
         attempt.has_output = True
         # Passed on without being kept, so the memory here does not depend on the size of results. A request that
         # another engine begins anew costs one prompt, and its first part has offset 0.
@@ -114,21 +125,22 @@ class PooledRequest:
         """Do nothing: no other engine continues from the KV."""
 
     def on_prompt_logprobs(self, attempt: EngineAttempt, token_index: int, logprobs: Logprobs) -> None:
-        self.fail(errors.Internal("the engine sent log probabilities for a pooling request"))
+        raise WrongFrame("the engine sent log probabilities for a pooling request")
 
     def on_tokens(
         self, attempt: EngineAttempt, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
     ) -> None:
-        self.fail(errors.Internal("the engine generated tokens for a pooling request"))
+        raise WrongFrame("the engine generated tokens for a pooling request")
 
     def _replace(self) -> None:
         """Begin anew on another engine, unless the request may have killed its engines."""
         self._attempt = None
+        self._shape = ()
         self._num_attempts += 1
         self._continue()
 
     def _continue(self, pick: PendingPick | None = None) -> None:
-        if (verdict := self._lifetime.verdict()) is not None:
+        if (verdict := self._search.verdict()) is not None:
             self.fail(verdict)
         else:
             self._placement = self._tasks.spawn(self._place(pick), name=f"place {self._submit.request_id}")

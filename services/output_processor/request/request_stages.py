@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource, PickId
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 _ERROR, _PREFILLED = FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_PREFILLED
+_ENDS = frozenset(FinishReason.values()) - {FinishReason.FINISH_REASON_UNSPECIFIED, _PREFILLED}
 
 
 class RequestStages:
@@ -78,7 +80,7 @@ class RequestStages:
                 Other samples of the prompt may run there.
         """
         self._on_settled = on_settled
-        if (verdict := self._lifetime.verdict()) is not None:
+        if (verdict := self._search.verdict()) is not None:
             self.fail(verdict)
             return
         # With a single engine every pick chooses it, and the message to the coordinator and back costs 0.6 ms of the
@@ -216,25 +218,29 @@ class RequestStages:
     def on_prompt_logprobs(self, attempt: EngineAttempt, token_index: int, logprobs: Logprobs) -> None:
         try:
             self._output.add_prompt_logprobs(token_index, logprobs)
+        except WrongFrame:
+            raise
         except Exception as error:  # a fault of one request never ends the stream of all
             self.fail(error)
 
     def on_pooled(self, attempt: EngineAttempt, part: Pooled) -> None:
-        self.fail(errors.Internal("the engine pooled a request that generates"))
+        raise WrongFrame("the engine pooled a request that generates")
 
     def on_tokens(
         self, attempt: EngineAttempt, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
     ) -> None:
+        try:
+            match = self._output.add(token_index, token_ids, logprobs)
+        except WrongFrame:
+            raise
+        except Exception as error:  # a fault of one request never ends the stream of all
+            self.fail(error)
+            return
         attempt.has_output = True
         if attempt is self._decode:
             self._holds_kv = False  # the engine that decodes has read it
         if self._on_settled is not None and (attempt is self._decode or attempt.whole_request):
             self._settle(attempt)  # the KV is verified: samples that join will hit it
-        try:
-            match = self._output.add(token_index, token_ids, logprobs)
-        except Exception as error:  # a fault of one request never ends the stream of all
-            self.fail(error)
-            return
         if match is not None:
             attempt.link.stop_at(attempt, match.num_tokens)
 
@@ -242,6 +248,8 @@ class RequestStages:
         self._placer.release(attempt)
         try:
             self._finished(attempt, finished)
+        except WrongFrame:
+            raise
         except Exception as error:  # a fault of one request never ends the stream of all
             self.fail(error)
 
@@ -256,6 +264,10 @@ class RequestStages:
             self._hand_over(attempt, finished)
         elif finished.reason == _ERROR and self._search.refused(attempt, wire_errors.from_proto(finished.error)):
             self._replace(attempt)
+        elif finished.reason not in _ENDS:
+            raise WrongFrame(f"{finished.reason} is no reason to finish")
+        elif finished.reason != _ERROR and finished.num_output_tokens != len(self._output.token_ids):
+            raise WrongFrame("the engine's last tokens are missing")
         else:
             self._end(self._output.finish, finished)
 
@@ -272,7 +284,7 @@ class RequestStages:
         if self._output.stop_match is not None:
             self._end(self._output.stop)
             return
-        if (verdict := self._lifetime.verdict()) is not None:
+        if (verdict := self._search.verdict()) is not None:
             self.fail(verdict)
             return
         self._output.retry()
@@ -295,8 +307,7 @@ class RequestStages:
         output = self._output
         is_complete = attempt.num_accepted < len(output.token_ids) == finished.num_output_tokens
         if attempt is not self._prefill or not is_complete:
-            self.fail(errors.Internal("the engine's first token is missing"))
-            return
+            raise WrongFrame("the engine's first token is missing")
         output.prefilled(finished)
         self._handed_over = True
         self._kv = finished.kv if finished.HasField("kv") else None

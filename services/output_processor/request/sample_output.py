@@ -1,10 +1,12 @@
 """Makes the output of one sample: its journal of tokens, its text, its times and its end. No I/O."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors, logprob_columns, wire_errors
 from tokenloom.request.routed_rows import RoutedRows, routed_message
+from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.v1.engine_pb2 import Finished
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, SamplePosition, SlotTextLogprobs, Submit
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, RoutedExperts, SamplingParams, Timeline
@@ -57,6 +59,7 @@ class SampleOutput:
         self._rows = PacedOutbox(outbox, interval, num_given) if interval > 1 else outbox
         self._vocabulary = vocabulary
         self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._max_tokens = params.max_tokens or sys.maxsize
         self.clock = clock
         self._text = OutputText(_detokenizer(submit, vocabulary), self._stop_token_ids, eos_token_ids)
         has_prompt_logprobs = params.HasField("prompt_logprobs")
@@ -99,13 +102,15 @@ class SampleOutput:
             token_index: Position of the first of them in the whole output.
             logprobs: Those of these tokens, if the request asked for them.
 
-        Tokens after a stop string are ignored. Raises ``Internal`` when tokens are missing or doubled.
+        Tokens after a stop string are ignored. Raises ``WrongFrame`` when tokens are missing or doubled, or too many.
         """
         if self.stop_match is not None:
             return None
-        # An error and not a guess: wrong text is worse than a request that its client repeats.
+        # An error and not a guess: wrong text is worse than an answer that another engine continues.
         if token_index != len(self.token_ids):
-            raise errors.Internal("the engine skipped or repeated tokens")
+            raise WrongFrame("the engine skipped or repeated tokens")
+        if token_index + len(token_ids) > self._max_tokens:
+            raise WrongFrame(f"the engine sent more than {self._max_tokens} tokens")
         self._last_token_ns = now = self.clock()
         if not self._first_token_ns:
             self._first_token_ns = now
@@ -126,10 +131,10 @@ class SampleOutput:
     def add_prompt_logprobs(self, token_index: int, logprobs: Logprobs) -> None:
         """Send log probabilities of the prompt, unless an earlier attempt already brought them.
 
-        Raises ``Internal`` when they cannot be those of the prompt.
+        Raises ``WrongFrame`` when they cannot be those of the prompt.
         """
         if self._prompt_logprobs is None:
-            raise errors.Internal("the engine sent log probabilities of the prompt, which the request did not ask for")
+            raise WrongFrame("the engine sent log probabilities of the prompt, which the request did not ask for")
         if (columns := self._prompt_logprobs.take(token_index, logprobs)) is not None:
             self._send_logprobs(columns)
 
@@ -159,8 +164,6 @@ class SampleOutput:
             return self._end(_STOP, self.stop_match.stop_string)
         if finished.reason == _ERROR:
             return self.fail(wire_errors.from_proto(finished.error))
-        if finished.num_output_tokens != len(self.token_ids):
-            return self.fail(errors.Internal("the engine's last tokens are missing"))
         if text := self._unsent(self._text.finish()):
             self._rows.add(self._key, text, len(self.token_ids), ())
         token_id = self._text.stop_reason(finished.stop_token_id) if finished.HasField("stop_token_id") else None

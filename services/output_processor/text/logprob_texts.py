@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from tokenloom.request import errors, logprob_columns
+from tokenloom.request import logprob_columns
+from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.v1.output_processor_pb2 import SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Logprobs
 
@@ -51,11 +52,11 @@ class PromptLogprobTexts:
     def take(self, token_index: int, logprobs: Logprobs) -> SlotTextLogprobs | None:
         """Return the positions that were not passed on yet; None if an earlier attempt brought all of them.
 
-        Raises ``Internal`` when they cannot be those of the prompt.
+        Raises ``WrongFrame`` when they cannot be those of the prompt.
         """
         end = token_index + len(logprobs.sampled)
         if token_index > self._next or end > len(self._prompt_ids):
-            raise errors.Internal("the engine's log probabilities are not those of the prompt")
+            raise WrongFrame("the engine's log probabilities are not those of the prompt")
         start, self._next = self._next, max(self._next, end)
         if start >= end:
             return None

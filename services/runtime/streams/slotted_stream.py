@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
 
-from tokenloom.request import errors, wire_errors
+from tokenloom.request import errors
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.runtime.local_streams.channel import SILENT
 from tokenloom.v1.types_pb2 import Hello
@@ -28,6 +28,16 @@ class PeerSilent(Unavailable):
     callers get another error."""
 
 
+class WrongFrame(Unavailable):
+    """A stream is given up because its peer sent what no such peer may send. It stays on this side of the stream."""
+
+    reason = Unavailable.reason
+
+
+MAX_WRONG_FRAMES = 2
+"""After so many, a peer gets no requests that another one can run, until it is restarted."""
+
+
 def was_silent(error: BaseException) -> bool:
     """Return whether a stream ended because its peer sent nothing for too long, though nothing closed the connection:
     the stream counted it, or the transport below."""
@@ -37,6 +47,12 @@ def was_silent(error: BaseException) -> bool:
         return False
     details = error.details() or ""
     return details == SILENT or _KEEPALIVE in details
+
+
+def _is_unreadable(error: BaseException) -> bool:
+    """Return whether gRPC ended a stream because it could not decode a frame, as one with text that is no UTF-8."""
+    is_internal = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.INTERNAL
+    return is_internal and "deserializing" in str(getattr(error, "details", str)() or "")
 
 
 def describe(error: BaseException) -> str:
@@ -123,14 +139,14 @@ class ClientStream(ABC, Generic[Message, Frame, Item]):
             on_hello(frame)
             await first_of(self._read(call), self._watch(), self._write(call))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, errors.TokenloomError) as error:
-            return error
+            return WrongFrame("a frame cannot be read") if _is_unreadable(error) else error
         except asyncio.CancelledError:
             # A call that its owner cancels ends like this too.
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-        except Exception as error:  # of a frame that cannot be: it ends this stream, and not the process
+        except Exception:  # of a frame that cannot be: it ends this stream, and not the process
             log.exception("a frame ended its stream")
-            return errors.Unavailable(f"the stream ended: {wire_errors.of_exception(error).message}")
+            return WrongFrame("a frame cannot be read")
         finally:
             call.cancel()  # dropping a call does not end it, nor its requests on the other side
         return errors.Unavailable("the stream was closed")

@@ -48,6 +48,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 
     def __init__(self) -> None:
         self.unavailable = False
+        self.error: errors.TokenloomError | None = None  # of all calls
         self.tells = asyncio.Event()
         self.tells.set()
         self.fingerprint = types_pb2.Fingerprint()
@@ -101,6 +102,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.calls += 1
         if self.unavailable:
             await wire_errors.abort(context, errors.Unavailable("the fake tokenizer is away"))
+        if self.error is not None:
+            await wire_errors.abort(context, self.error)
 
     def _prompt(
         self, data: bytes, request: tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest

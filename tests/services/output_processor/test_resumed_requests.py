@@ -8,6 +8,7 @@ import pytest
 
 from tests.services.output_processor.fakes import LENGTH, EngineStream, Gateway, submit
 from tests.services.output_processor.harness import Mesh
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, Resume, SamplePosition, Submit, Withdrawal
@@ -153,7 +154,8 @@ async def test_log_probabilities_are_kept(mesh: Mesh) -> None:
     gateway = await mesh.gateway(peer_id="lost")
     stream, (slot,) = await mesh.started(gateway, kept(logprobs=1, prompt_logprobs=0))
     prompt = SlotLogprobs(slot=slot, prompt=True, token_index=1, logprobs=Logprobs(sampled=[-1, -2], rank=[3, 4]))
-    columns = Logprobs(sampled=map(float, ids), rank=ids, top=1, token_id=ids, logprob=map(float, ids))
+    numbers = [-float(token_id) for token_id in ids]
+    columns = Logprobs(sampled=numbers, rank=ids, top=1, token_id=ids, logprob=numbers)
     stream.send((slot, 0, ids), logprobs=[prompt, SlotLogprobs(slot=slot, token_index=0, logprobs=columns)])
     before = await gateway.next_frame()
     gateway.close()
@@ -167,7 +169,7 @@ async def test_log_probabilities_are_kept(mesh: Mesh) -> None:
     frame = await other.next_frame()
     of_output = frame.logprobs[1]
     assert of_output.token_index == 1
-    assert list(of_output.logprobs.sampled) == ids[1:]
+    assert list(of_output.logprobs.sampled) == numbers[1:]
     assert list(of_output.token_text) == list(of_output.sampled_text) == list(before.logprobs[1].sampled_text[1:])
     assert [(taken.slot, taken.error.reason) for taken in frame.finished] == [(7, "ABORTED")]
 
@@ -306,9 +308,9 @@ async def test_take_over_attaches_or_starts(mesh: Mesh) -> None:
 async def test_an_error_is_not_repeated(mesh: Mesh) -> None:
     first = await mesh.gateway(peer_id="first")
     stream, (slot,) = await mesh.started(first, kept(take_over=True))
-    stream.send((slot, 4, [5]))  # tokens are missing
+    refusal = wire_errors.to_proto(errors.InvalidArgument("not this one"))
+    stream.send(finished=[Finished(slot=slot, reason=ERROR, error=refusal)])
     assert (await first.until_finished(1))[2].reason == ERROR
-    await stream.next_input()
     other = await mesh.gateway(peer_id="other")
     await other.send(submit=[kept(take_over=True)])
     assert len(await stream.next_adds(1)) == 1

@@ -166,10 +166,10 @@ async def test_a_repeat_that_fails_gives_the_place_back(limited: FakeMesh) -> No
     request, _ = await hang_up(limited, {"Idempotency-Key": "k"})
     async with limited.http() as http:
         await until_unattended(http)
-        limited.tokenizer.unavailable = limited.second_tokenizer.unavailable = True
+        limited.tokenizer.error = limited.second_tokenizer.error = errors.ResourceExhausted("full")
         repeat = await http.post(PATH, content=BODY, headers={**JSON, "Idempotency-Key": "k"})
         assert repeat.status_code == 503, repeat.text
-        limited.tokenizer.unavailable = limited.second_tokenizer.unavailable = False
+        limited.tokenizer.error = limited.second_tokenizer.error = None
         assert (await http.post(PATH, json={"model": MODEL, "prompt": "b"})).status_code == 429
         repeating = asyncio.create_task(http.post(PATH, content=BODY, headers={**JSON, "Idempotency-Key": "k"}))
         again = await limited.outputs.next_request()

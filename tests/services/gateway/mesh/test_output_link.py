@@ -11,6 +11,8 @@ from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.request import errors
 from tokenloom.services.gateway.mesh.collector import Collector
+from tokenloom.services.gateway.mesh.output_pool import RETRY_SECONDS
+from tokenloom.services.gateway.mesh.pending_request import MAX_WRONG
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, SILENCE_SECONDS
 from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT
@@ -106,8 +108,12 @@ async def test_a_doubled_token_is_no_answer(mesh: FakeMesh, http: httpx.AsyncCli
     frame = ProcessFrame(slot=[request.submit.slot], text=["a"], token_index=[0], token_ids=[5])
     for _ in range(2):
         mesh.outputs.sessions[-1].frames.put_nowait(frame)
-    assert (await task).status_code == 500
     await asyncio.wait_for(request.cancelled.wait(), SOON)
+    pass_time(RETRY_SECONDS)
+    again = await mesh.outputs.next_request()
+    assert list(again.submit.journals[0].token_ids) == [5]
+    again.answer("b")
+    assert (await task).json()["choices"][0]["text"] == "ab"
 
 
 async def silence(mesh: FakeMesh, seconds: float) -> None:
@@ -154,7 +160,7 @@ async def test_answers_that_begin_are_read_before_others_get_their_tokens() -> N
     owner: Any = object()
     stream, older, newer = ProcessStream(owner), Collector(1), Collector(1)
     for slot, collector in ((1, older), (2, newer)):
-        target: Any = SimpleNamespace(first_index=0, collector=collector)
+        target: Any = SimpleNamespace(first_index=0, collector=collector, num_samples=1, max_tokens=9)
         stream.slots[slot] = target
     for _ in stream.receive(ProcessFrame(slot=[1], text=["a"], token_index=[0], token_ids=[5])):
         raise AssertionError("nothing follows the first token")
@@ -182,3 +188,41 @@ async def test_a_frame_that_cannot_be_ends_its_stream_only(
     again.answer("fine")
     assert (await task).json()["choices"][0]["text"] == "xfine"
     await post_and_answer(mesh, http)
+
+
+async def test_tokens_beyond_the_budget_are_not_delivered(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task = asyncio.create_task(post(http, max_tokens=2))
+    request = await mesh.outputs.next_request()
+    request.send("xxx", [1, 2, 3])
+    await asyncio.wait_for(request.cancelled.wait(), SOON)
+    pass_time(RETRY_SECONDS)
+    again = await mesh.outputs.next_request()
+    again.answer("ok")
+    assert (await task).json()["choices"][0]["text"] == "ok"
+
+
+async def test_a_sample_of_another_request_is_not_reached(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task = asyncio.create_task(post(http, prompt=["a", "b"]))
+    requests = [await mesh.outputs.next_request() for _ in range(2)]
+    requests[0]._num_tokens.append(0)
+    requests[0].send("x", [1], sample_index=1)  # the other prompt's, as a gateway counts them
+    await asyncio.wait_for(requests[0].cancelled.wait(), SOON)
+    pass_time(RETRY_SECONDS)
+    again = await mesh.outputs.next_request()
+    again.answer("a")
+    requests[1].answer("b")
+    assert [choice["text"] for choice in (await task).json()["choices"]] == ["a", "b"]
+
+
+async def test_a_request_that_output_processors_bring_no_further_ends_typed(
+    mesh: FakeMesh, http: httpx.AsyncClient
+) -> None:
+    task, _ = await submit(mesh, http)
+    for number in range(MAX_WRONG):
+        mesh.outputs.sessions[-1].frames.put_nowait(ProcessFrame(slot=[1], text=["a", "b"]))
+        if number < MAX_WRONG - 1:
+            await mesh.outputs.next_request()
+    response = await task
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
+    health = (await http.get("/health")).json()
+    assert {"kind": "wrong_peer"} in [{"kind": each["kind"]} for each in health["fall_backs"]]

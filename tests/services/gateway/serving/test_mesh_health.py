@@ -139,7 +139,7 @@ async def test_health_names_the_missing_parts(mesh: FakeMesh, http: httpx.AsyncC
     await until_missing(http)
 
 
-async def test_requests_before_the_first_engine_are_refused_at_once(socket_dir: Path) -> None:
+async def test_a_request_before_the_first_engine_waits_for_it(socket_dir: Path) -> None:
     fake, done = FakeMesh(socket_dir), asyncio.Event()
     fake.coordinator.engines = []
     fake.outputs.auto = ["x"]
@@ -154,12 +154,12 @@ async def test_requests_before_the_first_engine_are_refused_at_once(socket_dir: 
             await asyncio.sleep(0.01)
         async with fake.http() as http:
             await until_missing(http, "engine")
-            body = {"model": MODEL, "prompt": "a"}
-            refused = await http.post("/v1/completions", json=body)
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            waiting = asyncio.create_task(http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}))
+            await until_missing(http, "engine")
+            assert not waiting.done()
             await fake.coordinator.set_engines("engine-0")
             await until_missing(http)
-            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            assert (await waiting).status_code == 200
         done.set()
         await running
 

@@ -213,11 +213,11 @@ async def test_an_error_of_the_prefill_engine_is_the_requests(mesh: Mesh) -> Non
     assert (await gateway.until_finished(1))[2].error.message == "no"
 
 
-async def test_a_prefill_without_its_token_ends_the_request_and_drops_the_kv(mesh: Mesh) -> None:
-    gateway, prefill = await prefilling(mesh)
+async def test_a_prefill_without_its_token_drops_the_kv_and_is_made_elsewhere(mesh: Mesh) -> None:
+    _, prefill = await prefilling(mesh)
     prefill.stream.prefilled(prefill.slot, 0, [], num_output_tokens=0)
-    assert (await gateway.until_finished(1))[2].error.reason == "INTERNAL"
-    await prefill.aborted()
+    assert set((await prefill.stream.next_input()).abort_slots) == {prefill.slot}
+    assert (await part_at_any(mesh, 1)).add.hold_kv
 
 
 async def test_without_the_coordinator_legs_go_by_the_last_snapshot(mesh: Mesh) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.services.output_processor.fakes import STOP, EngineStream, Gateway, submit
 from tests.services.output_processor.harness import Mesh
+from tests.services.output_processor.legs import part_at_any
 from tokenloom.request.errors import QueryLost
 from tokenloom.request.wire_errors import to_proto
 from tokenloom.services.output_processor.request import outbox
@@ -141,18 +142,25 @@ async def test_errors_of_the_engine_reach_the_gateway(mesh: Mesh) -> None:
     assert (await _until_finished(gateway, 1))[1].error.reason == "QUERY_LOST"
 
 
-async def test_tokens_for_a_pooling_request_end_it(mesh: Mesh) -> None:
+async def test_tokens_for_a_pooling_request_move_it(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
     stream, (slot,) = await _begun(mesh, gateway, _pooling(1))
     stream.send((slot, 0, [65]))
-    assert (await _until_finished(gateway, 1))[1].error.reason == "INTERNAL"
+    assert (await part_at_any(mesh, 0, 1)).add.HasField("pooling_params")
 
 
-async def test_a_result_for_a_generation_ends_it(mesh: Mesh) -> None:
+async def test_a_result_beyond_its_shape_moves_it(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await _begun(mesh, gateway, _pooling(1))
+    stream.frames.put_nowait(EngineFrame(step=1, pooled=[Pooled(slot=slot, shape=[1], data=_floats(1, 2))]))
+    assert (await part_at_any(mesh, 0, 1)).add.HasField("pooling_params")
+
+
+async def test_a_result_for_a_generation_moves_it(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
     stream, (slot,) = await mesh.started(gateway, submit(1))
     _pool(stream, slot, 0.5, ends=False)
-    assert (await _until_finished(gateway, 1))[1].error.reason == "INTERNAL"
+    assert not (await part_at_any(mesh, 0, 1)).add.HasField("pooling_params")
 
 
 async def test_large_results_take_several_frames_and_end_with_the_last(

@@ -2,9 +2,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from tokenloom.request import logprob_columns
-from tokenloom.request.errors import Internal
 from tokenloom.services.output_processor.text.logprob_texts import PromptLogprobTexts, with_texts
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
+from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.v1.types_pb2 import Logprobs
 
 
@@ -54,5 +54,5 @@ def test_a_prompts_logprobs_are_passed_on_once(byte_level_tokenizer: Tokenizer) 
 
 @pytest.mark.parametrize(("index", "count"), [(2, 1), (1, 5)])
 def test_what_cannot_be_the_prompts(byte_level_tokenizer: Tokenizer, index: int, count: int) -> None:
-    with pytest.raises(Internal):
+    with pytest.raises(WrongFrame):
         PromptLogprobTexts(Vocabulary(byte_level_tokenizer), [1, 2, 3]).take(index, columns(count, []))

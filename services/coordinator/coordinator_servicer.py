@@ -6,20 +6,21 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
-from tokenloom.request.errors import InvalidArgument, NotFound, ResourceExhausted, TokenloomError
+from tokenloom.request.errors import InvalidArgument, NotFound, ResourceExhausted, TokenloomError, Unavailable
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello, make_hello
 from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1 import coordinator_pb2_grpc
 from tokenloom.v1.coordinator_pb2 import (
+    DesiredState,
     Drain,
     EngineCommand,
     EngineReport,
@@ -32,6 +33,8 @@ from tokenloom.v1.coordinator_pb2 import (
     ScaleResponse,
     SetAdapterRequest,
     SetAdapterResponse,
+    SetDesiredStateRequest,
+    SetDesiredStateResponse,
     WatchRequest,
 )
 from tokenloom.v1.types_pb2 import EngineRole
@@ -120,6 +123,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._replicas = EnrolledReplicas()
         self._groups = DataParallelGroups()
         self._complete = asyncio.Event()
+        self._progress = asyncio.Event()  # set, and replaced, when an engine is further with the wanted state
+        self._sent_revision = 0  # the one that all engines were sent
         self._closing = False
         self._slices = PickSlices(self._pick)
 
@@ -131,6 +136,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             self._registry.refresh()
             self._ask_for_adapters()
             self._announce_claims()
+            self._announce_state()
             if self._registry.is_complete:
                 self._complete.set()
             self._feed.publish(now())
@@ -189,7 +195,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         check_hello(first.hello, peer_id=self._name, epoch=self._epoch, expected_peer=first.identity.engine_id)
         check_identity(first)
         stream = self._open(first)  # an engine that reads our hello is registered
-        answer = EngineCommand(hello=make_hello(self._name, self._epoch))
+        answer = EngineCommand(
+            hello=make_hello(self._name, self._epoch),
+            incarnation=stream.record.incarnation,
+            desired=self._first(stream),
+        )
         if self._registry.is_complete:
             stream.interval = self._report_pace.interval
             answer.report_interval.CopyFrom(to_duration(stream.interval))
@@ -203,6 +213,29 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     async def SetAdapter(self, request: SetAdapterRequest, context: _Context) -> SetAdapterResponse:
         self._registry.set_adapter(request.adapter, unloaded=request.unloaded)
         return SetAdapterResponse()
+
+    async def SetDesiredState(self, request: SetDesiredStateRequest, context: _Context) -> SetDesiredStateResponse:
+        try:
+            async with asyncio.timeout(request.patience.ToNanoseconds() / 1e9):
+                # What the engines were in is known once all have joined: half of a sleep cannot be ended before.
+                await self._complete.wait()
+        except TimeoutError:
+            raise Unavailable("engines are still joining the coordinator; retry") from None
+        self._registry.set_state(request)
+        self._announce_state()
+        names, revision = list(self._streams), self._registry.wanted.revision
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(request.patience.ToNanoseconds() / 1e9):
+                await self._settled(names, revision)
+        return SetDesiredStateResponse(engines=self._registry.progress(names))
+
+    async def _settled(self, names: Sequence[str], revision: int) -> None:
+        """Return when every engine has reached the wanted state, or has failed to, or the state is another one."""
+        while self._registry.wanted.revision == revision:
+            changed = self._progress
+            if all(each.is_done or each.cause for each in self._registry.progress(names)):
+                return
+            await changed.wait()
 
     async def Scale(self, request: ScaleRequest, context: _Context) -> ScaleResponse:
         name, size = request.data_parallel_group, request.data_parallel_size
@@ -245,12 +278,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _open(self, first: EngineReport) -> EngineStream:
         identity = first.identity
+        self._registry.check_name(first)
         self._groups.join(identity)
-        if (older := self._streams.get(identity.engine_id)) is not None:
-            # The newer stream wins: a restarted engine must not wait until the connection of its predecessor has timed
-            # out.
-            older.overtake()
         stream = EngineStream(self._registry.join(identity, first))
+        if (older := self._streams.get(identity.engine_id)) is not None:
+            # The newer stream wins: an engine that its supervisor restarted must not wait until the connection of its
+            # predecessor has timed out.
+            older.overtake()
         self._streams[identity.engine_id] = stream
         if self._caches is not None:
             self._caches.join(stream.record)
@@ -264,6 +298,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         if self._closing:
             return
         self._registry.leave(stream.record)
+        self._advance()
         self._groups.leave(stream.record.identity)
         engine_id = stream.record.identity.engine_id
         if self._streams.get(engine_id) is stream:
@@ -291,6 +326,39 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                     continue  # the next time
             del unannounced[engine_id]
 
+    def _first(self, stream: EngineStream) -> DesiredState | None:
+        """Return the state for the answer to a join; None: the engine waits for it."""
+        if (state := self._registry.desired(stream.record)) is not None:
+            stream.sent_revision = state.revision
+        else:
+            self._sent_revision = 0
+        return state
+
+    def _announce_state(self) -> None:
+        """Send engines the state that is wanted, where they do not know it."""
+        revision = self._registry.wanted.revision
+        if self._sent_revision == revision:
+            return
+        are_all_sent = True
+        for stream in self._streams.values():
+            if stream.sent_revision == revision or not stream.record.follows:
+                continue
+            if (state := self._registry.desired(stream.record)) is None:
+                are_all_sent = False
+                continue
+            try:
+                stream.want(state)
+            except ResourceExhausted:
+                are_all_sent = False  # the next time
+        if are_all_sent:
+            self._sent_revision = revision
+        self._advance()
+
+    def _advance(self) -> None:
+        """Let operators' calls see how far the engines are."""
+        self._progress.set()
+        self._progress = asyncio.Event()
+
     def _pace(self, late: float, now: float) -> None:
         """Ask the engines to report as often as suits their number. Those that re-join a new coordinator keep their
         interval until it knows how many they are."""
@@ -307,7 +375,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     async def _read(self, stream: EngineStream, requests: _Reports) -> None:
         async for report in requests:
             check_report(report)
+            is_further = report.progress != stream.record.report.progress
             self._registry.report(stream.record, report)
+            if is_further:
+                self._advance()
             if stream.record.identity.data_parallel_group and not stream.overtaken:
                 self._start_waves(self._groups.report(stream.record.identity, report))
 

@@ -85,6 +85,7 @@ class CoordinatorService:
             predecessor=self._predecessor,
             prefix_index_bytes=self._settings.prefix_index_mib << 20,
             fall_backs=host.fall_backs,
+            wall_milliseconds=host.clock.wall_milliseconds,
         )
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)
         engines.set_function(lambda: len(registry))

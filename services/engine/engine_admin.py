@@ -29,17 +29,67 @@ MAX_PREFIX_SECONDS = 60.0
 """As long as changes of the prefix cache are gathered at most before a reader gets them."""
 
 
-class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
-    """Passes each call to the part that performs it. Errors are raised; the servicer edge turns them into statuses."""
+class Administration:
+    """Does what operators want of one engine, whoever passes it on. Every method may be repeated.
+
+    Attributes:
+        role: Which legs the engine takes.
+        sleeping: Puts the core to sleep.
+        weights: Replaces the weights.
+    """
 
     def __init__(self, engine: RunningEngine, role: types_pb2.EngineRole) -> None:
         """``role``: the one that the engine starts with."""
         self._engine = engine
+        self.role = Role(role, engine.publish_role, engine.leases_ended)
+        self.sleeping = Sleep(engine)
+        self.weights = Weights(engine)
+
+    async def set_role(self, role: types_pb2.EngineRole) -> None:
+        """Raises ``InvalidArgument``, and ``FailedPrecondition`` if the engine transfers no KV."""
+        if role not in types_pb2.EngineRole.values() or not role:
+            raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
+        if self._engine.kv is None:
+            raise FailedPrecondition("the engine transfers no KV; start it with --kv-transports", field="role")
+        await self.role.change(role)
+
+    async def load_weights(self, path: str) -> None:
+        """Load the weights of a checkpoint unless the engine has them. Raises as :meth:`Weights.reload`."""
+        if self._engine.identity.facts.weights_path != path:
+            await self.weights.reload(path)
+
+    async def pause(self, mode: engine_pb2.PauseMode, *, clear_cache: bool) -> None:
+        """Raises as :meth:`Pause.begin`."""
+        await self._engine.pause.begin(mode, clear_cache=clear_cache)
+
+    async def sleep(self, level: int, mode: engine_pb2.PauseMode) -> None:
+        """Raises as :meth:`Sleep.begin`."""
+        await self.sleeping.begin(level, mode)
+
+    async def is_sleeping(self) -> bool:
+        return await self.sleeping.is_sleeping()
+
+    async def wake(self, tags: Sequence[engine_pb2.WakeTag]) -> None:
+        """Raises as :meth:`Sleep.end`."""
+        await self.sleeping.end(tags)
+
+    async def run_requests(self) -> None:
+        """Raises as :meth:`Sleep.end` and :meth:`Pause.end`."""
+        if self._engine.pause.mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
+            return  # nor asleep: whatever puts the core to sleep pauses it first
+        await self.sleeping.end([])
+        await self._engine.pause.end()
+
+
+class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
+    """Passes each call to the part that performs it. Errors are raised; the servicer edge turns them into statuses."""
+
+    def __init__(self, engine: RunningEngine, administration: Administration) -> None:
+        self._engine = engine
         self._core = engine.core
         self._pause = engine.pause
-        self._role = Role(role, engine.publish_role, engine.leases_ended)
-        self._sleep = Sleep(engine)
-        self._weights = Weights(engine)
+        self._administration = administration
+        self._sleep = administration.sleeping
         self._loras = engine.loras
 
     async def GetEngineInfo(
@@ -93,11 +143,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
             await context.write(batch)
 
     async def SetRole(self, request: engine_pb2.SetRoleRequest, context: Any) -> engine_pb2.SetRoleResponse:
-        if request.role not in types_pb2.EngineRole.values() or not request.role:
-            raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
-        if self._engine.kv is None:
-            raise FailedPrecondition("the engine transfers no KV; start it with --kv-transports", field="role")
-        await self._role.change(request.role)
+        await self._administration.set_role(request.role)
         return engine_pb2.SetRoleResponse()
 
     async def Sleep(self, request: engine_pb2.SleepRequest, context: Any) -> engine_pb2.SleepResponse:
@@ -116,7 +162,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     async def ReloadWeights(
         self, request: engine_pb2.ReloadWeightsRequest, context: Any
     ) -> engine_pb2.ReloadWeightsResponse:
-        await self._weights.reload(request.path)
+        await self._administration.weights.reload(request.path)
         return engine_pb2.ReloadWeightsResponse(fingerprint=self._engine.identity.fingerprint)
 
     async def LoadLora(self, request: engine_pb2.LoadLoraRequest, context: Any) -> engine_pb2.LoadLoraResponse:
@@ -257,7 +303,7 @@ class Weights:
         try:
             if await asyncio.to_thread(_fingerprint, directory) != weights:
                 raise FailedPrecondition("the checkpoint's files changed while they were loaded")
-            await self._engine.publish_weights(weights)
+            await self._engine.publish_weights(weights, str(directory))
         except Exception as error:
             self._engine.host.failed(error)  # the mesh would take it for an engine with the old weights
             raise

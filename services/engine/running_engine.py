@@ -107,15 +107,23 @@ class RunningEngine:
         if self.kv is not None:
             await self.kv.leases_ended()
 
+    def publish_state(self, wanted: coordinator_pb2.DesiredState, progress: coordinator_pb2.StateProgress) -> None:
+        """Report how far the engine is with the state that operators want."""
+        self.identity.facts.desired.CopyFrom(wanted)
+        del self.identity.facts.desired.engines[:]
+        self.load.set_progress(progress)
+
     def publish_role(self, role: types_pb2.EngineRole) -> None:
         """Report which legs of requests the engine takes."""
         self.host.publish(role=NAMES[role])
         if self.coordinator is not None:
             self.coordinator.set_role(role)
 
-    async def publish_weights(self, weights: bytes) -> None:
-        """Report the fingerprint of new weights. Streams are ended, because peers learn it when they connect."""
+    async def publish_weights(self, weights: bytes, path: str) -> None:
+        """Report the fingerprint of new weights, and the checkpoint that has them: another process in this one's place
+        loads it too. Streams are ended, because peers learn the fingerprint when they connect."""
         self.identity.fingerprint.weights = weights
+        self.identity.facts.weights_path = path
         if self.coordinator is not None:
             self.coordinator.rejoin()
         await self.streams.close(Unavailable("the engine's weights were replaced; reconnect"), CLOSE_SECONDS)

@@ -20,10 +20,11 @@ from .control.data_parallel import DataParallel
 from .control.loras import Loras
 from .control.pause import Pause
 from .control.role import BY_NAME
+from .control.state_follower import StateFollower
 from .core.core_link import CoreLink
 from .core.core_start import process_client, start_core
 from .core.core_watchdog import CoreWatchdog
-from .engine_admin import EngineAdminServicer
+from .engine_admin import Administration, EngineAdminServicer
 from .kv.kv_front import KVFront
 from .records.engine_settings import EngineSettings
 from .records.identity import Identity, make_fingerprint, weights_stamps
@@ -101,13 +102,17 @@ async def _start(
     pause, loras = Pause(core, load), Loras(core, load, are_enabled=settings.engine.lora.enable)
     group = _group(settings, core, load)
     engine = RunningEngine(host, identity, core, load, streams, pause, loras, kv, coordinator, settings.drain, group)
+    identity.facts.start_role = role
+    administration = Administration(engine, role)
     undo.push_async_callback(engine.end_streams, TryElsewhere(STOPPED))
     host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, engine.streams)
-    host.add_servicer(engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, role))
+    host.add_servicer(engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, administration))
     if isinstance(client, AsyncMPClient):
         host.spawn(CoreWatchdog(client).run(), name="engine-core-watch")
     if coordinator is not None:
-        host.spawn(coordinator.run(CoordinatorCommands(engine)), name="engine-coordinator")
+        follower = StateFollower(administration, engine.publish_state, coordinator.joined.set, host.fall_backs)
+        host.spawn(follower.run(), name="engine-state")
+        host.spawn(coordinator.run(CoordinatorCommands(engine, follower)), name="engine-coordinator")
     undo.callback(engine.spawn().cancel)  # undone first: the end of the core is no failure then
     return engine
 
@@ -133,8 +138,9 @@ async def _nothing() -> None:
 class CoordinatorCommands:
     """Implements ``Commands`` for one engine; each command is a task of its host."""
 
-    def __init__(self, engine: RunningEngine) -> None:
+    def __init__(self, engine: RunningEngine, follower: StateFollower) -> None:
         self._engine = engine
+        self._follower = follower
 
     def drain(self, grace: float) -> None:
         """Drain at the coordinator's request. The process stays up until it is stopped."""
@@ -146,6 +152,17 @@ class CoordinatorCommands:
     def start_wave(self, wave: int) -> None:
         if (group := self._engine.group) is not None:
             self._engine.host.spawn(group.start_wave(wave), name="engine-wave")
+
+    def take_state(self, wanted: coordinator_pb2.DesiredState) -> None:
+        self._follower.take(wanted)
+
+    def refused(self, reason: str) -> None:
+        host = self._engine.host
+        if reason:
+            host.fall_backs.begin("refused", reason)
+        else:
+            host.fall_backs.end("refused")
+        host.spawn(host.health.set_answering(not reason), name="engine-refusal")
 
     def wait_aside(self, reason: str) -> None:
         if reason:

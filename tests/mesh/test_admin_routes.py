@@ -23,6 +23,10 @@ def mesh_options() -> dict[str, Any]:
     return {"engines": 2, "gateway": KEYS}
 
 
+def done(status: str) -> dict[str, object]:
+    return {"status": status, "state": "done", "engines": NAMES}
+
+
 async def test_every_engine_is_asked(mesh: Mesh, http: httpx.AsyncClient) -> None:
     async def ask(method: str, path: str) -> dict[str, object]:
         response = await http.request(method, path, headers=ADMIN)
@@ -32,13 +36,13 @@ async def test_every_engine_is_asked(mesh: Mesh, http: httpx.AsyncClient) -> Non
 
     for no in (False, True, False):
         if no:
-            assert await ask("POST", "/pause?mode=keep&clear_cache=false") == {"status": "paused", "engines": NAMES}
+            assert await ask("POST", "/pause?mode=keep&clear_cache=false") == done("paused")
         told = await ask("GET", "/is_paused")
         assert told == {"is_paused": no, "engines": dict.fromkeys(NAMES, no)}
         if no:
-            assert await ask("POST", "/resume") == {"status": "resumed", "engines": NAMES}
+            assert await ask("POST", "/resume") == done("resumed")
     assert await ask("POST", "/reset_prefix_cache") == {"status": "reset", "engines": NAMES}
-    assert await ask("POST", "/sleep?level=1&mode=wait") == {"status": "asleep", "engines": NAMES}
+    assert await ask("POST", "/sleep?level=1&mode=wait") == done("asleep")
     assert (await ask("GET", "/is_sleeping"))["is_sleeping"] is True
     await ask("POST", "/wake_up?tags=weights")
     assert (await ask("GET", "/is_sleeping"))["is_sleeping"] is True

@@ -30,7 +30,7 @@ from .virtual_loop import Process
 def surroundings(network: Network, process: Process, random: Random) -> HostDependencies:
     """Return the surroundings of one simulated process."""
     loop = network.loop
-    clock = Clock(loop.time, lambda: round(loop.time() * 1e9))
+    clock = Clock(loop.time, lambda: round(loop.time() * 1e9), lambda: round(loop.time() * 1e3))
     return HostDependencies(_Sockets(network, process), random, clock)
 
 

@@ -69,7 +69,7 @@ class EngineIdentity(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ..., publishes_kv_events: _Optional[bool] = ..., data_parallel_rank: _Optional[int] = ..., parallel_config_hash: _Optional[bytes] = ..., computes_in_waves: _Optional[bool] = ..., data_parallel_group: _Optional[str] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
 
 class EngineReport(_message.Message):
-    __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second", "adapters", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests", "prefilling_tokens", "start_wave", "wave_complete", "group_size", "fall_backs")
+    __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second", "adapters", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests", "prefilling_tokens", "start_wave", "wave_complete", "group_size", "fall_backs", "join", "progress")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,8 @@ class EngineReport(_message.Message):
     WAVE_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
     FALL_BACKS_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     identity: EngineIdentity
     role: _types_pb2.EngineRole
@@ -118,10 +120,68 @@ class EngineReport(_message.Message):
     wave_complete: int
     group_size: int
     fall_backs: _containers.RepeatedCompositeFieldContainer[_types_pb2.FallBack]
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ..., seats: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., starts_per_second: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., computed_tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_requests: _Optional[float] = ..., prefilling_tokens: _Optional[int] = ..., start_wave: _Optional[int] = ..., wave_complete: _Optional[int] = ..., group_size: _Optional[int] = ..., fall_backs: _Optional[_Iterable[_Union[_types_pb2.FallBack, _Mapping]]] = ...) -> None: ...
+    join: JoinFacts
+    progress: StateProgress
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ..., seats: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., starts_per_second: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., computed_tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_requests: _Optional[float] = ..., prefilling_tokens: _Optional[int] = ..., start_wave: _Optional[int] = ..., wave_complete: _Optional[int] = ..., group_size: _Optional[int] = ..., fall_backs: _Optional[_Iterable[_Union[_types_pb2.FallBack, _Mapping]]] = ..., join: _Optional[_Union[JoinFacts, _Mapping]] = ..., progress: _Optional[_Union[StateProgress, _Mapping]] = ...) -> None: ...
+
+class JoinFacts(_message.Message):
+    __slots__ = ("incarnation", "supervisor", "start_role", "start_weights", "weights_path", "desired")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SUPERVISOR_FIELD_NUMBER: _ClassVar[int]
+    START_ROLE_FIELD_NUMBER: _ClassVar[int]
+    START_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    supervisor: str
+    start_role: _types_pb2.EngineRole
+    start_weights: bytes
+    weights_path: str
+    desired: DesiredState
+    def __init__(self, incarnation: _Optional[int] = ..., supervisor: _Optional[str] = ..., start_role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., start_weights: _Optional[bytes] = ..., weights_path: _Optional[str] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ...) -> None: ...
+
+class StateProgress(_message.Message):
+    __slots__ = ("reached", "failed", "cause")
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    reached: int
+    failed: int
+    cause: str
+    def __init__(self, reached: _Optional[int] = ..., failed: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+
+class DesiredState(_message.Message):
+    __slots__ = ("revision", "pause_mode", "clear_cache", "sleep_level", "awake", "engines")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    AWAKE_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    pause_mode: _engine_pb2.PauseMode
+    clear_cache: bool
+    sleep_level: int
+    awake: _containers.RepeatedScalarFieldContainer[_engine_pb2.WakeTag]
+    engines: _containers.RepeatedCompositeFieldContainer[EngineSetting]
+    def __init__(self, revision: _Optional[int] = ..., pause_mode: _Optional[_Union[_engine_pb2.PauseMode, str]] = ..., clear_cache: _Optional[bool] = ..., sleep_level: _Optional[int] = ..., awake: _Optional[_Iterable[_Union[_engine_pb2.WakeTag, str]]] = ..., engines: _Optional[_Iterable[_Union[EngineSetting, _Mapping]]] = ...) -> None: ...
+
+class EngineSetting(_message.Message):
+    __slots__ = ("engine_id", "role", "start_role", "weights_path", "start_weights")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    START_ROLE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
+    START_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    role: _types_pb2.EngineRole
+    start_role: _types_pb2.EngineRole
+    weights_path: str
+    start_weights: bytes
+    def __init__(self, engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., start_role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., weights_path: _Optional[str] = ..., start_weights: _Optional[bytes] = ...) -> None: ...
 
 class EngineCommand(_message.Message):
-    __slots__ = ("hello", "drain", "adapters", "start_wave", "data_parallel_size", "report_interval", "waits_aside")
+    __slots__ = ("hello", "drain", "adapters", "start_wave", "data_parallel_size", "report_interval", "waits_aside", "desired", "incarnation")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +189,8 @@ class EngineCommand(_message.Message):
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     REPORT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     WAITS_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     drain: Drain
     adapters: AdapterChanges
@@ -136,7 +198,9 @@ class EngineCommand(_message.Message):
     data_parallel_size: int
     report_interval: _duration_pb2.Duration
     waits_aside: str
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., adapters: _Optional[_Union[AdapterChanges, _Mapping]] = ..., start_wave: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., report_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., waits_aside: _Optional[str] = ...) -> None: ...
+    desired: DesiredState
+    incarnation: int
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., adapters: _Optional[_Union[AdapterChanges, _Mapping]] = ..., start_wave: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., report_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., waits_aside: _Optional[str] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("grace",)
@@ -257,7 +321,7 @@ class WatchRequest(_message.Message):
     def __init__(self, changes: _Optional[bool] = ..., without_loads: _Optional[bool] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters", "base_revision", "left", "loads", "new_adapters", "unloaded_adapters", "prefixes", "placement")
+    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters", "base_revision", "left", "loads", "new_adapters", "unloaded_adapters", "prefixes", "placement", "desired")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +335,7 @@ class Snapshot(_message.Message):
     UNLOADED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     revision: int
     complete: bool
@@ -284,7 +349,8 @@ class Snapshot(_message.Message):
     unloaded_adapters: _containers.RepeatedScalarFieldContainer[str]
     prefixes: PrefixPlacements
     placement: PlacementRule
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ..., unloaded_adapters: _Optional[_Iterable[str]] = ..., prefixes: _Optional[_Union[PrefixPlacements, _Mapping]] = ..., placement: _Optional[_Union[PlacementRule, str]] = ...) -> None: ...
+    desired: DesiredState
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ..., unloaded_adapters: _Optional[_Iterable[str]] = ..., prefixes: _Optional[_Union[PrefixPlacements, _Mapping]] = ..., placement: _Optional[_Union[PlacementRule, str]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ...) -> None: ...
 
 class PrefixPlacements(_message.Message):
     __slots__ = ("block_hash", "engine", "other_engine")
@@ -361,6 +427,38 @@ class SetAdapterRequest(_message.Message):
 class SetAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SetDesiredStateRequest(_message.Message):
+    __slots__ = ("pause", "resume", "sleep", "wake_up", "patience")
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_FIELD_NUMBER: _ClassVar[int]
+    WAKE_UP_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_FIELD_NUMBER: _ClassVar[int]
+    pause: _engine_pb2.PauseRequest
+    resume: _engine_pb2.ResumeRequest
+    sleep: _engine_pb2.SleepRequest
+    wake_up: _engine_pb2.WakeUpRequest
+    patience: _duration_pb2.Duration
+    def __init__(self, pause: _Optional[_Union[_engine_pb2.PauseRequest, _Mapping]] = ..., resume: _Optional[_Union[_engine_pb2.ResumeRequest, _Mapping]] = ..., sleep: _Optional[_Union[_engine_pb2.SleepRequest, _Mapping]] = ..., wake_up: _Optional[_Union[_engine_pb2.WakeUpRequest, _Mapping]] = ..., patience: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class SetDesiredStateResponse(_message.Message):
+    __slots__ = ("engines",)
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[EngineProgress]
+    def __init__(self, engines: _Optional[_Iterable[_Union[EngineProgress, _Mapping]]] = ...) -> None: ...
+
+class EngineProgress(_message.Message):
+    __slots__ = ("engine_id", "is_done", "cause", "follows")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_DONE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    is_done: bool
+    cause: str
+    follows: bool
+    def __init__(self, engine_id: _Optional[str] = ..., is_done: _Optional[bool] = ..., cause: _Optional[str] = ..., follows: _Optional[bool] = ...) -> None: ...
 
 class EngineEntry(_message.Message):
     __slots__ = ("identity", "report", "age", "score", "waiting", "waiting_tokens", "number", "uncached_tokens", "uncached_tokens_per_second", "expected_seconds")

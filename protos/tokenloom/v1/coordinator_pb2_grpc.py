@@ -61,6 +61,11 @@ class CoordinatorStub:
                 request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.FromString,
                 _registered_method=True)
+        self.SetDesiredState = channel.unary_unary(
+                '/tokenloom.v1.Coordinator/SetDesiredState',
+                request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.SetDesiredStateRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.SetDesiredStateResponse.FromString,
+                _registered_method=True)
         self.Scale = channel.unary_unary(
                 '/tokenloom.v1.Coordinator/Scale',
                 request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.ScaleRequest.SerializeToString,
@@ -79,8 +84,10 @@ class CoordinatorServicer:
     """
 
     def Join(self, request_iterator, context):
-        """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. The
-        newest accepted join of a name wins; an older one ends with ABORTED.
+        """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
+        name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
+        the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
+        of that engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,6 +121,16 @@ class CoordinatorServicer:
     def SetAdapter(self, request, context):
         """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
         forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetDesiredState(self, request, context):
+        """Changes what an operator wants of all engines, and returns when they are in that state, have failed to reach it, or patience ends: the
+        answer says which. The state stays wanted: an engine that is not in it gets no requests and goes on trying, and one that joins later takes
+        it before it serves, so that a call may be repeated. FAILED_PRECONDITION if the change does not follow from the state that is wanted now;
+        UNAVAILABLE while engines join a new coordinator for longer than patience. Callers: gateways, for an operator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,6 +181,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.SetAdapter,
                     request_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.SerializeToString,
+            ),
+            'SetDesiredState': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDesiredState,
+                    request_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.SetDesiredStateRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_coordinator__pb2.SetDesiredStateResponse.SerializeToString,
             ),
             'Scale': grpc.unary_unary_rpc_method_handler(
                     servicer.Scale,
@@ -313,6 +335,33 @@ class Coordinator:
             '/tokenloom.v1.Coordinator/SetAdapter',
             tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.SerializeToString,
             tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDesiredState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.Coordinator/SetDesiredState',
+            tokenloom_dot_v1_dot_coordinator__pb2.SetDesiredStateRequest.SerializeToString,
+            tokenloom_dot_v1_dot_coordinator__pb2.SetDesiredStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,8 +36,10 @@ class CoordinatorStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
     Join: _grpc.StreamStreamMultiCallable[_coordinator_pb2.EngineReport, _coordinator_pb2.EngineCommand]
-    """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. The
-    newest accepted join of a name wins; an older one ends with ABORTED.
+    """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
+    name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
+    the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
+    of that engine.
     """
     Pick: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PickRequest, _coordinator_pb2.PickResponse]
     """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
@@ -55,6 +57,12 @@ class CoordinatorStub:
     SetAdapter: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SetAdapterRequest, _coordinator_pb2.SetAdapterResponse]
     """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
     forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+    """
+    SetDesiredState: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SetDesiredStateRequest, _coordinator_pb2.SetDesiredStateResponse]
+    """Changes what an operator wants of all engines, and returns when they are in that state, have failed to reach it, or patience ends: the
+    answer says which. The state stays wanted: an engine that is not in it gets no requests and goes on trying, and one that joins later takes
+    it before it serves, so that a call may be repeated. FAILED_PRECONDITION if the change does not follow from the state that is wanted now;
+    UNAVAILABLE while engines join a new coordinator for longer than patience. Callers: gateways, for an operator.
     """
     Scale: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ScaleRequest, _coordinator_pb2.ScaleResponse]
     """Changes the number of ranks of a data-parallel group, and returns when all of them have agreed and the ranks that leave have left. More
@@ -75,8 +83,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_coordinator_pb2.EngineReport, _coordinator_pb2.EngineCommand]  # type: ignore[assignment]
-    """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. The
-    newest accepted join of a name wins; an older one ends with ABORTED.
+    """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
+    name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
+    the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
+    of that engine.
     """
     Pick: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PickRequest, _coordinator_pb2.PickResponse]  # type: ignore[assignment]
     """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
@@ -94,6 +104,12 @@ class CoordinatorAsyncStub(CoordinatorStub):
     SetAdapter: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetAdapterRequest, _coordinator_pb2.SetAdapterResponse]  # type: ignore[assignment]
     """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
     forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+    """
+    SetDesiredState: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetDesiredStateRequest, _coordinator_pb2.SetDesiredStateResponse]  # type: ignore[assignment]
+    """Changes what an operator wants of all engines, and returns when they are in that state, have failed to reach it, or patience ends: the
+    answer says which. The state stays wanted: an engine that is not in it gets no requests and goes on trying, and one that joins later takes
+    it before it serves, so that a call may be repeated. FAILED_PRECONDITION if the change does not follow from the state that is wanted now;
+    UNAVAILABLE while engines join a new coordinator for longer than patience. Callers: gateways, for an operator.
     """
     Scale: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ScaleRequest, _coordinator_pb2.ScaleResponse]  # type: ignore[assignment]
     """Changes the number of ranks of a data-parallel group, and returns when all of them have agreed and the ranks that leave have left. More
@@ -117,8 +133,10 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.EngineReport],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.EngineCommand], _abc.AsyncIterator[_coordinator_pb2.EngineCommand]]:
-        """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. The
-        newest accepted join of a name wins; an older one ends with ABORTED.
+        """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
+        name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
+        the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
+        of that engine.
         """
 
     @_abc_1.abstractmethod
@@ -160,6 +178,18 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.SetAdapterResponse, _abc.Awaitable[_coordinator_pb2.SetAdapterResponse]]:
         """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
         forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+        """
+
+    @_abc_1.abstractmethod
+    def SetDesiredState(
+        self,
+        request: _coordinator_pb2.SetDesiredStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.SetDesiredStateResponse, _abc.Awaitable[_coordinator_pb2.SetDesiredStateResponse]]:
+        """Changes what an operator wants of all engines, and returns when they are in that state, have failed to reach it, or patience ends: the
+        answer says which. The state stays wanted: an engine that is not in it gets no requests and goes on trying, and one that joins later takes
+        it before it serves, so that a call may be repeated. FAILED_PRECONDITION if the change does not follow from the state that is wanted now;
+        UNAVAILABLE while engines join a new coordinator for longer than patience. Callers: gateways, for an operator.
         """
 
     @_abc_1.abstractmethod

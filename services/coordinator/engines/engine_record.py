@@ -10,7 +10,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import NoReturn
 
-from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.errors import Aborted, FailedPrecondition, InvalidArgument
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.services.runtime.placement.pool import longest_request
 from tokenloom.services.runtime.placement.prefix_homes import name_hash
@@ -39,6 +39,8 @@ OTHER_WEIGHTS = "other_weights"
 MAX_REQUESTS = 1 << 24
 """Bound of each count of requests. It is far above what an engine holds, and scores of four times as many, with the
 coordinator's own picks, fit into 32 bits."""
+MAX_REVISION = 1 << 62
+"""Bound of the revisions and incarnations that are believed: each coordinator must be able to give larger ones."""
 MAX_BLOCK_SIZE = 1 << 20
 """Bound of the tokens of a block: tokens of all blocks, of which there are less than 2^32, fit into 64 bits."""
 
@@ -83,6 +85,8 @@ def check_report(report: EngineReport) -> None:
         raise InvalidArgument("role is missing or unknown", "role")
     if report.state not in _STATES:
         raise InvalidArgument("state is missing or unknown", "state")
+    if report.HasField("join") and max(report.join.incarnation, report.join.desired.revision) >= MAX_REVISION:
+        raise InvalidArgument(f"join.incarnation and join.desired.revision must be below {MAX_REVISION}", "join")
     # One comparison for all fields, since 5,000 reports arrive in a second; the field is only named for the error.
     if max(_counts_of(report)) > MAX_REQUESTS:
         name = next(name for name in _COUNTS if getattr(report, name) > MAX_REQUESTS)
@@ -91,6 +95,27 @@ def check_report(report: EngineReport) -> None:
     if not (min(rates) >= 0 and sum(rates) < math.inf):  # the sum of one that is no number is none either
         name, rate = next((name, rate) for name, rate in zip(_RATES, rates, strict=True) if not 0 <= rate < math.inf)
         raise InvalidArgument(f"{name} must be a finite number and not negative, not {rate}", name)
+
+
+def check_name(holder: "EngineRecord", first: EngineReport, now: float) -> None:
+    """Check that an engine may join under the name of ``holder``, by its first report. ``now``: seconds. Raises
+    ``FailedPrecondition`` while the holder has the name, and ``Aborted`` if the holder has come later."""
+    identity, ours = first.identity, first.join
+    if identity.epoch == holder.identity.epoch:
+        return
+    where = f"the engine at {holder.identity.address} on {holder.identity.host or 'an unknown host'}"
+    if ours.incarnation:  # each process that joins gets a larger number, so that it is known who came last
+        if ours.incarnation < holder.incarnation:
+            raise Aborted(f"the name {identity.engine_id!r} has passed on to {where}")
+        return
+    # A supervisor starts a process when the one before has ended. Of any other one the end is not known, and two that
+    # overtook each other by turns answered no request.
+    if (ours.supervisor and ours.supervisor == holder.first.join.supervisor) or holder.is_lost(now):
+        return
+    raise FailedPrecondition(
+        f"the name {identity.engine_id!r} is held by {where}; it passes on when that one has left, or has not reported "
+        f"for {SILENT_SECONDS:g} s. Give each engine a name of its own (--instance-id)"
+    )
 
 
 class ArrivedPicks:
@@ -138,6 +163,10 @@ class EngineRecord:
         waits_aside: Why it gets no requests although it serves; empty: it gets some.
         waited_aside: Whether it waited aside at the former coordinator, by its first report.
         lost_picks: Picks in a row that never arrived here.
+        first: Its first report.
+        incarnation: Its number among all processes that have joined.
+        is_fresh: Whether it is as engines are after a start: it has not been asked to reach any other state.
+        wanted_revision: The state that it has to reach before it gets requests; 0: it may be in any.
         fingerprint_bytes: Its fingerprint, serialized.
         adapters: Digests of the LoRA adapters that it has loaded.
     """
@@ -154,6 +183,9 @@ class EngineRecord:
         self.waits_aside = ""
         self.waited_aside = any(each.kind == OTHER_WEIGHTS for each in report.fall_backs)
         self.lost_picks = 0
+        self.first = report
+        self.incarnation = self.wanted_revision = 0
+        self.is_fresh = self.follows and not report.join.incarnation
         self.fingerprint_bytes = identity.fingerprint.SerializeToString(deterministic=True)
         self._columns = columns
         self.shown = EngineReport()
@@ -196,6 +228,16 @@ class EngineRecord:
     def is_late(self) -> bool:
         """Whether its last report is older than it should be."""
         return bool(self._columns.is_late[self.row])
+
+    @property
+    def is_in_state(self) -> bool:
+        """Whether it has reached the state that it must be in."""
+        return self.report.progress.reached >= self.wanted_revision
+
+    @property
+    def follows(self) -> bool:
+        """Whether it takes the state that an operator wants; one of an older release does not."""
+        return self.first.HasField("join")
 
     @property
     def can_load_adapters(self) -> bool:
@@ -255,8 +297,14 @@ class EngineRecord:
         if (is_late := bool(silence > LATE_SECONDS)) != columns.is_late[row]:
             columns.set_late(row, is_late)
         self.own_state = _DEAD if hangs or silence > SILENT_SECONDS else self.report.state
+        if self.own_state == _SERVING and not self.is_in_state:
+            self.own_state = _PAUSED  # as older output processors understand it
         columns.is_serving[row] = self.own_state == _SERVING
         return before != self.own_state
+
+    def is_lost(self, now: float) -> bool:
+        """Whether it has been silent for so long that its name is free."""
+        return bool(now - self._columns.reported_at[self.row] > SILENT_SECONDS)
 
     def inherit(self, older: "EngineRecord") -> None:
         """Take over the picks of the same incarnation's earlier stream; :meth:`update` must follow."""
@@ -316,7 +364,7 @@ def _shown(report: EngineReport) -> EngineReport:
     """Return the report without what only the coordinator needs."""
     shown = EngineReport()
     shown.CopyFrom(report)
-    for name in ("hello", "identity", "picks_arrived", "step", *_OF_ENGINE_ALONE):
+    for name in ("hello", "identity", "join", "progress", "picks_arrived", "step", *_OF_ENGINE_ALONE):
         shown.ClearField(name)
     return shown
 

@@ -2,6 +2,7 @@
 engines have changed since the watchers' messages were made, and remembers what the coordinator before showed. No
 I/O."""
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -13,13 +14,16 @@ from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, cost
 from tokenloom.services.runtime.registry.engine_loads import loads_of
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
+    DesiredState,
     EngineEntry,
     EngineIdentity,
     EngineLoads,
+    EngineProgress,
     EngineRef,
     EngineReport,
     PickRequest,
     PlacementRule,
+    SetDesiredStateRequest,
 )
 from tokenloom.v1.types_pb2 import Adapter
 
@@ -29,10 +33,11 @@ from ..prefixes.prefix_index import Path, PrefixIndex
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import EngineCosts, Placement, Policy, check_request
 from .engine_pools import EnginePools
-from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
+from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord, check_name
 from .engine_signs import EngineSigns
 from .model_claims import ModelClaims
 from .wanted_adapters import WantedAdapters
+from .wanted_state import WantedState
 
 JOINS_APART_SECONDS = 0.5
 """While engines join a new coordinator at shorter intervals, its view is not complete: more are on their way."""
@@ -49,10 +54,12 @@ class Predecessor:
         engine_ids: The engines of its last complete view: a new coordinator's view is complete once they are back.
         adapters: The LoRA adapters that all engines should have.
         unloaded: Names of adapters that were unloaded, the latest last.
+        desired: The state that the engines should be in.
     """
 
     def __init__(self) -> None:
         self.engine_ids: Collection[str] = ()
+        self.desired = DesiredState()
         self.adapters: Sequence[Adapter] = ()
         self.unloaded: Sequence[str] = ()
 
@@ -62,6 +69,7 @@ class Predecessor:
         if view.complete:
             self.engine_ids = [entry.identity.engine_id for entry in view.engines]
             self.adapters, self.unloaded = view.adapters, view.unloaded_adapters
+        self.desired = max(self.desired, view.desired, key=lambda each: each.revision)
 
 
 class ChangedEngines:
@@ -103,9 +111,11 @@ class Registry:
         clock: Monotonic seconds.
         policy: What an operator decides.
         predecessor: What the coordinator knew whose place this one takes; None: nothing.
+        wall_milliseconds: Milliseconds since 1970.
 
     Attributes:
         adapters: The LoRA adapters that the engines should have.
+        wanted: The state that the engines should be in.
         changed: The engines that changed since the last look of the feed of snapshots.
         prefixes: Which blocks the engines have in their caches.
         popular: Where prompts with popular beginnings were placed.
@@ -123,6 +133,7 @@ class Registry:
         predecessor: Predecessor | None = None,
         prefix_index_bytes: int = PREFIX_INDEX_MIB << 20,
         fall_backs: FallBacks | None = None,
+        wall_milliseconds: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self._epoch = epoch
         self._clock = clock
@@ -141,6 +152,8 @@ class Registry:
         self._expiring = ExpiringPicks()
         self._num_picks = 0
         self.adapters = WantedAdapters()
+        self.wanted = WantedState(wall_milliseconds)
+        self._incarnation = 0  # the last one that was given
         self._fall_backs = fall_backs or FallBacks()
         self.claims = ModelClaims(self._fall_backs)
         self._signs = EngineSigns(self._fall_backs)
@@ -150,6 +163,7 @@ class Registry:
         if predecessor is not None:
             self._awaited.update(predecessor.engine_ids)
             self.adapters.inherit(predecessor.adapters, predecessor.unloaded)
+            self.wanted.adopt(predecessor.desired)
         self._has_predecessor = bool(self._awaited)
         self.changed = ChangedEngines()
         self.num_reports = 0
@@ -181,6 +195,11 @@ class Registry:
         is_cost = self._placement.policy.rule is cost
         return PlacementRule.PLACEMENT_RULE_COST if is_cost else PlacementRule.PLACEMENT_RULE_SCORE
 
+    def check_name(self, first: EngineReport) -> None:
+        """Check that an engine may join under its name. Raises as :func:`.check_name`."""
+        if (holder := self._records.get(first.identity.engine_id)) is not None:
+            check_name(holder, first, self._clock())
+
     def join(self, identity: EngineIdentity, report: EngineReport) -> EngineRecord:
         """Add an engine that opened a stream; it takes the place of an older one of its name."""
         now, columns = self._clock(), self._columns
@@ -207,9 +226,29 @@ class Registry:
         self._awaited.discard(identity.engine_id)
         if not self._is_complete:
             self._complete_at = min(max(self._complete_at, now + JOINS_APART_SECONDS), self._latest_complete_at)
+        record.incarnation = report.join.incarnation or self.wanted.after(self._incarnation)
+        self._incarnation = max(self._incarnation, record.incarnation)
+        if self.wanted.join(record):
+            self._want_of_all()
+        self.wanted.want_of(record, is_complete=self._is_complete)
         record.update(report, self._epoch, now)
         self._regroup(identity.engine_id)
         return record
+
+    def set_state(self, request: SetDesiredStateRequest) -> None:
+        """Want another state. Until an engine reports that it is in it, no request is placed there. Raises as
+        :meth:`.WantedState.change`."""
+        self.wanted.change(request)
+        self._want_of_all()
+
+    def desired(self, record: EngineRecord) -> DesiredState | None:
+        """Return what an engine has to be sent of the wanted state; None while that is not known."""
+        return self.wanted.message(record, is_complete=self._is_complete)
+
+    def progress(self, names: Iterable[str]) -> list[EngineProgress]:
+        """Return how far all engines are with the wanted state. ``names``: further ones, which may have left."""
+        every = sorted({*names, *self._records})
+        return [self.wanted.progress(name, self._records.get(name)) for name in every]
 
     def report(self, record: EngineRecord, report: EngineReport) -> None:
         """Take a later report of that engine, unless a newer join has its name."""
@@ -221,6 +260,8 @@ class Registry:
         if report.fall_backs != record.report.fall_backs:
             self.changed.other([record.identity.engine_id])
         before = record.own_state, record.report.role, record.adapters
+        if report.role != record.report.role:
+            self.wanted.learn(record, report)
         if report.adapters != record.report.adapters:  # for example one was pinned
             self.changed.other([record.identity.engine_id])
         if record.update(report, self._epoch, self._clock()):
@@ -280,7 +321,9 @@ class Registry:
         changed = [record for record in self._silent(now) if record.refresh(now)]
         is_complete = now >= self._complete_at or (self._has_predecessor and not self._awaited)
         if changed or is_complete != self._is_complete:
-            self._is_complete = is_complete
+            if is_complete != self._is_complete:
+                self._is_complete = is_complete
+                self._want_of_all()
             self._regroup(*(record.identity.engine_id for record in changed))
         if self._is_unsettled:
             self._settle()
@@ -322,6 +365,15 @@ class Registry:
             waiting_tokens=columns.waiting_tokens[rows].tolist(),
             **self._cost_columns(rows),
         )
+
+    def _want_of_all(self) -> None:
+        """Note which state all engines have to reach, because it has changed, or is known now."""
+        now = self._clock()
+        for record in self._records.values():
+            self.wanted.want_of(record, is_complete=self._is_complete)
+            record.refresh(now)
+        if self._records:
+            self._regroup(*self._records)
 
     def _cost_columns(self, rows: Sequence[int]) -> dict[str, Sequence[float]]:
         """Return what only watchers of the rule ``cost`` are shown of these engines."""

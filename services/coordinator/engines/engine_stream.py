@@ -7,13 +7,13 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
 from tokenloom.request.errors import Aborted, ResourceExhausted
-from tokenloom.v1.coordinator_pb2 import EngineCommand
+from tokenloom.v1.coordinator_pb2 import DesiredState, EngineCommand
 
 from .engine_record import EngineRecord
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-_MAX_COMMANDS = 8  # queued for one engine: to drain, to change its adapters, its waves, its group, its interval
+_MAX_COMMANDS = 8  # queued for one engine: to drain, to change its state, adapters, waves, group or interval
 
 
 class EngineStream:
@@ -21,11 +21,13 @@ class EngineStream:
 
     Attributes:
         interval: Seconds between two reports, as the engine was asked last on this stream; 0: it was not asked.
+        sent_revision: The latest state that it was sent; 0: none.
     """
 
     def __init__(self, record: EngineRecord) -> None:
         self.record = record
         self.interval = 0.0
+        self.sent_revision = 0
         self.overtaken = False
         self._commands: asyncio.Queue[EngineCommand | None] = asyncio.Queue(_MAX_COMMANDS)
 
@@ -44,6 +46,12 @@ class EngineStream:
             self.command(EngineCommand(report_interval=to_duration(interval)))
             self.interval = interval
 
+    def want(self, state: DesiredState) -> None:
+        """Send the state that the engine has to reach, unless it was sent. Raises as :meth:`command`."""
+        if state.revision != self.sent_revision:
+            self.command(EngineCommand(desired=state))
+            self.sent_revision = state.revision
+
     def overtake(self) -> None:
         """End the stream with ABORTED, because a newer join has the name."""
         self.overtaken = True
@@ -56,7 +64,7 @@ class EngineStream:
         while not self.overtaken:
             if (command := await self._commands.get()) is not None:
                 await context.write(command)
-        raise Aborted("A newer engine of this name has joined.")
+        raise Aborted("another engine has taken this one's name")
 
 
 def to_duration(seconds: float) -> Duration:

@@ -129,7 +129,7 @@ class _Pending:
         constants: What seldom changes, as they were sent it.
     """
 
-    def __init__(self, constants: tuple[bool, int, int]) -> None:
+    def __init__(self, constants: tuple[bool, int, int, int]) -> None:
         self.changed: dict[str, bool] = {}
         self.left: dict[str, None] = {}
         self.constants = constants
@@ -212,7 +212,9 @@ class SnapshotFeed:
         if not (pending.changed or pending.left or pending.constants != constants):
             return b""
         head = Snapshot(left=pending.left, complete=constants[0])
-        if pending.constants[-1] != constants[-1]:
+        if pending.constants[3] != constants[3]:
+            head.desired.CopyFrom(self._registry.wanted.whole())
+        if pending.constants[2] != constants[2]:
             head.new_adapters = True
             head.adapters.extend(self._registry.adapters)
             head.unloaded_adapters.extend(self._registry.adapters.unloaded)
@@ -285,7 +287,7 @@ class SnapshotFeed:
         if self._body is None:
             self._body = b"".join(self._part(name, True) for name in self._shown)
         placements = self._placements(self._registry.popular.all())
-        return self._head(revision) + self._adapters() + self._body + placements
+        return self._head(revision) + self._wanted() + self._body + placements
 
     def _loads_and_placements(self) -> bytes:
         """Return what is pending of loads and of popular prefixes, as a part of a message, and forget it."""
@@ -308,11 +310,12 @@ class SnapshotFeed:
     def _whole_outlines(self, revision: int) -> bytes:
         if self._outlines is None:
             self._outlines = b"".join(shown.outline for shown in self._shown.values())
-        return self._head(revision) + self._adapters() + self._outlines
+        return self._head(revision) + self._wanted() + self._outlines
 
-    def _adapters(self) -> bytes:
-        wanted = self._registry.adapters
-        return Snapshot(adapters=wanted, unloaded_adapters=wanted.unloaded).SerializeToString()
+    def _wanted(self) -> bytes:
+        """Return what operators want, as a part of a message."""
+        wanted, state = self._registry.adapters, self._registry.wanted.whole()
+        return Snapshot(adapters=wanted, unloaded_adapters=wanted.unloaded, desired=state).SerializeToString()
 
     def _head(self, revision: int, base_revision: int = 0) -> bytes:
         return Snapshot(
@@ -324,9 +327,10 @@ class SnapshotFeed:
             base_revision=base_revision,
         ).SerializeToString()
 
-    def _constants(self) -> tuple[bool, int, int]:
+    def _constants(self) -> tuple[bool, int, int, int]:
         """Return what seldom changes."""
-        return self._registry.is_complete, self._registry.pd_threshold, self._registry.adapters.version
+        registry = self._registry
+        return registry.is_complete, registry.pd_threshold, registry.adapters.version, registry.wanted.version
 
 
 def _outline(entry: EngineEntry) -> bytes:

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
-from tokenloom.request.errors import Aborted, Unavailable
+from tokenloom.request.errors import Aborted, FailedPrecondition, Unavailable
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello
 from tokenloom.services.runtime.tasks import first_of
@@ -53,6 +53,12 @@ class Commands(Protocol):
     def resize_group(self, size: int) -> None:
         """Agree with the other ranks on a group of ``size`` ranks."""
 
+    def refused(self, reason: str) -> None:
+        """Show that the coordinator refuses the engine, so that it gets no requests; empty: it does not any more."""
+
+    def take_state(self, wanted: coordinator_pb2.DesiredState) -> None:
+        """Reach the state that operators want; with revision 0 none is wanted."""
+
     def wait_aside(self, reason: str) -> None:
         """Note that the engine gets no requests, because others serve its model's name; with an empty ``reason`` that
         it gets some again."""
@@ -80,8 +86,9 @@ class CoordinatorLink:
         self._interval = MIN_REPORT_SECONDS
         self._urgent = load.urgent  # set when a report must not wait for the interval
         self.joined = asyncio.Event()
-        """Set when the engine has joined for the first time."""
+        """Set when the engine has joined and is in the state that is wanted, for the first time."""
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
+        self._refusal = ""
 
     def set_role(self, role: types_pb2.EngineRole) -> None:
         """Report to the coordinator which legs the engine takes."""
@@ -99,9 +106,11 @@ class CoordinatorLink:
         self._report_now()
 
     async def run(self, commands: Commands) -> None:
-        """Join, and join again after failures. Returns only if a newer engine of this name has joined.
+        """Join, and join again after failures. Returns only if another engine of this name has joined while this one
+        drains.
 
-        ``commands`` obeys what the coordinator asks for.
+        ``commands`` obeys what the coordinator asks for. Raises ``FailedPrecondition`` if another engine has taken the
+        name.
         """
         backoff, loop = MIN_BACKOFF_SECONDS, asyncio.get_running_loop()
         stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)
@@ -110,11 +119,17 @@ class CoordinatorLink:
             try:
                 await self._join(stub.Join(), commands)
             except Exception as cause:  # of any kind: an engine that joins again serves on meanwhile
-                is_silent = isinstance(cause, TimeoutError)
+                is_silent, is_answer = isinstance(cause, TimeoutError), isinstance(cause, grpc.aio.AioRpcError)
                 error = Unavailable("the coordinator did not answer") if is_silent else of_exception(cause)
             if isinstance(error, Aborted):
-                log.error("removed from the coordinator's registry: %s", error.message)
-                return
+                if self._state == coordinator_pb2.ENGINE_STATE_DRAINING:
+                    log.info("removed from the coordinator's registry: %s", error.message)
+                    return
+                # It would get no request any more and look well. Its supervisor starts a process in its place, which
+                # joins as soon as the name is free.
+                raise FailedPrecondition(f"removed from the coordinator's registry: {error.message}")
+            is_refused = is_answer and not isinstance(error, Unavailable)
+            self._note_refusal(error.message if is_refused else "", commands)
             if loop.time() - joined_at > MAX_BACKOFF_SECONDS:
                 backoff = MIN_BACKOFF_SECONDS
             log.info("not in the coordinator's registry (%s); joining again", error.message)
@@ -141,16 +156,31 @@ class CoordinatorLink:
             first = self._report()
             first.hello.CopyFrom(self._identity.hello())
             first.identity.CopyFrom(self._identity.registration())
+            first.join.CopyFrom(self._identity.facts)
             await _write(call, first)
             async with asyncio.timeout(HELLO_SECONDS):
                 answer = await _read(call)
             check_hello(answer.hello)
             log.info("joined coordinator %s", answer.hello.peer_id)
-            self.joined.set()
+            self._note_refusal("", commands)
+            self._obey_answer(answer, commands)
             await first_of(self._write_reports(call), self._read_commands(call, commands))
         finally:
             call.cancel()  # gRPC does not end a stream that is merely dropped
         raise AssertionError("neither task returns")
+
+    def _obey_answer(self, answer: coordinator_pb2.EngineCommand, commands: Commands) -> None:
+        if answer.incarnation:
+            self._identity.facts.incarnation = answer.incarnation
+        # One that has just started sends the state later, when it knows it from other engines.
+        if answer.HasField("desired") or not answer.incarnation:
+            commands.take_state(answer.desired)
+
+    def _note_refusal(self, reason: str, commands: Commands) -> None:
+        """Note why the coordinator refuses the engine; empty: it does not."""
+        if reason != self._refusal:
+            self._refusal = reason
+            commands.refused(reason)
 
     async def _write_reports(self, call: _Call) -> NoReturn:
         while True:
@@ -190,6 +220,8 @@ class CoordinatorLink:
                 commands.drain(command.drain.grace.ToNanoseconds() / 1e9)
             if command.HasField("start_wave"):
                 commands.start_wave(command.start_wave)
+            if command.HasField("desired"):
+                commands.take_state(command.desired)
             if command.HasField("waits_aside"):
                 commands.wait_aside(command.waits_aside)
             if command.HasField("data_parallel_size"):
@@ -213,6 +245,7 @@ class CoordinatorLink:
             state=self._reported_state(),
             picks_arrived=self._load.take_picks(),
             adapters=map(to_adapter, self._load.loras),
+            progress=self._load.progress,
             start_wave=None if group is None else group.start_wave,
             wave_complete=None if group is None else group.wave_complete,
             group_size=group.size if group is not None and group.is_member else 0,

@@ -22,6 +22,7 @@ class Identity:
     Attributes:
         fingerprint: Identifies the model and its numerics; ``weights`` changes when weights are reloaded.
         limits: Limits of the requests that the engine accepts.
+        facts: What only the coordinator has to know.
     """
 
     def __init__(
@@ -45,6 +46,12 @@ class Identity:
             reasoning=reasoning_mode(settings.engine.reasoning, finds_reasoning=ready.finds_reasoning),
             max_lora_rank=settings.engine.lora.max_lora_rank if settings.engine.lora.enable else 0,
             **pooling_limits(ready.pooling),
+        )
+        self.facts = coordinator_pb2.JoinFacts(
+            # A supervisor gives each of its parts a state file of its own, and starts the next process of a part when
+            # the one before has ended.
+            supervisor=f"{socket.gethostname()}:{settings.state_file}" if settings.state_file else "",
+            start_weights=fingerprint.weights,
         )
         self._engine_id = settings.instance_id
         self._epoch = epoch

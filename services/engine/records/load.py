@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from tokenloom.engine_core.data.lora import LoraState
 from tokenloom.engine_core.data.messages import EngineCoreOutputs, GroupState, SchedulerStats
 from tokenloom.request.errors import ResourceExhausted, TryElsewhere
-from tokenloom.v1 import engine_pb2
+from tokenloom.v1 import coordinator_pb2, engine_pb2
 
 _HALF_LIFE_SECONDS: Final = 5.0
 _HALF_LIFE_REQUESTS: Final = 32.0
@@ -192,6 +192,7 @@ class LoadTracker:
         step: Steps that the core has executed.
         group: The state of its data-parallel group; None: it belongs to none.
         urgent: Set when a change must be reported at once; cleared when it is reported.
+        progress: How far the engine is with the state that operators want.
     """
 
     def __init__(self, max_num_seqs: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -206,6 +207,7 @@ class LoadTracker:
         self.loras: list[LoraState] = []
         self.group: GroupState | None = None
         self.urgent = asyncio.Event()
+        self.progress = coordinator_pb2.StateProgress()
         self._max_live = max_num_seqs + max_waiting
         self._clock = clock
         self._rates = QueueRates(max_num_seqs)
@@ -241,6 +243,12 @@ class LoadTracker:
         self.is_paused = is_paused
         self._rates.skip()
         self._steps.skip()
+        self.changed.set()
+
+    def set_progress(self, progress: coordinator_pb2.StateProgress) -> None:
+        """Note how far the engine is with the state that operators want. They wait for it."""
+        self.progress = progress
+        self.urgent.set()
         self.changed.set()
 
     def set_failing(self, is_failing: bool) -> None:

@@ -1,17 +1,24 @@
-"""Asks engines what operators want of them, over ``EngineAdmin``."""
+"""Asks engines what operators want of them: over ``EngineAdmin``, or by the state that the coordinator keeps."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import grpc
 import grpc.aio
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, engine_pb2_grpc
 
 from .mesh_view import MeshView
+
+_AGAIN_SECONDS = 0.2
+"""Between two calls of a coordinator that does not answer."""
+_ANSWER_SECONDS = 5.0
+"""How much longer than it was asked to wait the coordinator may take to answer."""
+_SLOW = "it is on its way"
 
 T = TypeVar("T")
 Ask = Callable[["engine_pb2_grpc.EngineAdminAsyncStub"], Awaitable[T]]
@@ -41,6 +48,49 @@ class EngineCalls:
             raise errors.Unavailable("no engine is known; retry")
         answers = await asyncio.gather(*(self._ask_one(name, engines[name], send) for name in engines))
         return dict(zip(engines, answers, strict=True))
+
+    async def want(
+        self, mesh: MeshView, request: coordinator_pb2.SetDesiredStateRequest, send: "Ask[object]"
+    ) -> dict[str, str]:
+        """Have the coordinator of a mesh want another state of its engines. Returns for each engine why it is not in
+        it; empty: it is.
+
+        ``send``: the same, of one engine of an older release, or of all if the coordinator is of one. Raises what the
+        coordinator answers: a state that does not follow from the one before, or ``Unavailable`` if it is lost for
+        long.
+        """
+        answer = await self._want(mesh, request)
+        addresses = {each.engine_id: each.address for each in alive(mesh)}
+        if answer is None:
+            return dict.fromkeys(checked(await self.ask(addresses, send)), "")
+        causes = {each.engine_id: "" if each.is_done else each.cause or _SLOW for each in answer.engines}
+        older = [each.engine_id for each in answer.engines if not each.follows and each.engine_id in addresses]
+        if older:
+            for name, found in (await self.ask({name: addresses[name] for name in older}, send)).items():
+                causes[name] = found.message if isinstance(found, errors.TokenloomError) else ""
+        return causes
+
+    async def _want(
+        self, mesh: MeshView, request: coordinator_pb2.SetDesiredStateRequest
+    ) -> coordinator_pb2.SetDesiredStateResponse | None:
+        """Return the coordinator's answer; None: it is of an older release."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self.timeout
+        async with self.channels.open(mesh.address, "coordinator") as channel:
+            stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+            while True:
+                left = max(ends_at - loop.time(), 0.0)
+                request.patience.FromMilliseconds(round(left * 1000))
+                try:
+                    return await stub.SetDesiredState(request, timeout=left + _ANSWER_SECONDS)
+                except grpc.aio.AioRpcError as failure:
+                    if failure.code() == grpc.StatusCode.UNIMPLEMENTED:
+                        return None
+                    # A coordinator that is restarted, or whose standby takes over, is asked again: the state may have
+                    # been set or not, and setting it twice does no harm.
+                    if failure.code() != grpc.StatusCode.UNAVAILABLE or loop.time() + _AGAIN_SECONDS > ends_at:
+                        raise wire_errors.from_rpc(failure) from None
+                await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _ask_one(self, name: str, address: str, send: "Ask[T]") -> T | errors.TokenloomError:
         try:

@@ -9,7 +9,7 @@ import msgspec
 
 from ..http.route import Route
 from . import constraints
-from .response_schemas import ErrorResponse
+from .response_schemas import EnginesChanged, ErrorResponse
 from .route_table import ROUTES
 
 TITLE = "Tokenloom"
@@ -193,6 +193,8 @@ def _responses(each: Route) -> Iterator[tuple[str, dict[str, Any]]]:
     if each.streams_lines and each.answer is not None:
         content["application/x-ndjson"] = {"schema": _ref(each.answer)}
     yield "200", {"description": each.summary, "content": content}
+    if each.answer is EnginesChanged:
+        yield "202", {"description": "Some engines are on their way", "content": content}
     if each.may_be_away and each.answer is not None:
         yield "503", {"description": "Not available", "content": {_JSON: {"schema": _ref(each.answer)}}}
     yield "default", {"description": "An error", "content": {_JSON: {"schema": _ref(_error(each))}}}

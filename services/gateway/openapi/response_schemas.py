@@ -296,6 +296,18 @@ class EnginesDone(msgspec.Struct):
     engines: Annotated[list[str], Meta(description="Names of the engines.")]
 
 
+class EnginesChanged(msgspec.Struct, omit_defaults=True):
+    """What has become of a state that all engines shall be in. The call may be repeated."""
+
+    status: Annotated[str, Meta(description="State that all engines shall be in, those that join later too.")]
+    state: Annotated[
+        Literal["done", "converging"],
+        Meta(description="converging, with status 202: some are not in it, get no requests and go on trying."),
+    ]
+    engines: Annotated[list[str], Meta(description="Names of the engines that are in it.")]
+    converging: Annotated[dict[str, str], Meta(description="Why the others are not, by name of the engine.")] = {}
+
+
 class EnginesPaused(msgspec.Struct):
     """Reports whether engines are paused."""
 

@@ -179,17 +179,17 @@ PAUSE = _route(
     "POST",
     "/pause",
     "Pause every engine",
-    answers.EnginesDone,
+    answers.EnginesChanged,
     query={"mode": _MODE, "clear_cache": {**_BOOLEAN, "description": "Forget cached prefixes too (default)."}},
     is_admin=True,
 )
-RESUME = _route("POST", "/resume", "Resume every engine", answers.EnginesDone, is_admin=True)
+RESUME = _route("POST", "/resume", "Resume every engine", answers.EnginesChanged, is_admin=True)
 IS_PAUSED = _route("GET", "/is_paused", "Whether every engine is paused", answers.EnginesPaused, is_admin=True)
 SLEEP = _route(
     "POST",
     "/sleep",
     "Release the engines' memory",
-    answers.EnginesDone,
+    answers.EnginesChanged,
     query={"level": {"enum": [0, 1, 2], "description": "Sleep level; default: 1."}, "mode": _MODE},
     is_admin=True,
 )
@@ -197,7 +197,7 @@ WAKE_UP = _route(
     "POST",
     "/wake_up",
     "Allocate the memory again",
-    answers.EnginesDone,
+    answers.EnginesChanged,
     query={
         "tags": {
             "type": "array",

@@ -7,12 +7,14 @@ from urllib.parse import parse_qs
 
 from tokenloom.request import errors
 from tokenloom.v1 import engine_pb2 as pb
+from tokenloom.v1.coordinator_pb2 import SetDesiredStateRequest as Wanted
 
 from ..encoding.sse import encode_json
 from ..http.http_exchange import HttpExchange
 from ..http.route import Routes
 from ..mesh.engine_calls import Ask, EngineCalls, alive, checked
 from ..openapi import route_table
+from ..openapi.response_schemas import EnginesChanged
 from ..request_log.finished_request import LastRequests, RecentRequests
 from ..serving.served_meshes import ServedMeshes
 
@@ -48,11 +50,12 @@ class AdminRoutes:
         query = Query(exchange.query, ("mode", "clear_cache"))
         mode = _MODES[query.choice("mode", _MODES, "abort")]
         request = pb.PauseRequest(mode=mode, clear_cache=query.boolean("clear_cache", True))
-        await self._do(exchange, "paused", lambda stub: stub.Pause(request))
+        await self._want(exchange, "paused", Wanted(pause=request), lambda stub: stub.Pause(request))
 
     async def resume(self, exchange: HttpExchange) -> None:
         Query(exchange.query)
-        await self._do(exchange, "resumed", lambda stub: stub.Resume(pb.ResumeRequest()))
+        request = pb.ResumeRequest()
+        await self._want(exchange, "resumed", Wanted(resume=request), lambda stub: stub.Resume(request))
 
     async def is_paused(self, exchange: HttpExchange) -> None:
         """Answer whether every engine is paused."""
@@ -65,13 +68,13 @@ class AdminRoutes:
         query = Query(exchange.query, ("level", "mode"))
         mode = _MODES[query.choice("mode", _MODES, "abort")]
         request = pb.SleepRequest(level=int(query.choice("level", ("0", "1", "2"), "1")), mode=mode)
-        await self._do(exchange, "asleep", lambda stub: stub.Sleep(request))
+        await self._want(exchange, "asleep", Wanted(sleep=request), lambda stub: stub.Sleep(request))
 
     async def wake_up(self, exchange: HttpExchange) -> None:
         """``tags``: what to wake; none: everything."""
         tags = Query(exchange.query, ("tags",)).choices("tags", _TAGS)
         request = pb.WakeUpRequest(tags=[_TAGS[tag] for tag in tags])
-        await self._do(exchange, "awake", lambda stub: stub.WakeUp(request))
+        await self._want(exchange, "awake", Wanted(wake_up=request), lambda stub: stub.WakeUp(request))
 
     async def is_sleeping(self, exchange: HttpExchange) -> None:
         """Answer whether every engine sleeps."""
@@ -97,6 +100,19 @@ class AdminRoutes:
     async def _do(self, exchange: HttpExchange, status: str, send: "Ask[object]") -> None:
         engines = list(await self._ask(send))
         await exchange.respond(200, encode_json({"status": status, "engines": engines}))
+
+    async def _want(self, exchange: HttpExchange, status: str, wanted: Wanted, send: "Ask[object]") -> None:
+        """Have the coordinators want a state, and answer with what has become of it: 200 if all engines are in it, 202
+        with the others if not; they go on trying. Raises ``Unavailable`` if there is no engine."""
+        causes: dict[str, str] = {}
+        for mesh in self.meshes:
+            found = await self.calls.want(mesh.view, wanted, send)
+            causes |= {name if self.meshes.is_one else f"{mesh.model}/{name}": cause for name, cause in found.items()}
+        if not causes:
+            raise errors.Unavailable("no engine is known; those that join take this state")
+        late = {name: cause for name, cause in causes.items() if cause}
+        answer = EnginesChanged(status, "converging" if late else "done", sorted(causes.keys() - late.keys()), late)
+        await exchange.respond(202 if late else 200, encode_json(answer))
 
     async def _ask(self, send: "Ask[T]") -> dict[str, T]:
         """Return each engine's answer, by its name, which follows that of its model if there are several. All engines

@@ -63,6 +63,8 @@ class Clock:
 
     seconds: Callable[[], float] = time.monotonic
     nanoseconds: Callable[[], int] = time.monotonic_ns
+    wall_milliseconds: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+    """Since 1970; it may jump. Numbers that must grow from one process to the next follow it."""
 
 
 @dataclass(frozen=True, slots=True)

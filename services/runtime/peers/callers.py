@@ -29,6 +29,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     f"{_V1}Coordinator/Pick": frozenset({"output_processor"}),
     f"{_V1}Coordinator/Watch": frozenset({"coordinator", "gateway", "output_processor", "engine", OPERATOR, PLANNER}),
     f"{_V1}Coordinator/SetAdapter": frozenset({OPERATOR}),
+    f"{_V1}Coordinator/SetDesiredState": frozenset({OPERATOR}),
     f"{_V1}Coordinator/Scale": frozenset({OPERATOR}),
     f"{_V1}Coordinator/Enroll": frozenset({"gateway", "output_processor"}),
     "/grpc.reflection.": frozenset({OPERATOR}),

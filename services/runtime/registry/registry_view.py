@@ -8,7 +8,15 @@ from typing import NoReturn
 import grpc.aio
 
 from tokenloom.v1 import coordinator_pb2_grpc
-from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineLoads, PlacementRule, Snapshot, WatchRequest
+from tokenloom.v1.coordinator_pb2 import (
+    DesiredState,
+    EngineEntry,
+    EngineIdentity,
+    EngineLoads,
+    PlacementRule,
+    Snapshot,
+    WatchRequest,
+)
 from tokenloom.v1.types_pb2 import Adapter
 
 from .engine_loads import set_loads
@@ -37,6 +45,7 @@ class RegistryView:
         placement: The rule by which the coordinator compares engines.
         adapters: The LoRA adapters that all engines should have, by name.
         unloaded_adapters: Names of adapters that were unloaded, the latest last.
+        desired: What operators want of the engines.
         version: Grows when anything but loads changes.
     """
 
@@ -48,6 +57,7 @@ class RegistryView:
         self.placement = PlacementRule.PLACEMENT_RULE_UNSPECIFIED
         self.adapters: Sequence[Adapter] = ()
         self.unloaded_adapters: Sequence[str] = ()
+        self.desired = DesiredState()
         self.version = 0
         self._entries: dict[str, EngineEntry] = {}
         self._names: dict[int, str] = {}
@@ -154,6 +164,8 @@ class RegistryView:
         self.complete = message.complete
         self.pd_threshold = message.pd_threshold
         self.placement = message.placement
+        if message.HasField("desired"):
+            self.desired = message.desired
 
     def _put(self, entry: EngineEntry) -> bool:
         """Add or replace an engine. Returns False if its identity is not known."""

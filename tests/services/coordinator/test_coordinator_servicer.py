@@ -12,6 +12,7 @@ import pytest
 from tests.ready_channel import ready_channel
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.coordinator.engines.engine_stream import to_duration
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
@@ -23,13 +24,17 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineReport,
     EngineState,
     EnrollRequest,
+    JoinFacts,
     PickBatch,
     PickRequest,
     Position,
+    SetDesiredStateRequest,
     Snapshot,
+    StateProgress,
     WatchRequest,
 )
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+from tokenloom.v1.engine_pb2 import PAUSE_MODE_KEEP, PauseRequest, ResumeRequest, SleepRequest
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
 
@@ -156,13 +161,68 @@ async def test_a_coordinator_that_stops_does_not_tell_that_the_engines_left(coor
     assert names == {"a", "b"}
 
 
-async def test_the_newest_join_wins(coordinator: Coordinator) -> None:
-    older = await coordinator.join("a", epoch=1)
-    newer = await coordinator.join("a", epoch=2)
+async def test_a_name_belongs_to_its_holder(coordinator: Coordinator) -> None:
+    holder = await coordinator.join("a", epoch=1, join=JoinFacts(supervisor="one"))
+    refused = coordinator.open(first_report("a", epoch=2, join=JoinFacts(supervisor="two")))
+    error = await status_of(refused)
+    assert isinstance(error, errors.FailedPrecondition)
+    assert "unix:/a" in error.message, "the holder is named"
+    holder.cancel()
+    await until(coordinator.watch(), names="")
+    await coordinator.join("a", epoch=2, join=JoinFacts(supervisor="two"))
+
+
+async def test_a_process_of_the_same_supervisor_wins_for_good(coordinator: Coordinator) -> None:
+    older = coordinator.open(first_report("a", epoch=1, join=JoinFacts(supervisor="one")))
+    given = (await older.read()).incarnation
+    newer = coordinator.open(first_report("a", epoch=2, join=JoinFacts(supervisor="one")))
+    assert (await newer.read()).incarnation > given
     assert isinstance(await status_of(older), errors.Aborted)
+    again = coordinator.open(first_report("a", epoch=1, join=JoinFacts(supervisor="one", incarnation=given)))
+    assert isinstance(await status_of(again), errors.Aborted), "it was overtaken, and finds out late"
     await newer.write(EngineReport(**load(running=4)))
     snapshot = await until(coordinator.watch(), names="a", running=4)
     assert snapshot.engines[0].identity.epoch == 2
+
+
+async def test_a_wanted_state_is_sent_to_all_and_to_those_that_join(coordinator: Coordinator) -> None:
+    first = await coordinator.join("a", join=JoinFacts())
+    await until(coordinator.watch(), names="a", state=EngineState.ENGINE_STATE_SERVING)
+    watch = coordinator.watch()
+    pause = SetDesiredStateRequest(pause=PauseRequest(mode=PAUSE_MODE_KEEP), patience=to_duration(30))
+    calling = asyncio.ensure_future(coordinator.stub.SetDesiredState(pause))
+    while not (command := await first.read()).desired.pause_mode:
+        pass
+    await until(watch, names="a", state=EngineState.ENGINE_STATE_PAUSED)  # it is not paused yet, but gets no requests
+    assert not calling.done()
+    await first.write(EngineReport(**load(), progress=StateProgress(reached=command.desired.revision)))
+    answer = await calling
+    assert [(each.engine_id, each.is_done, each.cause) for each in answer.engines] == [("a", True, "")]
+    second = coordinator.open(first_report("b", join=JoinFacts()))
+    assert (await second.read()).desired == command.desired
+    failed = StateProgress(failed=command.desired.revision, cause="a worker has failed")
+    await second.write(EngineReport(**load(), progress=failed))
+    answer = await coordinator.stub.SetDesiredState(SetDesiredStateRequest(resume=ResumeRequest()))
+    assert [each.is_done for each in answer.engines] == [False, False], "not even asked yet"
+
+
+async def test_an_engine_that_fails_to_reach_a_state_is_named_with_its_cause(coordinator: Coordinator) -> None:
+    call = await coordinator.join("a", join=JoinFacts())
+    other = await coordinator.join("b", join=JoinFacts())
+    await until(coordinator.watch(), names="ab", state=EngineState.ENGINE_STATE_SERVING)
+    sleep = SetDesiredStateRequest(sleep=SleepRequest(level=1, mode=PAUSE_MODE_KEEP), patience=to_duration(30))
+    calling = asyncio.ensure_future(coordinator.stub.SetDesiredState(sleep))
+    while not (command := await call.read()).desired.pause_mode:
+        pass
+    progress = StateProgress(failed=command.desired.revision, cause="a worker has failed")
+    await call.write(EngineReport(**load(), progress=progress))
+    other.cancel()
+    left = "it has left; it takes the state when it joins again"
+    assert [(each.is_done, each.cause) for each in (await calling).engines] == [(False, progress.cause), (False, left)]
+    with pytest.raises(grpc.aio.AioRpcError, match="level 1"):
+        await coordinator.stub.SetDesiredState(
+            SetDesiredStateRequest(sleep=SleepRequest(level=2, mode=PAUSE_MODE_KEEP))
+        )
 
 
 async def test_drain_reaches_the_engine(coordinator: Coordinator) -> None:

@@ -17,7 +17,7 @@ from tests.services.engine.peer import Peer, make_add, make_settings, running_en
 from tokenloom.model_files.checkpoint import tokenizer_fingerprint
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.process.fall_backs import FallBacks
-from tokenloom.request.errors import Aborted
+from tokenloom.request.errors import Aborted, FailedPrecondition
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.engines.engine_stream import to_duration
 from tokenloom.services.coordinator.service import CoordinatorService
@@ -31,10 +31,12 @@ from tokenloom.v1.coordinator_pb2 import (
     ENGINE_STATE_DRAINING,
     ENGINE_STATE_PAUSED,
     ENGINE_STATE_SERVING,
+    DesiredState,
     EngineCommand,
     EngineEntry,
     EngineIdentity,
     EngineReport,
+    JoinFacts,
     PickRequest,
     WatchRequest,
 )
@@ -43,8 +45,22 @@ from tokenloom.v1.engine_pb2 import GetEngineInfoRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, ENGINE_ROLE_DECODE, Fingerprint, Hello
 
-NO_COMMANDS: Any = None
-"""For links whose coordinator asks for nothing but an interval."""
+
+class NoCommands:
+    """For links whose coordinator asks for nothing but an interval; it notes which states are wanted, and refusals."""
+
+    def __init__(self) -> None:
+        self.states: list[DesiredState] = []
+        self.refusals: list[str] = []
+
+    def take_state(self, wanted: DesiredState) -> None:
+        self.states.append(wanted)
+
+    def refused(self, reason: str) -> None:
+        self.refusals.append(reason)
+
+
+NO_COMMANDS: Any = NoCommands()
 
 
 @asynccontextmanager
@@ -176,17 +192,41 @@ async def test_the_coordinator_may_ask_it_to_leave(socket_dir: Path) -> None:
             assert "draining" in received.finished[1].error.message
 
 
-async def test_a_newer_engine_of_the_same_name_wins_for_good(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_link, "MIN_BACKOFF_SECONDS", 0.01)
+async def test_a_name_passes_on_only_when_its_holder_has_left(socket_dir: Path) -> None:
+    """Another process with the name, which joined for a second, took the engine from its mesh for good."""
     common = {"coordinator": f"unix:{socket_dir}/coordinator", "instance_id": "twin"}
-    async with running_coordinator(socket_dir) as (stub, _), running_engine(make_settings(socket_dir, **common)):
-        await see(stub, is_serving)
-        newer = make_settings(socket_dir, listen=f"unix:{socket_dir}/newer", **common)
-        async with running_engine(newer) as host:
-            await see(stub, lambda engines: [e.identity.epoch for e in engines] == [host.epoch])
+    newer = make_settings(socket_dir, listen=f"unix:{socket_dir}/newer", **common)
+    async with AsyncExitStack() as stack:
+        stub, _ = await stack.enter_async_context(running_coordinator(socket_dir))
+        async with running_engine(make_settings(socket_dir, **common)) as host:
+            await see(stub, is_serving)
+            starting = asyncio.create_task(stack.enter_async_context(running_engine(newer)))
+            channel = await stack.enter_async_context(open_channel(newer.listen))
+            await until_answered(EngineAdminStub(channel))  # it has asked to join, or is about to
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await see(stub, lambda engines: [e.identity.epoch for e in engines] != [host.epoch])
+            health = health_pb2_grpc.HealthStub(channel)
+            assert await status_of(health, "") == health_pb2.HealthCheckResponse.NOT_SERVING
+        taker = await starting
+        await see(stub, lambda engines: [e.identity.epoch for e in engines] == [taker.epoch])
+
+
+async def test_a_supervisor_starts_an_engine_again_under_its_name(socket_dir: Path) -> None:
+    """The connection of the process before may not have ended; that one ends for good when it finds out."""
+    common = {"coordinator": f"unix:{socket_dir}/coordinator", "state_file": socket_dir / "state"}
+    newer = make_settings(socket_dir, listen=f"unix:{socket_dir}/newer", **common)
+    async with (
+        running_coordinator(socket_dir) as (stub, _),
+        running_engine(make_settings(socket_dir, **common)) as older,
+    ):
+        await see(stub, is_serving)
+        async with running_engine(newer) as host:
+            await see(stub, lambda engines: [e.identity.epoch for e in engines] == [host.epoch])
+            async with asyncio.timeout(30):
+                failure = await older.failure.take()
+        assert isinstance(failure, FailedPrecondition)
+        assert "taken this one's name" in str(failure)
 
 
 async def test_with_other_weights_than_the_first_engine_it_waits_aside_and_says_so(socket_dir: Path) -> None:
@@ -248,6 +288,9 @@ class EndedCall:
 
 class FakeIdentity:
     """An ``Identity`` without settings and a core."""
+
+    def __init__(self) -> None:
+        self.facts = JoinFacts()
 
     def hello(self) -> Hello:
         return make_hello("engine-0", 1)
@@ -386,12 +429,59 @@ async def test_an_error_of_any_kind_is_followed_by_another_join(monkeypatch: pyt
     link = coordinator_link.CoordinatorLink(
         open_channel("unix:/nowhere"), identity, LoadTracker(4, 4), ENGINE_ROLE_BOTH
     )
-    failures = [OverflowError("int too big to convert"), Aborted("a newer engine of this name has joined")]
+    failures = [
+        OverflowError("int too big to convert"),
+        failure(grpc.StatusCode.FAILED_PRECONDITION),
+        failure(grpc.StatusCode.UNAVAILABLE),
+        Aborted("another engine has taken this one's name"),
+    ]
 
     async def join(*_: object) -> None:
         raise failures.pop(0)
 
     monkeypatch.setattr(link, "_join", join)
     monkeypatch.setattr(link, "_wait_to_join", asyncio.sleep)
-    await link.run(NO_COMMANDS)
+    commands = NoCommands()
+    with pytest.raises(FailedPrecondition, match="taken"):
+        await link.run(commands)  # type: ignore[arg-type]
     assert not failures
+    assert list(map(bool, commands.refusals)) == [True, False], "what does not answer refuses nothing"
+
+
+async def test_an_engine_that_drains_ends_in_peace_when_its_name_passes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    identity: Any = FakeIdentity()
+    link = coordinator_link.CoordinatorLink(
+        open_channel("unix:/nowhere"), identity, LoadTracker(4, 4), ENGINE_ROLE_BOTH
+    )
+    link.set_state(ENGINE_STATE_DRAINING)
+
+    async def join(*_: object) -> None:
+        raise Aborted("another engine has taken this one's name")
+
+    monkeypatch.setattr(link, "_join", join)
+    await link.run(NO_COMMANDS)
+
+
+async def test_it_joins_again_with_what_the_coordinator_gave_it() -> None:
+    identity: Any = FakeIdentity()
+    link = coordinator_link.CoordinatorLink(
+        open_channel("unix:/nowhere"), identity, LoadTracker(4, 4), ENGINE_ROLE_BOTH
+    )
+    commands: Any = NoCommands()
+    call: Any = OpenCall(EngineCommand(desired=DesiredState(revision=8)))
+    call.answers[0].incarnation = 7  # and no state: the coordinator does not know it yet
+    joining = asyncio.create_task(link._join(call, commands))
+    await settle()
+    assert call.reports[0].join.incarnation == 0
+    assert [each.revision for each in commands.states] == [8]
+    joining.cancel()
+    again: Any = OpenCall()
+    joining = asyncio.create_task(link._join(again, commands))
+    await settle()
+    assert again.reports[0].join.incarnation == 7
+    assert [each.revision for each in commands.states] == [8, 0], "a coordinator of an older release wants none"
+    joining.cancel()
+
+
+def failure(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())

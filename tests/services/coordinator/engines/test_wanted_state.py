@@ -1,0 +1,412 @@
+"""What operators want of the engines: changes, what a new coordinator takes over, and any history of calls, kills and
+restarts."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.services.coordinator.policies import DEFAULT_POLICY
+from tokenloom.request.errors import Aborted, FailedPrecondition, InvalidArgument, TokenloomError
+from tokenloom.services.coordinator.engines.engine_record import (
+    MAX_REVISION,
+    SILENT_SECONDS,
+    EngineRecord,
+    check_report,
+)
+from tokenloom.services.coordinator.engines.engine_registry import Predecessor, Registry
+from tokenloom.services.coordinator.engines.wanted_state import MAX_SETTINGS, WantedState
+from tokenloom.services.runtime.registry.registry_view import RegistryView
+from tokenloom.v1.coordinator_pb2 import (
+    DesiredState,
+    EngineIdentity,
+    EngineReport,
+    EngineSetting,
+    EngineState,
+    JoinFacts,
+    StateProgress,
+)
+from tokenloom.v1.coordinator_pb2 import SetDesiredStateRequest as Change
+from tokenloom.v1.engine_pb2 import (
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_KEEP,
+    WAKE_TAG_KV_CACHE,
+    WAKE_TAG_SCHEDULING,
+    WAKE_TAG_WEIGHTS,
+    PauseRequest,
+    ResumeRequest,
+    SleepRequest,
+    WakeUpRequest,
+)
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
+
+SERVING, PAUSED = EngineState.ENGINE_STATE_SERVING, EngineState.ENGINE_STATE_PAUSED
+PREFILL, DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
+PAUSE = Change(pause=PauseRequest(mode=PAUSE_MODE_KEEP))
+RESUME = Change(resume=ResumeRequest())
+SLEEP = Change(sleep=SleepRequest(level=1, mode=PAUSE_MODE_KEEP))
+WAKE = Change(wake_up=WakeUpRequest())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_registry(predecessor: Predecessor | None = None, settle_seconds: float = 0.0) -> Registry:
+    clock = Clock()
+    return Registry(
+        1,
+        clock,
+        policy=DEFAULT_POLICY,
+        settle_seconds=settle_seconds,
+        predecessor=predecessor,
+        wall_milliseconds=lambda: 1000,
+    )
+
+
+NEW = JoinFacts()
+"""Of a process that has not joined before."""
+
+
+def first(name: str, epoch: int = 1, *, joins: JoinFacts | None = NEW, **fields: object) -> EngineReport:
+    identity = EngineIdentity(
+        engine_id=name,
+        epoch=epoch,
+        address=f"unix:/{name}",
+        num_kv_blocks=64,
+        fingerprint=Fingerprint(model="m", block_size=16),
+        limits=ModelLimits(max_model_len=1024, vocab_size=9),
+    )
+    values = {"role": EngineRole.ENGINE_ROLE_BOTH, "state": SERVING, "free_kv_blocks": 64, "join": joins}
+    return EngineReport(identity=identity, **{**values, **fields})
+
+
+def join(registry: Registry, report: EngineReport) -> EngineRecord:
+    registry.check_name(report)
+    return registry.join(report.identity, report)
+
+
+def reach(registry: Registry, record: EngineRecord, state: EngineState = SERVING) -> None:
+    message = registry.desired(record)
+    assert message is not None
+    fields = EngineReport(state=state, progress=StateProgress(reached=message.revision))
+    report = EngineReport()
+    report.CopyFrom(record.report)
+    report.MergeFrom(fields)
+    registry.report(record, report)
+
+
+def changed(*changes: Change) -> DesiredState:
+    """Returns the state that these changes make."""
+    wanted = WantedState(lambda: 0)
+    for change in changes:
+        wanted.change(change)
+    return wanted.state
+
+
+def wake(*tags: int) -> Change:
+    return Change(wake_up=WakeUpRequest(tags=tags))  # type: ignore[arg-type]
+
+
+def sleep(level: int) -> Change:
+    return Change(sleep=SleepRequest(level=level, mode=PAUSE_MODE_KEEP))
+
+
+def test_the_pause_ends_with_the_last_part_that_is_woken() -> None:
+    asleep = changed(sleep(1), wake(WAKE_TAG_WEIGHTS))
+    assert (asleep.sleep_level, asleep.pause_mode, list(asleep.awake)) == (1, PAUSE_MODE_KEEP, [WAKE_TAG_WEIGHTS])
+    for changes in (
+        (sleep(1), wake(WAKE_TAG_WEIGHTS), wake(WAKE_TAG_KV_CACHE)),
+        (sleep(1), WAKE),
+        (sleep(1), RESUME),
+        (sleep(0), wake(WAKE_TAG_SCHEDULING)),
+        (sleep(2), wake(WAKE_TAG_WEIGHTS), wake(WAKE_TAG_KV_CACHE)),
+        (PAUSE, RESUME),
+    ):
+        state = changed(*changes)
+        assert (state.HasField("sleep_level"), state.pause_mode, list(state.awake)) == (False, 0, [])
+    assert changed(sleep(1), wake(WAKE_TAG_SCHEDULING)).sleep_level == 1
+    assert changed(PAUSE, WAKE).pause_mode == PAUSE_MODE_KEEP, "it does not sleep"
+    assert list(changed(sleep(1), wake(WAKE_TAG_WEIGHTS), sleep(1)).awake) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "error"),
+    [
+        ([PAUSE], Change(pause=PauseRequest(mode=PAUSE_MODE_ABORT)), FailedPrecondition),
+        ([PAUSE], Change(sleep=SleepRequest(level=1, mode=PAUSE_MODE_ABORT)), FailedPrecondition),
+        ([SLEEP], sleep(2), FailedPrecondition),
+        ([], Change(pause=PauseRequest()), InvalidArgument),
+        ([], sleep(3), InvalidArgument),
+        ([SLEEP], wake(0), InvalidArgument),
+        ([], Change(), InvalidArgument),
+    ],
+)
+def test_a_change_that_does_not_follow_changes_nothing(
+    before: list[Change], change: Change, error: type[TokenloomError]
+) -> None:
+    wanted = WantedState(lambda: 0)
+    for each in before:
+        wanted.change(each)
+    state, version = wanted.state, wanted.version
+    with pytest.raises(error):
+        wanted.change(change)
+    assert (wanted.state, wanted.version) == (state, version)
+
+
+def test_revisions_grow_whatever_the_clock_does() -> None:
+    times = [5000, 3, 7000]
+    wanted = WantedState(lambda: times.pop(0))
+    revisions = []
+    for _ in range(3):
+        wanted.change(PAUSE)
+        revisions.append(wanted.revision)
+    assert revisions == [5000, 5001, 7000]
+
+
+def test_until_an_engine_is_in_the_state_it_gets_no_requests() -> None:
+    registry = make_registry()
+    engine, older = join(registry, first("a")), join(registry, first("old", joins=None))
+    assert (engine.state, older.state) == (SERVING, SERVING)
+    registry.set_state(PAUSE)
+    assert (engine.state, older.state) == (PAUSED, PAUSED), "before any of them has said so"
+    newcomer = join(registry, first("b"))
+    assert newcomer.state == PAUSED
+    for record in (engine, newcomer):
+        reach(registry, record, PAUSED)
+    registry.set_state(RESUME)
+    assert (engine.state, older.state) == (PAUSED, SERVING), "the older one reports what it is, and knows no states"
+    reach(registry, engine)
+    reach(registry, newcomer)
+    assert (engine.state, newcomer.state) == (SERVING, SERVING)
+    assert join(registry, first("c")).state == SERVING, "it is as the others, without being asked"
+
+
+def test_an_engine_that_was_asked_for_another_state_has_to_report_the_next_one() -> None:
+    """It may have half of the state before."""
+    registry = make_registry()
+    registry.set_state(SLEEP)
+    engine = join(registry, first("a"))
+    registry.desired(engine)
+    registry.set_state(WAKE)
+    assert engine.state == PAUSED
+    reach(registry, engine)
+    assert engine.state == SERVING
+
+
+def test_a_new_coordinator_takes_the_latest_state_that_an_engine_knows() -> None:
+    registry = make_registry(settle_seconds=2.0)
+    newcomer = join(registry, first("new"))
+    assert registry.desired(newcomer) is None, "others may know a state"
+    assert newcomer.state == PAUSED
+    facts = JoinFacts(incarnation=7, desired=DesiredState(revision=40, pause_mode=PAUSE_MODE_KEEP))
+    engine = join(registry, first("a", joins=facts, state=PAUSED, progress=StateProgress(reached=40)))
+    late = JoinFacts(incarnation=8, desired=DesiredState(revision=30))
+    missed = join(registry, first("b", joins=late, progress=StateProgress(reached=30)))
+    assert (engine.state, missed.state) == (PAUSED, PAUSED)
+    assert not missed.is_in_state
+    registry._clock.now += 3  # type: ignore[attr-defined]
+    registry.refresh()
+    message = registry.desired(newcomer)
+    assert message is not None
+    assert (message.revision, message.pause_mode) == (40, PAUSE_MODE_KEEP)
+    registry.set_state(RESUME)
+    assert registry.wanted.revision == 1000
+
+
+def test_a_standby_takes_the_state_over() -> None:
+    registry, predecessor, view = make_registry(), Predecessor(), RegistryView()
+    registry.set_state(SLEEP)
+    view.desired = registry.wanted.whole()
+    predecessor.take(view)
+    taken = make_registry(predecessor).wanted
+    assert taken.state == registry.wanted.state
+
+
+def test_another_process_takes_what_was_set_on_the_one_before() -> None:
+    registry = make_registry()
+    start = JoinFacts(start_role=PREFILL, start_weights=b"w")
+    engine = join(registry, first("a", joins=start, role=PREFILL))
+    reach(registry, engine)
+    flipped = EngineReport()
+    flipped.CopyFrom(engine.report)
+    flipped.role = DECODE
+    registry.report(engine, flipped)
+    registry.leave(engine)
+    again = join(registry, first("a", 2, joins=start, role=PREFILL))
+    assert again.state == PAUSED
+    message = registry.desired(again)
+    assert message is not None
+    assert list(message.engines) == [EngineSetting(engine_id="a", role=DECODE)]
+    registry.leave(again)
+    other = join(registry, first("a", 3, joins=JoinFacts(start_role=DECODE), role=DECODE))
+    assert other.state == SERVING, "its options were changed: they count"
+    registry.leave(other)
+    reloaded = JoinFacts(incarnation=9, start_role=PREFILL, start_weights=b"w", weights_path="/new")
+    joined = first("a", 3, joins=reloaded, role=PREFILL, progress=StateProgress(reached=1))
+    registry.leave(join(registry, joined))
+    message = registry.desired(join(registry, first("a", 4, joins=start, role=PREFILL)))
+    assert message is not None
+    assert list(message.engines) == [EngineSetting(engine_id="a", weights_path="/new")]
+
+
+def test_settings_have_a_bound() -> None:
+    wanted = WantedState(lambda: 0)
+    engines = [EngineSetting(engine_id=str(number), role=DECODE) for number in range(MAX_SETTINGS + 9)]
+    wanted.adopt(DesiredState(engines=engines))
+    assert len(wanted.whole().engines) == MAX_SETTINGS
+
+
+def test_numbers_that_leave_no_larger_one_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="revision"):
+        check_report(first("a", joins=JoinFacts(desired=DesiredState(revision=MAX_REVISION))))
+
+
+def test_a_name_passes_on_when_its_holder_is_silent() -> None:
+    registry = make_registry()
+    holder = join(registry, first("a", 1))
+    with pytest.raises(FailedPrecondition, match="held by the engine at unix:/a"):
+        registry.check_name(first("a", 2))
+    registry._clock.now += SILENT_SECONDS + 0.1  # type: ignore[attr-defined]
+    taker = join(registry, first("a", 2))
+    assert taker.incarnation > holder.incarnation
+    with pytest.raises(Aborted):
+        registry.check_name(first("a", 1, joins=JoinFacts(incarnation=holder.incarnation)))
+    # At a coordinator that knows neither, the one that came last has the name too.
+    other = make_registry()
+    join(other, first("a", 1, joins=JoinFacts(incarnation=holder.incarnation)))
+    assert join(other, first("a", 2, joins=JoinFacts(incarnation=taker.incarnation))).incarnation == taker.incarnation
+
+
+@dataclass
+class Process:
+    """An engine's process: what it is in, and what it was sent."""
+
+    epoch: int
+    record: EngineRecord | None = None
+    incarnation: int = 0
+    sent: DesiredState = field(default_factory=DesiredState)
+    reached: int = 0
+    is_paused: bool = False
+
+    def report(self, name: str) -> EngineReport:
+        facts = JoinFacts(incarnation=self.incarnation, desired=self.sent, supervisor="s")
+        state = PAUSED if self.is_paused else SERVING
+        return first(name, self.epoch, joins=facts, state=state, progress=StateProgress(reached=self.reached))
+
+
+NAMES = st.sampled_from("abc")
+
+
+class States(RuleBasedStateMachine):
+    """Three engines, any of which dies, joins or lags behind, and a coordinator that dies without a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
+        self.processes: dict[str, Process] = {}
+        self.registry = make_registry()
+        self.latest = DesiredState(revision=1)
+
+    def _settle(self) -> None:
+        self.registry._clock.now += 3  # type: ignore[attr-defined]
+        for process in self.processes.values():
+            if process.record is not None:
+                process.record._columns.reported_at[process.record.row] = self.registry._clock()
+        self.registry.refresh()
+
+    @rule(name=NAMES)
+    def start(self, name: str) -> None:
+        """A process ends, and its supervisor starts the next one."""
+        if (before := self.processes.get(name)) is not None and before.record is not None:
+            self.registry.leave(before.record)
+        self.epochs += 1
+        process = self.processes[name] = Process(self.epochs)
+        self._join(name, process)
+
+    @rule(name=NAMES)
+    def break_stream(self, name: str) -> None:
+        if (process := self.processes.get(name)) is not None and process.record is not None:
+            self.registry.leave(process.record)
+            process.record = None
+
+    @rule(name=NAMES)
+    def rejoin(self, name: str) -> None:
+        if (process := self.processes.get(name)) is not None and process.record is None:
+            self._join(name, process)
+
+    def _join(self, name: str, process: Process) -> None:
+        process.record = join(self.registry, process.report(name))
+        assert process.record.incarnation >= process.incarnation
+        process.incarnation = process.record.incarnation
+        self.receive(name)
+
+    @rule(name=NAMES)
+    def receive(self, name: str) -> None:
+        """The engine is sent what it does not have."""
+        if (process := self.processes.get(name)) is None or process.record is None:
+            return
+        message = self.registry.desired(process.record)
+        if message is not None and message.revision > process.sent.revision:
+            process.sent = message
+
+    @rule(name=NAMES)
+    def obey(self, name: str) -> None:
+        """The engine reaches what it was sent, and reports it if it can."""
+        if (process := self.processes.get(name)) is None:
+            return
+        process.is_paused = bool(process.sent.pause_mode)
+        process.reached = process.sent.revision
+        if process.record is not None:
+            self.registry.report(process.record, process.report(name))
+
+    @rule(change=st.sampled_from([PAUSE, RESUME, SLEEP, WAKE]))
+    @precondition(lambda self: self.registry.is_complete)
+    def administer(self, change: Change) -> None:
+        self.registry.set_state(change)
+        self.latest = self.registry.wanted.state
+
+    @rule()
+    @precondition(lambda self: any(each.sent.revision == self.latest.revision for each in self.processes.values()))
+    def lose_the_coordinator(self) -> None:
+        """A new one knows nothing, but an engine that was sent the latest state joins it while it waits for engines."""
+        self.registry = make_registry(settle_seconds=2.0)
+        for process in self.processes.values():
+            process.record = None
+        for name, process in self.processes.items():
+            if process.sent.revision == self.latest.revision and process.incarnation:
+                self._join(name, process)
+        self._settle()
+
+    @invariant()
+    def an_engine_that_is_not_in_the_state_gets_no_requests(self) -> None:
+        paused = bool(self.registry.wanted.state.pause_mode)
+        for name, process in self.processes.items():
+            if process.record is not None and process.record.own_state == SERVING:
+                assert not paused, name
+                assert not process.is_paused, name
+
+    @invariant()
+    def nothing_is_forgotten(self) -> None:
+        assert self.registry.wanted.state == self.latest
+
+    def teardown(self) -> None:
+        """Whatever happened: when all have joined and obeyed, all are equal, and serve if that is wanted."""
+        if not self.registry.is_complete:
+            self._settle()
+        for name in self.processes:
+            self.rejoin(name)
+            self.receive(name)
+            self.obey(name)
+        wanted = PAUSED if self.latest.pause_mode else SERVING
+        assert {process.record.own_state for process in self.processes.values() if process.record} <= {wanted}
+
+
+TestStates = States.TestCase
+TestStates.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,152 @@
+"""An engine on its way to the state that operators want, on a clock that the test moves."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.loop_clock import pass_time, settle
+from tokenloom.process.fall_backs import FallBacks
+from tokenloom.request.errors import FailedPrecondition
+from tokenloom.services.engine.control.state_follower import LONGEST_RETRY_SECONDS, StateFollower
+from tokenloom.v1.coordinator_pb2 import DesiredState, EngineSetting, StateProgress
+from tokenloom.v1.engine_pb2 import PAUSE_MODE_KEEP, PAUSE_MODE_WAIT, WAKE_TAG_WEIGHTS, PauseMode, WakeTag
+from tokenloom.v1.types_pb2 import ENGINE_ROLE_DECODE, EngineRole
+
+PAUSED = DesiredState(revision=2, pause_mode=PAUSE_MODE_WAIT, clear_cache=True)
+RUNNING = DesiredState(revision=3)
+
+
+class Engine:
+    """Notes what it was asked to do. A call fails, or waits, as the test says."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.is_asleep = False
+        self.failures: list[Exception] = []
+        self.quiet = asyncio.Event()
+        self.quiet.set()
+
+    async def set_role(self, role: EngineRole) -> None:
+        self.calls.append(("role", role))
+
+    async def load_weights(self, path: str) -> None:
+        self.calls.append(("weights", path))
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        self.calls.append(("pause", mode, clear_cache))
+        await self.quiet.wait()
+        if self.failures:
+            raise self.failures.pop()
+
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        self.calls.append(("sleep", level))
+        self.is_asleep = True
+
+    async def is_sleeping(self) -> bool:
+        return self.is_asleep
+
+    async def wake(self, tags: list[WakeTag]) -> None:
+        self.calls.append(("wake", tags))
+
+    async def run_requests(self) -> None:
+        self.calls.append("run")
+
+
+class Follower:
+    """A follower that runs, and what it reports."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.progress = StateProgress()
+        self.num_reached = 0
+        self.fall_backs = FallBacks()
+        self.follower = StateFollower(self.engine, self._show, self._reached, self.fall_backs)
+        self.task = asyncio.create_task(self.follower.run())
+
+    async def take(self, state: DesiredState) -> None:
+        self.follower.take(state)
+        await settle()
+
+    def _show(self, wanted: DesiredState, progress: StateProgress) -> None:
+        self.progress = progress
+
+    def _reached(self) -> None:
+        self.num_reached += 1
+
+
+@pytest.fixture
+async def made() -> AsyncIterator[Follower]:
+    follower = Follower()
+    yield follower
+    follower.task.cancel()
+
+
+async def test_it_is_in_the_state_once_it_has_reached_it(made: Follower) -> None:
+    made.engine.quiet.clear()
+    await made.take(PAUSED)
+    assert (made.progress.reached, made.num_reached) == (0, 0)
+    made.engine.quiet.set()
+    await settle()
+    assert (made.progress, made.num_reached) == (StateProgress(reached=2), 1)
+    await made.take(DesiredState(revision=1))
+    await made.take(PAUSED)
+    assert made.engine.calls == [("pause", PAUSE_MODE_WAIT, True)], "an earlier state, or the same once more"
+
+
+async def test_a_coordinator_of_an_older_release_wants_no_state(made: Follower) -> None:
+    await made.take(DesiredState())
+    assert made.num_reached == 1
+    assert not made.engine.calls
+
+
+async def test_a_pause_that_waits_gives_way_to_the_next_state(made: Follower) -> None:
+    made.engine.quiet.clear()
+    await made.take(PAUSED)
+    await made.take(RUNNING)
+    assert made.engine.calls[-1] == "run"
+    assert made.progress == StateProgress(reached=3)
+
+
+async def test_what_fails_is_tried_again_and_said(made: Follower) -> None:
+    made.engine.failures = [FailedPrecondition("the engine is paused in mode keep; resume it first")] * 5
+    await made.take(PAUSED)
+    assert made.progress.failed == 2
+    assert "mode keep" in made.progress.cause
+    assert [each.kind for each in made.fall_backs.active] == ["not_in_state"]
+    assert made.num_reached == 0
+    for _ in range(5):
+        pass_time(LONGEST_RETRY_SECONDS)
+        await settle()
+    assert made.progress == StateProgress(reached=2)
+    assert not made.fall_backs.active
+
+
+async def test_a_process_takes_role_and_weights_of_the_one_before_first(made: Follower) -> None:
+    setting = EngineSetting(engine_id="a", role=ENGINE_ROLE_DECODE, weights_path="/new")
+    await made.take(DesiredState(revision=2, pause_mode=PAUSE_MODE_KEEP, engines=[setting]))
+    assert made.engine.calls[:2] == [("role", ENGINE_ROLE_DECODE), ("weights", "/new")]
+    assert made.engine.calls[2:] == [("pause", PAUSE_MODE_KEEP, False)]
+
+
+@pytest.mark.parametrize(
+    ("is_asleep", "level", "awake", "path", "calls"),
+    [
+        (False, 1, [], "", [("sleep", 1)]),
+        (False, 2, [], "", [("sleep", 2)]),
+        (True, 2, [], "", [("sleep", 2)]),
+        (True, 2, [WAKE_TAG_WEIGHTS], "", [("wake", [WAKE_TAG_WEIGHTS])]),
+        (False, 1, [WAKE_TAG_WEIGHTS], "", [("sleep", 1), ("wake", [WAKE_TAG_WEIGHTS])]),
+        # Nothing loads weights again that such a process would release.
+        (False, 2, [WAKE_TAG_WEIGHTS], "", [("sleep", 1), ("wake", [WAKE_TAG_WEIGHTS])]),
+        (False, 2, [], "/new", [("weights", "/new"), ("sleep", 1)]),
+    ],
+)
+async def test_how_it_falls_asleep(
+    made: Follower, is_asleep: bool, level: int, awake: list[WakeTag], path: str, calls: list[object]
+) -> None:
+    made.engine.is_asleep = is_asleep
+    engines = [EngineSetting(weights_path=path)] if path else []
+    state = DesiredState(revision=2, pause_mode=PAUSE_MODE_KEEP, sleep_level=level, awake=awake, engines=engines)
+    await made.take(state)
+    assert made.engine.calls == calls

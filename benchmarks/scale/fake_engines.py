@@ -11,7 +11,7 @@ from tokenloom.services.engine.control.coordinator_link import CoordinatorLink
 from tokenloom.services.engine.kv.kv_peers import EngineRegistry
 from tokenloom.services.engine.records.load import Load, LoadTracker
 from tokenloom.services.runtime.peers.hello import make_hello
-from tokenloom.v1.coordinator_pb2 import AdapterChanges, EngineIdentity
+from tokenloom.v1.coordinator_pb2 import AdapterChanges, DesiredState, EngineIdentity, JoinFacts, StateProgress
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint, Hello, ModelLimits
 
 from .child import answer
@@ -58,7 +58,10 @@ class BusyLoad(LoadTracker):
 
 
 class IgnoredCommands:
-    """Obeys nothing: a fake engine has no adapters, and ends with its process."""
+    """Obeys nothing but reports that it has: a fake engine has no adapters, and ends with its process."""
+
+    def __init__(self, load: LoadTracker) -> None:
+        self._load = load
 
     def drain(self, grace: float) -> None:
         """See :class:`.Commands`."""
@@ -75,6 +78,13 @@ class IgnoredCommands:
     def wait_aside(self, reason: str) -> None:
         """See :class:`.Commands`."""
 
+    def take_state(self, wanted: DesiredState) -> None:
+        """See :class:`.Commands`."""
+        self._load.set_progress(StateProgress(reached=wanted.revision))
+
+    def refused(self, reason: str) -> None:
+        """See :class:`.Commands`."""
+
 
 class FakeIdentity:
     """Describes a fake engine as :class:`.Identity` describes a real one."""
@@ -82,6 +92,7 @@ class FakeIdentity:
     def __init__(self, number: int) -> None:
         self._name = f"engine-{number:04d}"
         self._number = number
+        self.facts = JoinFacts(start_role=ENGINE_ROLE_BOTH)
 
     def hello(self) -> Hello:
         return make_hello(self._name, self._number + 1, fingerprint=FINGERPRINT)
@@ -113,7 +124,7 @@ async def run(coordinator: str, first: int, count: int) -> None:
         for number, load in enumerate(loads, first):
             channel = channels.open(coordinator, "coordinator")
             link = CoordinatorLink(channel, FakeIdentity(number), load, ENGINE_ROLE_BOTH, FallBacks())  # type: ignore[arg-type]
-            group.create_task(link.run(IgnoredCommands()))
+            group.create_task(link.run(IgnoredCommands(load)))
             group.create_task(EngineRegistry(channel).run())
 
 

@@ -209,7 +209,8 @@ class Mesh:
         return values
 
     def _coordinator(self) -> Part:
-        settings = CoordinatorSettings.of(**self._common("coordinator-0"), **self._coordinator_settings)
+        values = {"settle_seconds": 0.2, **self._coordinator_settings}
+        settings = CoordinatorSettings.of(**self._common("coordinator-0"), **values)
         return Part(CoordinatorService, settings)
 
     def _tokenizer(self, index: int) -> Part:

@@ -265,7 +265,8 @@ class _Layout:
         number = index // self._options.coordinators
         model = self._models[number].name
         if self._options.coordinators == 1:
-            return replace(self._part("coordinator", index, ()), model=model)
+            # No engine has joined another one before the mesh's first coordinator: it waits for none to come back.
+            return replace(self._part("coordinator", index, ()), model=model, first_flags=("--settle-seconds", "0"))
         health, lock = self._socket("coordinator", index, "-health"), self._directory / f"coordinator-{number}.lock"
         flags = ("--lease", f"file:{lock}", "--health-listen", str(Address(path=str(health))))
         part = self._part("coordinator", index, flags, listen=self._coordinator(number)[1])

@@ -119,7 +119,7 @@ class SupervisedPart:
             return first
         for path in (self.spec.state_file, *self.spec.leftovers):
             path.unlink(missing_ok=True)
-        return await Process.start(self.spec, self._output)
+        return await Process.start(self.spec if self.restarts else self.spec.first, self._output)
 
     async def _follow(self, pid: int) -> None:
         """Watch the health of the process once it has written its addresses. What keeps the supervisor from reading it,

@@ -1,7 +1,7 @@
 """What a part is before it runs, and the error of one that does not start."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .state_dir import PartRecord
@@ -29,11 +29,18 @@ class PartSpec:
     """Descriptors of the supervisor that the process inherits under the same numbers: its listening sockets."""
     leftovers: tuple[Path, ...] = ()
     """Files of a killed predecessor to remove before each start."""
+    first_flags: tuple[str, ...] = ()
+    """More flags for its first process."""
 
     @property
     def name(self) -> str:
         """The name in logs: ``engine-0``."""
         return f"{self.service}-{self.index}"
+
+    @property
+    def first(self) -> "PartSpec":
+        """The specification of its first process."""
+        return replace(self, command=(*self.command, *self.first_flags))
 
     @property
     def record(self) -> PartRecord:

@@ -102,7 +102,7 @@ def fork_first(specs: Sequence[PartSpec], output: LineCopier) -> dict[str, Proce
     processes: dict[str, Process] = {}
     pipes: dict[str, int] = {}
     # Engines take longest to start.
-    for spec in sorted(specs, key=lambda spec: spec.service != "engine"):
+    for spec in sorted((each.first for each in specs), key=lambda spec: spec.service != "engine"):
         if spec.command[: len(PYTHON_MODULE)] == PYTHON_MODULE:
             _fork(spec, processes, pipes)
     for name, pipe in pipes.items():  # last, because it starts threads

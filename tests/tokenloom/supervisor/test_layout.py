@@ -47,6 +47,14 @@ def test_internal_parts_listen_on_sockets_of_the_private_directory() -> None:
         assert part.leftovers[:2] == (DIRECTORY / f"{part.name}.sock", DIRECTORY / f"{part.name}.sock.calls")
 
 
+def test_the_first_coordinator_waits_for_no_engine_to_come_back() -> None:
+    part = parts_of(options(), DIRECTORY, PORTS)[-1]
+    assert flag(part.first, "--settle-seconds") == "0"
+    assert "--settle-seconds" not in part.command
+    standby = parts_of(options(coordinators=2), DIRECTORY, PORTS)[-1]
+    assert standby.first.command == standby.command, "it takes the place of another one"
+
+
 def test_coordinators_compete_for_a_lock_and_one_address() -> None:
     active, standby = parts_of(options(coordinators=2), DIRECTORY, PORTS)[-2:]
     assert [part.name for part in (active, standby)] == ["coordinator-0", "coordinator-1"]

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -57,6 +58,18 @@ async def test_a_killed_part_comes_back_at_once(
         await eventually(lambda: not part.serving.is_set())
         assert await serving_pid(part) != first
     assert ("fake-0", "killed by SIGKILL; restarting in 0.1 s") in printed
+
+
+async def test_only_the_first_process_has_the_first_flags(
+    make_spec: MakeSpec, output: LineCopier, eventually: Eventually
+) -> None:
+    part = SupervisedPart(replace(make_spec(), first_flags=("--drain-timeout", "77")), output)
+    async with kept(part):
+        first = await serving_pid(part)
+        assert "77" in psutil.Process(first).cmdline()
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: not part.serving.is_set())
+        assert "77" not in psutil.Process(await serving_pid(part)).cmdline()
 
 
 async def test_a_part_that_drains_by_itself_has_a_successor_at_once(

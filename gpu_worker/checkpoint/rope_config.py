@@ -262,8 +262,9 @@ def _yarn_magnitude(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-CONTEXT_ENTRIES = (*_LENGTHS, "rope_parameters", "rope_scaling", "original_max_position_embeddings", "model_type")
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+ROPES = ("rope_parameters", "rope_scaling")
+CONTEXT_ENTRIES = (*LENGTHS, *ROPES, "original_max_position_embeddings", "model_type")
 """The entries by which :func:`longest_context` decides."""
 GROWING = ("dynamic", "longrope", "su")
 """Kinds of rotary embedding whose frequencies depend on the longest sequence of a batch."""
@@ -280,7 +281,7 @@ def longest_context(entries: Mapping[str, Any], default: int, wanted: int | None
         default: The length if they state none.
         wanted: What the engine's options allow; None: they state nothing.
     """
-    lengths = [entries.get(name) for name in _LENGTHS]
+    lengths = [entries.get(name) for name in LENGTHS]
     trained = length = next((length for length in lengths if isinstance(length, int) and length > 0), default)
     ropes = entries.get("rope_parameters") or entries.get("rope_scaling")
     ropes = ropes if isinstance(ropes, dict) else {}

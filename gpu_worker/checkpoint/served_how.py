@@ -13,6 +13,7 @@ To add to what is served:
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -28,6 +29,7 @@ from .encoder_config import EncoderConfig, read_encoder_config
 from .files.config_reader import (
     IS_CAUSAL,
     UnsupportedError,
+    brief,
     causal_classes,
     is_class_of_transformers,
     read_wrapper,
@@ -44,8 +46,8 @@ from .local_config import (
     local_config,
 )
 from .model_config import ModelConfig
-from .quantization.entries import scheme_for_modules
-from .rope_config import longest_context
+from .quantization.entries import ENTRY, scheme_for_modules
+from .rope_config import LENGTHS, ROPES, longest_context
 
 By = Literal["built in", "encoder", "transformers"]
 """What computes a checkpoint: the built-in decoders, an encoder, or transformers' modules over the KV cache."""
@@ -103,7 +105,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         what = "encoders are" if found.by == "encoder" else f"{path}: GGUF files are"
         raise ValueError(f"{what} not supported with several workers; use one worker")
     if found.config is None:
-        _check_module_encoder(path)
+        _check_module_encoder(path, config.max_model_len)
         return found
     if isinstance(found.config, ModelConfig):
         local_config(found.config, place)
@@ -198,6 +200,12 @@ class _Types(TypedDict):
     """By model type whose positions are not stretched by default: the context if its configuration states none."""
     values: dict[str, list[str]]
     """By entry: the values that the library computes, of those that every class leaves to it."""
+    paddings: dict[str, int | None]
+    """By model type that counts positions from the row after that of padding: the row if its configuration has none."""
+    strict: dict[str, dict[str, str]]
+    """By model type, and by the kinds of values that its class accepts: the names of entries."""
+    rules: dict[str, list[str]]
+    """By what a class compares at load: the model types whose class does."""
 
 
 UNTRIED = "untried"
@@ -246,19 +254,30 @@ def _check_dtype(path: Path, dtype: str) -> None:
         read_dtype(path, dtype)
 
 
-def _check_module_encoder(path: Path) -> None:
+def _check_module_encoder(path: Path, max_model_len: int | None) -> None:
     """Raise ``ValueError`` for an encoder that no class of the installed transformers computes."""
     name, values = read_model(path)
     if name == STATIC:
         return
+    file, types, kind = described_by(path), transformers_types(), str(values.get("model_type"))
     if not is_class_of_transformers(name):
-        raise ValueError(f"{described_by(path)}: {_unknown(name, values, has_transformers=bool(causal_classes()))}")
-    if values.get("quantization_config"):
-        raise ValueError(f"{described_by(path)}: quantization_config is not supported for embeddings of {name}")
-    # The activation_function of some published files (swiglu of Nomic) is one that their class does not read.
-    entries, types = _text_entries(values) | {"activation_function": None}, transformers_types()
-    if types is not None and (wrong := _unknown_value(types["values"], entries)):
-        raise ValueError(f"{described_by(path)}: {wrong}")
+        raise ValueError(f"{file}: {_unknown(name, values, has_transformers=bool(causal_classes()))}")
+    if values.get(ENTRY):
+        raise ValueError(f"{file}: {ENTRY} is not supported for embeddings of {name}")
+    if types is None:
+        return
+    entries = _text_entries(values)
+    # Files also state entries that the class does not read, such as the activation_function (swiglu) of Nomic.
+    read = {each for names in types["strict"].get(kind, {}).values() for each in names.split()} or set(entries)
+    known = {each: value for each, value in entries.items() if each in read or each in ROPES}
+    if wrong := _unknown_value(types["values"], known) or _wrong_entry(types, values):
+        raise ValueError(f"{file}: {wrong}")
+    if kind in types["lengths"]:
+        padding = entries.get("pad_token_id", types["paddings"].get(kind)) if kind in types["paddings"] else None
+        _check_context(
+            max_model_len,
+            longest_context(entries, types["lengths"][kind], None) - (0 if padding is None else padding + 1),
+        )
 
 
 def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) -> ServedHow:
@@ -273,11 +292,13 @@ def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) ->
         lack = "" if found.lack is None else f"{found.lack}; transformers' modules do not compute it either: "
         raise ValueError(f"{lack}{file}: {name} is not supported: it {reason}: use a model of docs/reference/models.md")
     scheme_for_modules(path)
+    if types is not None and (wrong := _wrong_entry(types, values)):
+        raise ValueError(f"{file}: {wrong}")
     if types is None or own != name or reason == UNTRIED:
         return ServedHow("transformers", lack=found.lack, is_tried=False)
     kind, entries = str(values["model_type"]), _text_entries(values)
-    if kind in types["lengths"]:
-        _check_context(max_model_len, longest_context(entries, types["lengths"][kind], max_model_len))
+    if kind in types["lengths"] or _states_context(entries):
+        _check_context(max_model_len, longest_context(entries, types["lengths"].get(kind, 0), max_model_len))
     if wrong := _unknown_value(types["values"], entries):
         raise ValueError(f"{file}: {wrong}")
     return found
@@ -319,16 +340,67 @@ def _answer(types: _Types | None, values: dict[str, Any], name: str) -> tuple[st
 
 def _unknown_value(known: dict[str, list[str]], entries: dict[str, Any]) -> str:
     """Return which entry has a value that the library does not compute; empty: none has."""
-    for name in ("hidden_act", "hidden_activation", "activation_function"):
+    for name in ("hidden_act", "hidden_activation", "activation_function", "activation"):
         if isinstance(found := entries.get(name), str) and found not in known["activation"]:
             return f"{name} {found!r} is not supported: must be one of {', '.join(known['activation'])}"
-    for name in ("rope_scaling", "rope_parameters"):
+    for name in ROPES:
         ropes: dict[str, Any] = found if isinstance(found := entries.get(name), dict) else {}
         for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
             kind = rope.get("rope_type", rope.get("type", "default"))
             if kind not in known["rope_type"]:
                 return f"{name}: rope_type {kind!r} is not supported: must be one of {', '.join(known['rope_type'])}"
     return ""
+
+
+def _states_context(entries: Mapping[str, Any]) -> bool:
+    """Return whether neither a length nor the stretching of positions is left to the defaults of the class."""
+    return any(entries.get(name) for name in LENGTHS) and any(entries.get(name) for name in ROPES)
+
+
+_HEAD_SIZES = ("head_dim", "num_attention_heads", "num_key_value_heads")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", *_HEAD_SIZES)
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def _wrong_entry(types: _Types, values: Mapping[str, Any]) -> str:
+    """Return which entry the class of a type's configuration refuses, and why; empty: none that is known."""
+    kind = str(values.get("model_type"))
+    for accepted, names in types["strict"].get(kind, {}).items():
+        for name in names.split():
+            if name in values and _json_kind(values[name]) not in accepted.split():
+                wanted = accepted.replace(" ", " or ")
+                return f"{name} must be {wanted} for the model type {kind}, found {brief(values[name])}"
+    if not isinstance(values.get(ENTRY, {}), dict | None):
+        return f"{ENTRY} must be an object, found {brief(values[ENTRY])}"
+    for name in ("dtype", "torch_dtype"):
+        if values.get(name) is not None and values[name] not in types["values"]["dtype"]:
+            return f"{name} must name a dtype of PyTorch, such as bfloat16, found {brief(values[name])}"
+    if size := next((name for name in _SIZES if type(values.get(name)) is int and values[name] < 1), None):
+        return f"{size} must be a positive integer, found {values[size]}"
+    text = values.get("text_config")
+    wrong = _wrong_entry(types, text) if isinstance(text, dict) else ""
+    return f"text_config: {wrong}" if wrong else _wrong_together(types, kind, values)
+
+
+def _wrong_together(types: _Types, kind: str, values: Mapping[str, Any]) -> str:
+    """Return which entries the class refuses because of each other; empty: none that is known."""
+    rules = {rule for rule, kinds in types["rules"].items() if kind in kinds}
+    size, heads, layers = (values.get(name) for name in ("hidden_size", "num_attention_heads", "layer_types"))
+    if "heads" in rules and size and heads and size % heads:
+        return f"hidden_size {size} must be a multiple of num_attention_heads {heads}"
+    if layers is None or "layer kinds" not in rules:
+        return ""
+    if not isinstance(layers, list) or any(layer not in types["values"]["layer_types"] for layer in layers):
+        return f"layer_types must list kinds of layers that transformers has, found {brief(layers)}"
+    count = next((values[name] for name in _LAYERS if name in values), len(layers))
+    if "layer count" in rules and len(layers) != count:
+        return f"layer_types must name a kind for each of {count} layers, found {brief(layers)}"
+    return ""
+
+
+def _json_kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
 
 
 def _unknown(name: str, values: dict[str, Any], *, has_transformers: bool) -> str:

@@ -5,7 +5,7 @@ import re
 
 import transformers
 
-from tests.soak.models.models_page import PAGE, RELEASES_FILE, page, reason_of, written
+from tests.soak.models.models_page import PAGE, RELEASES_FILE, page, reason_of, strict_sections, written
 from tests.soak.models.releases import BY_CLASS, OF_VISION, RELEASES
 from tests.soak.models.transformers_models import KINDS, Outcome
 from tokenloom.gpu_worker.checkpoint.files.supported import ARCHITECTURES
@@ -23,6 +23,8 @@ def test_the_table_has_every_type_of_the_installed_version() -> None:
     found = TABLE[transformers.__version__]
     assert {kind: name for kind, (name, _) in found["types"].items()} == KINDS, "run `make models-docs`"
     assert TYPES_FILE.read_text() == written(TABLE)
+    strict = strict_sections({kind: answer for kind, (_, answer) in found["types"].items()})
+    assert {name: found[name] for name in strict} == strict
     assert set(found["entries"]) == {kind for kind, name in KINDS.items() if name in ARCHITECTURES}
 
 

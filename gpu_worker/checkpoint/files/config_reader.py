@@ -141,7 +141,7 @@ class ConfigReader:
         rest = self._values.keys() - self._taken - self._harmless
         unknown = sorted(name for name in rest if not name.startswith("_") and self._asks(name))
         if unknown:
-            features = ", ".join(f"{name} = {_brief(self._values[name])}" for name in unknown)
+            features = ", ".join(f"{name} = {brief(self._values[name])}" for name in unknown)
             raise UnsupportedError(f"{self._where}: not supported: {features}", unknown)
 
     def _asks(self, name: str) -> bool:
@@ -152,7 +152,7 @@ class ConfigReader:
 
     def error(self, name: str, wanted: str) -> ValueError:
         """Return the error for an entry with a wrong value."""
-        found = _brief(self._values[name]) if name in self._values else "nothing"
+        found = brief(self._values[name]) if name in self._values else "nothing"
         return ValueError(f"{self._where}: {name} {wanted}, found {found}")
 
     def unsupported(self, name: str, wanted: str, *, is_known: bool = True) -> UnsupportedError:
@@ -178,7 +178,8 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value == [] or value == {}
 
 
-def _brief(value: Any) -> str:
+def brief(value: object) -> str:
+    """Return a value of ``config.json`` as an error shows it."""
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -55,6 +55,7 @@ def _find(path: Path) -> CausalClass:
     if values.get("quantization_config"):
         raise ValueError(f"{path / 'config.json'}: quantization_config is not supported for embeddings of {name}")
     config = read_config(path)
+    vars(config).pop("quantization_config", None)  # an empty one asks for nothing
     base: Any = found if name.endswith("Model") else MODEL_MAPPING.get(type(config), None)
     if base is None:
         raise ValueError(f"{path / 'config.json'}: transformers has no class of {name} without a head")

@@ -11,7 +11,7 @@ import pytest
 from tests.parity.vision_checkpoints import BY_MODULES, CONFIGS
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig, WorkerConfig
 from tokenloom.gpu_worker.checkpoint import served_how as module
-from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how
+from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how, transformers_types
 
 SIZES = {
     "vocab_size": 32,
@@ -92,6 +92,40 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a kind of layer": (
         of("Qwen3ForCausalLM", "qwen3", layer_types=["conv", "conv"]),
         "layer_types may only hold full_attention and sliding_attention",
+    ),
+    "a null of a class that wants a number": (
+        of("NomicBertModel", "nomic_bert", pad_token_id=None),
+        "pad_token_id must be int for the model type nomic_bert, found null",
+    ),
+    "a switch that is a number": (
+        of("T5EncoderModel", "t5", is_decoder=1),
+        "is_decoder must be bool for the model type t5, found 1",
+    ),
+    "an entry under its other name": (
+        of("GPTJForCausalLM", "gptj", num_hidden_layers="2"),
+        'num_hidden_layers must be int for the model type gptj, found "2"',
+    ),
+    "heads of a class of transformers": (
+        of("ArceeForCausalLM", "arcee", num_attention_heads=5, num_key_value_heads=5),
+        "hidden_size 16 must be a multiple of num_attention_heads 5",
+    ),
+    "layers that are not counted": (
+        of("Cohere2ForCausalLM", "cohere2", layer_types=["full_attention"]),
+        "layer_types must name a kind for each of 2 layers",
+    ),
+    "a quantization that is no object": (
+        of("PhiForCausalLM", "phi", quantization_config=False),
+        "quantization_config must be an object, found false",
+    ),
+    "a dtype that PyTorch lacks": (of("MPNetModel", "mpnet", dtype=[]), "dtype must name a dtype of PyTorch"),
+    "no heads": (of("PhiForCausalLM", "phi", num_attention_heads=0), "num_attention_heads must be a positive integer"),
+    "an activation that only some classes read": (
+        of("OPTModel", "opt", activation_function="odd"),
+        "activation_function 'odd' is not supported",
+    ),
+    "text inside": (
+        of("Emu3ForCausalLM", "emu3", text_config={"model_type": "emu3_text_model", "rms_norm_eps": 1}),
+        "text_config: rms_norm_eps must be float",
     ),
     "heads": (LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 2}, "num_key_value_heads must divide"),
 }
@@ -184,16 +218,28 @@ def test_another_version_of_transformers_is_untried(tmp_path: Path, monkeypatch:
     assert (lacking.by, lacking.is_tried, lacking.lack is not None) == ("transformers", False, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "length"), [("NomicBertModel", "nomic_bert", 64), ("MPNetModel", "mpnet", 62)]
+)
+def test_the_context_of_an_encoder_is_a_limit(tmp_path: Path, name: str, kind: str, length: int) -> None:
+    entries = of(name, kind, pad_token_id=1)
+    assert answer(tmp_path, entries, max_model_len=length).by == "encoder"
+    with pytest.raises(ValueError, match=f"the model's context has {length} tokens"):
+        answer(tmp_path, entries, max_model_len=length + 1)
+
+
+def test_a_context_is_a_limit_where_the_class_stretches_by_default(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match="the model's context has 64 tokens"):
+        answer(tmp_path, of("Apertus1p5TextForCausalLM", "apertus1p5_text", rope_parameters=rope), max_model_len=65)
+
+
+def test_an_empty_quantization_asks_for_nothing(tmp_path: Path) -> None:
+    assert answer(tmp_path, of("MPNetModel", "mpnet", quantization_config={})).by == "encoder"
+
+
 def test_a_switch_may_be_refused_in_a_type_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"activation": ["silu"], "rope_type": ["default"]}
-    refused = {"phi": [["odd", True, "looks ahead"]]}
-    types = {
-        "types": {"phi": ["PhiForCausalLM", ""]},
-        "unless": refused,
-        "values": values,
-        "entries": {},
-        "lengths": {},
-    }
+    types = transformers_types() | {"unless": {"phi": [["odd", True, "looks ahead"]]}}
     monkeypatch.setattr(module, "transformers_types", lambda: types)
     assert answer(tmp_path, of("PhiForCausalLM", "phi", odd=False)).is_tried
     with pytest.raises(ValueError, match="it has odd = true, with which it looks ahead"):

@@ -21,6 +21,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.parity.reference import MORE_MODELS
 from tests.soak.models.releases import try_all_releases
+from tests.soak.models.strict_entries import (
+    LAYER_KINDS,
+    encoder_types,
+    paddings,
+    strict_kinds,
+    strict_rules,
+    text_types,
+)
 from tests.soak.models.transformers_models import KINDS, Outcome, quiet, refused_entries, sweep
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.files.config_reader import HARMLESS
@@ -185,6 +193,7 @@ def try_all(directory: Path) -> dict[str, Any]:
     if wrong := [kind for kind, outcome in outcomes.items() if outcome.verdict == "wrong"]:
         sys.exit(f"wrong: {', '.join(wrong)}")
     served = [kind for kind, outcome in outcomes.items() if outcome.verdict == "identical"]
+    answers = {kind: reason_of(outcome) for kind, outcome in sorted(outcomes.items())}
     unless = {
         kind: [[name, value, reason_of(Outcome("refused", reason))] for name, value, reason in found]
         for kind in served
@@ -192,15 +201,33 @@ def try_all(directory: Path) -> dict[str, Any]:
     }
     return {
         "torch": torch.__version__.partition("+")[0],
-        "types": {kind: [KINDS[kind], reason_of(outcome)] for kind, outcome in sorted(outcomes.items())},
+        "types": {kind: [KINDS[kind], reason] for kind, reason in answers.items()},
         "unless": unless,
-        "lengths": lengths(served),
         "values": {
             "activation": sorted(ACT2FN),
             # Under its older name transformers reads long rope too.
             "rope_type": sorted(("default", "su", *ROPE_INIT_FUNCTIONS)),
+            "layer_types": LAYER_KINDS,
+            "dtype": sorted(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
         },
         "entries": {kind: known(kind) for kind, name in sorted(KINDS.items()) if name in ARCHITECTURES},
+        **strict_sections(answers),
+    }
+
+
+def strict_sections(answers: Mapping[str, str]) -> dict[str, Any]:
+    """Return the contexts of the types that transformers' modules may compute, and what their classes refuse.
+
+    ``answers``: those of all types, as the table holds them.
+    """
+    modules = [kind for kind, answer in answers.items() if answer in ("", UNTRIED)]
+    kinds = sorted({*encoder_types(), *modules, *text_types(modules)})
+    served = [kind for kind, answer in answers.items() if not answer]
+    return {
+        "lengths": lengths(sorted({*served, *encoder_types()})),
+        "paddings": paddings(encoder_types()),
+        "strict": {kind: strict_kinds(kind) for kind in kinds},
+        "rules": strict_rules(kinds),
     }
 
 

@@ -5,6 +5,7 @@ options of the engine. What preflight admits must load; what it refuses for its 
 """
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from gguf import GGMLQuantizationType as Kind
 from msgspec.structs import replace
 from transformers import AutoConfig
@@ -21,6 +23,7 @@ from tests.gpu_worker.checkpoint.gguf import files
 from tests.gpu_worker.checkpoint.quantization import formats
 from tests.gpu_worker.checkpoint.quantization.test_schemes import FORMATS
 from tests.parity.reference import compute_case
+from tests.soak.models.strict_entries import encoder_class, encoder_types
 from tests.soak.models.tiny_configs import save_tiny, switches, tiny_config
 from tests.soak.models.transformers_models import KINDS, PROMPTS, quiet
 from tokenloom.engine_core.core import EngineCore
@@ -31,9 +34,16 @@ from tokenloom.gpu_worker.devices import CPUWorker, make_worker
 from tokenloom.preflight.model import answer
 from tokenloom.preflight.small_files import CannotServe
 
-Verdict = Literal["served", "refused", "untried", "no model", "rounded", "disagreement"]
+Verdict = Literal["served", "refused", "untried", "no model", "rounded", "other weights", "disagreement"]
 """``rounded``: the self-check at load finds the roundings of random weights in few bits too large: no matter of the
-configuration."""
+configuration. ``other weights``: a damaged configuration is a valid one of another model."""
+_OTHER_WEIGHTS = (
+    "the checkpoint has no tensor",
+    "the checkpoint holds tensors",
+    "has another shape",
+    "has shape",
+    "ignore_mismatched_sizes",
+)
 
 
 def _sizes(random_: random.Random, kind: str) -> dict[str, Any]:
@@ -60,6 +70,32 @@ def _of_transformers(random_: random.Random, directory: Path) -> Path:
     return path
 
 
+def _encoder(random_: random.Random, directory: Path) -> Path:
+    kind = random_.choice(encoder_types())
+    torch.manual_seed(0)
+    path = directory / kind
+    encoder_class(kind)(tiny_config(kind)).save_pretrained(path)
+    return path
+
+
+_WRONG: tuple[Any, ...] = (None, True, False, "x", 0.5, {}, [], 0)
+_OFTEN = ("quantization_config", "num_attention_heads", "pad_token_id", "is_decoder", "dtype", "layer_types")
+
+
+def _damaged(random_: random.Random, directory: Path) -> Path:
+    """Write a checkpoint one of whose entries has a value of another kind."""
+    path = random_.choice((_of_transformers, _encoder))(random_, directory)
+    file = path / "config.json"
+    entries = json.loads(file.read_text())
+    # GPT-Neo alone counts its attention_types, and every published file of it has them.
+    names = sorted(entries.keys() - {"architectures", "model_type", "attention_types"})
+    name = random_.choice(random_.choice((names, _OFTEN)))
+    odd = 5 if name == "num_attention_heads" else ["odd"] if name == "layer_types" else None
+    entries[name] = random_.choice([value for value in (*_WRONG, odd) if value != entries.get(name)])
+    file.write_text(json.dumps(entries))
+    return path
+
+
 def _quantized(random_: random.Random, directory: Path) -> Path:
     path: Path = formats.write(directory, *FORMATS[random_.choice(list(FORMATS))])[0]
     return path
@@ -71,7 +107,13 @@ def _gguf(random_: random.Random, directory: Path) -> Path:
     return path
 
 
-_MAKERS: tuple[Callable[[random.Random, Path], Path], ...] = (*(_of_transformers,) * 8, _quantized, _gguf)
+_MAKERS: tuple[Callable[[random.Random, Path], Path], ...] = (
+    *(_of_transformers,) * 8,
+    *(_damaged,) * 4,
+    _encoder,
+    _quantized,
+    _gguf,
+)
 
 
 def _options(random_: random.Random, path: Path) -> EngineConfig:
@@ -84,7 +126,7 @@ def _options(random_: random.Random, path: Path) -> EngineConfig:
         model_impl=random_.choice(("auto", "auto", "native", "transformers")),
         language_model_only=random_.random() < 0.8,
     )
-    cache = CacheConfig(num_blocks=64, block_size=16)
+    cache = CacheConfig(num_blocks=256, block_size=16)
     return EngineConfig(worker=worker, cache=cache, max_model_len=random_.choice((None, 32, 64, 128, 1000)))
 
 
@@ -108,6 +150,8 @@ def compare(seed: int, directory: Path) -> tuple[Verdict, str]:
             return "disagreement", f"{about}: refused, but it loads: {refusal}"
         return "refused", f"{about}: {refusal}"
     reason = _refusal(config, make_worker)
+    if reason is not None and any(text in reason for text in _OTHER_WEIGHTS):
+        return "other weights", f"{about}: {reason}"
     if reason is not None and worker.quantization is not None and "differ from transformers' own" in reason:
         return "rounded", f"{about}: {reason}"
     if not found.is_tried:

@@ -1,0 +1,107 @@
+"""Reads from the classes of transformers' configurations which values of each entry they refuse."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from transformers import CONFIG_MAPPING
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+from tokenloom.gpu_worker.checkpoint.files.supported import ENCODERS, MODULE_ENCODERS
+
+_NAMES = {int: "int", float: "float", bool: "bool", str: "str", list: "list", dict: "dict", type(None): "null"}
+
+
+def encoder_types() -> list[str]:
+    """Return the types of the encoders that transformers' modules compute, in order."""
+    names = MODULE_ENCODERS - set(ENCODERS)
+    # The encoders of T5 and its variants are no class that the library finds by their type.
+    found = {"t5", "mt5", "umt5"}
+    for table in (MODEL_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES):
+        found |= {kind for kind, name in table.items() if names & ({name} if isinstance(name, str) else set(name))}
+    return sorted(found)
+
+
+def encoder_class(kind: str) -> Any:
+    """Return the class of transformers whose modules compute the vectors of a type."""
+    names = (f"{CONFIG_MAPPING[kind].__name__.removesuffix('Config')}EncoderModel", MODEL_MAPPING_NAMES[kind])
+    return getattr(transformers, next(name for name in names if name in MODULE_ENCODERS))
+
+
+def paddings(kinds: Iterable[str]) -> dict[str, int | None]:
+    """Return the row of padding, if the configuration states none, of the types that count positions from the next."""
+    with torch.device("meta"):
+        models = {kind: encoder_class(kind)(CONFIG_MAPPING[kind]()) for kind in kinds}
+    tables = {
+        kind: getattr(getattr(model, "embeddings", None), "position_embeddings", None) for kind, model in models.items()
+    }
+    return {
+        kind: models[kind].config.pad_token_id
+        for kind, table in tables.items()
+        if isinstance(table, torch.nn.Embedding) and table.padding_idx is not None
+    }
+
+
+def text_types(kinds: Iterable[str]) -> set[str]:
+    """Return the types of the text models inside others."""
+    parts = [CONFIG_MAPPING[kind].sub_configs.get("text_config") for kind in kinds]
+    return {kind for kind in (getattr(part, "model_type", None) for part in parts) if kind in CONFIG_MAPPING}
+
+
+def strict_kinds(kind: str) -> dict[str, str]:
+    """Return the names of a type's entries, by the kinds of JSON values that its class accepts for them."""
+    config_class: Any = CONFIG_MAPPING[kind]
+    found: dict[str, list[str]] = {}
+    for field in dataclasses.fields(config_class):
+        kinds = _kinds(field.type)
+        if kinds:
+            names = [field.name, *(name for name, own in config_class.attribute_map.items() if own == field.name)]
+            found.setdefault(" ".join(sorted(kinds)), []).extend(names)
+    return {kinds: " ".join(names) for kinds, names in sorted(found.items())}
+
+
+def _kinds(annotation: Any) -> set[str] | None:
+    """Return the kinds of JSON values that fit an annotation; None: the library checks it not, or not by kinds."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        parts = [_kinds(part) for part in typing.get_args(annotation)]
+        return None if None in parts else set().union(*(part for part in parts if part is not None))
+    if origin is typing.Literal:
+        return {_NAMES[type(value)] for value in typing.get_args(annotation)}
+    if annotation in _NAMES or origin in _NAMES:
+        return {_NAMES[origin or annotation]}
+    return set() if origin is tuple or isinstance(annotation, type) else None
+
+
+def strict_rules(kinds: Sequence[str]) -> dict[str, list[str]]:
+    """Return the types whose classes compare entries, by what they compare; the names are those of ``served_how``."""
+    return {
+        "heads": [kind for kind in kinds if _refuses(kind, hidden_size=64, num_attention_heads=5)],
+        "layer kinds": [kind for kind in kinds if _refuses(kind, num_hidden_layers=2, layer_types=["odd", "odd"])],
+        "layer count": [kind for kind in kinds if _refuses_layers(kind, 3) and not _refuses_layers(kind, 2)],
+    }
+
+
+def _refuses_layers(kind: str, count: int) -> bool:
+    return _refuses(kind, num_hidden_layers=2, layer_types=["full_attention"] * count)
+
+
+def _refuses(kind: str, **entries: Any) -> bool:
+    """Return whether the checks of a class refuse these entries together."""
+    try:
+        CONFIG_MAPPING[kind](**entries)
+    except StrictDataclassClassValidationError:
+        return True
+    except Exception:  # those of a class that computes with them before it checks
+        return False
+    return False
+
+
+LAYER_KINDS = sorted(ALLOWED_ATTN_LAYER_TYPES)
+"""What ``layer_types`` may hold."""

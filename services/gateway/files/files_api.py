@@ -110,6 +110,10 @@ class FilesApi:
         digits = exchange.headers.get(b"content-length", b"")
         length = int(digits) if digits.isdigit() else None
         limit = self.store.limits.file_bytes + FORM_BYTES
+        if length is not None:
+            # The least that the file will have, before any of it is written: of uploads that are too many together, the
+            # first ones then arrive, instead of all being refused when their parts fill the disk.
+            self.store.grow(room, exchange.tenant.name, max(length - FORM_BYTES, 0))
         async with self._opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
             upload = Upload(boundary, descriptor)
             # Written as it arrives: an upload may be larger than the budget of all bodies, of which it holds only one

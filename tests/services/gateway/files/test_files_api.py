@@ -1,5 +1,6 @@
 """``/v1/files``: what is stored, for whom, and what is refused."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,33 @@ async def test_without_a_directory_the_answer_names_the_flag(socket_dir: Path) -
         for method, path in (("POST", "/v1/files"), ("GET", "/v1/files/x/content"), ("POST", "/v1/batches")):
             response = await http.request(method, path)
             assert (response.status_code, "--batch-dir DIR" in response.text) == (404, True)
+
+
+async def test_uploads_that_have_not_arrived_count_for_the_limit(socket_dir: Path, tmp_path: Path) -> None:
+    """The sixty uploads of a test put 53 times the limit of their tenant on disk, or were all refused half-way."""
+    head = (
+        "POST /v1/files HTTP/1.1\r\nHost: {}\r\nAuthorization: Bearer a\r\n"
+        "Content-Type: multipart/form-data; boundary=x\r\nContent-Length: 460000\r\n\r\n"
+    )
+    async with FakeMesh(socket_dir).gateway(**limits(tmp_path) | {"tenant_files": 100}) as mesh:
+        host, _, port = mesh.http_address.rpartition(":")
+        answers: list[asyncio.Task[bytes]] = []
+        writers = []
+        for _ in range(6):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head.format(mesh.http_address).encode())
+            writers.append(writer)
+            answers.append(asyncio.create_task(reader.read(4096)))
+        refused: set[asyncio.Task[bytes]] = set()
+        async with asyncio.timeout(30):
+            while len(refused) < 4:
+                refused, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.sleep(0)
+        assert all(b"800000 bytes may be stored, of which 11072 are left" in task.result() for task in refused)
+        assert len(refused) == 4, "two uploads of this size fit"
+        for writer in writers:
+            writer.close()
+        await asyncio.gather(*answers)
+        async with mesh.http(headers=KEYS) as http:
+            while (await http.post("/v1/files", **form())).status_code != 200:
+                pass  # until the gateway has seen that the others are gone

@@ -1,5 +1,6 @@
 """Serves ``/v1/files``."""
 
+import contextlib
 import os
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class FilesApi:
             except OSError as error:
                 raise storage_fails(error) from error
             finally:
-                await self.disk.run_anyway(lambda: path.unlink(missing_ok=True))
+                await self.disk.run_anyway(lambda: _discard(path))
         await exchange.respond(200, encode_json(file.to_object()))
 
     async def list_files(self, exchange: HttpExchange) -> None:
@@ -96,6 +97,8 @@ class FilesApi:
                 await self._send(exchange, file, descriptor)
         except FileNotFoundError:  # it was deleted before it was open
             raise NotFound(f"no file {file.id!r} is stored here") from None
+        except OSError as error:
+            raise storage_fails(error) from error
 
     async def _send(self, exchange: HttpExchange, file: StoredFile, descriptor: int) -> None:
         length = str(file.size).encode()
@@ -126,6 +129,11 @@ class FilesApi:
 
     def _opened(self, path: Path, flags: int) -> AbstractAsyncContextManager[int]:
         return self.disk.opened(lambda: os.open(path, flags, 0o600), os.close)
+
+
+def _discard(path: Path) -> None:
+    with contextlib.suppress(OSError):  # a disk that fails; the next start removes it
+        path.unlink(missing_ok=True)
 
 
 def storage_fails(error: OSError) -> Unavailable:

@@ -29,6 +29,7 @@ GGUF_ARCHITECTURES: dict[str, tuple[str, ...]] = {
     "qwen3moe": ("Qwen3MoeForCausalLM",),
     "gemma2": ("Gemma2ForCausalLM",),
     "gemma3": ("Gemma3ForCausalLM",),
+    "gemma4": ("Gemma4ForCausalLM",),
     "phi3": ("Phi3ForCausalLM",),
     "gpt-oss": ("GptOssForCausalLM",),
     "deepseek2": ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"),

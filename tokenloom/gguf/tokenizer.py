@@ -1,8 +1,9 @@
 """Builds a tokenizer from the metadata of a GGUF file, and reads the chat template and the tokens that end an answer.
 
-Two kinds of vocabularies are read: byte-level BPE with merges ("gpt2") and SentencePiece's BPE with scores ("llama").
-How a byte-level vocabulary splits a text before merging is named by ``tokenizer.ggml.pre``: a name stands for the
-regular expressions of one model's tokenizer, which the file itself does not hold.
+Three kinds of vocabularies are read: byte-level BPE with merges ("gpt2"), SentencePiece's BPE with scores ("llama"),
+and BPE with merges of characters ("gemma4"). How a byte-level vocabulary splits a text before merging is named by
+``tokenizer.ggml.pre``: a name stands for the regular expressions of one model's tokenizer, which the file itself does
+not hold.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from .gguf_file import GgufFile
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import PreTokenizer
 
 
@@ -124,6 +126,7 @@ _END_OF_MESSAGE, _ENDS_OF_HARMONY = "<|end|>", ("<|return|>", "<|call|>")
 _END_TEXTS = frozenset(
     (
         *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>"),
+        *("<turn|>", "<|tool_response>"),
         *(_END_OF_MESSAGE, *_ENDS_OF_HARMONY),
     )
 )
@@ -147,8 +150,8 @@ class TokenType(IntEnum):
 def check_tokenizer(file: GgufFile) -> None:
     """Raise ``ValueError`` naming a kind of tokenizer, or a way to split texts, that is not supported."""
     kind = file.metadata.get(f"{_PREFIX}model")
-    if kind not in ("gpt2", "llama"):
-        raise ValueError(f"{file.path.name}: {_PREFIX}model {kind!r} is not supported: must be gpt2 or llama")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise ValueError(f"{file.path.name}: {_PREFIX}model {kind!r} is not supported: must be gpt2, llama or gemma4")
     if kind == "gpt2":
         _splitting(file)
 
@@ -159,6 +162,8 @@ def make_tokenizer(file: GgufFile) -> "Tokenizer":
     if file.metadata[f"{_PREFIX}model"] == "gpt2":
         splitting = _splitting(file)
         tokenizer, begins = _byte_level(file, splitting), splitting.begins
+    elif file.metadata[f"{_PREFIX}model"] == "gemma4":
+        tokenizer, begins = _spaced(file), True
     else:
         tokenizer, begins = _sentence_piece(file), True
     tokens = _list(file, "tokens", str)
@@ -206,20 +211,36 @@ def _splitting(file: GgufFile) -> Splitting:
 
 
 def _byte_level(file: GgufFile, splitting: Splitting) -> "Tokenizer":
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import Tokenizer, decoders, normalizers
 
-    tokens, merges = _list(file, "tokens", str), _list(file, "merges", str)
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    try:
-        model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=splitting.whole_words_first)
-    except Exception as error:  # the library's own class of errors is Exception
-        raise ValueError(f"{file.path.name}: {_PREFIX}merges: {error}") from None
-    tokenizer = Tokenizer(model)
+    tokenizer = Tokenizer(_by_merges(file, ignore_merges=splitting.whole_words_first))
     if splitting.composes:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = make_pre_tokenizer(splitting)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _by_merges(file: GgufFile, **options: Any) -> "BPE":
+    from tokenizers.models import BPE
+
+    tokens, merges = _list(file, "tokens", str), _list(file, "merges", str)
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    try:
+        return BPE(vocab={token: token_id for token_id, token in enumerate(tokens)}, merges=pairs, **options)
+    except Exception as error:  # the library's own class of errors is Exception
+        raise ValueError(f"{file.path.name}: {_PREFIX}merges: {error}") from None
+
+
+def _spaced(file: GgufFile) -> "Tokenizer":
+    """Return the tokenizer of Gemma 4, which merges characters of the whole text; a space is a sign of its own."""
+    from tokenizers import Tokenizer, decoders, normalizers
+
+    unknown = _token_id(file, "unknown", len(tokens := _list(file, "tokens", str)))
+    unknown_text = None if unknown is None else tokens[unknown]
+    tokenizer = Tokenizer(_by_merges(file, unk_token=unknown_text, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 

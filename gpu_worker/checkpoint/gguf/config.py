@@ -104,10 +104,10 @@ def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
         "dtype": _dtype(file),
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": reader.take_int(f"{prefix}feed_forward_length"),
+        "intermediate_size": _of_first_layer(reader, f"{prefix}feed_forward_length"),
         "num_hidden_layers": reader.take_int(f"{prefix}block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": reader.take_int(f"{prefix}attention.head_count_kv", heads),
+        "num_key_value_heads": _of_first_layer(reader, f"{prefix}attention.head_count_kv", heads),
         "head_dim": head_size,
         "max_position_embeddings": reader.take_int(f"{prefix}context_length"),
         "rms_norm_eps": reader.take_float(f"{prefix}attention.layer_norm_rms_epsilon"),
@@ -171,6 +171,18 @@ def _head_size(reader: ConfigReader, prefix: str, default: int) -> int:
     return head_size
 
 
+def _of_first_layer(reader: ConfigReader, name: str, default: int | None = None) -> int:
+    """Return an entry that may be a list with a number for each layer, which is the same for all of them but the last
+    ones of Gemma 4, whose MLPs are twice as wide."""
+    values = reader.take(name)
+    if not isinstance(values, list) or not values:
+        return reader.take_int(name, default)
+    is_wide = name == "gemma4.feed_forward_length" and set(values) == {values[0], 2 * values[0]}
+    if type(values[0]) is not int or values[0] < 1 or not (is_wide or len(set(values)) == 1):
+        raise reader.error(name, "must be the same for all layers")
+    return values[0]
+
+
 def _vocab_size(file: GgufFile) -> int:
     embeddings = file.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
@@ -190,6 +202,10 @@ def _rope(reader: ConfigReader, prefix: str, file: GgufFile, head_size: int) -> 
     if prefix in _PARTLY_ROTATED:
         rope["partial_rotary_factor"] = reader.take_int(f"{prefix}rope.dimension_count", head_size) / head_size
     reader.take(f"{scaling}finetuned")
+    if prefix == "gemma4." and ROPE_FACTORS in file.tensors:
+        # Frequencies that are not to be used are divided by a number that leaves nothing of them.
+        factors = _floats(file, ROPE_FACTORS)
+        return rope | {"rope_type": "proportional", "partial_rotary_factor": factors.count(1.0) / len(factors)}
     if ROPE_FACTORS in file.tensors:
         if kind != "none":
             raise reader.error(f"{scaling}type", f"must be none: the file also has factors, in {ROPE_FACTORS}")

@@ -42,6 +42,30 @@ def _gemma3(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str,
     }
 
 
+def _gemma4(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    pattern = reader.take(name := f"{prefix}attention.sliding_window_pattern")
+    if not isinstance(pattern, list) or len(pattern) != config["num_hidden_layers"]:
+        raise reader.error(name, "must say of each layer whether it has a window")
+    local_size = reader.take_int(f"{prefix}attention.key_length_swa")
+    for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if reader.take_int(prefix + name, local_size) != local_size:
+            raise reader.error(prefix + name, f"must be the size of a head with a window, {local_size}")
+    local = {"rope_type": "default", "rope_theta": reader.take_float(f"{prefix}rope.freq_base_swa", 10_000.0)}
+    by_layer = file.tensors.get("per_layer_token_embd.weight")
+    return {
+        "head_dim": local_size,
+        "global_head_dim": config["head_dim"],
+        "sliding_window": reader.take_int(f"{prefix}attention.sliding_window"),
+        "layer_types": ["sliding_attention" if has_window else "full_attention" for has_window in pattern],
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        "final_logit_softcapping": reader.take(f"{prefix}final_logit_softcapping"),
+        "num_kv_shared_layers": reader.take_count(f"{prefix}attention.shared_kv_layers"),
+        "hidden_size_per_layer_input": reader.take_count(f"{prefix}embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": config["vocab_size"] if by_layer is None else by_layer.shape[0],
+        "use_double_wide_mlp": isinstance(reader.take(f"{prefix}feed_forward_length"), list),
+    }
+
+
 def _phi3(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     window = reader.take_count(f"{prefix}attention.sliding_window") or None
     original = config["rope_parameters"].get("original_max_position_embeddings")
@@ -107,6 +131,7 @@ Further = Callable[[ConfigReader, str, GgufFile, dict[str, Any]], dict[str, Any]
 FURTHER: dict[str, Further] = {
     "gemma2.": _gemma2,
     "gemma3.": _gemma3,
+    "gemma4.": _gemma4,
     "phi3.": _phi3,
     "gpt-oss.": _gpt_oss,
     "granite.": _granite,

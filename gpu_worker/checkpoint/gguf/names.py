@@ -15,6 +15,9 @@ _WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _OF_A_LAYER = {
     "attn_norm": "input_layernorm",
@@ -39,6 +42,13 @@ _AROUND = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
 _OF_AN_ARCHITECTURE: dict[str, dict[str, str]] = {
     "gemma2": _AROUND,
     "gemma3": _AROUND,
+    "gemma4": {
+        **_AROUND,
+        "layer_output_scale.weight": "layer_scalar",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
     "olmo2": _AFTER,
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "gpt-oss": {

@@ -146,6 +146,36 @@ def test_a_file_that_names_no_splitting_is_split_as_llama_cpp_does() -> None:
     assert found == expected.split("|")
 
 
+def test_merges_of_characters(tmp_path: Path) -> None:
+    """The kind of tokenizer in files of Gemma 4 (``Gemma4Model.set_vocab`` of conversion/gemma.py in llama.cpp)."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        joined = ["\u2581", "a", "b", "c", "\n", "ab", "\u2581a", "\u2581ab", "\n\n"]
+        pieces = ["<unk>", "<bos>", "<turn|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(pieces + joined)
+        kinds = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2, *[gguf.TokenType.BYTE] * 256]
+        writer.add_token_types(kinds + [gguf.TokenType.NORMAL] * len(joined))
+        writer.add_token_merges(["a b", "\u2581 a", "\u2581 ab", "\n \n"])
+        writer.add_bos_token_id(1)
+        writer.add_unk_token_id(0)
+        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(True)
+
+    path = write(tmp_path / "model.gguf", add)
+    tokenizer = load_tokenizer(path)
+    cases = {
+        "ab ab": ["<bos>", "ab", "\u2581ab"],
+        "a\n\n c": ["<bos>", "a", "\n\n", "\u2581", "c"],
+        "é<turn|>": ["<bos>", "<0xC3>", "<0xA9>", "<turn|>"],
+    }
+    for text, expected in cases.items():
+        encoding = tokenizer.encode(text)
+        assert encoding.tokens == expected
+        assert tokenizer.decode(encoding.ids) == text.removesuffix("<turn|>")
+    assert CheckpointInfo.load(path).eos_token_ids == (2,)
+
+
 def test_ends_of_gpt_oss(tmp_path: Path) -> None:
     """Those of its generation_config.json; ``<|end|>`` ends a message of an answer that has several."""
 
@@ -185,7 +215,10 @@ def test_sentence_piece(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "no tokenizer": (lambda writer: None, r"tokenizer\.ggml\.model None is not supported: must be gpt2 or llama"),
+    "no tokenizer": (
+        lambda writer: None,
+        r"tokenizer\.ggml\.model None is not supported: must be gpt2, ",
+    ),
     "another kind": (lambda writer: writer.add_tokenizer_model("t5"), "'t5' is not supported"),
     "no tokens": (
         lambda writer: (writer.add_tokenizer_model("gpt2"), writer.add_tokenizer_pre("gpt-2")),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
@@ -78,7 +79,7 @@ def _describe(writer: Writer, architecture: str, config: Any) -> None:
     writer.add_head_count_kv(1 if architecture == "deepseek2" else config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(full["rope_theta"])
-    if (head_size := getattr(config, "head_dim", None)) and architecture not in ("granite", "deepseek2"):
+    if (head_size := config.to_dict().get("head_dim")) and architecture not in ("granite", "deepseek2"):
         writer.add_key_length(head_size)
         writer.add_value_length(head_size)
     if full["rope_type"] == "linear":
@@ -108,6 +109,29 @@ def _describe_gemma2(writer: Writer, config: Any) -> None:
 def _describe_gemma3(writer: Writer, config: Any) -> None:
     writer.add_sliding_window(config.sliding_window)
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+
+
+def _describe_gemma4(writer: Writer, config: Any) -> None:
+    _describe_gemma3(writer, config)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    entries = config.to_dict()
+    full, local = next(iter(entries["per_layer_config"].values()))["head_dim"], entries["head_dim"]
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(local)
+    writer.add_value_length_swa(local)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(local)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.use_double_wide_mlp:
+        first = config.num_hidden_layers - config.num_kv_shared_layers
+        sizes = [config.intermediate_size * (2 if layer >= first else 1) for layer in range(config.num_hidden_layers)]
+        writer.add_feed_forward_length(sizes)
+    part = int(full * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * part + [1e30] * (full // 2 - part), np.float32))
 
 
 def _describe_phi3(writer: Writer, config: Any) -> None:
@@ -177,6 +201,7 @@ def _describe_mistral3(writer: Writer, config: Any) -> None:
 _DESCRIBE = {
     "gemma2": _describe_gemma2,
     "gemma3": _describe_gemma3,
+    "gemma4": _describe_gemma4,
     "phi3": _describe_phi3,
     "gpt-oss": _describe_gpt_oss,
     "deepseek2": _describe_deepseek2,
@@ -197,7 +222,7 @@ def _tensors(architecture: str, model: Any) -> Iterator[tuple[str, Tensor]]:
         elif architecture in PERMUTED and (part := name.split(".")[-2]) in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
             yield name, _permute(tensor, heads)
-        elif name.endswith("sinks"):
+        elif name.endswith(("sinks", "layer_scalar")):
             yield f"{name}.weight", tensor
         elif name.endswith("e_score_correction_bias"):
             yield name.removesuffix("_bias") + ".bias", tensor

@@ -56,6 +56,12 @@ MINISTRAL_YARN = (
 GRANITE = {
     "attention_multiplier": 0.1, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
 }  # fmt: skip
+GEMMA4 = {
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 32, "sliding_window": 30, "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 199, "use_double_wide_mlp": True,
+    "final_logit_softcapping": 30.0,
+}  # fmt: skip
 OSS = {
     "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 30, "num_hidden_layers": 4,
     "rope_parameters": YARN | {"factor": 32.0, "original_max_position_embeddings": 16, "truncate": False},
@@ -68,6 +74,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
         WINDOW | {"num_hidden_layers": 7, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
         "built in",
     ),
+    "gemma4": ("gemma4", "gemma4_text", GEMMA4, "transformers"),
     "phi3": ("phi3", "phi3", {"sliding_window": 30}, "built in"),
     "phi3, long": ("phi3", "phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 128}, "built in"),
     "phi4 mini": (

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tokenloom.engine_core.data.lora import CONFIG, WEIGHTS, read_adapter_files, read_rank
 
+from ..checkpoint.files.text_part import text_tensor
+
 _PREFIX = "base_model.model."
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin a training that change the base model's own weights too, so that the adapter does not fit them."""
@@ -133,7 +135,9 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         name, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
         if not key.startswith(_PREFIX) or kind not in ("A.weight", "B.weight"):
             raise ValueError(f"tensor {key} is not supported; only the matrices A and B of linear layers are")
-        pairs.setdefault(name, {})[kind[0]] = tensor
+        layer = text_tensor(name)
+        if layer is not None:  # what changes how images are read changes no text
+            pairs.setdefault(layer, {})[kind[0]] = tensor
     if not pairs:
         raise ValueError("holds no matrices")
     for name, pair in pairs.items():

@@ -1,5 +1,6 @@
 """The text of models that read images is that of transformers' whole classes, from files as they are published."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from tests.gpu_worker.checkpoint.quantization import formats
 from tests.gpu_worker.checkpoint.quantization.formats import Quantize
 from tests.gpu_worker.checkpoint.quantization.test_schemes import float_config, packed_config
+from tests.gpu_worker.lora.random_adapter import merge, save_adapter
 from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
 from tests.parity.reference import compute_case, small_prompts
 from tests.parity.vision_checkpoints import CONFIGS, load_vision, quantize_experts, write_vision
+from tokenloom.engine_core.data.config import LoraConfig
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -44,8 +47,9 @@ def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
         Engine(path, language_model_only=True)
 
 
-def test_modules_compute_the_text_too(tmp_path: Path) -> None:
-    path = write_vision("gemma3", tmp_path)
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl_moe"])
+def test_modules_compute_the_text_too(kind: str, tmp_path: Path) -> None:
+    path = write_vision(kind, tmp_path)
     model = load_vision(path)
     cases = [compute_case(model, prompt) for prompt in small_prompts(503, 64)]
     engine = Engine(path, language_model_only=True, model_impl="transformers", max_num_seqs=4, num_blocks=100)
@@ -99,3 +103,19 @@ def test_experts_of_one_tensor_may_be_quantized(tmp_path: Path) -> None:
     model = load_vision(plain)
     cases = [compute_case(model, prompt) for prompt in small_prompts(503, 128)]
     assert_identical(cases, Engine(quantized, language_model_only=True).generate)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llava"])
+def test_an_adapter_of_the_whole_model_changes_its_text(kind: str, tmp_path: Path) -> None:
+    path = write_vision(kind, tmp_path)
+    adapter = save_adapter(tmp_path / "adapter", path)
+    model = load_vision(merge(path, adapter, tmp_path / "merged"))
+    cases = [compute_case(model, prompt) for prompt in small_prompts(503, 64)]
+    lora = LoraConfig(enable=True, max_loras=1, modules=(f"one={adapter}",))
+    engine = Engine(path, language_model_only=True, lora=lora)
+    (state,) = engine.core.adapters.answer().adapters  # type: ignore[union-attr]
+
+    def generate(prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
+        return engine.generate(prompts, max_tokens, adapters=[state.digest] * len(prompts))
+
+    assert_identical(cases, generate)

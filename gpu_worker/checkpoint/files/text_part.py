@@ -107,9 +107,8 @@ def text_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     if name is None:
         return dict(values)
     wrapper, nested = WRAPPERS[name], values.get("text_config")
-    text: dict[str, Any] = nested if isinstance(nested, dict) else {}
+    text, outer = _own(nested if isinstance(nested, dict) else {}), _own(values)
     kind = str(text.get("model_type") or wrapper.text)
-    outer = {key: value for key, value in values.items() if key not in _OTHER_PARTS}
     defaults = _DEFAULTS.get(kind, {})
     # As published, Qwen2-VL and Qwen2.5-VL have the entries of both parts side by side.
     entries = outer | defaults | text if text else defaults | outer
@@ -120,6 +119,11 @@ def text_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     if kind in _PLAIN_KINDS:
         entries |= {key: _plain_rope(entries[key]) for key in ("rope_scaling", "rope_parameters") if key in entries}
     return entries
+
+
+def _own(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that no other part reads; transformers 4.52 to 4.56 write those of all into text_config."""
+    return {key: value for key, value in values.items() if key not in _OTHER_PARTS}
 
 
 def _plain_rope(rope: Any) -> Any:

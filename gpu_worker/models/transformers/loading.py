@@ -164,7 +164,11 @@ def load_quietly(
 
 
 def _source(path: Path, scheme: Scheme | None = None) -> WeightSource:
-    return GgufSource(path) if is_gguf(path) else DirectorySource(path, scheme, splits_experts=False)
+    if is_gguf(path):
+        return GgufSource(path)
+    # Qwen3-VL stores the experts of a layer as one tensor, and transformers' class of its text reads one by one.
+    splits_experts = read_wrapper(path) is not None and read_model(path)[0] == "Qwen3MoeForCausalLM"
+    return DirectorySource(path, scheme, splits_experts=splits_experts)
 
 
 def make_on_meta(found: CausalClass, dtype: torch.dtype) -> Any:

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from ...checkpoint.files.config_reader import is_pickled, read_architecture, stored_names, weight_files
+from ...checkpoint.files.config_reader import is_pickled, read_architecture, read_wrapper, stored_names, weight_files
 from ...checkpoint.model_config import DtypeName, as_torch
 from ...ops.torch_ops import TorchOps
 from ...pooling.class_head import ClassHead
@@ -54,7 +54,7 @@ def _find(path: Path) -> CausalClass:
         raise unknown_class(path, name, values)
     if values.get("quantization_config"):
         raise ValueError(f"{path / 'config.json'}: quantization_config is not supported for embeddings of {name}")
-    config = read_config(path)
+    config = read_config(path, None if read_wrapper(path) is None else values)
     vars(config).pop("quantization_config", None)  # an empty one asks for nothing
     base: Any = found if name.endswith("Model") else MODEL_MAPPING.get(type(config), None)
     if base is None:

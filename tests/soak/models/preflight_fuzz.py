@@ -1,7 +1,8 @@
 """``python -m tests.soak.models.preflight_fuzz``: preflight and engine agree about random checkpoints.
 
-A seed chooses a causal type of transformers with random sizes and switches, a quantized format or a type of GGUF, and
-options of the engine. What preflight admits must load; what it refuses for its type must not load without it.
+A seed chooses a causal type of transformers with random sizes and switches, a released layout that reads images, a
+quantized format or a type of GGUF, and options of the engine. What preflight admits must load; what it refuses for its
+type must not load without it.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from tests.gpu_worker.checkpoint.gguf import files
 from tests.gpu_worker.checkpoint.quantization import formats
 from tests.gpu_worker.checkpoint.quantization.test_schemes import FORMATS
 from tests.parity.reference import compute_case
+from tests.parity.vision_checkpoints import CONFIGS, load_vision, write_vision
 from tests.soak.models.strict_entries import encoder_class, encoder_types
 from tests.soak.models.tiny_configs import save_tiny, switches, tiny_config
 from tests.soak.models.transformers_models import KINDS, PROMPTS, quiet
@@ -101,6 +103,15 @@ def _quantized(random_: random.Random, directory: Path) -> Path:
     return path
 
 
+def _of_vision(random_: random.Random, directory: Path) -> Path:
+    kind = random_.choice(list(CONFIGS))
+    entries = {"tie_word_embeddings": random_.choice((True, False))} if random_.random() < 0.3 else {}
+    entries |= {"odd_feature": 1} if random_.random() < 0.1 else {}
+    path = write_vision(kind, directory, **entries)
+    load_vision(path)
+    return path
+
+
 def _gguf(random_: random.Random, directory: Path) -> Path:
     path = directory / "demo.gguf"
     files.write_demo(path, random_.choice((Kind.F32, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1)))
@@ -111,6 +122,7 @@ _MAKERS: tuple[Callable[[random.Random, Path], Path], ...] = (
     *(_of_transformers,) * 8,
     *(_damaged,) * 4,
     _encoder,
+    _of_vision,
     _quantized,
     _gguf,
 )

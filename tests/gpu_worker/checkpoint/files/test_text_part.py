@@ -51,6 +51,14 @@ def test_entries_beside_the_text_model_are_kept_unless_they_are_of_another_part(
     assert not {"vision_config", "image_token_index", "vision_feature_layer"} & entries.keys()
 
 
+def test_what_is_written_into_the_entries_of_text_is_left_out_too() -> None:
+    # As transformers 4.52 saves Qwen2.5-VL: all entries at both levels.
+    both = {name: value for name, value in CONFIGS["qwen2_5_vl"].items() if name != "vision_config"}
+    nested = both | {"model_type": "qwen2_5_vl_text", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    entries = text_entries(CONFIGS["qwen2_5_vl"] | {"text_config": nested})
+    assert entries == text_entries(CONFIGS["qwen2_5_vl"])
+
+
 def test_rotation_by_three_positions_is_the_ordinary_one() -> None:
     entries = text_entries(CONFIGS["qwen2_vl"])
     assert entries["rope_scaling"] == {"type": "default"}

@@ -45,6 +45,9 @@ def read_ropes(
     rope = with_context(rope, max_model_len or 1)
     if family == "gpt_oss" and not (reader.take("rope_scaling") or reader.take("rope_parameters")):
         rope = replace(rope, scaling=_GPT_OSS_YARN)
+    if family == "muse_glimmer":
+        unrotated = no_rotation(head_size)
+        return tuple(rope if rotates else unrotated for rotates in _muse_rotating(reader, num_layers))
     if family in ("smollm3", "llama4"):
         longest = min(max_model_len or max_position, max_position)
         unrotated = _scaled_queries(reader, head_size, longest) if family == "llama4" else no_rotation(head_size)
@@ -93,6 +96,10 @@ def read_windows(reader: ConfigReader, family: str, num_layers: int, max_model_l
             windows = _smollm_windows(reader, num_layers)
         case "qwen2_moe" | "qwen3_moe":
             return _no_windows(reader, num_layers)
+        case "muse_glimmer":
+            window = _window(reader, 2048)
+            default = [_FULL if (num_layers - 1 - layer) % 4 == 0 else _SLIDING for layer in range(num_layers)]
+            windows = [window if kind == _SLIDING else None for kind in _known_kinds(reader, num_layers) or default]
         case "llama4":
             return (None,) * num_layers
         case "mistral" | "mixtral" | "phi3":
@@ -124,6 +131,17 @@ def _rotating(reader: ConfigReader, num_layers: int) -> list[bool]:
     if not isinstance(listed, list) or len(listed) < num_layers or not all(entry in (0, 1) for entry in listed):
         raise reader.error("no_rope_layers", f"must be a list of num_hidden_layers = {num_layers} zeros and ones")
     return [bool(entry) for entry in listed[:num_layers]]
+
+
+def _muse_rotating(reader: ConfigReader, num_layers: int) -> list[bool]:
+    """Return which layers rotate their heads. Without a list, every fourth from the last one on does not."""
+    listed = reader.take("layer_rope_theta")
+    if listed is None:
+        return [(num_layers - 1 - layer) % 4 != 0 for layer in range(num_layers)]
+    is_list = isinstance(listed, list) and len(listed) >= num_layers
+    if not is_list or not all(type(theta) in (int, float) for theta in listed):
+        raise reader.error("layer_rope_theta", f"must be a list of num_hidden_layers = {num_layers} numbers")
+    return [theta != 0 for theta in listed[:num_layers]]  # whatever it is: the class uses that of all layers
 
 
 def _smollm_windows(reader: ConfigReader, num_layers: int) -> list[int | None]:

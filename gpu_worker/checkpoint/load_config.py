@@ -176,6 +176,14 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
             norms_rotated_heads=reader.take_bool("use_qk_norm", True),
             attention_chunks=read_chunks(reader, num_layers, ropes, longest),
         )
+    if family == "muse_glimmer":
+        return replace(
+            config,
+            attention_scales=(head_size**-0.5 * reader.take_float("qk_scale_factor", 3.87),) * num_layers,
+            post_norm_eps=reader.take_float("post_norm_eps", 1e-8),
+            logit_scale=reader.take_float("output_multiplier", 0.19611613513818404),
+            logit_softcap=reader.take_float("final_logit_softcapping", 20.0),
+        )
     if traits.is_latent:
         return _add_latent(reader, config)
     return _add_gemma(reader, config) if traits.is_gemma else config

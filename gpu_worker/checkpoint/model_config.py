@@ -162,6 +162,10 @@ class ModelConfig:
     """The factor on token embeddings, exact in ``dtype``."""
     attention_softcap: float | None = None
     """As :class:`~..attention.attention_backend.ScoreRule` says."""
+    post_norm_eps: float | None = None
+    """Of the norms of what attention and MLP compute; None: ``norm_eps``."""
+    logit_scale: float = 1.0
+    """The factor on logits, before any limit."""
     logit_softcap: float | None = None
     """A logit x becomes logit_softcap * tanh(x / logit_softcap); None: it stays x."""
     opt: OPTSwitches | None = None

@@ -34,7 +34,7 @@ from .files.config_reader import (
     is_class_of_transformers,
     read_wrapper,
 )
-from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, is_encoder
+from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, WITHOUT_MODULES, is_encoder
 from .gguf.config import described_by, read_model
 from .load_config import check_quantization, load_model_config, read_dtype
 from .local_config import (
@@ -142,7 +142,7 @@ def choose(
     try:
         return ServedHow("built in", load_model_config(path, dtype, quantization, max_model_len))
     except UnsupportedError as lack:
-        if model_impl == "native" or name not in ARCHITECTURES:
+        if model_impl == "native" or name not in ARCHITECTURES or name in WITHOUT_MODULES:
             raise
         known = _known_entries(path)
         if known is not None and not known.issuperset(lack.unread):

@@ -1,6 +1,6 @@
 """Loads token embeddings and the output matrix, which may be one tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,10 +14,18 @@ InputEmbeds = Sequence[tuple[int, Tensor]]
 """(index of the first token, [n, hidden_size] float32): embeddings that replace token ids."""
 
 
-def embed(table: Tensor, input_ids: Tensor, embeds: InputEmbeds, scale: float = 1.0) -> Tensor:
-    """Return [T, hidden_size]: the rows of ``table`` for ``input_ids`` [T], times ``scale``, except where ``embeds``
-    gives others."""
+def embed(
+    table: Tensor,
+    input_ids: Tensor,
+    embeds: InputEmbeds,
+    scale: float = 1.0,
+    norm: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return [T, hidden_size]: the rows of ``table`` for ``input_ids`` [T], times ``scale`` or after ``norm``, except
+    where ``embeds`` gives others."""
     hidden = F.embedding(input_ids, table)
+    if norm is not None:
+        hidden = norm(hidden)
     if scale != 1.0:
         hidden *= scale
     for start, rows in embeds:

@@ -1,6 +1,8 @@
 """Computes Llama and its relatives, layer by layer; ``DecoderTraits`` and :class:`ModelConfig` hold the differences
 between families."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,11 +28,22 @@ from .model import LanguageModel, replace_layers
 class AddNorm:
     """Adds the last part's result to the residual stream, then applies RMSNorm."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, config: ModelConfig, ops: Ops, size: int = 0) -> None:
-        """``size``: of the rows; 0: hidden_size."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        config: ModelConfig,
+        ops: Ops,
+        size: int = 0,
+        eps: float | None = None,
+        *,
+        shifts: bool = True,
+    ) -> None:
+        """``size``: of the rows; 0: hidden_size. ``eps``: None: the model's. ``shifts``: whether the family's shift
+        is added to weights."""
         self._weight = checkpoint.take(f"{name}.weight", size or config.hidden_size)
-        self._eps = config.norm_eps
-        self._shift = config.traits.norm_shift
+        self._eps = config.norm_eps if eps is None else eps
+        self._shift = config.traits.norm_shift if shifts else 0.0
         self._ops = ops
 
     def __call__(self, residual: Tensor, delta: Tensor | None) -> Tensor:
@@ -56,7 +69,7 @@ class Attention:
         self._qkv = load_linear(checkpoint, names, hidden, outputs, config.qkv_bias, quantization)
         out_bias = config.attention_output_bias
         self._out = load_linear(checkpoint, [f"{prefix}.o_proj"], query_size, [hidden], out_bias, quantization)
-        self._head_norm = _load_head_norm(checkpoint, prefix, config) if config.traits.qk_norm == "head" else None
+        self._head_norm = _load_head_norm(checkpoint, prefix, config)
         if config.traits.qk_norm == "all":
             self._qkv = NormedProjection(self._qkv, checkpoint, prefix, (query_size, kv_size), config, ops)
 
@@ -64,6 +77,22 @@ class Attention:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         query = self._ops.rotate_and_write(heads, self._head_norm, rotation, kv_cache, plan)
         return self._out(plan.attend(query, kv_cache, self._rule).flatten(1))
+
+
+class GatedAttention(Attention):
+    """Computes attention whose result is multiplied by the sigmoid of a projection of its input."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
+        super().__init__(checkpoint, prefix, config, ops, layer)
+        sizes = [config.shard.part(config.num_heads * config.head_size)]
+        names = [f"{prefix}.gate_proj"]
+        self._gate = load_linear(checkpoint, names, config.hidden_size, sizes, False, config.quantization)
+
+    def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
+        heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
+        query = self._ops.rotate_and_write(heads, self._head_norm, rotation, kv_cache, plan)
+        attended = plan.attend(query, kv_cache, self._rule).flatten(1)
+        return self._out(attended * self._gate(x).sigmoid())
 
 
 class InterleavedAttention(Attention):
@@ -76,8 +105,7 @@ class InterleavedAttention(Attention):
         self._rotates, self._scales_queries = rope.rotates, isinstance(rope.scaling, QueryScaling)
         if self._rotates and config.norms_rotated_heads:
             # The norm of a rotated head is that of the head: it may be applied before.
-            ones = torch.ones(config.num_heads + config.num_kv_heads, config.head_size)
-            self._head_norm = HeadNorm(ones.to(checkpoint.device, checkpoint.dtype), config.norm_eps)
+            self._head_norm = _unit_head_norm(checkpoint, config)
 
     def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
@@ -95,8 +123,15 @@ class InterleavedAttention(Attention):
         return self._out(plan.attend(query, kv_cache, self._rule).flatten(1))
 
 
-def _load_head_norm(checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> HeadNorm:
-    """Return the query and key norms as one, with a row of weights per head."""
+def _unit_head_norm(checkpoint: Checkpoint, config: ModelConfig) -> HeadNorm:
+    ones = torch.ones(config.num_heads + config.num_kv_heads, config.head_size)
+    return HeadNorm(ones.to(checkpoint.device, checkpoint.dtype), config.norm_eps)
+
+
+def _load_head_norm(checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> HeadNorm | None:
+    """Return the query and key norms as one, with a row of weights per head; None: there are none of heads."""
+    if config.traits.qk_norm != "head":
+        return _unit_head_norm(checkpoint, config) if config.traits.qk_norm == "unit" else None
     query = checkpoint.take(f"{prefix}.q_norm.weight", config.head_size).expand(config.num_heads, -1)
     key = checkpoint.take(f"{prefix}.k_norm.weight", config.head_size).expand(config.num_kv_heads, -1)
     return HeadNorm(torch.cat((query, key)), config.norm_eps, config.traits.norm_shift)
@@ -195,7 +230,8 @@ class PostNormLayer:
         """``routes`` as in :class:`DecoderLayer`."""
 
         def norm(name: str) -> AddNorm:
-            return AddNorm(checkpoint, f"{prefix}.{name}_layernorm", config, ops)
+            eps = config.post_norm_eps if name.startswith("post") else None
+            return AddNorm(checkpoint, f"{prefix}.{name}_layernorm", config, ops, eps=eps)
 
         around = config.traits.norm_order == "around"
         self._before_attention = norm("input") if around else add
@@ -224,9 +260,11 @@ def add(residual: Tensor, delta: Tensor | None) -> Tensor:
 def _load_attention(
     checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int
 ) -> Attention | LatentAttention:
-    kind = LatentAttention if config.latent is not None else Attention
+    kind: type[Attention] | type[LatentAttention] = LatentAttention if config.latent is not None else Attention
     if config.traits.is_interleaved:
         kind = InterleavedAttention
+    if config.traits.has_gate:
+        kind = GatedAttention
     return kind(checkpoint, prefix, config, ops, layer)
 
 
@@ -265,6 +303,10 @@ class DecoderModel:
         self._lm_head: Linear | None = None
         self.head: ClassHead | None = None
         """The class head that stands in the place of an output layer; None: the model has that."""
+        self._embedding_norm: Callable[[Tensor], Tensor] | None = None
+        if config.traits.norms_embeddings:
+            ones = torch.ones(config.hidden_size, dtype=config.dtype, device=device)
+            self._embedding_norm = lambda rows: ops.add_norm(rows, None, ones, config.norm_eps)
         self._layers: list[DecoderLayer | PostNormLayer] = []
         self.load_weights(checkpoint)
 
@@ -286,7 +328,7 @@ class DecoderModel:
             return kind(checkpoint, f"model.layers.{config.first_layer + layer}", config, ops, layer, self.routes)
 
         replace_layers(self._layers, config.num_layers, load)
-        self._norm = AddNorm(checkpoint, "model.norm", config, ops)
+        self._norm = AddNorm(checkpoint, "model.norm", config, ops, shifts=config.traits.shifts_last_norm)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))
         for layer in range(config.num_further_layers):
@@ -301,7 +343,7 @@ class DecoderModel:
         embeds: InputEmbeds = (),
     ) -> Tensor:
         if self._stage is None or self.config.first_layer == 0:
-            residual = embed(self._embedding, input_ids, embeds, self.config.embedding_scale)
+            residual = embed(self._embedding, input_ids, embeds, self.config.embedding_scale, self._embedding_norm)
         else:
             residual = self._stage.receive(len(input_ids))
         delta: Tensor | None = None
@@ -314,12 +356,14 @@ class DecoderModel:
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings [T, hidden_size] of tokens [T]."""
-        return embed(self._embedding, input_ids, (), self.config.embedding_scale)
+        return embed(self._embedding, input_ids, (), self.config.embedding_scale, self._embedding_norm)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         if self._lm_head is None:  # only warm-up asks for logits of a model with a class head, or where none are drawn
             return hidden.float()
         logits = self._lm_head(hidden, torch.float32)
+        if self.config.logit_scale != 1.0:
+            logits.mul_(self.config.logit_scale)
         softcap = self.config.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 

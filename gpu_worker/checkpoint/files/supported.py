@@ -22,6 +22,7 @@ Family = Literal[
     "deepseek_v2",
     "deepseek_v3",
     "llama4",
+    "muse_glimmer",
     "gpt2",
     "opt",
     "transformers",
@@ -45,17 +46,20 @@ ARCHITECTURES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Llama4ForCausalLM": "llama4",
+    "MuseGlimmerForCausalLM": "muse_glimmer",
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
 }
 """Names every architecture that is built in and generates text."""
+WITHOUT_MODULES = ("MuseGlimmerForCausalLM",)
+"""Names those of which transformers has no such class: it has their text as a part of another one."""
 
 CLASS_HEAD = "ForSequenceClassification"
 """Ends the names of classes with a head for classes of prompts."""
 CLASSIFIERS: dict[str, Family] = {
     name.replace("ForCausalLM", CLASS_HEAD): family
     for name, family in ARCHITECTURES.items()
-    if family not in ("gpt2", "opt", "llama4")
+    if family not in ("gpt2", "opt", "llama4", "muse_glimmer")
 }
 """Names the decoders with a class head instead of an output layer."""
 BACKBONES: dict[str, Family] = {name.replace(CLASS_HEAD, "Model"): family for name, family in CLASSIFIERS.items()}
@@ -79,9 +83,9 @@ STATIC = "StaticModel"
 """Names a table of vectors of tokens, without a network (model2vec)."""
 BUILT_IN = frozenset((*ARCHITECTURES, *CLASSIFIERS, *BACKBONES, *ENCODERS, STATIC))
 """Names all architectures that are built in."""
-_TEXT_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+_TEXT_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "muse_glimmer": "muse_glimmer_text"}
 CLASS_OF_TYPE: dict[str, str] = {
-    # The types gemma3 and llama4 are those of models which read images.
+    # The names of these families are the types of models which read images.
     **{_TEXT_TYPES.get(family, family): name for name, family in ARCHITECTURES.items()},
     "bert": "BertModel",
     "roberta": "RobertaModel",
@@ -117,8 +121,9 @@ CLAMPED_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 NormOrder = Literal["before", "after", "around"]
 """Where a layer normalizes: the input of attention and of the MLP, their result, or both."""
-QKNorm = Literal["head", "all"]
-"""What RMSNorm is applied to before rotation: each query and key head, or all of a token's queries and all its keys."""
+QKNorm = Literal["head", "unit", "all"]
+"""What RMSNorm is applied to before rotation: each query and key head, the same without weights, or all of a token's
+queries and all its keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +133,10 @@ class DecoderTraits:
     norm_order: NormOrder = "before"
     norm_shift: float = 0.0
     """What is added to each stored norm weight."""
+    shifts_last_norm: bool = True
+    """Whether that is so of the norm behind the last layer too."""
+    norms_embeddings: bool = False
+    """Whether embeddings of tokens have RMSNorm without weights."""
     norm_eps: float = 1e-6
     qk_norm: QKNorm | None = None
     head_size: int | None = None
@@ -146,6 +155,8 @@ class DecoderTraits:
     """Whether those four have biases if the configuration says nothing."""
     has_mlp_bias: bool = False
     """Whether the matrices of MLPs, and the router of experts, always have a bias."""
+    has_gate: bool = False
+    """Whether what attention computes is multiplied by the sigmoid of a projection of its input."""
     has_sinks: bool = False
     """Whether each head has a score that enters the sum of the softmax and weighs no value."""
     may_have_mlp_bias: bool = False
@@ -211,6 +222,19 @@ DECODERS: dict[str, DecoderTraits] = {
         may_have_attention_bias=True,
         is_interleaved=True,
         mlp_name="feed_forward",
+    ),
+    "muse_glimmer": DecoderTraits(
+        norm_order="around",
+        norm_shift=1.0,
+        shifts_last_norm=False,
+        norms_embeddings=True,
+        norm_eps=1e-5,
+        qk_norm="unit",
+        head_size=128,
+        num_kv_heads=2,
+        activation_entry="hidden_activation",
+        may_have_attention_bias=True,
+        has_gate=True,
     ),
 }
 """The families that ``models.decoder`` computes."""

@@ -33,6 +33,7 @@ WRAPPERS = {
     "Gemma3ForConditionalGeneration": _Wrapper("gemma3", "gemma3_text", is_tied=True),
     "Gemma4ForConditionalGeneration": _Wrapper("gemma4", "gemma4_text", is_tied=True),
     "Llama4ForConditionalGeneration": _Wrapper("llama4", "llama4_text"),
+    "MuseGlimmerForConditionalGeneration": _Wrapper("muse_glimmer", "muse_glimmer_text"),
 }
 _BY_KIND = {wrapper.kind: name for name, wrapper in WRAPPERS.items()}
 
@@ -85,7 +86,8 @@ _OTHER_NAMES = """
     boi_token_id boi_token_index eoi_token_id eoi_token_index boa_token_id boa_token_index eoa_token_id eoa_token_index
     image_seq_length mm_tokens_per_image vision_soft_tokens_per_image audio_soft_tokens_per_image downsample_ratio
     projector_hidden_act multimodal_projector_bias vision_feature_layer vision_feature_select_strategy
-    spatial_merge_size image_grid_pinpoints vision_aspect_ratio use_image_newline_parameter
+    projector_hidden_size out_hidden_size spatial_merge_size image_grid_pinpoints vision_aspect_ratio
+    use_image_newline_parameter
     """
 _OTHER_PARTS = frozenset(_OTHER_NAMES.split())
 """Entries that only the other parts, or what joins them to the text model, read."""
@@ -144,7 +146,7 @@ _OTHER_PREFIXES = tuple(
     for above in ("", "model.")
     for part in (
         *("visual.", "vision_tower.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio."),
-        *("multi_modal_projector.", "image_newline"),
+        *("multi_modal_projector.", "image_newline", "vision_adapter.", "vision_projection."),
     )
 )
 """How names of other parts' tensors begin."""

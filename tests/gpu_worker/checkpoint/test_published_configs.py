@@ -436,6 +436,51 @@ LLAMA_4_SCOUT: dict[str, Any] = {
 }
 
 
+MUSE_GLIMMER_SCALES = {
+    "final_logit_softcapping": 20.0,
+    "output_multiplier": 0.19611613513818404,
+    "post_norm_eps": 1e-08,
+    "qk_scale_factor": 3.87,
+    "sliding_window": 2048,
+}
+MUSE_GLIMMER: dict[str, Any] = {
+    "architectures": ["MuseGlimmerForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "eos_token_id": [200001, 200008],
+    "image_token_id": 200092,
+    "model_type": "muse_glimmer",
+    "out_hidden_size": 6144,
+    "projector_hidden_act": "gelu",
+    "projector_hidden_size": 4096,
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 200000,
+        "eos_token_id": 200001,
+        "head_dim": 128,
+        "hidden_activation": "silu",
+        "hidden_size": 6656,
+        "initializer_range": 0.02,
+        "intermediate_size": 19968,
+        "layer_rope_theta": [500000.0, 500000.0, 500000.0, 0.0] * 13,
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 13,
+        "max_position_embeddings": 131072,
+        "model_type": "muse_glimmer_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 52,
+        "num_key_value_heads": 2,
+        "pad_token_id": None,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 202048,
+        **MUSE_GLIMMER_SCALES,
+    },
+    "vision_config": {"hidden_size": 1536, "model_type": "muse_glimmer_vision"},
+}
+
+
 def write(config: dict[str, Any], directory: Path) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -575,6 +620,20 @@ def test_what_llama_4_does_not_compute_is_refused(entries: dict[str, Any], reaso
     text = LLAMA_4_SCOUT["text_config"] | entries
     with pytest.raises(ValueError, match=reason):
         load_model_config(write(LLAMA_4_SCOUT | {"text_config": text}, tmp_path))
+
+
+def test_muse_glimmer_without_its_entries_is_what_the_class_makes_of_them(tmp_path: Path) -> None:
+    """``models/muse_glimmer/configuration_muse_glimmer.py`` of transformers 5.24 has these defaults."""
+    listed = ("layer_rope_theta", "layer_types")
+    text = MUSE_GLIMMER["text_config"]
+    published = load_model_config(write(MUSE_GLIMMER, tmp_path))
+    defaults = {name: value for name, value in text.items() if name not in (*listed, *MUSE_GLIMMER_SCALES)}
+    assert load_model_config(write(MUSE_GLIMMER | {"text_config": defaults}, tmp_path)) == published
+    assert published.sliding_windows == (2048, 2048, 2048, None) * 13
+    assert [rope.rotates for rope in published.ropes] == [True, True, True, False] * 13
+    for entry, value in (("layer_rope_theta", [5e5] * 3), ("layer_types", ["chunked_attention"] * 52)):
+        with pytest.raises(ValueError, match=f"{entry} m"):
+            load_model_config(write(MUSE_GLIMMER | {"text_config": text | {entry: value}}, tmp_path))
 
 
 @pytest.mark.parametrize(("entry", "value"), [("swiglu_limit", 10.0), ("swiglu_alpha", 1.0)])

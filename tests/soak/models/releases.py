@@ -174,12 +174,8 @@ RELEASES: dict[str, dict[str, Any]] = {
 }
 """Entries by the release that has them."""
 BY_CLASS: dict[str, tuple[str, str]] = {
-    "google/gemma-4-E2B-it": ("Gemma4ForConditionalGeneration", "gemma4"),
-    "google/gemma-4-E4B-it": ("Gemma4ForConditionalGeneration", "gemma4"),
-    "google/gemma-4-26B-A4B-it": ("Gemma4ForConditionalGeneration", "gemma4"),
     "Qwen/Qwen3.5-4B": ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
     "Qwen/Qwen3.5-35B-A3B": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": ("Llama4ForConditionalGeneration", "llama4"),
     "microsoft/Phi-4-multimodal-instruct": ("Phi4MultimodalForCausalLM", "phi4_multimodal"),
     "openai/whisper-large-v3": ("WhisperForConditionalGeneration", "whisper"),
     "google/diffusiongemma-26B-A4B-it": ("DiffusionGemmaForBlockDiffusion", "diffusion_gemma"),
@@ -197,6 +193,11 @@ OF_VISION: dict[str, str] = {
     "llava-hf/llava-onevision-qwen2-0.5b-ov-hf": "llava_onevision",
     "google/gemma-3-4b-it": "gemma3",
     "OpenGVLab/InternVL3-1B-hf": "internvl",
+    "google/gemma-4-E2B-it": "gemma4_e2b",
+    "google/gemma-4-E4B-it": "gemma4_e4b",
+    "google/gemma-4-26B-A4B-it": "gemma4_26b_a4b",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
+    "meta-models/Muse-Glimmer-30B": "muse_glimmer",
 }
 """Releases that read images, by their kind in ``tests/parity/vision_checkpoints.py``: their text is served."""
 

@@ -1,0 +1,266 @@
+"""Holds the entries of ``config.json`` of released models whose text is served alone, of other sizes.
+
+Names and values are those that copies of the files of gemma-4-E2B-it, gemma-4-E4B-it, gemma-4-26B-A4B-it,
+Llama-4-Scout-17B-16E-Instruct and Muse-Glimmer-30B have in public repositories, and defaults of transformers 5.24
+(``configuration_gemma4.py``, ``configuration_llama4.py``, ``configuration_muse_glimmer.py``), which has the names of
+tensors too. The tokens that stand for images and sound are 0 to 2, which no prompt of the tests has: the whole class
+computes them in its own way.
+"""
+
+from typing import Any
+
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": 4,
+    "vocab_size": 503,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA_4_TEXT: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "dtype": "float32",
+    "enable_moe_block": False,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 32,
+    "head_dim": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "initializer_range": 0.02,
+    "model_type": "gemma4_text",
+    "moe_intermediate_size": None,
+    "num_experts": None,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 50,
+    "tie_word_embeddings": True,
+    "top_k_experts": None,
+    "use_bidirectional_attention": None,
+    "use_cache": True,
+    "vocab_size_per_layer_input": 503,
+    **_SIZES,
+}
+_GEMMA_4_TOWER = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "max_position_embeddings": 131072,
+    "model_type": "gemma4_vision",
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 100.0, "rope_type": "axial"},
+}
+_GEMMA_4 = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "audio_config": None,
+    "audio_token_id": 0,
+    "boa_token_id": 496,
+    "boi_token_id": 497,
+    "dtype": "float32",
+    "eoa_token_index": 498,
+    "eoi_token_id": 499,
+    "eos_token_id": [1, 106],
+    "image_token_id": 1,
+    "initializer_range": 0.02,
+    "model_type": "gemma4",
+    "tie_word_embeddings": True,
+    "video_token_id": 2,
+    "vision_config": _GEMMA_4_TOWER,
+}
+_BY_LAYER = {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 8,
+    "num_global_key_value_heads": None,
+}
+_AUDIO = {
+    "attention_chunk_size": 12,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "model_type": "gemma4_audio",
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "output_proj_dims": 32,
+    "subsampling_conv_channels": [8, 4],
+    "use_clipped_linears": True,
+}
+_GEMMA_4_WITH_SOUND = _GEMMA_4 | {
+    "audio_config": _AUDIO,
+    "vision_config": _GEMMA_4_TOWER | {"use_clipped_linears": True},
+}
+TEXT_OF_RELEASES: dict[str, dict[str, Any]] = {
+    "gemma4_e2b": _GEMMA_4_WITH_SOUND
+    | {
+        "text_config": _GEMMA_4_TEXT
+        | _BY_LAYER
+        | {
+            "layer_types": [*([_SLIDING] * 2 + [_FULL]) * 2, *[_SLIDING] * 3, _FULL],
+            "num_hidden_layers": 10,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+        }
+    },
+    "gemma4_e4b": _GEMMA_4_WITH_SOUND
+    | {
+        "text_config": _GEMMA_4_TEXT
+        | _BY_LAYER
+        | {
+            "layer_types": ([_SLIDING] * 2 + [_FULL]) * 3,
+            "num_hidden_layers": 9,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": False,
+        }
+    },
+    "gemma4_26b_a4b": _GEMMA_4
+    | {
+        "text_config": _GEMMA_4_TEXT
+        | {
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": ([_SLIDING] * 2 + [_FULL]) * 2,
+            "moe_intermediate_size": 24,
+            "num_experts": 8,
+            "num_global_key_value_heads": 1,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 4,
+            "num_kv_shared_layers": 0,
+            "top_k_experts": 3,
+            "use_bidirectional_attention": "vision",
+            "use_double_wide_mlp": False,
+        }
+    },
+    "llama4": {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "boi_token_index": 497,
+        "eoi_token_index": 498,
+        "image_token_index": 499,
+        "model_type": "llama4",
+        "text_config": {
+            "_attn_implementation_autoset": True,
+            "attention_bias": False,
+            "attention_chunk_size": 64,
+            "attention_dropout": 0.0,
+            "attn_scale": 0.5,
+            "bos_token_id": 500,
+            "eos_token_id": [501, 502],
+            "floor_scale": 32,
+            "for_llm_compressor": False,
+            "head_dim": 16,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size_mlp": 80,
+            "model_type": "llama4_text",
+            "no_rope_layers": [],
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+            "output_router_logits": False,
+            "pad_token_id": 0,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 16.0,
+                "high_freq_factor": 1.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 256,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "router_aux_loss_coef": 0.001,
+            "router_jitter_noise": 0.0,
+            "torch_dtype": "float32",
+            "use_cache": True,
+            "use_qk_norm": True,
+            **_SIZES,
+        },
+        "torch_dtype": "float32",
+        "transformers_version": "4.51.0.dev0",
+        "vision_config": {
+            "hidden_act": "gelu",
+            "hidden_size": 32,
+            "image_size": 28,
+            "initializer_range": 0.02,
+            "intermediate_size": 64,
+            "model_type": "llama4_vision_model",
+            "norm_eps": 1e-05,
+            "num_attention_heads": 2,
+            "num_channels": 3,
+            "num_hidden_layers": 1,
+            "patch_size": 14,
+            "pixel_shuffle_ratio": 0.5,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "vision_output_dim": 32,
+        },
+    },
+    "muse_glimmer": {
+        "architectures": ["MuseGlimmerForConditionalGeneration"],
+        "dtype": "float32",
+        "eos_token_id": [501, 502],
+        "image_token_id": 1,
+        "model_type": "muse_glimmer",
+        "out_hidden_size": 128,
+        "projector_hidden_act": "gelu",
+        "projector_hidden_size": 32,
+        "text_config": {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 500,
+            "eos_token_id": 501,
+            "final_logit_softcapping": 20.0,
+            "head_dim": 24,
+            "hidden_activation": "silu",
+            "initializer_range": 0.02,
+            "layer_rope_theta": [500000.0, 500000.0, 500000.0, 0.0] * 2,
+            "layer_types": [*[_SLIDING] * 3, _FULL] * 2,
+            "model_type": "muse_glimmer_text",
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 2,
+            "output_multiplier": 0.5,
+            "pad_token_id": None,
+            "post_norm_eps": 1e-08,
+            "qk_scale_factor": 3.87,
+            "rms_norm_eps": 1e-05,
+            "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+            "sliding_window": 50,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+            **_SIZES,
+        },
+        "video_token_id": 2,
+        "vision_config": {
+            "hidden_act": "gelu",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "layer_norm_eps": 1e-05,
+            "layer_types": ["full_attention"],
+            "merge_size": 2,
+            "model_type": "muse_glimmer_vision",
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "patch_size": 14,
+            "patch_temporal": 2,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+    },
+}

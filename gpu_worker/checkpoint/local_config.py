@@ -1,6 +1,7 @@
 """Derives the configuration of the part of a model that one rank computes, and refuses options that several ranks, or a
 device, do not support."""
 
+import os
 from dataclasses import replace
 
 from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, ParallelConfig
@@ -105,10 +106,27 @@ def check_host(config: EngineConfig) -> None:
         raise ValueError("dtype float16 is computed on a GPU only: choose bfloat16 or float32 on a CPU")
     if config.worker.quantization == "fp8":
         raise ValueError("quantization fp8 is computed on a GPU only: choose int8-dynamic or int4 on a CPU")
+    _check_processors(config.parallel)
     if config.cache.dtype == "fp8":
         raise ValueError("kv_cache_dtype fp8 is read on a GPU only: choose int8, of the same size, on a CPU")
     if "cuda" in config.kv.transports:
         raise ValueError("kv_transports: cuda moves KV between GPUs: choose shm or socket on a CPU")
+
+
+_WORKERS_A_PROCESSOR = 4
+"""Beyond that the workers of a step wait for each other's turns, and their start takes minutes."""
+
+
+def _check_processors(parallel: ParallelConfig) -> None:
+    if parallel.distributed_executor_backend == "ray":  # which has other machines
+        return
+    processors = len(os.sched_getaffinity(0))
+    if parallel.world_size > _WORKERS_A_PROCESSOR * processors:
+        raise ValueError(
+            f"tensor_parallel_size {parallel.tensor_parallel_size} times pipeline_parallel_size "
+            f"{parallel.pipeline_parallel_size} is {parallel.world_size} workers: at most {_WORKERS_A_PROCESSOR} share "
+            f"one of the {processors} processors that this machine allows; each should have one of its own"
+        )
 
 
 def check_apart(config: EngineConfig, kind: str) -> None:

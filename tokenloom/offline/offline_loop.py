@@ -15,6 +15,8 @@ from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError, EnginePausedError
 from tokenloom.engine_core.data.messages import EngineCoreOutput
 from tokenloom.engine_core.executor.make_executor import make_executor
+from tokenloom.gpu_worker.checkpoint.served_how import served_how
+from tokenloom.preflight.host import may_have_gpu
 from tokenloom.services.engine.core.workers import CORE_COMMAND, WORKER_COMMAND, make_worker
 
 from .offline_request import CoreRefusal, OfflineRequest
@@ -65,6 +67,8 @@ def start_core(config: EngineConfig, *, has_own_process: bool) -> CoreClient:
 
     Raises ``ValueError`` for a wrong configuration or checkpoint, and ``EngineStartError`` for such a process.
     """
+    if has_own_process or config.parallel.world_size > 1:
+        served_how(config, has_gpu=may_have_gpu())  # before processes start, of which each would find it out
     if not has_own_process:
         return InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
     try:

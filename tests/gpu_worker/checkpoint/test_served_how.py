@@ -234,6 +234,15 @@ def test_a_context_is_a_limit_where_the_class_stretches_by_default(tmp_path: Pat
         answer(tmp_path, of("Apertus1p5TextForCausalLM", "apertus1p5_text", rope_parameters=rope), max_model_len=65)
 
 
+def test_processors_bound_the_workers_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 2}
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    for parallel in ({"tensor_parallel_size": 8}, {"tensor_parallel_size": 16, "distributed_executor_backend": "ray"}):
+        assert answer(tmp_path, LLAMA | heads, parallel=ParallelConfig(**parallel)).by == "built in"
+    with pytest.raises(ValueError, match="16 workers: at most 4 share one of the 2 processors"):
+        answer(tmp_path, LLAMA | heads, parallel=ParallelConfig(tensor_parallel_size=16))
+
+
 def test_an_empty_quantization_asks_for_nothing(tmp_path: Path) -> None:
     assert answer(tmp_path, of("MPNetModel", "mpnet", quantization_config={})).by == "encoder"
 

@@ -18,6 +18,7 @@ from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.offline import offline_loop
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
@@ -100,6 +101,19 @@ def test_a_killed_worker_ends_the_call_in_an_error():
 def test_what_does_not_work_is_a_value_error():
     with pytest.raises(ValueError, match="must be one of auto, uni, mp, ray, not 'slurm'"):
         make_llm("slurm")
+
+
+@pytest.mark.parametrize("has_own_process", [False, True])
+@pytest.mark.parametrize(("size", "reason"), [(3, "does not divide"), (64, "is 64 workers: at most 4 share one of")])
+def test_workers_that_cannot_be_are_refused_before_one_starts(monkeypatch, size, reason, has_own_process):
+    def start(*_):
+        raise AssertionError("a process starts")
+
+    monkeypatch.setattr(offline_loop, "make_executor", start)
+    monkeypatch.setattr(offline_loop, "SyncMPClient", start)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    with pytest.raises(ValueError, match=reason):
+        LLM("tokenloom-demo", tensor_parallel_size=size, engine_process=has_own_process)
 
 
 def test_llm_records_profiles(tmp_path):

@@ -1,6 +1,7 @@
 """Runs a campaign against one running mesh."""
 
 import asyncio
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 
@@ -16,6 +18,7 @@ from ..clients.grpc_client import GrpcClient
 from ..clients.load import Load, LoadOptions
 from ..clients.mix import Case, make_cases
 from ..clients.openai_clients import PlainClient, ResumingClient
+from ..clients.other_calls import other_cases
 from ..clients.record import Record
 from ..faults.fault import SHARED, Fault, Injection, Kind
 from ..faults.injector import Injector
@@ -116,7 +119,11 @@ class LayoutRun:
         vocab_size = load_tokenizer(DEMO_MODEL).get_vocab_size(with_added_tokens=True)
         rng = random.Random(f"{options.seed}/cases")
         cases = make_cases(rng, vocab_size, (options.min_tokens, options.max_tokens), options.cases)
-        return [case for case in cases if case.streamed] if self._campaign.streams_only else cases
+        if self._campaign.streams_only:
+            return [case for case in cases if case.streamed]
+        config = json.loads((DEMO_MODEL / "config.json").read_text())
+        hidden_size = HIDDEN_SIZE if options.worker == "hash" else config["hidden_size"]
+        return cases + other_cases(rng, vocab_size, hidden_size, options.min_tokens)
 
     def _clients(self, target: Target) -> list[ChaosClient]:
         run = f"{self._options.seed}-{self._layout.name}-{self._rng.getrandbits(32):08x}"

@@ -12,6 +12,7 @@ from tokenloom.supervisor.output import LineCopier, WriteLine
 from tokenloom.supervisor.ports import held_ports
 from tokenloom.supervisor.state_dir import mesh_directory
 
+from ..clients.other_calls import FLAGS
 from ..faults.fault import SPLIT, WHOLE, Kind
 from ..faults.links import Links, PartLink
 from .options import ChaosOptions
@@ -55,9 +56,9 @@ def layouts_of(options: ChaosOptions) -> list[Layout]:
 
 
 def _engine_flags(options: ChaosOptions) -> tuple[str, ...]:
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = FLAGS
     if options.worker == "hash":
-        flags = ("--worker", "hash", "--hash-step-seconds", str(options.step_seconds))
+        flags += ("--worker", "hash", "--hash-step-seconds", str(options.step_seconds))
     if options.drafts:
         flags += ("--speculative-config", f'{{"method":"ngram","num_speculative_tokens":{options.drafts}}}')
     return flags

@@ -97,6 +97,11 @@ CAMPAIGNS: Mapping[str, Campaign] = {
         (Action.FREEZE,),
         ChaosOptions(requests=1000, each=2, cases=22, min_success=0.999, max_pause=4.0),
     ),
+    "tree": Campaign(
+        "Every process of the tree is killed, stopped for a while and starved of processors, in turns.",
+        (Action.KILL, Action.FREEZE, Action.STARVE),
+        ChaosOptions(requests=3000, each=30, every=1.5, duration=3.0, max_failed=0),
+    ),
     "cut": Campaign(
         "The links of a random part are cut, cut in one direction, reset or delayed.",
         (Action.CUT, Action.CUT_TO, Action.CUT_FROM, Action.RESET, Action.DELAY),

@@ -10,7 +10,7 @@ from .answer import Progress
 from .comparison import difference
 from .exchange import ChaosClient, Exchange
 from .failure import RequestFailed
-from .mix import Case
+from .mix import Case, with_new_grammar
 from .record import Record, Reference
 
 PASSES = 2
@@ -66,6 +66,7 @@ class Load:
             client.transport: client for client in self._clients if not client.resumes or client.transport == "grpc"
         }
         wanted = [(client, case) for _ in range(PASSES) for client in clients.values() for case in self._cases]
+        wanted = [(client, case) for client, case in wanted if case.call is None or client.transport == "http"]
         wrong: list[str] = []
 
         async def send(client: ChaosClient, case: Case) -> None:
@@ -101,6 +102,8 @@ class Load:
     async def _one(self, records: list[Record], now: Callable[[], float]) -> None:
         case = self._rng.choice(self._cases)
         client = self._clients[self._number % len(self._clients)]
+        if case.call is not None:
+            client = next(each for each in self._clients if not each.resumes)
         exchange = self._exchange(case, self._limit(client, case))
         sent = now()
         error: RequestFailed | None = None
@@ -123,7 +126,7 @@ class Load:
         number = self._number
         # Requests of one client must not all call one gateway.
         gateway = number // len(self._clients) % self._num_gateways
-        return Exchange(number, case, gateway, Progress(self._loop.time()), seconds)
+        return Exchange(number, with_new_grammar(case, number), gateway, Progress(self._loop.time()), seconds)
 
     async def _send(self, client: ChaosClient, exchange: Exchange) -> None:
         """Send with a time limit, after the client's own."""

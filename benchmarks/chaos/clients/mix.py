@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _PERSON = {
@@ -44,6 +44,8 @@ class Case:
     """The user's turn of a chat, in place of a prompt."""
     streamed: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    call: str | None = None
+    """Method and path of a call that only the plain client makes; the options are its body."""
 
     @property
     def is_chat(self) -> bool:
@@ -64,6 +66,15 @@ def make_cases(rng: random.Random, vocab_size: int, tokens: tuple[int, int], cou
         case = make(rng, vocab_size, rng.randint(*tokens))
         cases.append(Case(f"{name} {number}", case.prompt, case.message, streamed, case.options))
     return cases
+
+
+def with_new_grammar(case: Case, number: int) -> Case:
+    """Return a case whose schema, if it has one, no engine has compiled before; it means the same."""
+    outputs = case.options.get("structured_outputs")
+    if outputs is None:
+        return case
+    schema = {**outputs["json"], "title": f"Person {number}"}
+    return replace(case, options={**case.options, "structured_outputs": {"json": schema}})
 
 
 def _text(rng: random.Random) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from . import failure
@@ -12,6 +13,7 @@ from .gateway_probe import until_lost
 from .http_request import ConnectionLost, ConnectionRefused, Response, send
 from .mix import Case
 from .openai_answer import ErrorEvent, EventReader, error_text, take_event, take_whole
+from .other_calls import answer_of
 
 _NO_EVENT = "0"
 """Asks for a stream from its beginning whose events have ids."""
@@ -35,6 +37,10 @@ class PlainClient:
     async def send(self, exchange: Exchange) -> None:
         address = self._gateways[exchange.gateway]
         try:
+            if exchange.case.call is not None:
+                text = await answer_of(partial(_send_json, address), exchange.case, self._model)
+                exchange.answer.sample(0).text = text
+                return
             await call(address, self._model, exchange, EventReader(), {})
         except ConnectionRefused as error:
             exchange.refused += 1
@@ -127,6 +133,16 @@ async def call(
             await _read_stream(response, exchange, events)
         else:
             take_whole(exchange.answer, await response.body())
+
+
+async def _send_json(address: str, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    """Make a call and return the JSON of its answer. Raises as :func:`call`."""
+    data = b"" if body is None else json.dumps(body).encode()
+    async with send(method, address, path, data) as response:
+        answer = await response.body()
+        if response.status != 200:
+            raise _refusal(response.status, answer)
+        return json.loads(answer)
 
 
 async def _read_stream(response: Response, exchange: Exchange, events: EventReader) -> None:

@@ -13,6 +13,8 @@ class Action(StrEnum):
     """SIGTERM, after which the supervisor starts the part again."""
     FREEZE = "freeze"
     """SIGSTOP, and SIGCONT after the duration of the fault."""
+    STARVE = "starve"
+    """The process runs only while no other one wants a processor, for the duration of the fault."""
     CUT = "cut"
     """No byte passes to or from the part for the duration of the fault."""
     CUT_TO = "cut-to"
@@ -39,7 +41,12 @@ class Kind:
     role: str | None = None
     """Role of an engine; None: any service."""
     process: str | None = None
-    """The module of a process that the part has started (``core_main``, ``worker_main``); None: the part's own."""
+    """The module of a process that the part has started (``core_main``, ``render_worker``); None: the part's own."""
+
+    @property
+    def is_helper(self) -> bool:
+        """Whether the process is one of several, which the part starts when it needs one."""
+        return self.process in ("render_worker", "compiler_process")
 
     @property
     def may_be_last(self) -> bool:
@@ -47,7 +54,10 @@ class Kind:
         return self.service == "coordinator"
 
 
-_OFF_ENGINE = tuple(Kind(name, name) for name in ("gateway", "tokenizer", "coordinator", "output_processor"))
+_OFF_ENGINE = (
+    *(Kind(name, name) for name in ("gateway", "tokenizer", "coordinator", "output_processor")),
+    Kind("renderer", "tokenizer", process="render_worker"),
+)
 SHARED = frozenset(kind.name for kind in _OFF_ENGINE)
 """Names of the kinds that every layout has."""
 WHOLE = (
@@ -55,6 +65,7 @@ WHOLE = (
     Kind("engine", "engine", "both"),
     Kind("engine core", "engine", "both", "core_main"),
     Kind("worker", "engine", "both", "worker_main"),
+    Kind("compiler", "engine", "both", "compiler_process"),
 )
 """The kinds of a mesh whose engines compute whole requests, with worker processes."""
 SPLIT = (
@@ -63,6 +74,7 @@ SPLIT = (
     Kind("prefill core", "engine", "prefill", "core_main"),
     Kind("decode engine", "engine", "decode"),
     Kind("decode core", "engine", "decode", "core_main"),
+    Kind("prefill compiler", "engine", "prefill", "compiler_process"),
 )
 """The kinds of a mesh with prefill and decode engines, whose workers run within their cores."""
 

@@ -1,6 +1,7 @@
 """Makes faults in the parts of a running mesh, and records what was seen of each."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Mapping
 
@@ -43,7 +44,8 @@ class Injector:
     async def inject(self, fault: Fault) -> Injection:
         """Make a possible fault and return when it is over. The return of the part is awaited by :meth:`settle`."""
         candidates = self._candidates(fault)
-        part, pid = candidates[int(fault.choice * len(candidates))]
+        part, pids = candidates[int(fault.choice * len(candidates))]
+        pid = pids[int(fault.choice * len(candidates) % 1 * len(pids))]
         injection = Injection(fault, part.spec.name, pid, self.now)
         self.injections.append(injection)
         self._under_fault.add(part.spec.name)
@@ -69,6 +71,8 @@ class Injector:
                 await self._end_process(injection, signal.SIGTERM, _DRAIN_SECONDS)
             case Action.FREEZE:
                 await self._freeze(injection)
+            case Action.STARVE:
+                await self._starve(injection)
             case _:
                 await self._disturb_link(injection, self._links[injection.part])
 
@@ -89,6 +93,16 @@ class Injector:
         if stopped:
             end = {"T": "and continued", None: "and was replaced meanwhile"}.get(still, "but did not stay stopped")
             injection.effect = f"process {pid} was in state T {end}" if still in ("T", None) else ""
+
+    async def _starve(self, injection: Injection) -> None:
+        starved = processes.policies(injection.pid, os.SCHED_IDLE) == {os.SCHED_IDLE}
+        try:
+            await asyncio.sleep(injection.fault.seconds)
+        finally:
+            left = processes.policies(injection.pid, os.SCHED_OTHER)
+        if starved:
+            end = "" if left else ", which ended meanwhile"
+            injection.effect = f"process {injection.pid}{end} ran only where no other one wanted to"
 
     async def _disturb_link(self, injection: Injection, link: PartLink) -> None:
         action = injection.fault.action
@@ -112,23 +126,26 @@ class Injector:
         def is_back() -> bool:
             if not part.serving.is_set() or part.state is None:
                 return False
-            pid = _process_of(part, module)
-            return pid is not None and pid != injection.pid
+            if injection.fault.kind.is_helper:
+                return True
+            pids = _processes_of(part, module)
+            return bool(pids) and injection.pid not in pids
 
         if await processes.until(is_back, RETURN_SECONDS):
             injection.served_again = self.now - injection.began
         self._under_fault.discard(part.spec.name)
 
-    def _candidates(self, fault: Fault) -> list[tuple[SupervisedPart, int]]:
-        """Return the parts that may meet the fault, with the process of each: another of their kind must be healthy."""
+    def _candidates(self, fault: Fault) -> list[tuple[SupervisedPart, list[int]]]:
+        """Return the parts that may meet the fault, with the processes of each: another part of their kind must be
+        healthy."""
         kind = fault.kind
         healthy = [part for part in self._members(kind) if self._is_healthy(part)]
         if len(healthy) < 2 and not kind.may_be_last:
             return []
         if fault.action.is_of_link:
             healthy = [part for part in healthy if part.spec.name in self._links]
-        found = ((part, _process_of(part, kind.process)) for part in healthy)
-        return [(part, pid) for part, pid in found if pid is not None]
+        found = ((part, _processes_of(part, kind.process)) for part in healthy)
+        return [(part, pids) for part, pids in found if pids]
 
     def _is_healthy(self, part: SupervisedPart) -> bool:
         return part.serving.is_set() and part.state is not None and part.spec.name not in self._under_fault
@@ -137,7 +154,7 @@ class Injector:
         return [part for part in self._mesh.parts if part.spec.service == kind.service and part.spec.role == kind.role]
 
 
-def _process_of(part: SupervisedPart, module: str | None) -> int | None:
+def _processes_of(part: SupervisedPart, module: str | None) -> list[int]:
     if part.state is None:
-        return None
-    return part.state.pid if module is None else processes.running_module(part.state.pid, module)
+        return []
+    return [part.state.pid] if module is None else processes.running_module(part.state.pid, module)

@@ -5,26 +5,11 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tokenloom.supervisor.process_tree import PROC, children, command, state
+
+__all__ = ["children", "command", "descendants", "policies", "running_module", "send_signal", "state", "until"]
+
 _POLL_SECONDS = 0.005
-PROC = Path("/proc")
-
-
-def state(pid: int, proc: Path = PROC) -> str | None:
-    """Return the kernel's letter for the state of a process, ``T`` if it is stopped; None: it is gone or a zombie."""
-    try:
-        letter = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
-    return None if letter in "ZX" else letter
-
-
-def children(pid: int, proc: Path = PROC) -> Iterator[int]:
-    """Yield the processes that a process has started."""
-    for listed in (proc / str(pid) / "task").glob("*/children"):
-        try:
-            yield from map(int, listed.read_text().split())
-        except OSError:
-            continue
 
 
 def descendants(pid: int, proc: Path = PROC) -> Iterator[int]:
@@ -34,20 +19,27 @@ def descendants(pid: int, proc: Path = PROC) -> Iterator[int]:
         yield from descendants(child, proc)
 
 
-def command(pid: int, proc: Path = PROC) -> list[str]:
-    """Return the arguments of a process; empty if it is gone."""
-    try:
-        return (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
+def running_module(root: int, module: str, proc: Path = PROC) -> list[int]:
+    """Return the processes below ``root`` that run a module whose name ends with ``module``."""
+    return [
+        pid
+        for pid in descendants(root, proc)
+        if state(pid, proc) is not None and any(argument.endswith(module) for argument in command(pid, proc))
+    ]
 
 
-def running_module(root: int, module: str, proc: Path = PROC) -> int | None:
-    """Return the process below ``root`` that runs a module whose name ends with ``module``; None: no process does."""
-    for pid in descendants(root, proc):
-        if any(argument.endswith(module) for argument in command(pid, proc)):
-            return pid
-    return None
+def policies(pid: int, policy: int | None = None) -> set[int]:
+    """Return how the kernel schedules the threads of a process, first as ``policy`` says, if it is given; empty: it
+    is gone."""
+    found = set()
+    for thread in (PROC / str(pid) / "task").glob("*"):
+        try:
+            if policy is not None:
+                os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
+            found.add(os.sched_getscheduler(int(thread.name)))
+        except ProcessLookupError:
+            continue
+    return found
 
 
 async def until(is_true: Callable[[], bool], seconds: float) -> bool:

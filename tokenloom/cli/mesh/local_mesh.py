@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from tokenloom.supervisor.process_tree import processes_of
 from tokenloom.supervisor.state_dir import MeshRecord, running_meshes
 
 from ..failures import CommandFailed, reported
@@ -42,6 +43,7 @@ def _on(port: int | None) -> str:
 def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print an array of objects instead of a table.")] = False,
     port: Annotated[int | None, typer.Option(help="The mesh on this HTTP port, not the newest one.")] = None,
+    tree: Annotated[bool, typer.Option("--tree", help="List every process, below the one that started it.")] = False,
 ) -> None:
     """List the parts of the newest running mesh of this user: service, index, role, pid, address, health, placement."""
     with reported():
@@ -52,6 +54,9 @@ def ps(
         if not as_json or port is not None:
             typer.echo(f"No mesh is running{_on(port)}; `tokenloom serve` starts one.", err=True)
         raise typer.Exit(0 if port is None else 1)
+    if tree:
+        _print_tree(meshes[0], as_json=as_json)
+        return
     from .mesh_sample import find_rows  # here, because it takes gRPC, which the help does not need
 
     rows = find_rows(meshes[0])
@@ -62,6 +67,16 @@ def ps(
         for row in rows:
             for fall_back in row.fall_backs:
                 typer.echo(f"fall-back of {row.service}-{row.index}: {fall_back}")
+
+
+def _print_tree(mesh: MeshRecord, *, as_json: bool) -> None:
+    found = processes_of(mesh)
+    if as_json:
+        print(json.dumps([asdict(process) for process in found], indent=2))
+        return
+    for process in found:
+        stopped = " stopped" if process.state == "T" else ""
+        print(f"{process.pid:>8} {'  ' * process.depth}{process.name}{stopped}")
 
 
 def _table(rows: "list[Row]") -> Table:

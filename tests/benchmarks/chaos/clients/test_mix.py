@@ -2,7 +2,7 @@
 
 import random
 
-from benchmarks.chaos.clients.mix import FEATURES, make_cases
+from benchmarks.chaos.clients.mix import FEATURES, Case, make_cases, with_new_grammar
 
 COUNT = 4 * len(FEATURES)
 
@@ -23,3 +23,11 @@ def test_every_answer_is_determined() -> None:
     for case in make_cases(random.Random(0), 1000, (5, 9), COUNT):
         assert case.options["temperature"] == 0 or "seed" in case.options, case
         assert (case.prompt is None) == case.is_chat
+
+
+def test_each_request_has_a_schema_of_its_own() -> None:
+    schema = Case("", "text", options={"structured_outputs": {"json": {"type": "integer"}}})
+    first, second = (with_new_grammar(schema, number).options["structured_outputs"]["json"] for number in (1, 2))
+    assert first != second
+    assert first["type"] == second["type"] == "integer"
+    assert with_new_grammar(Case("", "text"), 1) == Case("", "text")

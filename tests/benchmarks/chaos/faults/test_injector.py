@@ -1,6 +1,7 @@
 """The injector chooses among healthy parts, and counts a fault only if it saw its effect."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -74,6 +75,15 @@ async def test_a_freeze_is_seen_and_taken_back(two: list[FakePart]) -> None:
     assert "state T and continued" in injection.effect
     assert await processes.until(lambda: processes.state(injection.pid) not in ("T", None), 10)
     assert injector.is_possible(fault(Action.KILL))
+
+
+async def test_a_starved_process_runs_behind_all_others(two: list[FakePart]) -> None:
+    injector = Injector(mesh_of(*two), {})
+    starving = asyncio.create_task(injector.inject(fault(Action.STARVE, seconds=0.2)))
+    pid = two[0].process.pid
+    assert await processes.until(lambda: processes.policies(pid) == {os.SCHED_IDLE}, 10)
+    assert (await starving).took_effect
+    assert processes.policies(pid) == {os.SCHED_OTHER}
 
 
 async def test_a_signal_that_is_ignored_has_no_effect(two: list[FakePart], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)", "some.module_ma
 async def test_signals_are_seen_to_take_effect() -> None:
     process = await asyncio.create_subprocess_exec(*SLEEPER)
     try:
-        assert await processes.until(lambda: processes.running_module(os.getpid(), "module_main") == process.pid, 10)
+        assert await processes.until(lambda: processes.running_module(os.getpid(), "module_main") == [process.pid], 10)
         assert processes.state(process.pid) not in ("T", None)
         assert processes.send_signal(process.pid, signal.SIGSTOP)
         assert await processes.until(lambda: processes.state(process.pid) == "T", 10)

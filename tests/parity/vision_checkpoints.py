@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.checkpoint.quantization import formats
+from tests.parity import phi4_multimodal
 from tests.parity.reference import Reference, compute_case, small_prompts
 from tests.parity.text_of_releases import TEXT_OF_RELEASES
 
@@ -363,9 +364,9 @@ _MINISTRAL_TEXT = {
     },
 }
 CONFIGS["ministral3"] = CONFIGS["mistral3"] | {"text_config": _MINISTRAL_TEXT, "tie_word_embeddings": False}
-CONFIGS |= TEXT_OF_RELEASES
+CONFIGS |= TEXT_OF_RELEASES | {"phi4_multimodal": phi4_multimodal.CONFIG}
 """Entries of ``config.json``, mostly by ``model_type``."""
-BY_MODULES = ("ministral3", "gemma4_e2b", "gemma4_e4b", "gemma4_26b_a4b")
+BY_MODULES = ("ministral3", "gemma4_e2b", "gemma4_e4b", "gemma4_26b_a4b", "phi4_multimodal")
 """Models whose text transformers' modules compute."""
 SEPARATE_OUTPUTS = ("mistral3", "internvl")
 """Models whose published files hold an output layer of their own, though their class ties it by default."""
@@ -376,6 +377,8 @@ _IN_VISION_MODEL = ("llava", "llava_next", "llava_onevision", "gemma3")
 def write_vision(kind: str, directory: Path, vocab_size: int = 503, **entries: Any) -> Path:
     """Write a checkpoint with random weights; ``entries`` of its configuration replace those of ``CONFIGS``."""
     path = directory / kind
+    if kind == "phi4_multimodal":
+        return phi4_multimodal.write(path)
     path.mkdir(parents=True)
     config = CONFIGS[kind] | entries
     config |= {"vocab_size": vocab_size} if "vocab_size" in config else {}
@@ -437,6 +440,8 @@ def quantize_experts(path: Path) -> tuple[Path, Path]:
 
 def load_vision(path: Path) -> Any:
     """Return the model as transformers loads it. Raises ``AssertionError`` if a tensor is missing or left over."""
+    if json.loads((path / "config.json").read_text())["model_type"] == "phi4mm":
+        return phi4_multimodal.load(path)
     model, report = transformers.AutoModelForImageTextToText.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )

@@ -34,6 +34,7 @@ WRAPPERS = {
     "Gemma4ForConditionalGeneration": _Wrapper("gemma4", "gemma4_text", is_tied=True),
     "Llama4ForConditionalGeneration": _Wrapper("llama4", "llama4_text"),
     "MuseGlimmerForConditionalGeneration": _Wrapper("muse_glimmer", "muse_glimmer_text"),
+    "Phi4MMForCausalLM": _Wrapper("phi4mm", "phi3"),
 }
 _BY_KIND = {wrapper.kind: name for name, wrapper in WRAPPERS.items()}
 
@@ -87,7 +88,7 @@ _OTHER_NAMES = """
     image_seq_length mm_tokens_per_image vision_soft_tokens_per_image audio_soft_tokens_per_image downsample_ratio
     projector_hidden_act multimodal_projector_bias vision_feature_layer vision_feature_select_strategy
     projector_hidden_size out_hidden_size spatial_merge_size image_grid_pinpoints vision_aspect_ratio
-    use_image_newline_parameter
+    use_image_newline_parameter auto_map embd_layer img_processor audio_processor speech_lora vision_lora
     """
 _OTHER_PARTS = frozenset(_OTHER_NAMES.split())
 """Entries that only the other parts, or what joins them to the text model, read."""
@@ -147,15 +148,21 @@ _OTHER_PREFIXES = tuple(
     for part in (
         *("visual.", "vision_tower.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio."),
         *("multi_modal_projector.", "image_newline", "vision_adapter.", "vision_projection."),
+        "embed_tokens_extend.",
     )
 )
 """How names of other parts' tensors begin."""
 
 
+_ADAPTERS = tuple(f".lora_{matrix}.{part}." for matrix in "AB" for part in ("speech", "vision"))
+"""Are in the names of what Phi-4-multimodal adds to layers of its text where a prompt has sound or images."""
+
+
 def text_tensor(name: str) -> str | None:
     """Return how a checkpoint of the text model alone names a tensor; None: it is of another part."""
-    if name.startswith(_OTHER_PREFIXES):
+    if name.startswith(_OTHER_PREFIXES) or any(adapter in name for adapter in _ADAPTERS):
         return None
+    name = name.replace(".base_layer.", ".")
     for prefix, plain in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)

@@ -186,8 +186,9 @@ def test_a_model_without_text_generates_none(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_text_of_a_model_that_reads_images_is_served(tmp_path: Path, kind: str) -> None:
     found = answer(tmp_path, CONFIGS[kind], language_model_only=True)
-    assert (found.by, found.lack, found.is_tried) == ("transformers" if kind in BY_MODULES else "built in", None, True)
-    with pytest.raises(ValueError, match="ForConditionalGeneration reads images"):
+    assert (found.by, found.is_tried) == ("transformers" if kind in BY_MODULES else "built in", True)
+    assert (found.lack is not None) == (kind == "phi4_multimodal")  # the built-in class lacks partly rotated heads
+    with pytest.raises(ValueError, match=f"{CONFIGS[kind]['architectures'][0]} reads images"):
         answer(tmp_path, CONFIGS[kind])
     if kind in BY_MODULES:
         return

@@ -176,7 +176,6 @@ RELEASES: dict[str, dict[str, Any]] = {
 BY_CLASS: dict[str, tuple[str, str]] = {
     "Qwen/Qwen3.5-4B": ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
     "Qwen/Qwen3.5-35B-A3B": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
-    "microsoft/Phi-4-multimodal-instruct": ("Phi4MultimodalForCausalLM", "phi4_multimodal"),
     "openai/whisper-large-v3": ("WhisperForConditionalGeneration", "whisper"),
     "google/diffusiongemma-26B-A4B-it": ("DiffusionGemmaForBlockDiffusion", "diffusion_gemma"),
 }
@@ -198,6 +197,7 @@ OF_VISION: dict[str, str] = {
     "google/gemma-4-26B-A4B-it": "gemma4_26b_a4b",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
     "meta-models/Muse-Glimmer-30B": "muse_glimmer",
+    "microsoft/Phi-4-multimodal-instruct": "phi4_multimodal",
 }
 """Releases that read images, by their kind in ``tests/parity/vision_checkpoints.py``: their text is served."""
 

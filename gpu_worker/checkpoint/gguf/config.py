@@ -99,13 +99,15 @@ def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
     vocab_size = _vocab_size(file)
     if reader.take_int(f"{prefix}vocab_size", vocab_size) != vocab_size:
         raise reader.error(f"{prefix}vocab_size", f"must be the number of embeddings, {vocab_size}")
+    if (num_layers := reader.take_int(f"{prefix}block_count")) > _MOST_LAYERS:
+        raise reader.error(f"{prefix}block_count", f"must be at most {_MOST_LAYERS}")
     experts = read_experts(reader, prefix, file)
     config = {
         "dtype": _dtype(file),
         "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": _of_first_layer(reader, f"{prefix}feed_forward_length"),
-        "num_hidden_layers": reader.take_int(f"{prefix}block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": _of_first_layer(reader, f"{prefix}attention.head_count_kv", heads),
         "head_dim": head_size,
@@ -126,6 +128,8 @@ def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
     return _with_class(prefix, file, config | experts)
 
 
+_MOST_LAYERS = 10_000
+"""A damaged file may state any number, for each of which something would be made."""
 _WITH_BIASES = (
     "llama.",
     "qwen3.",

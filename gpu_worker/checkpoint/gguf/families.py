@@ -19,11 +19,15 @@ def _gemma(config: dict[str, Any], largest: int) -> dict[str, Any]:
     return {"query_pre_attn_scalar": size}
 
 
+def _limit(reader: ConfigReader, name: str) -> float | None:
+    return None if reader.take(name) is None else reader.take_float(name)
+
+
 def _gemma2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return _gemma(config, _GEMMA2_LAYERS) | {
         "sliding_window": reader.take_int(f"{prefix}attention.sliding_window", 4096),
-        "attn_logit_softcapping": reader.take(f"{prefix}attn_logit_softcapping"),
-        "final_logit_softcapping": reader.take(f"{prefix}final_logit_softcapping"),
+        "attn_logit_softcapping": _limit(reader, f"{prefix}attn_logit_softcapping"),
+        "final_logit_softcapping": _limit(reader, f"{prefix}final_logit_softcapping"),
     }
 
 
@@ -37,7 +41,7 @@ def _gemma3(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str,
             "sliding_attention" if (layer + 1) % step else "full_attention"
             for layer in range(config["num_hidden_layers"])
         ],
-        "final_logit_softcapping": reader.take(f"{prefix}final_logit_softcapping"),
+        "final_logit_softcapping": _limit(reader, f"{prefix}final_logit_softcapping"),
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
     }
 
@@ -58,7 +62,7 @@ def _gemma4(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str,
         "sliding_window": reader.take_int(f"{prefix}attention.sliding_window"),
         "layer_types": ["sliding_attention" if has_window else "full_attention" for has_window in pattern],
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
-        "final_logit_softcapping": reader.take(f"{prefix}final_logit_softcapping"),
+        "final_logit_softcapping": _limit(reader, f"{prefix}final_logit_softcapping"),
         "num_kv_shared_layers": reader.take_count(f"{prefix}attention.shared_kv_layers"),
         "hidden_size_per_layer_input": reader.take_count(f"{prefix}embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": config["vocab_size"] if by_layer is None else by_layer.shape[0],

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from transformers import AutoConfig
 
 from tests.gpu_worker.checkpoint.gguf import files
+from tests.gpu_worker.checkpoint.gguf.architectures import MODELS, make, write_model
 from tests.gpu_worker.checkpoint.quantization import formats
 from tests.gpu_worker.checkpoint.quantization.test_schemes import FORMATS
 from tests.parity.reference import compute_case
@@ -114,8 +115,15 @@ def _of_vision(random_: random.Random, directory: Path) -> Path:
 
 def _gguf(random_: random.Random, directory: Path) -> Path:
     path = directory / "demo.gguf"
-    files.write_demo(path, random_.choice((Kind.F32, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1)))
-    return path
+    kind = random_.choice((Kind.F32, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1, Kind.Q2_K, Kind.IQ4_XS, Kind.MXFP4))
+    name = random_.choice((None, *MODELS))
+    if name is None:
+        files.write_demo(path, kind)
+        return path
+    architecture, model_type, entries, _ = MODELS[name]
+    with torch.inference_mode():
+        model = make(model_type, **entries)
+        return write_model(path, architecture, model, kind if kind in (Kind.Q8_0, Kind.Q4_0) else Kind.F32)
 
 
 _MAKERS: tuple[Callable[[random.Random, Path], Path], ...] = (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu_worker.checkpoint.gguf.architectures import MODELS, make, write_model
 from tests.tokenloom.gguf.demo_file import add_tokenizer, write_demo_file, write_metadata
 from tokenloom.gguf import tokenizer
 from tokenloom.gguf.gguf_file import GgufFile, read_gguf
@@ -18,7 +19,7 @@ READERS = (
     tokenizer.special_tokens,
     tokenizer.eos_token_ids,
     tokenizer.chat_template,
-    lambda file: config.gguf_config(file.path),
+    lambda file: config.gguf_config(file.path, file),
 )
 
 
@@ -48,9 +49,25 @@ def test_a_value_of_another_kind_is_one_error(file: GgufFile, monkeypatch: pytes
     for key in {*file.metadata, *MORE_KEYS}:
         for value in VALUES:
             strange = replace(file, metadata={**file.metadata, key: value})
-            monkeypatch.setattr(config, "read_gguf", lambda _, strange=strange: strange)
+            monkeypatch.setattr(config, "_LAST", {})
             refusals += [f"{key} = {value!r}: {refusal}" for read in READERS if (refusal := refusal_of(read, strange))]
     assert len(refusals) > len(file.metadata) * len(VALUES) / 2
+    assert [each for each in refusals if "demo.gguf" not in each] == []
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "phi3, long", "gpt-oss", "deepseek v3", "granite", "ministral3"])
+def test_entries_of_other_architectures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, model_type, entries, _ = MODELS[name]
+    file = read_gguf(write_model(tmp_path / "demo.gguf", architecture, make(model_type, **entries)))
+    read, refusals = READERS[-1], list[str]()
+    assert refusal_of(read, file) == ""
+    own = [key for key in file.metadata if key.startswith(f"{architecture}.")]
+    for key in own:
+        for value in VALUES:
+            strange = replace(file, metadata={**file.metadata, key: value})
+            monkeypatch.setattr(config, "_LAST", {})
+            refusals += [f"{key} = {value!r}: {refusal}" for each in [refusal_of(read, strange)] if (refusal := each)]
+    assert len(refusals) > len(own) * len(VALUES) / 2
     assert [each for each in refusals if "demo.gguf" not in each] == []
 
 

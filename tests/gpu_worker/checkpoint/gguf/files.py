@@ -98,8 +98,8 @@ def _pairs(rows: int, heads: int) -> list[int]:
 def encode(weight: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
     if weight.ndim == 1:
         return weight, Kind.F32
-    if weight.shape[1] % gguf.GGML_QUANT_SIZES[kind][0]:
-        kind = Kind.Q8_0
+    if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        kind = Kind.F32 if weight.shape[-1] % 32 else Kind.Q8_0
     if kind in HALVES:
         blocks = random_blocks(kind, weight.size // gguf.GGML_QUANT_SIZES[kind][0], float(weight.std()))
     elif kind in (Kind.Q4_K, Kind.Q5_K):

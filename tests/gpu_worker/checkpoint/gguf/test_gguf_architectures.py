@@ -8,12 +8,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from tests.gpu_worker.checkpoint.gguf.architectures import write_model
+from tests.gpu_worker.checkpoint.gguf.architectures import MODELS, make, write_model
 from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.gguf.gguf_file import read_gguf
 from tokenloom.gpu_worker.checkpoint.gguf.blocks import BLOCK_TYPES
@@ -26,98 +25,6 @@ from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 RunModel = Callable[..., list[Tensor]]
 
 PROMPT = torch.arange(100, 148)
-SHAPES = {
-    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15, "pad_token_id": 0,
-}  # fmt: skip
-WINDOW = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 30}
-LATENT = {
-    "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_key_value_heads": 4,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
-LOCAL = {"rope_type": "default", "rope_theta": 10_000.0}
-GROUPS = {"n_group": 4, "topk_group": 2}
-LONG = {
-    "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 128,
-    "short_factor": [1.0 + each / 8 for each in range(8)], "long_factor": [2.0 + each for each in range(8)],
-}  # fmt: skip
-PARTIAL = LONG | {"partial_rotary_factor": 0.75, "short_factor": LONG["short_factor"][:6], "long_factor": [2.0] * 6}
-DEEPSEEK_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
-MINISTRAL_YARN = (
-    YARN
-    | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6}
-    | {
-        "original_max_position_embeddings": 16  # so that queries of the prompt are scaled
-    }
-)
-GRANITE = {
-    "attention_multiplier": 0.1, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
-}  # fmt: skip
-GEMMA4 = {
-    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 32, "sliding_window": 30, "num_kv_shared_layers": 3,
-    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 199, "use_double_wide_mlp": True,
-    "final_logit_softcapping": 30.0,
-}  # fmt: skip
-OSS = {
-    "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 30, "num_hidden_layers": 4,
-    "rope_parameters": YARN | {"factor": 32.0, "original_max_position_embeddings": 16, "truncate": False},
-}  # fmt: skip
-MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "gemma2": ("gemma2", "gemma2", WINDOW, "built in"),
-    "gemma3": ("gemma3", "gemma3_text", WINDOW | {"num_hidden_layers": 7}, "built in"),
-    "gemma3, long": (
-        "gemma3", "gemma3_text",
-        WINDOW | {"num_hidden_layers": 7, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
-        "built in",
-    ),
-    "gemma4": ("gemma4", "gemma4_text", GEMMA4, "transformers"),
-    "phi3": ("phi3", "phi3", {"sliding_window": 30}, "built in"),
-    "phi3, long": ("phi3", "phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 128}, "built in"),
-    "phi4 mini": (
-        "phi3", "phi3",
-        {"rope_parameters": PARTIAL, "original_max_position_embeddings": 128, "tie_word_embeddings": True},
-        "transformers",
-    ),
-    "gpt-oss": ("gpt-oss", "gpt_oss", OSS, "built in"),
-    "deepseek v2": (
-        "deepseek2", "deepseek_v2",
-        LATENT | GROUPS | {"rope_parameters": DEEPSEEK_YARN, "topk_method": "group_limited_greedy"},
-        "built in",
-    ),
-    "deepseek v2 lite": (
-        "deepseek2", "deepseek_v2",
-        LATENT | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
-        "built in",
-    ),
-    "deepseek v3": (
-        "deepseek2", "deepseek_v3",
-        LATENT | GROUPS | {"rope_parameters": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
-        "built in",
-    ),
-    "olmo2": ("olmo2", "olmo2", {}, "built in"),
-    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5}, "built in"),
-    "granite": ("granite", "granite", GRANITE, "transformers"),
-    "granite, biases": ("granite", "granite", GRANITE | {"attention_bias": True, "mlp_bias": True}, "transformers"),
-    "glm4": ("glm4", "glm4", {"head_dim": 16}, "transformers"),
-    "ministral3": ("mistral3", "ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL_YARN}, "transformers"),
-    "mistral small 3": ("mistral3", "mistral", {"head_dim": 32, "sliding_window": None}, "built in"),
-}  # fmt: skip
-"""By what is tried: the architecture in the file, transformers' type, its entries, and what computes it here."""
-
-
-def make(model_type: str, **entries: Any) -> Any:
-    config = transformers.AutoConfig.for_model(model_type, **SHAPES | entries)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.dim() == 1 and "inv_freq" not in name:  # zeros and ones would hide one that is left out
-            mean = float("norm" in name) * (not model_type.startswith("gemma"))
-            torch.nn.init.normal_(tensor, mean, 0.1)
-    return model.eval()
 
 
 @torch.inference_mode()

@@ -1,5 +1,6 @@
 """The text of models that read images is that of transformers' whole classes, from files as they are published."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.gpu_worker.checkpoint.quantization.test_schemes import float_config, 
 from tests.gpu_worker.lora.random_adapter import merge, save_adapter
 from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
-from tests.parity.reference import compute_case, small_prompts
+from tests.parity.reference import SMALL_CONFIGS, compute_case, save_random, small_prompts
 from tests.parity.vision_checkpoints import CONFIGS, load_vision, quantize_experts, write_vision
 from tokenloom.engine_core.data.config import LoraConfig
 
@@ -30,6 +31,17 @@ def test_text_alone_gives_the_tokens_of_the_whole_model(kind: str, tmp_path: Pat
     hits = engine.stats.prefix_cache_hits
     assert_identical(cases, engine.generate)
     assert engine.stats.prefix_cache_hits > hits
+
+
+@pytest.mark.parametrize(("kind", "text"), [("internvl", "qwen3_moe"), ("internvl", "gpt_oss"), ("llava", "gemma2")])
+def test_the_type_of_the_text_decides_what_computes_it(kind: str, text: str, tmp_path: Path) -> None:
+    entries = save_random(text, tmp_path, **SMALL_CONFIGS[text]) / "config.json"
+    text_config = json.loads(entries.read_text())
+    del text_config["tie_word_embeddings"]  # the class of Gemma 2 ties by default, as that of LLaVA then does
+    path = write_vision(kind, tmp_path, text_config=text_config, tie_word_embeddings=False)
+    model = load_vision(path)
+    cases = [compute_case(model, prompt) for prompt in small_prompts(503, 64)]
+    assert_identical(cases, Engine(path, language_model_only=True).generate)
 
 
 def test_experts_are_read_as_transformers_5_saves_them(tmp_path: Path) -> None:

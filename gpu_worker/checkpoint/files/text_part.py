@@ -54,6 +54,7 @@ _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _LENGTH, _KV_HEADS, _THETA = "max_position_embeddings", "num_key_value_heads", "rope_theta"
+_TIED = "tie_word_embeddings"
 
 
 def _sizes(*values: int, length: int, kv_heads: int | None = None, **more: Any) -> dict[str, Any]:
@@ -115,9 +116,11 @@ def text_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     defaults = _DEFAULTS.get(kind, {})
     # As published, Qwen2-VL and Qwen2.5-VL have the entries of both parts side by side.
     entries = outer | defaults | text if text else defaults | outer
-    tied = [values.get("tie_word_embeddings", wrapper.is_tied), text.get("tie_word_embeddings")]
+    is_tied = text.get(_TIED) or values.get(_TIED, wrapper.is_tied)
     entries |= {key: outer[key] for key in ("dtype", "torch_dtype", "quantization_config") if outer.get(key)}
-    entries |= {"model_type": _PLAIN_KINDS.get(kind, kind), "tie_word_embeddings": True in tied}
+    entries |= {"model_type": _PLAIN_KINDS.get(kind, kind), _TIED: is_tied}
+    if not is_tied and _TIED not in text:
+        del entries[_TIED]  # the default of the text's own class counts
     entries.pop("architectures", None)
     if kind in _PLAIN_KINDS:
         entries |= {key: _plain_rope(entries[key]) for key in ("rope_scaling", "rope_parameters") if key in entries}

@@ -1,7 +1,5 @@
 """The entries and tensors of the text model in a checkpoint that reads images too."""
 
-from typing import Any
-
 import pytest
 
 from tests.parity.vision_checkpoints import CONFIGS
@@ -31,15 +29,18 @@ def test_what_published_files_leave_out_is_that_of_the_class() -> None:
 
 @pytest.mark.parametrize(
     ("outer", "inner", "tied"),
-    [({}, {}, True), (False, {}, False), (False, True, True), (True, False, True), ({}, True, True)],
+    [
+        ({}, {}, True),  # the default of Gemma 3's whole class
+        ({"tie_word_embeddings": False}, {}, None),
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, True),
+        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, True),
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": False}, False),
+    ],
 )
-def test_either_level_ties_the_output_layer(outer: Any, inner: Any, tied: bool) -> None:
-    values: dict[str, Any] = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"hidden_size": 8}}
-    if outer != {}:
-        values["tie_word_embeddings"] = outer
-    if inner != {}:
-        values["text_config"]["tie_word_embeddings"] = inner
-    assert text_entries(values)["tie_word_embeddings"] is tied
+def test_either_level_ties_the_output_layer(outer: dict[str, bool], inner: dict[str, bool], tied: bool | None) -> None:
+    """None: the entry is absent, so that the default of the text's own class counts."""
+    values = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"hidden_size": 8, **inner}, **outer}
+    assert text_entries(values).get("tie_word_embeddings") is tied
 
 
 def test_entries_beside_the_text_model_are_kept_unless_they_are_of_another_part() -> None:
@@ -56,7 +57,7 @@ def test_what_is_written_into_the_entries_of_text_is_left_out_too() -> None:
     both = {name: value for name, value in CONFIGS["qwen2_5_vl"].items() if name != "vision_config"}
     nested = both | {"model_type": "qwen2_5_vl_text", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
     entries = text_entries(CONFIGS["qwen2_5_vl"] | {"text_config": nested})
-    assert entries == text_entries(CONFIGS["qwen2_5_vl"])
+    assert entries == text_entries(CONFIGS["qwen2_5_vl"]) | {"tie_word_embeddings": False}
 
 
 def test_rotation_by_three_positions_is_the_ordinary_one() -> None:

@@ -77,7 +77,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         raise ValueError("device cuda: PyTorch finds no GPU on this machine; choose cpu, or leave the option out")
     check_device_options(config, "cuda" if has_gpu and worker.device != "cpu" else "cpu")
     check_options(config)
-    if not (worker.language_model_only or is_gguf(path)) and (name := read_wrapper(path)) is not None:
+    if not is_gguf(path) and (name := read_wrapper(path)) is not None and not worker.language_model_only:
         raise ValueError(
             f"{path / 'config.json'}: {name} reads images, which is not supported yet: serve its text alone with "
             "--language-model-only"

@@ -83,8 +83,8 @@ class CheckpointInfo:
         tokenizer = _read_json(path / "tokenizer_config.json")
         tokens = _special_tokens(path, tokenizer)
         chosen = _eos(path / "generation_config.json", generation)
-        text = config.get("text_config")
-        declared = _eos(path / "config.json", (text if isinstance(text, dict) else {}) | config)
+        text = config.get("text_config") if config.get("eos_token_id") is None else None
+        declared = _eos(path / "config.json", text if isinstance(text, dict) else config)
         return cls(
             path=path,
             # As in transformers, generation_config.json decides alone if it names any. If it lacks its chat's end

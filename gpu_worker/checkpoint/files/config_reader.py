@@ -187,14 +187,20 @@ def brief(value: object) -> str:
 def read_architecture(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the class of the text model and its entries in ``config.json``. Raises ``ValueError``."""
     read = _read_json(path)
-    values = text_entries(read) if isinstance(read, dict) else {}
-    return architecture_of(values, str(path / "config.json")), values
+    whole = read if isinstance(read, dict) else {}
+    values, part = text_entries(whole), ": text_config" if wrapper_of(whole) else ""
+    return architecture_of(values, f"{path / 'config.json'}{part}"), values
 
 
 def read_wrapper(path: Path) -> str | None:
-    """Return the class of a checkpoint directory whose text model is one part of several (:func:`wrapper_of`)."""
-    values = _read_json(path) if (path / "config.json").is_file() else None
-    return wrapper_of(values) if isinstance(values, dict) else None
+    """Return the class of a checkpoint directory whose text model is one part of several (:func:`wrapper_of`). Raises
+    ``ValueError`` if its ``text_config`` is no object."""
+    read = _read_json(path) if (path / "config.json").is_file() else None
+    values: dict[str, Any] = read if isinstance(read, dict) else {}
+    name = wrapper_of(values)
+    if name is not None and not isinstance(values.get("text_config", {}), dict | None):
+        raise ValueError(f"{path / 'config.json'}: text_config must be an object")
+    return name
 
 
 def architecture_of(values: Mapping[str, Any], where: str) -> str:

@@ -196,6 +196,20 @@ def test_the_text_of_a_model_that_reads_images_is_served(tmp_path: Path, kind: s
         answer(tmp_path, CONFIGS[kind] | {"odd_feature": 1}, language_model_only=True)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ([], "config.json: text_config must be an object"),
+        ({"model_type": "odd"}, "config.json: text_config: architectures must name the model's class"),
+        ({"model_type": "mamba"}, "MambaForCausalLM is not supported: it keeps a state"),
+        ({"model_type": "mistral", "odd_feature": 1}, "config.json: not supported: odd_feature = 1"),
+    ],
+)
+def test_a_text_that_cannot_be_served_is_named(tmp_path: Path, text: object, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        answer(tmp_path, CONFIGS["mistral3"] | {"text_config": text}, language_model_only=True)
+
+
 def test_the_flag_changes_nothing_for_a_model_of_text(tmp_path: Path) -> None:
     assert answer(tmp_path, LLAMA, language_model_only=True) == answer(tmp_path, LLAMA)
 

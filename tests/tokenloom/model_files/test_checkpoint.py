@@ -103,6 +103,16 @@ def test_end_tokens_of_generation_config_win(model: Path) -> None:
     assert CheckpointInfo.load(model).eos_token_ids == (5,)
 
 
+def test_the_end_may_stand_with_the_entries_of_the_text(model: Path) -> None:
+    change(model / "config.json", eos_token_id=None, text_config={"eos_token_id": 7})
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        change(model / name, eos_token=None)
+    (model / "generation_config.json").unlink()
+    assert CheckpointInfo.load(model).eos_token_ids == (7,)
+    change(model / "config.json", eos_token_id=8)
+    assert CheckpointInfo.load(model).eos_token_ids == (8,)
+
+
 def test_without_end_tokens_in_generation_config_the_others_count(model: Path) -> None:
     change(model / "config.json", eos_token_id=7)
     change(model / "generation_config.json", eos_token_id=None)

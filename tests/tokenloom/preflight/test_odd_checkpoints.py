@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.parity.reference import add_demo_tokenizer
+from tests.parity.vision_checkpoints import write_vision
 from tests.tokenloom.preflight.odd_checkpoints import CONFIG, ODD, Odd, good, safetensors
 from tokenloom.cli.main import app
 from tokenloom.cli.serve import serving
@@ -47,6 +49,22 @@ def test_there_are_names_for_all_of_them() -> None:
 def test_good_checkpoints_pass(tmp_path: Path) -> None:
     check_checkpoint(good(tmp_path / "model"))
     check_checkpoint(DEMO_MODEL)
+
+
+def test_the_text_of_a_model_that_reads_images_is_checked_alike(tmp_path: Path) -> None:
+    options = EngineConfig(worker=WorkerConfig(language_model_only=True))
+    path = add_demo_tokenizer(write_vision("qwen3_vl", tmp_path, 2048))
+    check_checkpoint(path, options)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["vocab_size"] = 2050
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CannotServe, match=r"model\.language_model\.embed_tokens\.weight is \[2048, 64\].*vocab_size 2050"
+    ):
+        check_checkpoint(path, options)
+    small = add_demo_tokenizer(write_vision("llava", tmp_path, 503))
+    with pytest.raises(CannotServe, match="says vocab_size 503: it is the tokenizer of another model"):
+        check_checkpoint(small, options)
 
 
 def test_files_of_torch_save_pass(tmp_path: Path) -> None:

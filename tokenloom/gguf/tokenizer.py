@@ -272,7 +272,7 @@ def sentence_piece_bpe(
         prefix: Which parts of a text get a space before them: ``first``, ``always`` or ``never``.
         falls_back_to_bytes: Whether what is unknown becomes tokens of bytes.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import models
 
     model = models.BPE(
         vocab={token: token_id for token_id, token in enumerate(tokens)},
@@ -281,6 +281,37 @@ def sentence_piece_bpe(
         fuse_unk=True,
         byte_fallback=falls_back_to_bytes,
     )
+    return _with_spaces(model, prefix)
+
+
+_NEVER = -1e9
+"""The score of tokens that no text is to contain by its characters."""
+
+
+def sentence_piece_unigram(
+    tokens: Sequence[str],
+    scores: Sequence[float],
+    kinds: Sequence[int],
+    unknown: str | None,
+    prefix: str,
+    *,
+    falls_back_to_bytes: bool = False,
+) -> "Tokenizer":
+    """Return the tokenizer of SentencePiece's unigram model; the arguments are those of :func:`sentence_piece_bpe`."""
+    from tokenizers import models
+
+    # An unknown character costs 10 more than the lowest score, so no lower one changes which tokens win.
+    vocabulary = [
+        (text, score if kind == TokenType.NORMAL else _NEVER)
+        for text, score, kind in zip(tokens, scores, kinds, strict=True)
+    ]
+    unknown_id = None if unknown is None else tokens.index(unknown)
+    return _with_spaces(models.Unigram(vocabulary, unknown_id, falls_back_to_bytes), prefix)
+
+
+def _with_spaces(model: Any, prefix: str) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=prefix, split=False)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -19,7 +19,7 @@ from ..v1 import types_pb2
 from .model_path import weight_paths
 from .sentence_texts import LIMIT_FILES, PROMPT_FILES, SentenceTexts, read_sentence_texts
 from .tokenizer_json import (
-    SENTENCE_PIECE_FILE,
+    SENTENCE_PIECE_FILES,
     VOCABULARY_FILES,
     can_make_tokenizer,
     has_byte_level_files,
@@ -43,7 +43,7 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     *LIMIT_FILES,
 )
-_ALL_FILES = (*_TOKENIZER_FILES, *VOCABULARY_FILES, SENTENCE_PIECE_FILE)
+_ALL_FILES = (*_TOKENIZER_FILES, *VOCABULARY_FILES, *SENTENCE_PIECE_FILES)
 """Those of a checkpoint without a ``tokenizer.json``."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

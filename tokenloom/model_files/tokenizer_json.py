@@ -1,13 +1,13 @@
 """Tokenizers of models without a ``tokenizer.json``.
 
-One of GPT-2's kind is built from ``vocab.json`` and ``merges.txt``, and SentencePiece's BPE from ``tokenizer.model``;
-each is kept as a ``tokenizer.json``, for parts that read only that format.
+One of GPT-2's kind is built from ``vocab.json`` and ``merges.txt``, and one of SentencePiece from its model, BPE or
+unigram; each is kept as a ``tokenizer.json``, for parts that read only that format.
 """
 
 import hashlib
 import struct
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenloom.process import cache_directory
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from ..gguf.tokenizer import TokenType, add_special_tokens, sentence_piece_bpe
+from ..gguf.tokenizer import TokenType, add_special_tokens, sentence_piece_bpe, sentence_piece_unigram
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,9 +58,23 @@ def make_byte_level_tokenizer(
     return tokenizer
 
 
-SENTENCE_PIECE_FILE = "tokenizer.model"
-_BPE = 2
-_MODEL_TYPES = {1: "unigram", 3: "word", 4: "char"}
+_SENTENCE_PIECE_FILE, _OF_T5, _OF_XLM_ROBERTA = "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"
+SENTENCE_PIECE_FILES = (_SENTENCE_PIECE_FILE, _OF_T5, _OF_XLM_ROBERTA)
+_UNIGRAM, _BPE = 1, 2
+_MODEL_TYPES = {_UNIGRAM: "unigram", 3: "word", 4: "char"}
+_CLASS = "tokenizer_class"
+_T5, _XLM_ROBERTA = "T5Tokenizer", "XLMRobertaTokenizer"
+_FILE_OF = {"MT5Tokenizer": _OF_T5, _T5: _OF_T5, _XLM_ROBERTA: _OF_XLM_ROBERTA}
+"""By class, the file that transformers names. Others with such a file arrange their ids in ways that are not read."""
+_AS_THEY_ARE = (
+    "",
+    "LlamaTokenizer",
+    "GemmaTokenizer",
+    "PreTrainedTokenizer",
+    "TokenizersBackend",
+    "CodeLlamaTokenizer",
+)
+"""Classes of unigram models whose pieces have the ids of their places."""
 
 
 @dataclass
@@ -103,6 +117,19 @@ class SentencePieceModel:
             raise ValueError(f"{path.name} is no model of SentencePiece: it has no tokens")
         return model
 
+    def append(self, texts: Sequence[str]) -> None:
+        """Add control tokens after the others."""
+        self.tokens += texts
+        self.scores += [0.0] * len(texts)
+        self.kinds += [TokenType.CONTROL] * len(texts)
+
+    def begin_as_fairseq(self) -> None:
+        """Give the first four ids to the tokens of fairseq, which has a padding before the others, and add a mask."""
+        first = ["<s>", "<pad>", "</s>", "<unk>"]
+        self.tokens[:3], self.scores[:3] = first, [0.0] * len(first)
+        self.kinds[:3] = [*[TokenType.CONTROL] * 3, TokenType.UNKNOWN]
+        self.append(["<mask>"])
+
     def _add(self, piece: Mapping[int, Any]) -> None:
         self.tokens.append(piece[1].decode())
         self.scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
@@ -140,36 +167,58 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError("the number is too long")
 
 
-def check_sentence_piece(path: Path) -> SentencePieceModel:
-    """Return the model of SentencePiece in a checkpoint directory. Raises ``ValueError`` if it is broken, or no BPE."""
-    model = SentencePieceModel.read(path / SENTENCE_PIECE_FILE)
-    if model.model_type != _BPE:
-        kind = _MODEL_TYPES.get(model.model_type, model.model_type)
-        raise ValueError(f"{SENTENCE_PIECE_FILE} is a {kind} model of SentencePiece; only its BPE is read")
+def _class_of(tokenizer_config: Mapping[str, Any]) -> str:
+    return str(tokenizer_config.get(_CLASS) or "").removesuffix("Fast")
+
+
+def _sentence_piece_file(path: Path, tokenizer_config: Mapping[str, Any]) -> Path | None:
+    """Return the model of SentencePiece in a checkpoint directory, if its class is one whose file is read."""
+    names = (_SENTENCE_PIECE_FILE, _FILE_OF.get(_class_of(tokenizer_config)))
+    return next((path / name for name in names if name and (path / name).is_file()), None)
+
+
+def check_sentence_piece(path: Path, tokenizer_config: Mapping[str, Any]) -> SentencePieceModel:
+    """Return the model of SentencePiece in a checkpoint directory, with the tokens that its class adds.
+
+    Raises ``ValueError`` if it is broken, or of a kind or class that is not read.
+    """
+    file, kind = _sentence_piece_file(path, tokenizer_config), _class_of(tokenizer_config)
+    model = SentencePieceModel.read(file or path / _SENTENCE_PIECE_FILE)
+    name = file.name if file else _SENTENCE_PIECE_FILE
+    if model.model_type not in (_BPE, _UNIGRAM):
+        found = _MODEL_TYPES.get(model.model_type, model.model_type)
+        raise ValueError(f"{name} is a {found} model of SentencePiece; only BPE and unigram are read")
+    if kind == _XLM_ROBERTA:
+        model.begin_as_fairseq()
+    elif kind in _FILE_OF:
+        count = int(tokenizer_config.get("extra_ids", 100))
+        model.append([f"<extra_id_{number}>" for number in reversed(range(count))])
+    elif model.model_type == _UNIGRAM and kind not in _AS_THEY_ARE:
+        raise ValueError(f"{name} is a unigram model, whose ids {kind} arranges in a way that is not read")
     return model
 
 
 def make_sentence_piece_tokenizer(
     path: Path, tokenizer_config: Mapping[str, Any], special: Mapping[str, str]
 ) -> "Tokenizer":
-    """Return the tokenizer of a checkpoint directory with a ``tokenizer.model``; ``special`` holds its special tokens
-    by name. Unless the checkpoint says so, a text begins with the begin-of-sequence token and ends with none.
+    """Return the tokenizer of a checkpoint directory with a model of SentencePiece; ``special`` holds its special
+    tokens by name. Unless the checkpoint says so, a text begins with the begin-of-sequence token and ends with none,
+    except with the classes of T5 (an end alone) and XLM-RoBERTa (both).
 
     As in transformers, a text that begins with a blank gets no other one before it.
 
-    Raises ``ValueError`` if the file is broken, or of another kind than BPE.
+    Raises ``ValueError`` if the file is broken, or of a kind that is not read.
     """
-    from tokenizers import Regex, normalizers, processors
+    from tokenizers import Regex, normalizers
 
-    model = check_sentence_piece(path)
+    model, kind = check_sentence_piece(path, tokenizer_config), _class_of(tokenizer_config)
     adds_prefix = tokenizer_config.get("add_prefix_space")
     prefix = "always" if tokenizer_config.get("legacy") else "first"
     if not (model.adds_prefix if adds_prefix is None else adds_prefix):
         prefix = "never"
     unknown = dict(zip(model.kinds, model.tokens, strict=True)).get(TokenType.UNKNOWN)
-    tokenizer = sentence_piece_bpe(
-        model.tokens, model.scores, model.kinds, unknown, prefix, falls_back_to_bytes=model.byte_fallback
-    )
+    build = sentence_piece_bpe if model.model_type == _BPE else sentence_piece_unigram
+    tokenizer = build(model.tokens, model.scores, model.kinds, unknown, prefix, falls_back_to_bytes=model.byte_fallback)
     steps: list[Any] = [normalizers.Precompiled(model.characters)] if model.characters else []
     if model.drops_spaces:  # spaces alone, not line breaks; one that is left at the beginning is the prefix
         kept = "" if prefix == "never" else " "
@@ -178,19 +227,32 @@ def make_sentence_piece_tokenizer(
     if steps:
         tokenizer.normalizer = normalizers.Sequence(steps)
     add_special_tokens(tokenizer, model.tokens, model.kinds)
-    first = special.get("bos_token", "<s>") if tokenizer_config.get("add_bos_token", True) else ""
-    last = special.get("eos_token", "</s>") if tokenizer_config.get("add_eos_token", False) else ""
-    added = [(text, tokenizer.token_to_id(text)) for text in (first, last) if text]
-    if added := [(text, token_id) for text, token_id in added if token_id is not None]:
-        texts = [text for text, _ in added]
-        single = [*(text for text in texts if text == first), "$A", *(text for text in texts if text == last)]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=added)
+    begins, ends_text = kind not in _FILE_OF or kind == _XLM_ROBERTA, kind in _FILE_OF
+    first = special.get("bos_token", "<s>") if tokenizer_config.get("add_bos_token", begins) else ""
+    last = special.get("eos_token", "</s>") if tokenizer_config.get("add_eos_token", ends_text) else ""
+    _surround(tokenizer, first, last, is_pair_apart=kind == _XLM_ROBERTA)
     return tokenizer
+
+
+def _surround(tokenizer: "Tokenizer", first: str, last: str, *, is_pair_apart: bool) -> None:
+    """Let encoding add those of two tokens that the vocabulary has. ``is_pair_apart``: whether two texts of a pair have
+    another one of the last between them."""
+    from tokenizers import processors
+
+    ids = {text: tokenizer.token_to_id(text) for text in (first, last) if text}
+    before, after = ([text] if ids.get(text) is not None else [] for text in (first, last))
+    if before or after:
+        between = after * 2 if is_pair_apart else [*after, *before]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *between, "$B", *after],
+            special_tokens=[(text, token_id) for text, token_id in ids.items() if token_id is not None],
+        )
 
 
 def can_make_tokenizer(path: Path, tokenizer_config: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint directory without a ``tokenizer.json`` has the files of a tokenizer that is read."""
-    return has_byte_level_files(path, tokenizer_config) or (path / SENTENCE_PIECE_FILE).is_file()
+    return has_byte_level_files(path, tokenizer_config) or _sentence_piece_file(path, tokenizer_config) is not None
 
 
 def save_tokenizer(tokenizer: "Tokenizer", path: Path, cache_dir: Path | None = None) -> Path | None:

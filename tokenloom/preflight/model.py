@@ -134,7 +134,7 @@ def check_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
 def _check_other_files(path: Path, settings: Mapping[str, Any]) -> None:
     if can_make_tokenizer(path, settings):
         if not has_byte_level_files(path, settings):
-            _check_sentence_piece(path)
+            _check_sentence_piece(path, settings)
         return
     found = next((name for name in _SLOW if (path / name).is_file()), None)
     if found is None:
@@ -142,10 +142,10 @@ def _check_other_files(path: Path, settings: Mapping[str, Any]) -> None:
     raise CannotServe(f"{path} has no tokenizer.json, only {found}, which is not read: {_CONVERT}")
 
 
-def _check_sentence_piece(path: Path) -> None:
+def _check_sentence_piece(path: Path, settings: Mapping[str, Any]) -> None:
     """Read only the model and not the whole tokenizer: its merges take seconds for a large vocabulary."""
     try:
-        check_sentence_piece(path)
+        check_sentence_piece(path, settings)
     except ValueError as error:
         raise CannotServe(f"{path} has no tokenizer.json, and its {error}: {_CONVERT}") from None
 

@@ -64,7 +64,7 @@ The [configuration page](../reference/configuration.md) describes them.
 [configuration page](../reference/configuration.md). Every other argument of vLLM's is accepted with the value that is
 vLLM's default, which changes nothing. With another value it is a `TypeError` that answers as the table below does for
 the flag of the same name. {permitted} may also be true, which asks for nothing here. `tokenizer_mode` may be `slow`:
-fast tokenizers give the same tokens, and a `tokenizer.model` of SentencePiece's BPE is read where no other file is.
+fast tokenizers give the same tokens, and a `tokenizer.model` of SentencePiece is read where no other file is.
 """
 
 _OTHER_FLAGS = """

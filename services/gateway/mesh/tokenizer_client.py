@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
+from tokenloom.services.runtime.streams.slotted_stream import MAX_WRONG_FRAMES
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -51,6 +53,9 @@ LOST_IN_A_ROUND, MAX_LOST_ROUNDS = 2, 5
 """Replicas that may be lost one after the other while they have one text, until the call waits; and how often that may
 happen, until it ends, because the text itself may end them."""
 _Request: TypeAlias = tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest | tokenizer_pb2.DecodeRequest
+MAX_WRONG = 3
+"""Wrong answers to one call after which it ends."""
+_ANY_TOKEN = 1 << 32
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How gRPC ends calls whose connection was lost."""
 
@@ -75,6 +80,8 @@ class TokenizerClient:
         self._short = FairStage(MAX_CALLS, "texts", max_waiting=most, max_cost=size)
         self._long = FairStage(MAX_LONG_CALLS, "long texts", max_waiting=most, max_cost=size, leaves_spare=True)
         self._known = asyncio.Event()
+        self._num_wrong = Counter[str]()  # answers by replica
+        self._left = set[str]()  # the replicas that gave MAX_WRONG_FRAMES of them: asked while there is no other
         self._came = asyncio.Event()  # a new one for each replica that answers again
         self.info: tokenizer_pb2.GetTokenizerInfoResponse | None = None
 
@@ -184,13 +191,20 @@ class TokenizerClient:
                     # moved, it could reach the lost tokenizer again: one of 250 requests failed that way.
                     self._turn = turn = self._turn + 1
                 alive = sorted(self._alive)
+                if self._left:
+                    alive = [address for address in alive if address not in self._left] or alive
                 at = turn % len(alive) if alive else 0
                 for address in alive[at:] + alive[:at]:
                     if retries is not None and not (address in self._alive and retries.may_ask()):
                         continue
                     try:
                         stub = self._stubs[address]
-                        return await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
+                        answer = await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
+                        if self._fits(request, answer):
+                            return answer
+                        self._note_wrong(address)
+                        retries = retries or _Retries(self._budget)
+                        retries.failed(None)
                     except grpc.aio.AioRpcError as failure:
                         if wire_errors.was_cut(failure):
                             self._alive.discard(address)
@@ -201,6 +215,36 @@ class TokenizerClient:
             # Without a place: a text that a living tokenizer takes must not wait for a chat that none can render.
             retries = retries or _Retries(self._budget)
             await retries.pause(self._came)
+
+    def _fits(self, request: _Request, answer: Any) -> bool:
+        """Return whether an answer may be that of the request: a prompt for each text, of tokens that there are."""
+        if isinstance(request, tokenizer_pb2.DecodeRequest):
+            return True
+        prompts = [answer.prompt] if isinstance(request, tokenizer_pb2.EncodeChatRequest) else answer.prompts
+        size = self.info.vocab_size if self.info is not None and self.info.vocab_size else _ANY_TOKEN
+        for prompt in prompts:
+            num_tokens = len(prompt.token_ids)
+            if num_tokens and max(prompt.token_ids) >= size:
+                return False
+            if max(prompt.first_part_tokens, prompt.skipped_tokens) > num_tokens:
+                return False
+            if request.want_token_strings and len(prompt.token_strings) != num_tokens:
+                return False
+        return len(prompts) == (1 if isinstance(request, tokenizer_pb2.EncodeChatRequest) else len(request.texts))
+
+    def _note_wrong(self, address: str) -> None:
+        log.warning("tokenizer %s: the answer is not that of its request", address)
+        self._num_wrong[address] += 1
+        if self._num_wrong[address] >= MAX_WRONG_FRAMES:
+            self._left.add(address)
+            self._fall_backs.begin("wrong_peer", "its answers were such as no tokenizer may give", address)
+
+    def _forgive(self, address: str) -> None:
+        """Forget what a replica has sent, which does not answer any more: it may be restarted."""
+        self._num_wrong.pop(address, None)
+        if address in self._left:
+            self._left.discard(address)
+            self._fall_backs.end("wrong_peer", address)
 
     async def _keep(self, address: str) -> None:
         """Probe a replica until it neither answers nor is a member any more, or another gateway works with it."""
@@ -215,6 +259,7 @@ class TokenizerClient:
                 self._alive.discard(address)
                 del self._stubs[address]
                 self._fall_backs.end("other_tokenizer", address)
+                self._forgive(address)
             await asyncio.sleep(LEAVE_SECONDS)
 
     async def _probe(self, address: str) -> bool:
@@ -227,6 +272,7 @@ class TokenizerClient:
             if address in self._alive:
                 log.warning("tokenizer %s: %s", address, error.code().name)
             self._alive.discard(address)
+            self._forgive(address)
             return False
         self._learn(address, info)
         return True
@@ -257,13 +303,20 @@ class _Retries:
         self._delay = FIRST_DELAY_SECONDS
         self._num_lost = 0  # in this round
         self._num_lost_rounds = 0
+        self._num_wrong = 0
 
-    def failed(self, failure: grpc.aio.AioRpcError) -> None:
-        """Note how a replica failed the call. Raises the error that another replica would answer with, too."""
+    def failed(self, failure: grpc.aio.AioRpcError | None) -> None:
+        """Note how a replica failed the call; None: its answer was wrong. Raises the error that another replica would
+        answer with, too, and ``Internal`` for a text that no replica answers rightly."""
+        self._debt.failed(Cause.SILENT)
+        if failure is None:
+            self._num_wrong += 1
+            if self._num_wrong == MAX_WRONG:
+                raise errors.Internal("Tokenizers gave again and again what none may give.")
+            return
         if failure.code() not in _LOST:
             raise wire_errors.from_rpc(failure) from failure
         self._num_lost += wire_errors.was_cut(failure)
-        self._debt.failed(Cause.SILENT)
 
     def may_ask(self) -> bool:
         """Return whether another replica may be asked in this round."""

@@ -20,9 +20,12 @@ from tokenloom.services.gateway.mesh.tokenizer_client import (
 from tokenloom.services.gateway.records.generate_request import Chat
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import PeerMembers
+from tokenloom.services.runtime.streams.slotted_stream import MAX_WRONG_FRAMES
 from tokenloom.v1 import tokenizer_pb2
 
 BODY = {"prompt": "text", "max_tokens": 3}
+RIGHT = tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenizedPrompt(token_ids=[1])])
+"""To one text."""
 
 
 async def test_calls_take_turns(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
@@ -117,7 +120,7 @@ async def test_a_call_waits_for_a_replica_that_comes_back() -> None:
     assert (dead.calls, client.num_alive, call.done()) == (1, 0, False)
     client._stubs["unix:/0"] = LivingReplica()  # type: ignore[assignment]
     client._learn("unix:/0", tokenizer_pb2.GetTokenizerInfoResponse())
-    assert await call == tokenizer_pb2.EncodeResponse()
+    assert await call == RIGHT
 
 
 async def test_a_replica_that_serves_something_else_gets_nothing_from_a_call_that_waits() -> None:
@@ -166,7 +169,7 @@ class LivingReplica:
 
     async def Encode(self, request: object, metadata: object) -> tokenizer_pb2.EncodeResponse:
         self.calls += 1
-        return tokenizer_pb2.EncodeResponse()
+        return RIGHT
 
 
 async def test_calls_in_between_do_not_turn_a_retry_back_to_the_lost_replica() -> None:
@@ -187,10 +190,10 @@ class SlowReplica:
         self.calls = 0
         self.answers = asyncio.Event()
 
-    async def Encode(self, request: object, metadata: object) -> int:
+    async def Encode(self, request: object, metadata: object) -> tokenizer_pb2.EncodeResponse:
         self.calls += 1
         await self.answers.wait()
-        return self.calls
+        return RIGHT
 
 
 async def test_a_burst_of_calls_waits_in_the_gateway() -> None:
@@ -213,16 +216,61 @@ class BusyReplica:
         details = grpc.aio.Metadata(("grpc-status-details-bin", status))
         raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), details)
 
-    async def Encode(self, request: object, metadata: object) -> int:
-        return 7
+    async def Encode(self, request: object, metadata: object) -> tokenizer_pb2.EncodeResponse:
+        return RIGHT
 
 
 async def test_texts_do_not_wait_for_chats_that_no_replica_renders() -> None:
     client = client_of({"unix:/0": BusyReplica()})
     chats = [asyncio.ensure_future(client.encode_chat(Chat(b"[]"))) for _ in range(MAX_CALLS)]
     await settle()
-    assert await client.encode(["text"]) == 7  # type: ignore[comparison-overlap]
+    assert await client.encode(["text"]) == RIGHT
     assert client.num_alive == 1
     for chat in chats:
         assert not chat.done()
         chat.cancel()
+
+
+class LyingReplica:
+    """A replica whose answers are those of no request."""
+
+    def __init__(self, answer: tokenizer_pb2.EncodeResponse) -> None:
+        self.answer = answer
+        self.calls = 0
+
+    async def Encode(self, request: object, metadata: object) -> tokenizer_pb2.EncodeResponse:
+        self.calls += 1
+        return self.answer
+
+
+LIES = {
+    "none": tokenizer_pb2.EncodeResponse(),
+    "two": tokenizer_pb2.EncodeResponse(prompts=[*RIGHT.prompts, *RIGHT.prompts]),
+    "token": tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenizedPrompt(token_ids=[1, 256])]),
+    "part": tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenizedPrompt(token_ids=[1], first_part_tokens=2)]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_an_answer_that_cannot_be_is_asked_for_elsewhere(lie: str) -> None:
+    liar, honest = LyingReplica(LIES[lie]), LyingReplica(RIGHT)
+    client = client_of({"unix:/0": liar, "unix:/1": honest})
+    client.info = tokenizer_pb2.GetTokenizerInfoResponse(vocab_size=256)
+    for _ in range(20):
+        assert await client.encode(["text"]) == RIGHT
+    assert liar.calls == MAX_WRONG_FRAMES
+    client._forgive("unix:/0")  # it was restarted
+    await client.encode(["text"])
+    await client.encode(["text"])
+    assert liar.calls == MAX_WRONG_FRAMES + 1
+
+
+async def test_a_text_that_no_replica_answers_rightly_ends_typed() -> None:
+    client = client_of({"unix:/0": LyingReplica(LIES["none"])})
+    call = asyncio.ensure_future(client.encode(["text"]))
+    async with asyncio.timeout(SOON):
+        while not call.done():
+            await settle()
+            pass_time(1)
+    with pytest.raises(errors.Internal, match="again and again"):
+        await call

@@ -6,6 +6,7 @@ The hash worker makes every answer predictable: what comes back is the right tex
 import asyncio
 import json
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -136,3 +137,5 @@ def test_nothing_outlives_a_killed_supervisor(
     assert mesh.stop(signal.SIGKILL) == -signal.SIGKILL
     assert remaining(family) == []
     assert json.dumps(mesh.ps()) == "[]"
+    host, _, port = mesh.url.partition("://")[2].rpartition(":")
+    socket.create_server((host, int(port))).close()  # raises if a process listens

@@ -139,6 +139,8 @@ class BatchRun:
         self._results = results
         self._around = around
         self._room = room
+        # From here on by a clock that is never set: a step of the wall clock would give up every line, or none.
+        self._left_until = asyncio.get_running_loop().time() + batch.expires_at - around.now()
         self._num_running = 0
         self._ended = asyncio.Event()
         self.has_expired = False
@@ -203,8 +205,8 @@ class BatchRun:
 
     async def _reply(self, line: LineRequest) -> InternalResponse | None:
         """Return the response to a line, which is sent again while it is refused for load; None when it is too late."""
-        around, wait = self._around, 1.0
-        while (left := self._batch.expires_at - around.now()) > 0:
+        around, wait, loop = self._around, 1.0, asyncio.get_running_loop()
+        while (left := self._left_until - loop.time()) > 0:
             around.metrics.in_flight += 1
             try:
                 async with asyncio.timeout(left):

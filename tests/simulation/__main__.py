@@ -51,6 +51,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--faults", nargs="+", choices=KINDS, default=KINDS, help="faults that may happen (all)")
     parser.add_argument("--bug", choices=BUGS, help="put a bug back, and run until a seed finds it")
     parser.add_argument("--standby", action="store_true", help="run two coordinators, and kill them at any time")
+    parser.add_argument("--administered", action="store_true", help="pause the mesh and put it to sleep meanwhile")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 
@@ -59,7 +60,12 @@ def _hunt(arguments: argparse.Namespace) -> int:
     """Run seeds with a bug until one of them finds it."""
     for number, seed in enumerate(range(arguments.first, arguments.first + arguments.seeds), 1):
         with reintroduced(arguments.bug):
-            result = run_seed(seed, has_standby=arguments.standby)
+            result = run_seed(
+                seed,
+                tuple(arguments.faults),
+                has_standby=arguments.standby,
+                is_administered=arguments.administered,
+            )
         if result.violations:
             _show(result)
             print(f"{arguments.bug} was found by seed {seed}, the {number}. one")
@@ -69,7 +75,8 @@ def _hunt(arguments: argparse.Namespace) -> int:
 
 
 def _results(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[Result]:
-    run, jobs = partial(run_seed, kinds=tuple(arguments.faults), has_standby=arguments.standby), arguments.jobs
+    kinds, jobs = tuple(arguments.faults), arguments.jobs
+    run = partial(run_seed, kinds=kinds, has_standby=arguments.standby, is_administered=arguments.administered)
     if jobs == 1:
         yield from map(run, seeds)
         return

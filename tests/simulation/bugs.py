@@ -6,12 +6,15 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from tokenloom.request.errors import Unavailable
+from tokenloom.services.coordinator.engines.engine_record import EngineRecord
+from tokenloom.services.coordinator.engines.wanted_state import WantedState
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
 from tokenloom.services.engine.kv.kv_loads import Reading, ReleaseVerdict
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.output_processor.placement.engine_link import EngineLink
+from tokenloom.v1.coordinator_pb2 import DesiredState
 
 
 def _no_retry(pool: OutputPool, stream: ProcessStream, requests: list[PendingRequest]) -> None:
@@ -51,9 +54,35 @@ async def _never_lost(lease: KubernetesLease) -> NoReturn:
     raise AssertionError("the event is never set")
 
 
+def _forgotten(wanted: WantedState, record: EngineRecord, *, is_complete: bool) -> DesiredState | None:
+    """Send a process that has just started nothing of the state, as when operators called each engine."""
+    if not (record.first.join.incarnation or record.report.progress.reached):
+        return DesiredState(revision=wanted.revision)
+    return _message(wanted, record, is_complete=is_complete)
+
+
+_message = WantedState.message
+
+
+def _nothing(wanted: WantedState, known: DesiredState) -> bool:
+    """Take nothing over from engines that join again, or from the coordinator before."""
+    return False
+
+
+def _any(wanted: WantedState, known: DesiredState) -> bool:
+    """Take over the state of whichever engine joins again, also one that is older."""
+    is_other = known.revision not in (0, wanted.revision)
+    if is_other:
+        wanted.state = known
+    return is_other
+
+
 _BUGS: dict[str, dict[tuple[type[Any], str], Any]] = {
     "no_retry": {(OutputPool, "on_lost"): _no_retry},
     "stale_frames": {(EngineLink, "_look"): _stale_frames(EngineLink._look)},
+    "forgotten_state": {(WantedState, "message"): _forgotten},
+    "state_of_one_life": {(WantedState, "adopt"): _nothing},
+    "older_state": {(WantedState, "adopt"): _any},
     "kept_lease": {(KubernetesLease, "keep"): _never_lost},
     "ignored_lease": {(Reading, "keep"): _never_renewed, (Reading, "release"): _always_valid},
 }

@@ -107,6 +107,7 @@ def _counts(kind: str, service: object) -> Iterator[tuple[str, int]]:
         records = service.servicer._registry._records.values()  # type: ignore[attr-defined]
         yield "picks", sum(len(record._counted) for record in records)
         yield "reported requests", sum(record.report.running + record.report.waiting for record in records)
+        yield "engines that are not in the wanted state", sum(not record.is_in_state for record in records)
 
 
 def _engine_counts(service: SimulatedEngine) -> Iterator[tuple[str, int]]:
@@ -117,3 +118,5 @@ def _engine_counts(service: SimulatedEngine) -> Iterator[tuple[str, int]]:
     yield "live requests", engine.load.num_live
     yield "attempts", len(engine.core._live)
     yield "steps", int(service.core.core.has_work())
+    yield "pauses", int(bool(engine.pause.mode))
+    yield "sleeping cores", int(service.core.core.sleeping.is_sleeping())

@@ -60,6 +60,19 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Call:
+    """Describes one call of an operator.
+
+    Attributes:
+        kind: pause, resume, sleep or wake_up.
+        at: Seconds after the mesh is whole.
+    """
+
+    kind: str
+    at: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """Describes a run: the mesh, what clients ask, and what goes wrong.
 
@@ -83,6 +96,7 @@ class Plan:
     num_coordinators: int = 1
     asks: list[Ask] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
 
     @property
     def gateways(self) -> list[str]:

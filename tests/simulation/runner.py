@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from .administration import Operator, with_administration
 from .faults import KINDS, inject
 from .invariants import check_answers, check_idle_mesh
 from .load import Answer, Client
@@ -42,9 +43,13 @@ class Result:
     seconds: float = 0.0
 
 
-def run_seed(seed: int, kinds: tuple[str, ...] = KINDS, *, has_standby: bool = False) -> Result:
-    """Run the plan of a seed. ``kinds``: the faults that may happen. ``has_standby``: with a second coordinator."""
+def run_seed(
+    seed: int, kinds: tuple[str, ...] = KINDS, *, has_standby: bool = False, is_administered: bool = False
+) -> Result:
+    """Run the plan of a seed. ``kinds``: the faults that may happen. ``has_standby``: with a second coordinator.
+    ``is_administered``: with calls of an operator."""
     plan = make_plan(seed, kinds)
+    plan = with_administration(plan) if is_administered else plan
     return run_plan(with_standby(plan) if has_standby else plan)
 
 
@@ -109,6 +114,9 @@ async def simulate(network: Network, plan: Plan, result: Result, on_idle: Callab
             group.create_task(_send(client, client.answer.ask))
         for fault in plan.faults:
             group.create_task(inject(mesh, fault, result.happened))
+        operator = Operator(mesh)
+        group.create_task(operator.run())
+    result.violations += operator.violations
     result.outcomes.update(map(_outcome, result.answers))
     result.violations += check_answers(result.answers, mesh, result.happened)
     result.violations += await check_idle_mesh(mesh)

@@ -16,6 +16,7 @@ from tests.simulation.runner import run_plan, run_seed
 
 SEEDS = 40
 STANDBY_SEEDS = 12
+ADMINISTERED_SEEDS = 12
 TRACED = 3
 PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).trace for seed in range({})))"
 
@@ -28,6 +29,13 @@ def test_nothing_is_violated(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(STANDBY_SEEDS))
 def test_a_standby_takes_over(seed: int) -> None:
     assert not run_seed(seed, has_standby=True).violations
+
+
+@pytest.mark.parametrize("seed", range(ADMINISTERED_SEEDS))
+@pytest.mark.parametrize("has_standby", [False, True])
+def test_engines_are_in_the_state_that_an_operator_wants(seed: int, has_standby: bool) -> None:
+    """An operator pauses the mesh and puts it to sleep while engines and coordinators are killed."""
+    assert not run_seed(seed, has_standby=has_standby, is_administered=True).violations
 
 
 def test_requests_leave_no_reference_cycles() -> None:
@@ -70,6 +78,12 @@ def _traces_elsewhere(hash_seed: str) -> list[str]:
 def test_a_bug_that_is_put_back_is_found(bug: str, faults: tuple[str, ...], first: int) -> None:
     with reintroduced(bug):
         assert any(run_seed(seed, faults).violations for seed in range(first, first + 200))
+
+
+@pytest.mark.parametrize("bug", ["forgotten_state", "state_of_one_life", "older_state"])
+def test_a_state_that_is_lost_is_found(bug: str) -> None:
+    with reintroduced(bug):
+        assert any(run_seed(seed, is_administered=True).violations for seed in range(200))
 
 
 def test_a_lease_that_is_kept_too_long_is_found() -> None:

@@ -139,7 +139,8 @@ class WantedState:
     def progress(self, name: str, record: EngineRecord | None) -> EngineProgress:
         """Return how far an engine is; None: it has left."""
         if record is None:
-            return EngineProgress(engine_id=name, cause="it has left; it takes the state when it joins again")
+            cause = "it has left; it takes the state when it joins again"
+            return EngineProgress(engine_id=name, cause=cause, follows=True)
         if not record.follows:
             return EngineProgress(engine_id=name, is_done=self.is_neutral, cause="it is of an older release")
         known, is_done = record.report.progress, record.is_in_state

@@ -218,7 +218,9 @@ async def test_an_engine_that_fails_to_reach_a_state_is_named_with_its_cause(coo
     await call.write(EngineReport(**load(), progress=progress))
     other.cancel()
     left = "it has left; it takes the state when it joins again"
-    assert [(each.is_done, each.cause) for each in (await calling).engines] == [(False, progress.cause), (False, left)]
+    engines = (await calling).engines
+    assert [(each.is_done, each.cause) for each in engines] == [(False, progress.cause), (False, left)]
+    assert all(each.follows for each in engines), "no other call is of use"
     with pytest.raises(grpc.aio.AioRpcError, match="level 1"):
         await coordinator.stub.SetDesiredState(
             SetDesiredStateRequest(sleep=SleepRequest(level=2, mode=PAUSE_MODE_KEEP))

@@ -5,8 +5,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from pathlib import Path
 
 from google.protobuf.message import Message
 
@@ -82,7 +83,7 @@ class GatewayService:
     async def start(self, host: Host) -> None:
         """Return when a request would be answered; until then HTTP reports what is missing."""
         settings = self._settings
-        keys = _load_keys(settings)
+        keys = _load_keys(settings, host)
         shares = _divide(settings, keys)
         host.metrics.register(TenantMetrics(shares))
         connections = for_clients(settings.max_connections, NUM_EDGES)
@@ -158,9 +159,19 @@ class GatewayService:
         self._parser.close()
 
 
-def _load_keys(settings: GatewaySettings) -> ApiKeys:
+def _load_keys(settings: GatewaySettings, host: Host) -> ApiKeys:
     salts = CacheSalts.load(settings.cache_salt_secret, settings.cache_salt_secret_file)
-    return ApiKeys.load(settings.api_key, settings.api_key_file, salts)
+    if salts is None and (settings.api_key or settings.api_key_file):
+        salts = CacheSalts.draw()  # here, because keys that are read again must not begin with empty caches
+    return _followed(host, settings.api_key_file, lambda: ApiKeys.load(settings.api_key, settings.api_key_file, salts))
+
+
+def _followed(host: Host, file: Path | None, load: Callable[[], ApiKeys]) -> ApiKeys:
+    """Return keys that follow their file."""
+    keys = load()
+    if file is not None:
+        host.spawn(keys.follow(file, load), name=f"keys of {file.name}")
+    return keys
 
 
 def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
@@ -232,7 +243,11 @@ async def open_servers(
 ) -> App:
     """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
     where the admin routes need one."""
-    admin_keys = ApiKeys.load_admin(settings.admin_api_key, settings.admin_api_key_file)
+    admin_keys = _followed(
+        host,
+        settings.admin_api_key_file,
+        lambda: ApiKeys.load_admin(settings.admin_api_key, settings.admin_api_key_file),
+    )
     reader = BodyReader(strict=settings.strict)
     finished = FinishedRequests(RecentRequests(), AccessLog(time.monotonic) if settings.access_log else None)
     host.authorize_calls(admit_calls(keys))

@@ -1,13 +1,15 @@
 """API keys of clients, and the files that list them. Keys are kept and compared as SHA-256 digests, never as text."""
 
+import asyncio
 import hashlib
 import hmac
+import logging
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 import grpc
 import msgspec
@@ -16,12 +18,18 @@ from msgspec import Meta, Struct
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.servicer_edge import Authorize
+from tokenloom.services.runtime.peers.certificate import signature
 
 from .tenant import NO_TENANT, CacheSalts, Tenant, TenantLimits
+
+log = logging.getLogger(__name__)
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 _TENANT: ContextVar[Tenant] = ContextVar("tenant")
+_Signature: TypeAlias = tuple[tuple[int, int, int], ...]
+CHECK_SECONDS = 1.0
+"""How often a key file is looked at."""
 _NAME_DIGITS = 16
 """Hex digits of a key's digest by which metrics and logs name it."""
 
@@ -68,6 +76,26 @@ class ApiKeys:
             digests += read_digests(file, "admin_api_key_file")
         return cls(dict.fromkeys(digests, NO_TENANT), required=bool(digests) or file is not None)
 
+    async def follow(self, file: Path, load: Callable[[], "ApiKeys"]) -> NoReturn:
+        """Accept what ``load`` returns whenever the file has changed, without end.
+
+        A file that cannot be used leaves the keys as they are, and is logged once.
+        """
+        used = last = _signature(file)
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            before, last = last, _signature(file)
+            # Only when it has stayed so for a moment: half of a file, or none, would refuse every client meanwhile.
+            if last is None or last == used or last != before:
+                continue
+            used = last
+            try:
+                self._tenants = load()._tenants
+            except InvalidArgument as error:
+                log.warning("the keys stay as they are: %s", error.message)
+            else:
+                log.info("read %d keys from %s", len(self._tenants), file)
+
     def tenant(self, name: str) -> Tenant | None:
         """Return the tenant of a name; None if no key belongs to it."""
         if not self.required:
@@ -94,6 +122,13 @@ class ApiKeys:
             if key == "authorization":
                 return self.authorize(value.encode() if isinstance(value, str) else value)
         return self.authorize(None)
+
+
+def _signature(file: Path) -> _Signature | None:
+    try:
+        return signature((file,))
+    except OSError:  # it is being replaced
+        return None
 
 
 def _digest(key: bytes) -> bytes:

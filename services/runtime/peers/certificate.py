@@ -5,8 +5,9 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.request.errors import InvalidArgument
@@ -73,7 +74,7 @@ class Certificate:
         self._checked = clock()
         self._failure = ""
         try:
-            self._seen = _signature(files)
+            self._seen = signature(files.paths)
             self._loaded = _load(files, generation=0)
         except (OSError, ValueError) as error:
             raise InvalidArgument(f"{files.field}: {files.names} cannot be used: {error}", files.field) from None
@@ -105,13 +106,13 @@ class Certificate:
     def _check(self) -> None:
         files = self._files
         try:
-            seen = _signature(files)
+            seen = signature(files.paths)
             if seen == self._seen:
                 return
             loaded = _load(files, self._loaded.generation + 1)
             # Certificate and key are two files: read between the two writes they do not match, or, worse, match an old
             # authority.
-            if _signature(files) != seen:
+            if signature(files.paths) != seen:
                 return  # the files are being replaced now
         except (OSError, ValueError) as error:
             if str(error) != self._failure:
@@ -123,9 +124,12 @@ class Certificate:
         log.info("read a new certificate from %s", files.names)
 
 
-def _signature(files: CertificateFiles) -> tuple[tuple[int, int, int], ...]:
-    """Return what changes when a file is written or replaced, also through a link as in Kubernetes' volumes."""
-    stats = (path.stat() for path in files.paths)
+def signature(paths: Iterable[Path]) -> tuple[tuple[int, int, int], ...]:
+    """Return what changes when a file is written or replaced, also through a link as in Kubernetes' volumes.
+
+    Raises ``OSError`` for a file that is not there.
+    """
+    stats = (path.stat() for path in paths)
     return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 

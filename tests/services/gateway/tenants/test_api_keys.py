@@ -1,5 +1,6 @@
 """Who comes in: over HTTP and gRPC, with keys from flags and files."""
 
+import asyncio
 import hashlib
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from tests.loop_clock import settle
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request import errors
+from tokenloom.services.gateway.tenants import api_keys
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, CacheSalts
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -146,3 +149,68 @@ async def test_grpc_without_a_key(socket_dir: Path) -> None:
         mesh.outputs.auto = ["ok"]
         call = stub.Generate(request, metadata=(("authorization", f"Bearer {KEY}"),))
         assert "".join([response.text async for response in call]) == "ok"
+
+
+def digest_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+async def test_a_key_file_is_read_again_while_requests_come(
+    socket_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key that was taken out of the file was accepted until the gateway's restart."""
+    monkeypatch.setattr(api_keys, "CHECK_SECONDS", 0.01)
+    file, admin_file = tmp_path / "keys", tmp_path / "admin"
+    file.write_text(digest_of("old"))
+    admin_file.write_text(digest_of("old"))
+    options = {"api_key_file": file, "admin_api_key_file": admin_file}
+    async with FakeMesh(socket_dir).gateway(**options) as mesh, mesh.http() as http:
+
+        async def accepts(key: str, path: str = "/v1/models") -> bool:
+            return (await http.get(path, headers={"authorization": f"Bearer {key}"})).status_code == 200
+
+        async def becomes(key: str, path: str = "/v1/models") -> None:
+            async with asyncio.timeout(30):
+                while not await accepts(key, path):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+        assert await accepts("old")
+        assert not await accepts("new")
+        file.write_text(f"{digest_of('old')}\n{digest_of('new')}")
+        await becomes("new")
+        assert await accepts("old")
+        file.write_text(digest_of("new"))
+        async with asyncio.timeout(30):
+            while await accepts("old"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        file.write_text("[[tenant")
+        async with asyncio.timeout(30):
+            while "the keys stay as they are" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await accepts("new")
+        file.unlink()
+        other = tmp_path / "other"
+        other.write_text(f'[[tenant]]\nname = "a"\nkey_sha256 = ["{digest_of("of a")}"]\n')
+        other.rename(file)
+        await becomes("of a")
+        assert not await accepts("new")
+
+
+async def test_a_file_that_is_being_written_refuses_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text(digest_of("a"))
+    keys = ApiKeys.load([], file, SALTS)
+    seen = [((1, 64, 1),), ((1, 0, 2),), ((1, 32, 3),), ((1, 64, 4),), ((1, 64, 4),), ((1, 64, 4),)]
+    looks = iter(seen)
+    monkeypatch.setattr(api_keys, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(api_keys, "_signature", lambda file: next(looks, seen[-1]))
+    loads: list[int] = []
+
+    def load() -> ApiKeys:
+        loads.append(len([*looks]))  # how many looks were left
+        return ApiKeys.load([], file, SALTS)
+
+    following = asyncio.create_task(keys.follow(file, load))
+    await settle(20)
+    following.cancel()
+    assert loads == [1], "once, when it had stayed as it was between two looks"

@@ -96,6 +96,33 @@ def victim(mesh: Any, name: str) -> psutil.Process:
     return process
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_lost_helpers_cost_nothing(mesh: Any, client: openai.AsyncOpenAI, number: signal.Signals) -> None:
+    """Processes that render chats and compile grammars, lost while they were idle, are no fault of a client."""
+
+    async def chat(title: str) -> None:
+        schema = {"name": "s", "schema": {**SCHEMA, "title": title}}  # which no engine has compiled before
+        await client.chat.completions.create(
+            model="tokenloom-demo",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=40,
+            response_format={"type": "json_schema", "json_schema": schema},  # type: ignore[typeddict-item]
+        )
+
+    await chat(f"first {number}")
+    for service, module in (("tokenizer", "render_worker"), ("engine", "compiler_process")):
+        helpers = [
+            child for child in mesh.part(service).children(recursive=True) if module in " ".join(child.cmdline())
+        ]
+        assert helpers, mesh.log.read_text()
+        for helper in helpers:
+            helper.send_signal(number)
+    await asyncio.gather(*(chat(f"{number} {index}") for index in range(4)))
+
+
 @pytest.mark.parametrize("name", ["engine", "engine core", "output_processor", "tokenizer", "coordinator", "gateway"])
 async def test_a_killed_part_costs_typed_errors_at_most(mesh: Any, client: openai.AsyncOpenAI, name: str) -> None:
     expected = (await complete(client)).text

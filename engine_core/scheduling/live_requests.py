@@ -141,6 +141,7 @@ class LiveRequests:
         by_id: All of them.
         are_several: Whether at least two tenants have a live request. An engine with a single tenant spends nothing on
             shares.
+        num_costly: Those with log probabilities of their prompts, which make a step longer than its tokens say.
         waiting: Those in the queue.
         running: Those that have a row in the worker, in the order of the policy. It is always the same list.
     """
@@ -149,6 +150,7 @@ class LiveRequests:
         """``by_priority``: whether priorities order the requests, instead of their arrival."""
         self.by_id: dict[str, Request] = {}
         self.are_several = False
+        self.num_costly = 0
         self._num_of_tenant: dict[str, int] = {}
         self.waiting = WaitingRequests(PriorityQueue if by_priority else FCFSQueue)
         self.running: list[Request] = []
@@ -159,6 +161,7 @@ class LiveRequests:
         self.by_id[request.request_id] = request
         self._num_of_tenant[request.tenant] = self._num_of_tenant.get(request.tenant, 0) + 1
         self.are_several = len(self._num_of_tenant) > 1
+        self.num_costly += request.sampling_params.prompt_logprobs is not None
 
     def remove(self, request: Request) -> None:
         """Remove a request that has ended; the caller takes it out of its queue."""
@@ -168,6 +171,7 @@ class LiveRequests:
         else:
             self._num_of_tenant[request.tenant] -= 1
         self.are_several = len(self._num_of_tenant) > 1
+        self.num_costly -= request.sampling_params.prompt_logprobs is not None
 
     def run(self, request: Request) -> None:
         """Add a request that is in no queue to those that run."""

@@ -14,7 +14,7 @@ from ..kv_cache.kv_cache_manager import KVManager
 from .adapters import Adapters
 from .live_requests import Admission, LiveRequests
 from .remote_kv import RemoteKV
-from .seats import count_seats, index_to_preempt, rows_to_defer, seat_to_take_back
+from .seats import PromptTurns, cost_per_token, count_seats, index_to_preempt, rows_to_defer, seat_to_take_back
 from .stats_recorder import StatsRecorder
 
 # A fixed 128 tokens a step made a burst of 32 prompts of 128 tokens take some 40 slow steps and its last first token 8
@@ -44,6 +44,7 @@ class PromptShare:
         """``least``: prompt tokens that a step may compute, half as many on a slow model."""
         self._least = least
         self._rate = 0.0  # tokens a second, of steps whose time their tokens make
+        self._seconds = 0.0  # of other steps
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that has ended. Steps of fewer tokens than ``least`` take the time of reading weights."""
@@ -51,6 +52,13 @@ class PromptShare:
         if num_tokens >= self._least and seconds > 0:
             rate = num_tokens / seconds
             self._rate += _WEIGHT * (rate - self._rate) if self._rate else rate
+        elif seconds > 0:
+            self._seconds += _WEIGHT * (seconds - self._seconds) if self._seconds else seconds
+
+    def most_beside_others(self) -> int:
+        """Return the prompt tokens of one tenant that a step may compute beside another one that decodes: as many as
+        take the time of a step without any, so that each of the two has half of the time."""
+        return max(self._least // 2, int(self._rate * self._seconds), 1)
 
     def num_tokens(self, num_decoding: int, num_prompts: int) -> int:
         """Return the prompt tokens of a step beside ``num_decoding`` requests (at least 1) while ``num_prompts`` wait.
@@ -212,6 +220,9 @@ class StepPlanner:
         """Limits the prompt tokens of a step in which other requests decode; None: nothing does."""
         self.admission = Admission(live.waiting, kv, remote, config, clock, adapters)
         self._has_deferred = False
+        self._prompt_turns = PromptTurns() if config.enable_chunked_prefill else None
+        self._grants: Counter[str] | None = None
+        """What the prompts of each tenant may still cost in this step; None: as much as its tokens, of any tenant."""
 
     def plan(self, pause_state: PauseState) -> StepPlan:
         """Plan a step, which is empty when no request can run."""
@@ -226,6 +237,10 @@ class StepPlanner:
         others = frozenset[str]() if self._num_stages == 1 else self._rows_of_other_steps()
         budget = self._token_budget() if self._running else self._max_tokens
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else budget)
+        self._grants = None
+        if (self._live.are_several or self._live.num_costly) and self._prompt_turns is not None and self._has_prompts:
+            heads = self._waiting.heads(None) if self._waiting else ()
+            self._grants = self._prompt_turns.deal(plan.budget, self._running, heads)
         if self._running:
             self._plan_running(plan, deferred | others)
         # A step that had to preempt admits no one: a newcomer would take the blocks that the victim has just given up.
@@ -318,7 +333,22 @@ class StepPlanner:
         # Prompts without a seat cannot be brought forward by a larger step, so they do not count.
         num_waiting = min(len(self._waiting), self._max_num_seqs - len(self._running))
         share = self.prompt_share.num_tokens(num_decoding, num_prompts + num_waiting)
+        if self._live.are_several and num_prompts + num_waiting and self._delays_others(num_prompts):
+            share = min(share, self.prompt_share.most_beside_others())
         return min(self._max_tokens, num_decoding + max(num_prompts, share))
+
+    @property
+    def _has_prompts(self) -> bool:
+        """Whether a prompt waits, or the request that began last computes one."""
+        return bool(self._waiting) or (bool(self._running) and self._running[-1].num_missing_tokens > 1)
+
+    def _delays_others(self, num_prompts: int) -> bool:
+        """Return whether the tenant of a prompt delays another one that decodes. ``num_prompts``: of the requests that
+        run, the last ones."""
+        num_decoding = len(self._running) - num_prompts
+        decoding = {request.tenant for request in self._running[:num_decoding]}
+        prompts = {request.tenant for request in self._running[num_decoding:]} | set(self._waiting.tenants)
+        return not prompts <= decoding or len(decoding) > 1
 
     def _plan_running(self, plan: StepPlan, left_out: Collection[str] = (), *, may_preempt: bool = True) -> None:
         """Plan the running requests but for the ids ``left_out``."""
@@ -336,6 +366,8 @@ class StepPlanner:
                 # have taken, or what rows got that were planned before, is no longer in the budget.
                 num_after = len(running) - index - 1
                 num_new_tokens = self._chunk(request, max(1, plan.budget - num_after))
+                if self._grants is not None:
+                    num_new_tokens = self._take_grant(request, num_new_tokens)
             new_block_ids = allocate(request.kv, num_new_tokens)
             if new_block_ids is None and not may_preempt:
                 return
@@ -356,6 +388,14 @@ class StepPlanner:
         num_tokens = min(num_missing, budget, self._max_chunk)
         if kv.prompt_embeds and kv.num_computed_tokens < kv.prompt_embeds[0].position:
             return min(num_tokens, kv.prompt_embeds[0].position - kv.num_computed_tokens)
+        return num_tokens
+
+    def _take_grant(self, request: Request, num_tokens: int) -> int:
+        """Return how many of the tokens of a prompt its tenant's turn permits; at least one, so that it gets on."""
+        assert self._grants is not None
+        cost = cost_per_token(request)
+        num_tokens = max(min(num_tokens, self._grants[request.tenant] // cost), 1)
+        self._grants[request.tenant] -= num_tokens * cost
         return num_tokens
 
     def _make_room(self, index: int, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
@@ -382,10 +422,14 @@ class StepPlanner:
         """Begin waiting requests, as far as tokens, rows and blocks reach."""
         self.admission.seats = self._count_seats() if self._live.are_several else None
         while plan.budget > 0 and self._waiting.num_tokens and len(self._running) < self._max_num_seqs:
+            if self._grants is not None and all(self._grants[tenant] <= 0 for tenant in self._waiting.tenants):
+                break  # those that wait have had their turn in this step
             request = self.admission.next(plan.budget, others_run=bool(self._running), only_begun=only_begun)
             if request is None:
                 break
             num_new_tokens = self._chunk(request, plan.budget)
+            if self._grants is not None:
+                num_new_tokens = self._take_grant(request, num_new_tokens)
             if self._remote is not None:
                 plan.early_outputs += self._remote.starts(request, num_new_tokens)
             new_block_ids = self._kv.allocate(request.kv, num_new_tokens)

@@ -23,6 +23,9 @@ from .encoder import TextEncoder
 from .render_worker import LENGTH, OUT_OF_MEMORY
 from .spelled_tokens import Rendered
 
+_NICENESS = 10
+"""A text that takes seconds leaves the processors to what takes milliseconds."""
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -69,6 +72,7 @@ def pack(message: msgspec.Struct) -> bytes:
 def main() -> None:
     """Serve until stdin ends."""
     wake_with_parent()
+    os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
     setup = _read(sys.stdin.buffer, EncodeSetup) or sys.exit()
     path = Path(setup.path)

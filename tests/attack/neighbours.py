@@ -30,7 +30,7 @@ from tokenloom.supervisor.mesh import Mesh
 LOADER, NEIGHBOUR = "loader", "neighbour"
 """The tenants, and their keys."""
 PAUSE_SECONDS = 0.05
-CALM_SECONDS = 10.0
+CALM_SECONDS = 6.0
 LOADED_SECONDS = 20.0
 MAX_RATIO = 2.0
 MAX_STALL_SECONDS = 0.1

@@ -17,7 +17,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.request import Request
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
-from tokenloom.engine_core.scheduling.seats import COSTLY_ROWS, index_to_preempt
+from tokenloom.engine_core.scheduling.seats import COSTLY_ROWS, ROW_COST, index_to_preempt
 from tokenloom.engine_core.scheduling.step_planner import PauseState
 
 POLICIES = ["fcfs", "priority"]
@@ -306,3 +306,76 @@ def test_no_row_waits_for_a_request_that_cannot_begin() -> None:
     scheduler = costly_scheduler(num_blocks=COSTLY_ROWS + 22)
     scheduler.add_request(make_request("b0", [7] * 90, 5, tenant="b"))
     assert planned(scheduler) == set(numbered("a", COSTLY_ROWS))
+
+
+def add_prompt(scheduler: Scheduler, name: str, num_tokens: int, *, prompt_logprobs: int | None = None) -> None:
+    request = make_request(name, [sum(name.encode())] * num_tokens, tenant=name[0])
+    params = replace(request.sampling_params, prompt_logprobs=prompt_logprobs)
+    scheduler.add_request(replace(request, sampling_params=params))
+
+
+def test_a_short_prompt_is_computed_in_the_next_step_beside_long_ones_of_another_tenant() -> None:
+    scheduler = make_scheduler()
+    for name in ("a1", "a2", "a3"):
+        add_prompt(scheduler, name, 90)
+    assert step(scheduler)[0].num_scheduled_tokens == {"a1": 32}
+    add_prompt(scheduler, "b1", 10)
+    assert step(scheduler)[0].num_scheduled_tokens == {"a1": 22, "b1": 10}
+
+
+def test_two_tenants_with_long_prompts_get_every_second_step() -> None:
+    scheduler = make_scheduler(num_blocks=200)
+    for name in ("a1", "b1"):
+        add_prompt(scheduler, name, 96)
+    planned: Counter[str] = Counter()
+    for _ in range(4):
+        planned.update(step(scheduler)[0].num_scheduled_tokens)
+    assert max(planned.values()) - min(planned.values()) <= 4, planned
+
+
+def test_rows_with_log_probabilities_are_charged_as_several_tokens() -> None:
+    scheduler = make_scheduler(num_blocks=200)
+    add_prompt(scheduler, "a1", 96, prompt_logprobs=20)
+    add_prompt(scheduler, "b1", 24)
+    assert step(scheduler)[0].num_scheduled_tokens == {"a1": (32 - 24) // (1 + ROW_COST), "b1": 24}
+    add_prompt(scheduler, "b2", 40)
+    assert step(scheduler)[0].num_scheduled_tokens == {"a1": 31 // (1 + ROW_COST), "b1": 1}  # a was given less
+
+
+def test_rows_make_no_step_longer_than_others_are() -> None:
+    scheduler = make_scheduler(num_blocks=200)
+    for name in ("a1", "a2"):  # of one tenant: another one may come at any time, and waits for the step
+        add_prompt(scheduler, name, 40, prompt_logprobs=20)
+    assert step(scheduler)[0].num_scheduled_tokens == {"a1": 32 // (1 + ROW_COST)}
+
+
+def test_prompts_delay_another_tenants_tokens_by_one_step_at_most() -> None:
+    scheduler = make_scheduler(num_blocks=200, prefill_tokens_beside_decode=4, max_num_batched_tokens=64)
+    add_prompt(scheduler, "b1", 2)
+    for num_tokens, seconds in ((2, 0.01), (40, 0.02)):  # 2,000 tokens a second, and 10 ms without a prompt
+        scheduled = step(scheduler)[0]
+        scheduled.total_num_scheduled_tokens = num_tokens
+        scheduler.note_step_time(scheduled, seconds)
+    add_prompt(scheduler, "a1", 90)
+    assert step(scheduler)[0].num_scheduled_tokens == {"b1": 1, "a1": 20}
+    alone = make_scheduler(num_blocks=200, prefill_tokens_beside_decode=4, max_num_batched_tokens=64)
+    add_prompt(alone, "b1", 2)
+    for num_tokens, seconds in ((2, 0.01), (40, 0.02)):
+        scheduled = step(alone)[0]
+        scheduled.total_num_scheduled_tokens = num_tokens
+        alone.note_step_time(scheduled, seconds)
+    add_prompt(alone, "b2", 90)
+    assert step(alone)[0].num_scheduled_tokens["b2"] > 20
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 90), st.booleans()), min_size=1, max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_every_prompt_is_computed_whatever_tenants_send(prompts: list[tuple[str, int, bool]]) -> None:
+    scheduler = make_scheduler(num_blocks=120)
+    for number, (tenant, num_tokens, has_logprobs) in enumerate(prompts):
+        add_prompt(scheduler, f"{tenant}{number}", num_tokens, prompt_logprobs=3 if has_logprobs else None)
+    for _ in range(2000):
+        if not scheduler.requests:
+            return
+        step(scheduler)
+    raise AssertionError(f"still waiting: {list(scheduler.requests)}")

@@ -50,12 +50,12 @@ class PromptTurns:
             self._turns.wait(tenant)
         grants: Counter[str] = Counter()
         left = sorted(needs, key=lambda tenant: (needs[tenant], tenant))  # among equals, a short prompt is first
-        while budget > 0 and (tenant := self._turns.next(left)) is not None:
-            left.remove(tenant)
-            grants[tenant] = min(needs[tenant], budget)
-            budget -= grants[tenant]
-            self._turns.start(tenant, grants[tenant])
-            self._turns.stop(tenant)
+        while budget > 0 and (served := self._turns.next(left)) is not None:
+            left.remove(served)
+            grants[served] = min(needs[served], budget)
+            budget -= grants[served]
+            self._turns.start(served, grants[served])
+            self._turns.stop(served)
         self._turns.forget(needs)
         for tenant in waiting:
             grants[tenant] += budget

@@ -29,7 +29,9 @@ class TokenizerSettings(ServiceSettings, frozen=True, kw_only=True):
         "user's turn can begin another one. All tokenizers of a mesh need the same.",
     ] = "text"
     block_size: Annotated[Annotated[int, Meta(ge=1, le=1024)], "Tokens in a KV block; the same as in the engines."] = 16
-    threads: Annotated[_Workers, "Texts that are encoded at the same time."] = 2
+    threads: Annotated[
+        _Workers, "Texts that are encoded at the same time, and as many of more than 64 KiB, each in a process."
+    ] = 2
     max_text_bytes: Annotated[Annotated[int, Meta(ge=1, le=1 << 26)], "Longest text to encode, in bytes of UTF-8."] = (
         8 << 20
     )

@@ -26,7 +26,7 @@ from .preparation import MeshLinks, Preparer, RequestContext, add_hashes, cache_
 from .request_trace import GatewayTrace, traced
 from .resumable import ResumableRequests
 from .running_generation import RunningGeneration
-from .running_pooling import MOST_AT_ONCE, RunningPooling, check_task, encode
+from .running_pooling import MOST_AT_ONCE, RunningPooling, check_task, encode, pooling_stage
 
 _CONNECTION_ENDED = (asyncio.CancelledError, grpc.aio.BaseError)
 """Raised within a call whose client has gone: a gateway cannot distinguish a lost connection from a cancelled call."""
@@ -79,6 +79,7 @@ class Generator:
         self._metrics = metrics
         self._admission = admission
         self._resumable = resumable
+        self._pooling = pooling_stage()
         self._charges = Charges(lambda: asyncio.get_running_loop().time())
 
     @property
@@ -171,7 +172,8 @@ class Generator:
             call.held.callback(admitted.close)
             prompts = await encode(pooling, self._links.tokenizers, limits)
             await add_hashes(prompts, self._links.view.block_size, cache_salt(request))
-            running = RunningPooling(pooling, prompts, self._context, self._context.priority_of(request, limits))
+            priority = self._context.priority_of(request, limits)
+            running = RunningPooling(pooling, prompts, self._context, priority, self._pooling)
             admitted.num_used = running.usage.prompt_tokens
             admitted.take_tokens(admitted.num_used)
             if call.trace is not None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from tokenloom.request import errors, validation
 from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.request.prompt_embeds import FIELD as EMBEDS_FIELD
+from tokenloom.services.runtime.fair_stage import FairStage
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, types_pb2
 
 from ..mesh.output_pool import Cancel, OutputPool
 from ..mesh.pooled_outputs import PooledOutputs, PooledResult
-from ..mesh.tokenizer_client import TokenizerClient
+from ..mesh.tokenizer_client import MAX_WAITING, TokenizerClient
 from ..records.generate_request import Chat, EmbeddedPrompt
 from ..records.pooling_input import PoolingInput, task_name, task_names
 from .admission import AdmittedRequest
@@ -21,11 +22,21 @@ MAX_RESULT_BYTES = 256 << 20
 """Limits the results of one call: 2,048 vectors of 32,768 numbers, or 65,536 token vectors of 1,024."""
 MOST_AT_ONCE = 256
 """Prompts of one call that are in work at the same time: enough to fill the batches of several engines."""
+# With 256 of each of four calls, another tenant's completions waited behind 1,024 texts at each service of the road.
+ALL_AT_ONCE = 256
+"""Prompts of all calls that are in work at the same time; tenants take turns."""
+_MAX_TOKENS = 1 << 30
+"""Of these prompts, and of one more of each call: more than all bodies together hold."""
 _SENT_AT_ONCE = 16
 _QUERIES_AT_ONCE = 64
 """Queries whose token vectors engines hold for one call at the same time."""
 _MAX_ROUNDS = 3
 """How often a query is sent whose engine lost it."""
+
+
+def pooling_stage() -> FairStage:
+    """Return the stage at which the prompts of all calls take turns, charged by their tokens."""
+    return FairStage(ALL_AT_ONCE, "prompts to pool", max_waiting=MAX_WAITING, max_cost=_MAX_TOKENS)
 
 
 class RunningPooling:
@@ -47,8 +58,9 @@ class RunningPooling:
         prompts: Sequence[tokenizer_pb2.TokenizedPrompt],
         context: RequestContext,
         priority: int,
+        stage: FairStage,
     ) -> None:
-        """``priority``: with which it runs."""
+        """``priority``: with which it runs. ``stage``: of all calls; see :func:`pooling_stage`."""
         request = pooling.request
         self.model = context.model if request.adapter is None else request.adapter.name
         self.request_id = context.draw_id()
@@ -65,7 +77,9 @@ class RunningPooling:
             trace_headers=CURRENT.get(),
         )
         self._draw_id = context.draw_id
-        self._outputs = PooledOutputs(len(prompts), MAX_RESULT_BYTES, self._note_end)
+        self._stage = stage
+        self._outputs = PooledOutputs(len(prompts), MAX_RESULT_BYTES, self._note_end, self._leave)
+        self._turns: dict[int, int] = {}  # the tokens of each prompt that has a turn
         self._cancels: dict[int, Cancel] = {}
         self._admitted: AdmittedRequest | None = None
         self._num_ends = self._num_begun = 0
@@ -105,6 +119,8 @@ class RunningPooling:
         for cancel in self._cancels.values():
             cancel()
         self._cancels.clear()
+        for index in list(self._turns):
+            self._leave(index)
 
     async def _interact(self, pool: OutputPool, most_at_once: int, seconds_left: Callable[[], float]) -> None:
         """Send queries, then the documents that are scored by the engines which hold them."""
@@ -124,6 +140,11 @@ class RunningPooling:
             else:
                 if any(map(self._unscored, queries)):
                     raise errors.Unavailable("The engine that held the query became unavailable; retry.")
+
+    def _leave(self, index: int) -> None:
+        """End the turn of a prompt that is in work no more, if it has one."""
+        if (num_tokens := self._turns.pop(index, None)) is not None:
+            self._stage.end(self._common.tenant, num_tokens)
 
     def _note_end(self) -> None:
         """Count one more prompt that has ended, and report it to the admission in proportion: that counts as
@@ -154,6 +175,9 @@ class RunningPooling:
             # A call may have 2,048 inputs. Sent at once, they would fill the limits of the gateway, the output
             # processors and the engines' queues for every other client.
             await self._outputs.wait(most_at_once - 1)
+            num_tokens = len(self._prompts[index].token_ids) + 1
+            await self._stage.begin(self._common.tenant, num_tokens)
+            self._turns[index] = num_tokens
             submit = self._submit(index, seconds_left())
             if interactions is not None:
                 query_id, num_documents = interactions[index]

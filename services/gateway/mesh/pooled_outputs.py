@@ -35,14 +35,18 @@ class PooledOutputs:
         cached_tokens: Prompt tokens that were found in a cache.
     """
 
-    def __init__(self, num_prompts: int, max_bytes: int, on_end: Callable[[], object]) -> None:
-        """``max_bytes``: limits all results together. ``on_end``: called when a prompt has ended with a result."""
+    def __init__(
+        self, num_prompts: int, max_bytes: int, on_end: Callable[[], object], on_left: Callable[[int], object]
+    ) -> None:
+        """``max_bytes``: limits all results together. ``on_end``: called when a prompt has ended with a result.
+        ``on_left``: called with each prompt that is in work no more."""
         self.results: list[PooledResult | None] = [None] * num_prompts
         self.lost: list[int] = []
         self.num_live = self.cached_tokens = 0
         self._parts: dict[int, list[types_pb2.Pooled]] = {}
         self._bytes_left = self._max_bytes = max_bytes
         self._on_end = on_end
+        self._on_left = on_left
         self._error: errors.TokenloomError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._most_live = 0
@@ -80,6 +84,7 @@ class PooledOutputs:
 
     def finish(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
         self.num_live -= 1
+        self._on_left(index)
         parts = self._parts.pop(index, [])
         error = wire_errors.from_proto(finished.error) if finished.HasField("error") else None
         if isinstance(error, errors.QueryLost):

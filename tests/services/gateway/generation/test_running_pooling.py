@@ -1,0 +1,102 @@
+"""Tests that the prompts of pooling calls take turns by tenant."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tokenloom.request import errors
+from tokenloom.services.gateway.generation.admission import AdmittedRequest
+from tokenloom.services.gateway.generation.preparation import RequestContext
+from tokenloom.services.gateway.generation.running_pooling import RunningPooling
+from tokenloom.services.gateway.mesh.output_pool import OutputPool
+from tokenloom.services.gateway.mesh.pooled_outputs import PooledOutputs
+from tokenloom.services.gateway.records.generate_request import GenerateRequest
+from tokenloom.services.gateway.records.pooling_input import PoolingInput
+from tokenloom.services.gateway.tenants.tenant import Tenant
+from tokenloom.services.runtime.fair_stage import FairStage
+from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
+
+ADMITTED = cast(AdmittedRequest, SimpleNamespace(num_outputs=8, begin_output=lambda _: None))
+
+
+class Pool:
+    """Keeps what is submitted until it is ended."""
+
+    def __init__(self) -> None:
+        self.live: list[tuple[str, PooledOutputs, int]] = []
+
+    def submit(self, submit: output_processor_pb2.Submit, outputs: PooledOutputs, index: int) -> Callable[[], None]:
+        self.live.append((submit.tenant, outputs, index))
+        return lambda: None
+
+    @property
+    def tenants(self) -> str:
+        return "".join(tenant for tenant, _, _ in self.live)
+
+    async def end_first(self, error: errors.TokenloomError | None = None) -> None:
+        _, outputs, index = self.live.pop(0)
+        finished = output_processor_pb2.RequestFinished()
+        if error is None:
+            outputs.put_pooled(index, types_pb2.Pooled(shape=[1], data=b"\0\0\0\0"))
+        else:
+            outputs.fail(error)
+        outputs.finish(index, finished)
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def call(pool: Pool, stage: FairStage, tenant: str, num_prompts: int) -> "AsyncIterator[asyncio.Task[Any]]":
+    """Run a call of a tenant; it is closed at the end of the block."""
+    request = GenerateRequest([], "input", types_pb2.SamplingParams(), tenant=Tenant(name=tenant, cache_salt=b""))
+    pooling = PoolingInput(request, types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_EMBED))
+    context = RequestContext(default_timeout=1.0, random=Random(1), clock=lambda: 0)
+    prompts = [tokenizer_pb2.TokenizedPrompt(token_ids=[1, 2, 3])] * num_prompts
+    running = RunningPooling(pooling, prompts, context, 0, stage)
+    task = asyncio.create_task(running.run(cast(OutputPool, pool), ADMITTED, lambda: 1.0))
+    await settle()
+    try:
+        yield task
+    finally:
+        task.cancel()
+        running.close()
+        await asyncio.wait([task])
+
+
+def make_stage() -> FairStage:
+    return FairStage(4, "prompts", max_waiting=8, max_cost=1000)
+
+
+async def test_a_prompt_of_another_tenant_is_next() -> None:
+    pool, stage = Pool(), make_stage()
+    async with call(pool, stage, "a", 9) as first, call(pool, stage, "b", 2) as second:
+        assert pool.tenants == "aaaa"
+        await pool.end_first()
+        assert pool.tenants == "aaab"
+        await pool.end_first()
+        assert pool.tenants == "aabb"
+        while not (first.done() and second.done()):
+            await pool.end_first()
+    assert not stage.num_waiting
+
+
+@pytest.mark.parametrize("error", [None, errors.Unavailable("lost")])
+async def test_a_call_that_ends_early_gives_its_turns_back(error: errors.TokenloomError | None) -> None:
+    pool, stage = Pool(), make_stage()
+    async with call(pool, stage, "a", 9) as first:
+        if error is not None:
+            await pool.end_first(error)
+            with pytest.raises(errors.Unavailable):
+                await first
+    pool.live.clear()
+    async with call(pool, stage, "b", 4):
+        assert pool.tenants == "bbbb"

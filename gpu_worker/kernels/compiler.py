@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT = 180.0
 """In seconds. A build takes 1 to 25 s."""
-_MOST_REASONS = 500
-"""In characters; what is shown names no further ones."""
 
 
 class KernelsUnavailable(Exception):
@@ -35,9 +33,7 @@ class KernelsUnavailable(Exception):
 
 def warn_unavailable(reason: str) -> None:
     """Note once for each reason that slower operations replace kernels, or slower kernels the fastest ones."""
-    known = OF_PROCESS.of("").get("slow_kernels", "")
-    if reason not in known and len(known) < _MOST_REASONS:
-        OF_PROCESS.begin("slow_kernels", f"{known}; {reason}" if known else reason)
+    OF_PROCESS.add("slow_kernels", reason)
 
 
 def build(source: str, march: str = "native", cache_dir: Path | None = None, **macros: int) -> Path:

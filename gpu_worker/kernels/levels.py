@@ -31,8 +31,8 @@ def _level(name: str, machine: str, onednn: str, flags: str, *needed: str) -> Le
     return Level(name, machine, tuple(flags.split()), frozenset(needed), onednn)
 
 
-# Levels instead of processors: 115 libraries of 12 MB make one wheel for every platform. What the
-# best level of a machine lacks is compiled there, or without a compiler taken from a lower level.
+# Levels instead of processors: their libraries make one small wheel for every platform. What the best level of a
+# machine lacks is compiled there, or without a compiler taken from a lower level.
 LEVELS = (
     _level(
         "x86-64-amx",

@@ -94,6 +94,6 @@ def _can_share_openmp() -> bool:
     try:
         expose_openmp()
     except OSError as error:
-        OF_PROCESS.begin("slow_kernels", f"those that were built ahead need an OpenMP library: {error}")
+        OF_PROCESS.add("slow_kernels", f"those that were built ahead need an OpenMP library: {error}")
         return False
     return True

@@ -52,6 +52,8 @@ KINDS: Final[Mapping[str, str]] = {
 """What each fall-back means, by its name, which metrics and messages carry."""
 
 
+_MOST_REASONS: Final = 500
+"""In characters."""
 _NONE: Final[Mapping[str, str]] = {}
 
 
@@ -130,6 +132,16 @@ class FallBacks:
         if is_new:
             log.warning("fall-back %s: %s (%s)", f"{kind} of {subject}" if subject else kind, meaning, detail)
         self._changed()
+
+    def add(self, kind: str, reason: str) -> None:
+        """Note a further reason for a fall-back of the part itself, and log each once. A fall-back keeps so many as can
+        be shown."""
+        known = self.of("").get(kind, "")
+        if reason in known or len(known) >= _MOST_REASONS:
+            return
+        self.begin(kind, f"{known}; {reason}" if known else reason)
+        if known:
+            log.warning("fall-back %s has another reason: %s", kind, reason)
 
     def end(self, kind: str, subject: str = "") -> None:
         """Note that a fall-back is in effect no more. Without one it has no effect."""

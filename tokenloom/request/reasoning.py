@@ -36,12 +36,16 @@ class ReasoningFormat(NamedTuple):
     end: str
     begins_inside: bool
     """Whether an output begins with reasoning even if neither the prompt nor the model writes the start mark."""
+    aside: str = ""
+    """What begins calls and texts within the reasoning that do not count as such; the next start mark ends them."""
 
 
 HARMONY_REASONS = "<|channel|>analysis"
 # Not the end of the analysis, which another one, or a call, may follow: a constraint binds the answer, whose header
 # would break it.
-HARMONY = ReasoningFormat(f"{HARMONY_REASONS}<|message|>", "<|channel|>final<|message|>", begins_inside=True)
+HARMONY = ReasoningFormat(
+    f"{HARMONY_REASONS}<|message|>", "<|channel|>final<|message|>", begins_inside=True, aside="<|channel|>commentary"
+)
 """The format of gpt-oss: all before the message for the user is reasoning."""
 
 FORMATS: Mapping[str, ReasoningFormat] = {
@@ -59,6 +63,8 @@ class ReasoningMarks(Struct, frozen=True):
     start: tuple[int, ...]
     end: tuple[int, ...]
     begins_inside: bool
+    aside: tuple[int, ...] = ()
+    """Empty: the format has none."""
 
 
 def format_of_template(template: str) -> str:
@@ -78,7 +84,10 @@ def reasoning_format(parser: str, of_template: str) -> ReasoningFormat | None:
 
 def marks_of(reasoning: ReasoningFormat, encode: Callable[[str], Sequence[int]]) -> ReasoningMarks:
     """Return the marks of a format. ``encode`` returns the tokens of a text, without special tokens around it."""
-    return ReasoningMarks(tuple(encode(reasoning.start)), tuple(encode(reasoning.end)), reasoning.begins_inside)
+    start, end, aside = (
+        tuple(encode(text)) if text else () for text in (reasoning.start, reasoning.end, reasoning.aside)
+    )
+    return ReasoningMarks(start, end, reasoning.begins_inside, aside)
 
 
 class _Phase(Enum):
@@ -101,7 +110,7 @@ class Reasoning:
     The marks are not counted as reasoning tokens, as in vLLM.
     """
 
-    __slots__ = ("_marks", "_num_in_mark", "_num_inside", "_phase", "_tail")
+    __slots__ = ("_is_aside", "_marks", "_num_aside", "_num_in_mark", "_num_inside", "_phase", "_tail")
 
     def __init__(
         self, marks: ReasoningMarks, prompt_token_ids: Sequence[int], start: int = ReasoningStart.BY_MARKS
@@ -111,7 +120,9 @@ class Reasoning:
         self._phase = _PHASES.get(start) or _first_phase(marks, prompt_token_ids)
         self._num_in_mark = 0  # tokens of the start mark that the output begins with
         self._num_inside = 0  # tokens after the start mark; the whole end mark included
-        self._tail: list[int] = []  # the last tokens, at most as many as the end mark has
+        self._num_aside = 0  # of these, those of calls and texts within the reasoning
+        self._is_aside = False
+        self._tail: list[int] = []  # the last tokens, at most as many as the longest mark has
 
     def copy(self) -> "Reasoning":
         """Return an independent copy, for another output of the same prompt."""
@@ -132,7 +143,8 @@ class Reasoning:
     @property
     def num_tokens(self) -> int:
         """The reasoning tokens so far."""
-        return self._num_inside - len(self._marks.end) if self.is_over and self._num_inside else self._num_inside
+        end = len(self._marks.end) if self.is_over and self._num_inside else 0
+        return self._num_inside - end - self._num_aside
 
     def lacks_answer(self, *, has_ended_by_itself: bool) -> bool:
         """Return whether an output whose constraint begins after its reasoning has ended before that: it is cut off."""
@@ -191,12 +203,28 @@ class Reasoning:
     def _add(self, token_id: int) -> None:
         self._num_inside += 1
         self._push(token_id)
-        if len(self._tail) == len(self._marks.end) and tuple(self._tail) == self._marks.end:
+        if self._ends_with(self._marks.end):
             self._phase = _Phase.AFTER
+            self._num_aside -= (len(self._marks.end) - 1) * self._is_aside  # which the end mark counts already
+        elif self._marks.aside:
+            self._step_aside()
+
+    def _step_aside(self) -> None:
+        """Follow a token of a format whose reasoning has calls and texts within it."""
+        marks = self._marks
+        if self._is_aside:
+            self._num_aside += 1
+            self._is_aside = not self._ends_with(marks.start)
+        elif self._ends_with(marks.aside):
+            self._num_aside += len(marks.aside)
+            self._is_aside = True
+
+    def _ends_with(self, mark: tuple[int, ...]) -> bool:
+        return self._tail[-1] == mark[-1] and tuple(self._tail[-len(mark) :]) == mark
 
     def _push(self, token_id: int) -> None:
         self._tail.append(token_id)
-        if len(self._tail) > len(self._marks.end):
+        if len(self._tail) > max(len(self._marks.end), len(self._marks.aside) and len(self._marks.start)):
             del self._tail[0]
 
 

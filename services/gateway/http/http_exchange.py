@@ -47,14 +47,19 @@ class ErrorForm:
         return b"%bdata: %b\n\n" % (name, encode_json(describe(error)))
 
 
+def _openai_event(error: errors.TokenloomError) -> dict[str, dict[str, object]]:
+    """Return the event of OpenAI's APIs, with the status that the response would have had."""
+    return {"error": {**wire_errors.openai_body(error)["error"], "status": error.http_status}}
+
+
 def _response_event(error: errors.TokenloomError) -> dict[str, object]:
     """Return the event of the Responses API. OpenAI's client raises for the member ``error``, and would otherwise yield
     the event as one of many."""
-    body = wire_errors.openai_body(error)
+    body = _openai_event(error)
     return {"type": "error", **{name: body["error"].get(name) for name in ("code", "message", "param")}, **body}
 
 
-OPENAI = ErrorForm(wire_errors.openai_body)
+OPENAI = ErrorForm(wire_errors.openai_body, describe_event=_openai_event)
 RESPONSES = ErrorForm(wire_errors.openai_body, b"error", _response_event)
 
 

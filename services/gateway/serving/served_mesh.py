@@ -140,7 +140,7 @@ async def _enroll(spec: MeshSpec, settings: GatewaySettings, host: Host, peers: 
 
 async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:
     """Return the marks of the model's reasoning as tokens; None if the tokenizer has no tokens for them."""
-    texts = (reasoning.start, reasoning.end)
+    texts = [text for text in (reasoning.start, reasoning.end, reasoning.aside) if text]
     encoded = await tokenizers.encode(texts, add_special_tokens=False)
     tokens = {text: list(prompt.token_ids) for text, prompt in zip(texts, encoded.prompts, strict=True)}
     return marks_of(reasoning, tokens.__getitem__) if all(tokens.values()) else None

@@ -28,6 +28,19 @@ def test_it_warns_once_counts_and_is_shown_until_it_ends(caplog: pytest.LogCaptu
     assert fall_backs.counts == {"no_pair": 2}
 
 
+def test_further_reasons_are_kept_and_each_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    fall_backs = FallBacks()
+    for reason in ("no AVX2", "no g++", "no AVX2", "no g++", "x" * 500, "y"):
+        fall_backs.add("slow_kernels", reason)
+    assert fall_backs.own() == [("slow_kernels", f"no AVX2; no g++; {'x' * 500}")]
+    assert [record.message for record in caplog.records][:2] == [
+        f"fall-back slow_kernels: {KINDS['slow_kernels']} (no AVX2)",
+        "fall-back slow_kernels has another reason: no g++",
+    ]
+    assert len(caplog.records) == 3
+    assert fall_backs.counts == {"slow_kernels": 1}
+
+
 def test_a_detail_that_changes_is_shown_without_another_warning(caplog: pytest.LogCaptureFixture) -> None:
     fall_backs = FallBacks()
     fall_backs.begin("kv_recomputed", "one")

@@ -22,6 +22,10 @@ LONG = ReasoningMarks((7, 8, 9), (7, 6, 7, 5), begins_inside=False)
 LONG_OPEN = ReasoningMarks((7, 8, 9), (7, 6, 7, 5), begins_inside=True)
 
 
+CALLS = ReasoningMarks((1, 10, 3), (1, 12, 3), begins_inside=True, aside=(1, 11))
+"""As gpt-oss has them: 1 begins a channel, 10 is analysis, 11 commentary, 12 final, and 3 ends a header."""
+
+
 def follow(marks: ReasoningMarks, prompt: Sequence[int], output: Sequence[int]) -> tuple[int, list[int], bool]:
     """Return the number of reasoning tokens, the answer's tokens, and whether the reasoning is over."""
     reasoning = Reasoning(marks, prompt)
@@ -33,6 +37,10 @@ def follow(marks: ReasoningMarks, prompt: Sequence[int], output: Sequence[int]) 
     ("marks", "prompt", "output", "expected"),
     [
         (ONE, [START], [5, 6, END, 9], (2, [9], True)),
+        (CALLS, [], [1, 10, 3, 5, 6, 7, 2, 1, 11, 4, 3, 8, 8, 2], (4, [], False)),  # a call after the reasoning
+        (CALLS, [], [1, 10, 3, 5, 2, 1, 11, 3, 8, 2, 1, 10, 3, 6, 6], (4, [], False)),  # more reasoning after a call
+        (CALLS, [], [1, 10, 3, 5, 2, 1, 11, 3, 8, 2, 1, 12, 3, 9], (2, [9], True)),  # a text before the answer
+        (CALLS, [], [1, 11, 4, 3, 8, 8, 2], (0, [], False)),  # a call alone
         (ONE, [START, 4], [5, 6], (2, [], False)),
         (ONE, [3], [START, 5, END, 9], (1, [9], True)),  # the model opens it
         (ONE, [3], [5, END, 9], (0, [5, END, 9], True)),  # it does not

@@ -1,6 +1,7 @@
 """Clients that leave, what a body must be declared as, and how errors are reported."""
 
 import asyncio
+import json
 from typing import Any, cast
 
 import pytest
@@ -8,7 +9,13 @@ import pytest
 from tokenloom.request import errors
 from tokenloom.request.limits import AdmissionLimit
 from tokenloom.services.gateway.http.client_flow import ClientDisconnected, ClientFlow, Headers, ResponseWriter
-from tokenloom.services.gateway.http.http_exchange import HttpExchange, UnsupportedMediaType
+from tokenloom.services.gateway.http.http_exchange import (
+    OPENAI,
+    RESPONSES,
+    ErrorForm,
+    HttpExchange,
+    UnsupportedMediaType,
+)
 from tokenloom.services.gateway.http.request_body import RequestBody
 
 
@@ -148,3 +155,14 @@ async def test_a_final_error_says_that_it_must_not_be_retried(cls: type[errors.T
     assert (headers.get(b"x-should-retry"), headers.get(b"retry-after")) == (
         (b"false", None) if cls.is_final else (None, b"2")
     )
+
+
+@pytest.mark.parametrize("form", [OPENAI, RESPONSES])
+async def test_an_error_within_a_stream_has_the_status_that_it_would_have_had_before(form: ErrorForm) -> None:
+    client = Client()
+    client.exchange.error_form = form
+    await client.exchange.start(200, ())
+    await client.exchange.fail(errors.InvalidArgument("the regex is wrong", "regex"))
+    event = client.connection.transport.sent.partition(b"data: ")[2].partition(b"\n")[0]
+    error = json.loads(event)["error"]
+    assert (error["status"], error["code"], error["param"]) == (400, "invalid_argument", "regex")

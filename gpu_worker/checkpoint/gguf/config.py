@@ -176,15 +176,15 @@ def _head_size(reader: ConfigReader, prefix: str, default: int) -> int:
 
 
 def _of_first_layer(reader: ConfigReader, name: str, default: int | None = None) -> int:
-    """Return an entry that may be a list with a number for each layer, which is the same for all of them but the last
-    ones of Gemma 4, whose MLPs are twice as wide."""
+    """Return an entry that may be a list with a number for each layer, which differ in Gemma 4 alone."""
     values = reader.take(name)
     if not isinstance(values, list) or not values:
         return reader.take_int(name, default)
-    is_wide = name == "gemma4.feed_forward_length" and set(values) == {values[0], 2 * values[0]}
-    if type(values[0]) is not int or values[0] < 1 or not (is_wide or len(set(values)) == 1):
+    if any(type(value) is not int or value < 1 for value in values):
+        raise reader.error(name, "must be positive integers")
+    if len(set(values)) > 1 and not name.startswith("gemma4."):
         raise reader.error(name, "must be the same for all layers")
-    return values[0]
+    return int(values[0])
 
 
 def _vocab_size(file: GgufFile) -> int:

@@ -56,6 +56,8 @@ def _gemma4(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str,
             raise reader.error(prefix + name, f"must be the size of a head with a window, {local_size}")
     local = {"rope_type": "default", "rope_theta": reader.take_float(f"{prefix}rope.freq_base_swa", 10_000.0)}
     by_layer = file.tensors.get("per_layer_token_embd.weight")
+    if (num_shared := reader.take_count(name := f"{prefix}attention.shared_kv_layers")) > len(pattern):
+        raise reader.error(name, f"must be at most the number of layers, {len(pattern)}")
     return {
         "head_dim": local_size,
         "global_head_dim": config["head_dim"],
@@ -63,11 +65,39 @@ def _gemma4(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str,
         "layer_types": ["sliding_attention" if has_window else "full_attention" for has_window in pattern],
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
         "final_logit_softcapping": _limit(reader, f"{prefix}final_logit_softcapping"),
-        "num_kv_shared_layers": reader.take_count(f"{prefix}attention.shared_kv_layers"),
+        "num_kv_shared_layers": num_shared,
         "hidden_size_per_layer_input": reader.take_count(f"{prefix}embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": config["vocab_size"] if by_layer is None else by_layer.shape[0],
-        "use_double_wide_mlp": isinstance(reader.take(f"{prefix}feed_forward_length"), list),
-    }
+        "use_double_wide_mlp": _is_double_wide(reader, f"{prefix}feed_forward_length", num_shared),
+    } | _kv_heads(reader, f"{prefix}attention.head_count_kv", file, pattern)
+
+
+def _is_double_wide(reader: ConfigReader, name: str, num_shared: int) -> bool:
+    """Return whether the MLPs of the last layers, which share keys and values, are twice as wide."""
+    sizes = reader.take(name)
+    if not isinstance(sizes, list) or len(set(sizes)) == 1:
+        return False
+    first = len(sizes) - num_shared
+    if sizes != [sizes[0]] * first + [2 * sizes[0]] * num_shared:
+        raise reader.error(name, f"must be the same for all layers, or twice as large for the last {num_shared}")
+    return True
+
+
+def _kv_heads(reader: ConfigReader, name: str, file: GgufFile, pattern: list[Any]) -> dict[str, Any]:
+    """Return the numbers of KV heads of layers with a window and of others, if the file has one for each layer."""
+    counts = reader.take(name)
+    if not isinstance(counts, list):
+        return {}
+    by_kind = [
+        {count for count, each in zip(counts, pattern, strict=False) if bool(each) is kind} for kind in (True, False)
+    ]
+    if len(counts) != len(pattern) or [len(each) for each in by_kind] != [1, 1]:
+        raise reader.error(name, "must have one number for layers with a window, and one for the others")
+    # Layers without a window then have no matrix for values: their keys, before they are rotated, are the values too.
+    full = [layer for layer, has_window in enumerate(pattern) if not has_window]
+    reuses = f"blk.{full[0]}.attn_v.weight" not in file.tensors
+    (local,), (whole,) = by_kind
+    return {"num_key_value_heads": local, "num_global_key_value_heads": whole, "attention_k_eq_v": reuses}
 
 
 def _phi3(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -165,14 +195,21 @@ def read_experts(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str,
             if reader.take(prefix + name, 0) != 0:
                 raise reader.error(prefix + name, "must be 0 for a model without experts")
         return {}
-    if prefix not in ("llama.", "qwen2moe.", "qwen3moe.", "gpt-oss.", "deepseek2."):
-        raise reader.error(f"{prefix}expert_count", "must be 0: models of this architecture have no experts")
+    if prefix not in ("llama.", "qwen2moe.", "qwen3moe.", "gpt-oss.", "deepseek2.", "gemma4."):
+        raise reader.error(f"{prefix}expert_count", "must be 0: experts of this architecture are not read")
     if prefix == "deepseek2.":
         return _read_deepseek(reader, prefix)
     if prefix == "gpt-oss.":
         reader.take(f"{prefix}expert_gating_func")
     elif reader.take_int(f"{prefix}expert_gating_func", _SOFTMAX) != _SOFTMAX:
         raise reader.error(f"{prefix}expert_gating_func", f"must be {_SOFTMAX}, which is softmax")
+    if prefix == "gemma4.":
+        return {
+            "enable_moe_block": True,
+            "num_experts": reader.take_int(f"{prefix}expert_count"),
+            "top_k_experts": reader.take_int(f"{prefix}expert_used_count"),
+            "moe_intermediate_size": reader.take_int(f"{prefix}expert_feed_forward_length"),
+        }
     count = {"num_experts_per_tok": reader.take_int(f"{prefix}expert_used_count")}
     number = reader.take_int(f"{prefix}expert_count")
     if prefix == "gpt-oss.":

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenloom.gguf.gguf_file import GgufFile
 
-from .config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from .config import LONG_FACTORS, PLAIN_NAMES, ROPE_FACTORS, SHORT_FACTORS
 from .families import has_experts
 
 _WHOLE_MODEL = {
@@ -48,6 +48,12 @@ _OF_AN_ARCHITECTURE: dict[str, dict[str, str]] = {
         "inp_gate": "per_layer_input_gate",
         "proj": "per_layer_projection",
         "post_norm": "post_per_layer_input_norm",
+        "ffn_gate_inp.weight": "router.proj.weight",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     },
     "olmo2": _AFTER,
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -78,6 +84,8 @@ _OF_AN_ARCHITECTURE: dict[str, dict[str, str]] = {
 the whole name."""
 _OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Tensors that hold a matrix [experts, out, in], or a bias [experts, out], of every expert of a layer."""
+_STACKED = {"ffn_gate_up_exps.weight": "gate_up_proj", "ffn_down_exps.weight": "down_proj"}
+"""Tensors that Gemma 4's class has for all experts, too."""
 _IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 _PAIRED = ("llama", "granite", "mistral3", "smollm3")
@@ -116,7 +124,9 @@ def places(file: GgufFile) -> dict[str, TensorPlace]:
             continue
         prefix, part, kind = f"model.layers.{layer[1]}", layer[2], layer[3]
         dimensions = len(file.tensors[name].shape)
-        if part in _OF_EXPERTS and dimensions == (2 if kind == "bias" else 3):
+        if architecture == "gemma4" and f"{part}.{kind}" in _STACKED:
+            found |= _stacked(file, name, f"{prefix}.experts", _STACKED[f"{part}.{kind}"])
+        elif part in _OF_EXPERTS and dimensions == (2 if kind == "bias" else 3):
             for expert in range(file.tensors[name].shape[0]):
                 own = f"{prefix}.mlp.experts.{expert}.{_OF_EXPERTS[part]}.{kind}"
                 found[own] = TensorPlace(name, expert=expert)
@@ -152,6 +162,15 @@ def _of_heads(file: GgufFile, layer: str) -> dict[str, TensorPlace]:
         return {}
     keys, values = f"blk.{layer}.{_KEYS}.weight", f"blk.{layer}.{_VALUES}.weight"
     return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": TensorPlace(keys, values=values)}
+
+
+def _stacked(file: GgufFile, name: str, prefix: str, part: str) -> dict[str, TensorPlace]:
+    """Return the place of a tensor of all experts, or of each expert's matrix where they are in blocks, which only
+    matrices can be."""
+    tensor = file.tensors[name]
+    if tensor.kind in PLAIN_NAMES:
+        return {f"{prefix}.{part}": TensorPlace(name)}
+    return {f"{prefix}.{expert}.{part}": TensorPlace(name, expert=expert) for expert in range(tensor.shape[0])}
 
 
 def _mixtral_name(name: str) -> str:

@@ -1,6 +1,7 @@
 """Stands for weights that a checkpoint stores in few bits while transformers loads it, so that its renaming, stacking
 and joining of tensors need not know how they are stored, and a layer of ours can keep them as they are."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -83,13 +84,22 @@ class StoredWeight(Tensor):
         return cls.make(_Together(list(parts), dim % len(shape), is_stack), shape, parts[0].dtype)
 
 
+_OF_AN_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
+
+
 def read_state(source: WeightSource, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by their names; those that are packed have ``dtype`` once unpacked."""
-    read = {name: source.read(name, ()) for name in source.names}
-    return {
-        name: each if isinstance(each, Tensor) else StoredWeight.make(each, each.shape, dtype)
-        for name, each in read.items()
-    }
+    """Return the tensors of a checkpoint by their names; those that are packed have ``dtype`` once unpacked. Matrices
+    of experts that are named as parts of one tensor (``experts.3.down_proj``) are stacked."""
+    state: dict[str, Tensor] = {}
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name in source.names:
+        each = source.read(name, ())
+        tensor = each if isinstance(each, Tensor) else StoredWeight.make(each, each.shape, dtype)
+        if (part := _OF_AN_EXPERT.fullmatch(name)) is None:
+            state[name] = tensor
+        else:
+            stacks.setdefault(f"{part[1]}.{part[3]}", {})[int(part[2])] = tensor
+    return state | {name: torch.stack([parts[each] for each in sorted(parts)]) for name, parts in stacks.items()}
 
 
 def make_layer(weight: Tensor, bias: Tensor | None, quantization: str | None) -> Linear:

@@ -56,6 +56,11 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 199, "use_double_wide_mlp": True,
     "final_logit_softcapping": 30.0,
 }  # fmt: skip
+GEMMA4_EXPERTS = {
+    "num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "enable_moe_block": True, "num_experts": 4,
+    "top_k_experts": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
 OSS = {
     "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 30, "num_hidden_layers": 4,
     "rope_parameters": YARN | {"factor": 32.0, "original_max_position_embeddings": 16, "truncate": False},
@@ -69,6 +74,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "built in",
     ),
     "gemma4": ("gemma4", "gemma4_text", GEMMA4, "transformers"),
+    "gemma4, experts": ("gemma4", "gemma4_text", GEMMA4 | GEMMA4_EXPERTS, "transformers"),
     "phi3": ("phi3", "phi3", {"sliding_window": 30}, "built in"),
     "phi3, long": ("phi3", "phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 128}, "built in"),
     "phi4 mini": (
@@ -132,8 +138,10 @@ def write_model(
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], model.config.num_hidden_layers)
     for name, tensor in _tensors(architecture, model):
         stem, _, ending = name.rpartition(".")
-        stored = names.get_name(stem)
+        stored = _ROUTERS.get(name.rpartition(".layers.")[2].partition(".")[2]) or names.get_name(stem)
         assert stored is not None, name
+        if stored in _ROUTERS.values():
+            stored, ending = f"blk.{name.split('.')[2]}.{stored}", "scale"
         used = kind if tensor.dim() >= 2 and ending == "weight" and _is_rounded(name) else Kind.F32
         data, used = encode(tensor.detach().contiguous().numpy(), used)
         writer.add_tensor(f"{stored}.{ending}", data, raw_dtype=used)
@@ -142,6 +150,10 @@ def write_model(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+_ROUTERS = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
+"""Tensors of Gemma 4 that the package's names leave out."""
 
 
 def _is_rounded(name: str) -> bool:
@@ -171,7 +183,7 @@ def _describe(writer: Writer, architecture: str, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(1 if architecture == "deepseek2" else config.num_key_value_heads)
+    writer.add_head_count_kv(1 if architecture == "deepseek2" else config.to_dict()["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(full["rope_theta"])
     if (head_size := config.to_dict().get("head_dim")) and architecture not in ("granite", "deepseek2"):
@@ -212,7 +224,18 @@ def _describe_gemma4(writer: Writer, config: Any) -> None:
     writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     entries = config.to_dict()
-    full, local = next(iter(entries["per_layer_config"].values()))["head_dim"], entries["head_dim"]
+    overrides = next(iter(entries["per_layer_config"].values()))
+    full, local = overrides["head_dim"], entries["head_dim"]
+    if "num_key_value_heads" in overrides:
+        heads = {
+            "sliding_attention": entries["num_key_value_heads"],
+            "full_attention": overrides["num_key_value_heads"],
+        }
+        writer.add_head_count_kv([heads[kind] for kind in config.layer_types])
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_key_length(full)
     writer.add_value_length(full)
     writer.add_key_length_swa(local)
@@ -336,6 +359,9 @@ def _experts(architecture: str, name: str, tensor: Tensor) -> Iterator[tuple[str
     layer, _, part = name.rpartition(".")
     kind = "bias" if part.endswith("_bias") else "weight"
     part = part.removesuffix("_bias")
+    if architecture == "gemma4":
+        yield f"{name}.weight", tensor
+        return
     if architecture == "gpt-oss" and kind == "weight":
         tensor = tensor.transpose(1, 2)
     if part == "down_proj":

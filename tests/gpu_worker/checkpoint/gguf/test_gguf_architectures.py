@@ -64,7 +64,14 @@ def test_written_files_load_in_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("gpt-oss", Kind.MXFP4), ("granite", Kind.Q8_0), ("glm4", Kind.Q4_0), ("deepseek v3", Kind.Q8_0)]
+    ("name", "kind"),
+    [
+        ("gpt-oss", Kind.MXFP4),
+        ("granite", Kind.Q8_0),
+        ("glm4", Kind.Q4_0),
+        ("deepseek v3", Kind.Q8_0),
+        ("gemma4, experts", Kind.Q8_0),
+    ],
 )
 def test_quantized_files_have_the_logits_of_their_numbers(
     name: str, kind: Kind, tmp_path: Path, run_model: RunModel

@@ -35,11 +35,12 @@ class MeshAdapters:
         self._calls = calls
         self._turn = asyncio.Lock()
 
-    async def load(self, name: str, path: str, *, in_place: bool) -> list[str]:
-        """Load an adapter on all engines; return their names.
+    async def load(self, name: str, path: str, *, in_place: bool) -> dict[str, str]:
+        """Load an adapter on all engines. Returns for each why it does not have it, because it ended meanwhile: it
+        loads the adapter when it joins again; empty: it has it.
 
-        ``in_place``: replace another adapter of this name. Raises the first engine's error after the others have
-        forgotten the adapter again, or have the former one back.
+        ``in_place``: replace another adapter of this name. Raises the first other error of an engine after the others
+        have forgotten the adapter again, or have the former one back.
         """
         async with self._turn:
             old = self._mesh.adapters.get(name)
@@ -49,7 +50,8 @@ class MeshAdapters:
             request = pb.LoadLoraRequest(name=name, path=path, in_place=in_place)
             try:
                 answers = await self._ask(lambda stub: stub.LoadLora(request))
-                digest = _agreed(checked(answers))
+                done, causes = _without_lost(answers)
+                digest = _agreed(done)
                 pinned = old is not None and old.pinned
                 # Recorded once all engines have it, and not before: the coordinator brings engines that join later to
                 # what is recorded, and gateways let requests name it.
@@ -57,10 +59,11 @@ class MeshAdapters:
             except BaseException:  # a gateway that stops included: all engines shall have the same
                 await self._restore(name, old)
                 raise
-            return list(answers)
+            return causes
 
-    async def unload(self, name: str) -> list[str]:
-        """Unload an adapter everywhere; return the engines. Requests that name it are refused from the beginning on.
+    async def unload(self, name: str) -> dict[str, str]:
+        """Unload an adapter everywhere; returns as :meth:`load`. Requests that name it are refused from the beginning
+        on.
 
         An engine that fails keeps it in memory only: no request reaches it there. Raises ``NotFound`` if no engine had
         it, otherwise the first engine's error.
@@ -74,17 +77,16 @@ class MeshAdapters:
             had = {engine: each for engine, each in answers.items() if not isinstance(each, errors.NotFound)}
             if not (had or was_known):
                 raise errors.NotFound(f"no LoRA adapter {name[:128]!r} is loaded; {LISTING} those that are")
-            checked(had)
-            return list(answers)
+            _, causes = _without_lost(had) if had else ({}, {})
+            return dict.fromkeys(answers, "") | causes
 
-    async def pin(self, name: str, *, pinned: bool) -> list[str]:
-        """Keep an adapter on the device of all engines, or end that; return the engines. Raises as :meth:`load`."""
+    async def pin(self, name: str, *, pinned: bool) -> dict[str, str]:
+        """Keep an adapter on the device of all engines, or end that. Returns and raises as :meth:`load`."""
         async with self._turn:
             if (adapter := self._mesh.adapters.get(name)) is None:
                 raise errors.NotFound(f"no LoRA adapter {name[:128]!r} is loaded; {LISTING} those that are")
             try:
-                answers = await self._pin(name, pinned)
-                checked(answers)
+                _, causes = _without_lost(await self._pin(name, pinned))
                 changed = types_pb2.Adapter()
                 changed.CopyFrom(adapter)
                 changed.pinned = pinned
@@ -92,7 +94,7 @@ class MeshAdapters:
             except BaseException:  # as in :meth:`load`
                 await self._pin(name, adapter.pinned)
                 raise
-            return list(answers)
+            return causes
 
     async def states(self) -> dict[str, pb.ListLorasResponse]:
         """Return what each engine has loaded, by its name. Raises the first engine's error."""
@@ -136,6 +138,14 @@ class MeshAdapters:
                 await self._mesh.wait_adapter(adapter)
         except TimeoutError:
             log.warning("adapter %s: the coordinator's snapshot does not show the change yet", adapter.name)
+
+
+def _without_lost(answers: Mapping[str, T | errors.TokenloomError]) -> tuple[dict[str, T], dict[str, str]]:
+    """Return the answers, and for each engine why it gave none; empty: it did. Raises the first error of an engine that
+    lives, and that of a lost one if no other has answered."""
+    lost = {name: each.message for name, each in answers.items() if isinstance(each, errors.Unavailable)}
+    done = checked({name: each for name, each in answers.items() if name not in lost} or answers)
+    return done, dict.fromkeys(answers, "") | lost
 
 
 def _agreed(answers: Mapping[str, pb.LoadLoraResponse]) -> bytes:

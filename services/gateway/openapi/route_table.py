@@ -222,7 +222,7 @@ LOAD_ADAPTER = _route(
     "POST",
     "/v1/load_lora_adapter",
     "Load a LoRA adapter on every engine, or on none",
-    answers.EnginesDone,
+    answers.EnginesChanged,
     lora.LoadAdapter,
     is_admin=True,
 )
@@ -230,7 +230,7 @@ UNLOAD_ADAPTER = _route(
     "POST",
     "/v1/unload_lora_adapter",
     "Unload a LoRA adapter from every engine",
-    answers.EnginesDone,
+    answers.EnginesChanged,
     lora.AdapterBody,
     is_admin=True,
 )
@@ -238,7 +238,7 @@ PIN_ADAPTER = _route(
     "POST",
     "/v1/pin_lora_adapter",
     "Keep a LoRA adapter on every engine's device",
-    answers.EnginesDone,
+    answers.EnginesChanged,
     lora.PinAdapter,
     is_admin=True,
 )

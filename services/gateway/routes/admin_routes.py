@@ -102,17 +102,15 @@ class AdminRoutes:
         await exchange.respond(200, encode_json({"status": status, "engines": engines}))
 
     async def _want(self, exchange: HttpExchange, status: str, wanted: Wanted, send: "Ask[object]") -> None:
-        """Have the coordinators want a state, and answer with what has become of it: 200 if all engines are in it, 202
-        with the others if not; they go on trying. Raises ``Unavailable`` if there is no engine."""
+        """Have the coordinators want a state, and answer with what has become of it. Raises ``Unavailable`` if there is
+        no engine."""
         causes: dict[str, str] = {}
         for mesh in self.meshes:
             found = await self.calls.want(mesh.view, wanted, send)
             causes |= {name if self.meshes.is_one else f"{mesh.model}/{name}": cause for name, cause in found.items()}
         if not causes:
             raise errors.Unavailable("no engine is known; those that join take this state")
-        late = {name: cause for name, cause in causes.items() if cause}
-        answer = EnginesChanged(status, "converging" if late else "done", sorted(causes.keys() - late.keys()), late)
-        await exchange.respond(202 if late else 200, encode_json(answer))
+        await respond_changed(exchange, status, causes)
 
     async def _ask(self, send: "Ask[T]") -> dict[str, T]:
         """Return each engine's answer, by its name, which follows that of its model if there are several. All engines
@@ -128,6 +126,16 @@ class AdminRoutes:
         # Asked under the operator's certificate. The gateway's own does not open EngineAdmin, or a gateway without
         # admin keys could pause engines.
         return checked(await self.calls.ask(engines, send))
+
+
+async def respond_changed(exchange: HttpExchange, status: str, causes: Mapping[str, str]) -> None:
+    """Answer with what has become of a state: 200 if all engines are in it, 202 with the causes of the others if not.
+
+    ``causes``: for each engine why it is not in the state; empty: it is.
+    """
+    late = {name: cause for name, cause in causes.items() if cause}
+    answer = EnginesChanged(status, "converging" if late else "done", sorted(causes.keys() - late.keys()), late)
+    await exchange.respond(202 if late else 200, encode_json(answer))
 
 
 class Query:

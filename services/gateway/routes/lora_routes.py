@@ -16,6 +16,7 @@ from ..openapi import route_table
 from ..openapi.lora_schemas import AdapterBody, LoadAdapter, PinAdapter
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
+from .admin_routes import respond_changed
 
 MAX_BODY_BYTES = 16 << 10
 MAX_PATH = 4096
@@ -46,22 +47,19 @@ class LoraRoutes:
         if not 0 < len(body.lora_path) <= MAX_PATH or "\0" in body.lora_path:
             raise errors.InvalidArgument(f"lora_path must be a path of 1 to {MAX_PATH} characters", "lora_path")
         adapters = self._of(self._meshes.pick(body.base_model_name))
-        engines = await adapters.load(name, body.lora_path, in_place=body.load_inplace)
-        await exchange.respond(200, encode_json({"status": "loaded", "engines": engines}))
+        await respond_changed(exchange, "loaded", await adapters.load(name, body.lora_path, in_place=body.load_inplace))
 
     async def unload(self, exchange: HttpExchange) -> None:
         body = await _read(exchange, AdapterBody)
-        engines = await self._of(self._meshes.pick(body.base_model_name)).unload(body.lora_name)
-        await exchange.respond(200, encode_json({"status": "unloaded", "engines": engines}))
+        causes = await self._of(self._meshes.pick(body.base_model_name)).unload(body.lora_name)
+        await respond_changed(exchange, "unloaded", causes)
 
     async def pin(self, exchange: HttpExchange) -> None:
         """``pinned``: false ends the pinning."""
         body = await _read(exchange, PinAdapter)
         adapters = self._of(self._meshes.pick(body.base_model_name))
-        engines = await adapters.pin(body.lora_name, pinned=body.pinned)
-        await exchange.respond(
-            200, encode_json({"status": "pinned" if body.pinned else "unpinned", "engines": engines})
-        )
+        causes = await adapters.pin(body.lora_name, pinned=body.pinned)
+        await respond_changed(exchange, "pinned" if body.pinned else "unpinned", causes)
 
     async def show(self, exchange: HttpExchange) -> None:
         """Answer with the adapters of all models, and what each engine has of them."""

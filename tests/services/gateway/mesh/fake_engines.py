@@ -37,6 +37,8 @@ class FakeEngine(engine_pb2_grpc.EngineAdminServicer):
         return pb.LoadLoraResponse(adapter=self.loaded[request.name])
 
     async def UnloadLora(self, request: pb.UnloadLoraRequest, context: Any) -> pb.UnloadLoraResponse:
+        if isinstance(self.error, errors.Unavailable):
+            await wire_errors.abort(context, self.error)
         if self.loaded.pop(request.name, None) is None:
             await wire_errors.abort(context, errors.NotFound("not loaded"))
         return pb.UnloadLoraResponse()

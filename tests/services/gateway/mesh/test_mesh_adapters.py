@@ -54,7 +54,11 @@ async def operated(socket_dir: Path) -> AsyncIterator[Operated]:
 
 
 async def test_load_use_pin_list_and_unload(operated: Operated) -> None:
-    assert await operated.post("load", **PIRATE) == {"status": "loaded", "engines": ["e0", "e1"]}
+    assert await operated.post("load", **PIRATE) == {
+        "status": "loaded",
+        "state": "done",
+        "engines": ["e0", "e1"],
+    }
     assert operated.loaded[0] == operated.loaded[1] != {}
     assert operated.mesh.coordinator.adapters["pirate"].path == PIRATE["lora_path"]
     assert await operated.is_served()
@@ -78,6 +82,24 @@ async def test_load_use_pin_list_and_unload(operated: Operated) -> None:
     missing = await operated.post("unload", 404, lora_name="pirate")
     assert "no LoRA adapter 'pirate' is loaded" in missing["error"]["message"]
     await operated.post("pin", 404, lora_name="pirate")
+
+
+@pytest.mark.parametrize("action", ["load", "pin", "unload"])
+async def test_an_engine_that_is_lost_takes_what_the_others_have_when_it_returns(
+    operated: Operated, action: str
+) -> None:
+    if action != "load":
+        await operated.post("load", **PIRATE)
+    lost = operated.engines["e1"]
+    lost.error = errors.Unavailable("the engine has ended")
+    answer = await operated.post(action, 202, **(PIRATE if action == "load" else {"lora_name": "pirate"}))
+    assert (answer["state"], answer["engines"]) == ("converging", ["e0"])
+    assert answer["converging"] == {"e1": "e1: the engine has ended"}
+    recorded = operated.mesh.coordinator.adapters
+    assert ("pirate" in recorded) == (action != "unload"), "the coordinator sends it to engines that join"
+    operated.engines["e0"].error = lost.error
+    await operated.post("load", 503, lora_name="other", lora_path="/x")
+    assert "other" not in recorded
 
 
 async def test_an_engine_that_fails_leaves_nothing_on_the_others(operated: Operated) -> None:

@@ -28,7 +28,7 @@ def authority(name: str = "authority") -> Issued:
     return _issue(name, (), None, 30)
 
 
-def issue(issuer: Issued, *names: x509.GeneralName, days: int = 30) -> Issued:
+def issue(issuer: Issued, *names: x509.GeneralName, days: float = 30) -> Issued:
     """Return a certificate with these subject alternative names."""
     return _issue("leaf", names, issuer, days)
 
@@ -46,7 +46,7 @@ def write(folder: Path, issuer: Issued, issued: Issued) -> CertificateFiles:
     return files
 
 
-def _issue(name: str, names: Sequence[x509.GeneralName], issuer: Issued | None, days: int) -> Issued:
+def _issue(name: str, names: Sequence[x509.GeneralName], issuer: Issued | None, days: float) -> Issued:
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     builder = (

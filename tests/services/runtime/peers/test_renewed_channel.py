@@ -1,6 +1,7 @@
 """Channels that survive a change of certificates: gRPC servers and clients whose files are replaced."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,19 +31,24 @@ class Peers:
 
     def __init__(self, folder: Path) -> None:
         self.clock = Clock()
+        self._num_written = 0
         self.authority = authority("first")
         self.folder = folder
         self.engine = MeshTLS(self._write("engine", self.authority), self.clock)
         self.gateway = MeshTLS(self._write("gateway", self.authority), self.clock)
         self.address = ""
 
-    def _write(self, service: str, signer: Issued) -> Any:
-        return write(self.folder / service, signer, issue(signer, name(service)))
+    def _write(self, service: str, signer: Issued, days: float = 30) -> Any:
+        files = write(self.folder / service, signer, issue(signer, name(service), days=days))
+        self._num_written += 1
+        for path in files.paths:  # two writes within a tick of the file system's clock, as none come in earnest
+            os.utime(path, ns=(0, self._num_written))
+        return files
 
-    def replace(self, *services: str, signer: Issued | None = None) -> None:
-        """Write new certificates, and let every side see them."""
+    def replace(self, *services: str, signer: Issued | None = None, days: float = 30) -> None:
+        """Write new certificates, valid for so many days, and let every side see them."""
         for service in services:
-            self._write(service, signer or self.authority)
+            self._write(service, signer or self.authority, days)
         self.clock.now += CHECK_SECONDS
 
     @asynccontextmanager
@@ -93,6 +99,46 @@ async def test_both_sides_move_to_a_new_authority_without_a_restart(tmp_path: Pa
                 await refused.unary_unary("/test.Peer/Who")(b"", timeout=SOON)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         stream.cancel()
+
+
+async def test_certificates_that_change_under_load_cost_no_call(tmp_path: Path) -> None:
+    async with Peers(tmp_path).serving() as peers, peers.open() as channel:
+        who, stop = channel.unary_unary("/test.Peer/Who"), asyncio.Event()
+        stream = channel.stream_stream("/test.Peer/Echo")()
+
+        async def call() -> int:
+            count = 0
+            while not stop.is_set():
+                assert await who(b"", timeout=SOON) == b"gateway.tokenloom.internal"
+                count += 1
+            return count
+
+        async with asyncio.timeout(3 * SOON), asyncio.TaskGroup() as group:
+            callers = [group.create_task(call()) for _ in range(8)]
+            for number in range(20):
+                peers.replace("engine", "gateway")
+                await stream.write(b"%d" % number)
+                assert await stream.read() == b"%d" % number
+                assert await who(b"", timeout=SOON) == b"gateway.tokenloom.internal"
+            stop.set()
+        assert min(caller.result() for caller in callers) > 0
+        stream.cancel()
+
+
+@pytest.mark.parametrize("service", ["engine", "gateway"])
+async def test_a_certificate_that_has_expired_ends_calls_until_it_is_replaced(tmp_path: Path, service: str) -> None:
+    async with Peers(tmp_path).serving() as peers, peers.open() as channel:
+        who = channel.unary_unary("/test.Peer/Who")
+        assert await who(b"", timeout=SOON) == b"gateway.tokenloom.internal"
+        peers.replace(service, days=-0.01)
+        async with Channels(peers.gateway).open(peers.address, "engine") as late:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await late.unary_unary("/test.Peer/Who")(b"", timeout=SOON)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        peers.replace(service)
+        for each in (channel, late := peers.open()):
+            assert await each.unary_unary("/test.Peer/Who")(b"", timeout=SOON) == b"gateway.tokenloom.internal"
+        await late.close()
 
 
 async def test_a_replaced_channel_is_closed_when_its_last_call_has_ended() -> None:

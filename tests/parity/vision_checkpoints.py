@@ -3,8 +3,8 @@
 Names of tensors and defaults are those of transformers 5.24 (``conversion_mapping.py`` and the configuration of each
 class, which saves under the published names); the entries are those of the ``config.json`` of Qwen2-VL-2B-Instruct,
 Qwen2.5-VL-32B-Instruct-AWQ, Qwen3-VL-4B-Instruct, Qwen3-VL-30B-A3B-Instruct, Mistral-Small-3.1-24B-Instruct-2503,
-Ministral-3-3B-Instruct-2512, llava-1.5-7b-hf, llava-v1.6-mistral-7b-hf, llava-onevision-qwen2-0.5b-ov-hf, gemma-3-4b-it
-and InternVL3-1B-hf, of other sizes.
+Ministral-3-3B-Instruct-2512, SmolVLM-256M-Instruct, SmolVLM2-256M-Video-Instruct, aya-vision-8b, llava-1.5-7b-hf,
+llava-v1.6-mistral-7b-hf, llava-onevision-qwen2-0.5b-ov-hf, gemma-3-4b-it and InternVL3-1B-hf, of other sizes.
 """
 
 import json
@@ -364,13 +364,67 @@ _MINISTRAL_TEXT = {
     },
 }
 CONFIGS["ministral3"] = CONFIGS["mistral3"] | {"text_config": _MINISTRAL_TEXT, "tie_word_embeddings": False}
+# SmolVLM-256M-Instruct is of the class of Idefics3, and names entries that no class reads; SmolVLM2 is of its own.
+_SMOLVLM: dict[str, Any] = {
+    "image_token_id": 499,
+    "scale_factor": 2,
+    "text_config": {
+        "_flash_attn_2_enabled": True,
+        "architectures": ["VLlama3ForCausalLM"],
+        "head_dim": 16,
+        "is_llama_config": True,
+        "model_type": "llama",
+        "neftune_noise_alpha": 0.0,
+        "pad_token_id": 2,
+        "perceiver_config": {"model_type": "vllama3", "resampler_n_heads": 4},
+        "pixel_shuffle_factor": 4,
+        "qk_layer_norms": False,
+        "rms_norm_eps": 1e-05,
+        "rope_interleaved": False,
+        "rope_theta": 100000,
+        "torch_dtype": "float32",
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "use_resampler": False,
+        **_SIZES,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.46.0",
+    "use_cache": False,
+    "vision_config": _TOWER | {"max_image_size": {"longest_edge": 28}, "tie_word_embeddings": False},
+    "vocab_size": 503,
+}
+CONFIGS["idefics3"] = _SMOLVLM | {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3"}
+CONFIGS["smolvlm"] = _SMOLVLM | {"architectures": ["SmolVLMForConditionalGeneration"], "model_type": "smolvlm"}
+CONFIGS["aya_vision"] = {
+    "adapter_layer_norm_eps": 1e-06,
+    "architectures": ["AyaVisionForConditionalGeneration"],
+    "downsample_factor": 2,
+    "image_token_index": 499,
+    "model_type": "aya_vision",
+    "text_config": {
+        "layer_norm_eps": 1e-05,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "logit_scale": 0.25,
+        "model_type": "cohere2",
+        "rope_theta": 50000,
+        "sliding_window": 50,
+        "torch_dtype": "float32",
+        **_SIZES,
+    },
+    "torch_dtype": "float32",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": _SIGLIP,
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
 CONFIGS |= TEXT_OF_RELEASES | {"phi4_multimodal": phi4_multimodal.CONFIG}
 """Entries of ``config.json``, mostly by ``model_type``."""
-BY_MODULES = ("ministral3", "gemma4_e2b", "gemma4_e4b", "gemma4_26b_a4b", "phi4_multimodal")
+BY_MODULES = ("ministral3", "aya_vision", "gemma4_e2b", "gemma4_e4b", "gemma4_26b_a4b", "phi4_multimodal")
 """Models whose text transformers' modules compute."""
 SEPARATE_OUTPUTS = ("mistral3", "internvl")
 """Models whose published files hold an output layer of their own, though their class ties it by default."""
-_IN_VISION_MODEL = ("llava", "llava_next", "llava_onevision", "gemma3")
+_IN_VISION_MODEL = ("llava", "llava_next", "llava_onevision", "gemma3", "aya_vision")
 """Models whose published towers have one more name in theirs."""
 
 

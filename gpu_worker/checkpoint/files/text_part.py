@@ -30,6 +30,9 @@ WRAPPERS = {
     "LlavaNextForConditionalGeneration": _Wrapper("llava_next", "llama"),
     "LlavaOnevisionForConditionalGeneration": _Wrapper("llava_onevision", "qwen2"),
     "InternVLForConditionalGeneration": _Wrapper("internvl", "qwen2", is_tied=True),
+    "Idefics3ForConditionalGeneration": _Wrapper("idefics3", "llama"),
+    "SmolVLMForConditionalGeneration": _Wrapper("smolvlm", "llama"),
+    "AyaVisionForConditionalGeneration": _Wrapper("aya_vision", "cohere2", is_tied=True),
     "Gemma3ForConditionalGeneration": _Wrapper("gemma3", "gemma3_text", is_tied=True),
     "Gemma4ForConditionalGeneration": _Wrapper("gemma4", "gemma4_text", is_tied=True),
     "Llama4ForConditionalGeneration": _Wrapper("llama4", "llama4_text"),
@@ -84,12 +87,14 @@ _DEFAULTS = {
 
 _OTHER_NAMES = """
     text_config vision_config audio_config image_token_id image_token_index video_token_id video_token_index
-    vision_start_token_id vision_end_token_id vision_token_id audio_token_id audio_token_index ignore_index
-    boi_token_id boi_token_index eoi_token_id eoi_token_index boa_token_id boa_token_index eoa_token_id eoa_token_index
+    vision_start_token_id vision_end_token_id vision_token_id audio_token_id audio_token_index ignore_index boi_token_id
+    boi_token_index eoi_token_id eoi_token_index boa_token_id boa_token_index eoa_token_id eoa_token_index
     image_seq_length mm_tokens_per_image vision_soft_tokens_per_image audio_soft_tokens_per_image downsample_ratio
     projector_hidden_act multimodal_projector_bias vision_feature_layer vision_feature_select_strategy
     projector_hidden_size out_hidden_size spatial_merge_size image_grid_pinpoints vision_aspect_ratio
-    use_image_newline_parameter auto_map embd_layer img_processor audio_processor speech_lora vision_lora
+    use_image_newline_parameter downsample_factor adapter_layer_norm_eps scale_factor pixel_shuffle_factor
+    perceiver_config qk_layer_norms use_resampler neftune_noise_alpha auto_map embd_layer img_processor audio_processor
+    speech_lora vision_lora
     """
 _OTHER_PARTS = frozenset(_OTHER_NAMES.split())
 """Entries that only the other parts, or what joins them to the text model, read."""
@@ -140,6 +145,7 @@ def _plain_rope(rope: Any) -> Any:
 
 _TEXT_PREFIXES = {
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
@@ -151,7 +157,7 @@ _OTHER_PREFIXES = tuple(
     for part in (
         *("visual.", "vision_tower.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio."),
         *("multi_modal_projector.", "image_newline", "vision_adapter.", "vision_projection."),
-        "embed_tokens_extend.",
+        *("embed_tokens_extend.", "connector."),
     )
 )
 """How names of other parts' tensors begin."""

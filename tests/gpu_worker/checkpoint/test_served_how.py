@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         of("LlavaForConditionalGeneration", "llava"),
         "reads images, which is not supported yet: serve its text alone with --language-model-only",
     ),
-    "other images": (of("Idefics3ForConditionalGeneration", "idefics3"), "reads images or sound"),
+    "other images": (of("MllamaForConditionalGeneration", "mllama"), "reads images or sound"),
     "a method": (LLAMA | {"quantization_config": {"quant_method": "exl3"}}, "'exl3' is not supported"),
     "a rope": (
         LLAMA | {"rope_scaling": {"rope_type": "odd", "factor": 2.0}},

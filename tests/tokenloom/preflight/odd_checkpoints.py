@@ -205,7 +205,7 @@ ODD = [
     Odd(
         "vision", architecture("LlavaForConditionalGeneration"), "config.json", "text alone with --language-model-only"
     ),
-    Odd("other vision", architecture("Idefics3ForConditionalGeneration"), "config.json", "ForCausalLM"),
+    Odd("other vision", architecture("MllamaForConditionalGeneration"), "config.json", "ForCausalLM"),
     Odd("encoder", architecture("FunnelForMaskedLM"), "config.json", "fills gaps"),
     Odd("classifier", architecture("ElectraForSequenceClassification"), "config.json", "classifies texts"),
     Odd("embeddings", architecture("FunnelModel"), "config.json", "embeddings"),

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
 import msgspec
@@ -120,9 +120,11 @@ class Renderer:
         control_tokens: Sequence[str] = (),
         num_workers: int,
         seconds: float,
+        start_worker: Callable[[RenderSetup], Awaitable[RenderProcess]] = RenderProcess.start,
     ) -> None:
         """``special_tokens``: by the name that the template uses. ``control_tokens``: those that texts of clients do
         not write. ``seconds``: limit of the processor time of each rendering."""
+        self._start_worker = start_worker
         self._setup = RenderSetup(
             source=source,
             special_tokens=special_tokens,
@@ -143,7 +145,7 @@ class Renderer:
         """
         for _ in range(self._idle.qsize()):
             worker = self._idle.get_nowait()
-            self._idle.put_nowait(worker or await RenderProcess.start(self._setup))
+            self._idle.put_nowait(worker or await self._start_worker(self._setup))
 
     async def render(self, job: RenderJob, num_deaths: int = 0) -> Rendered:
         """Return the rendered conversation. The caller limits how many wait. ``num_deaths``: workers that have ended
@@ -183,7 +185,7 @@ class Renderer:
         if ended is not None:
             await ended.kill()
         try:
-            return await RenderProcess.start(self._setup)
+            return await self._start_worker(self._setup)
         except errors.InvalidArgument as error:  # the template was right when the service started: it is no client's
             raise errors.Unavailable("The process that renders chat templates does not start.") from error
 

@@ -52,6 +52,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--bug", choices=BUGS, help="put a bug back, and run until a seed finds it")
     parser.add_argument("--standby", action="store_true", help="run two coordinators, and kill them at any time")
     parser.add_argument("--administered", action="store_true", help="pause the mesh and put it to sleep meanwhile")
+    parser.add_argument("--chats", action="store_true", help="send chats, and kill what renders them")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 
@@ -65,6 +66,7 @@ def _hunt(arguments: argparse.Namespace) -> int:
                 tuple(arguments.faults),
                 has_standby=arguments.standby,
                 is_administered=arguments.administered,
+                has_chats=arguments.chats,
             )
         if result.violations:
             _show(result)
@@ -76,7 +78,13 @@ def _hunt(arguments: argparse.Namespace) -> int:
 
 def _results(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[Result]:
     kinds, jobs = tuple(arguments.faults), arguments.jobs
-    run = partial(run_seed, kinds=kinds, has_standby=arguments.standby, is_administered=arguments.administered)
+    run = partial(
+        run_seed,
+        kinds=kinds,
+        has_standby=arguments.standby,
+        is_administered=arguments.administered,
+        has_chats=arguments.chats,
+    )
     if jobs == 1:
         yield from map(run, seeds)
         return

@@ -82,7 +82,7 @@ class Operator:
     async def run(self) -> None:
         """Make the calls, each until it is answered."""
         began_at, calls = self._loop.time(), self._mesh.plan.calls
-        for call, following in zip(calls, [*calls[1:], None], strict=True):
+        for call, following in zip(calls, [*calls, None][1:], strict=True):
             await asyncio.sleep(max(began_at + call.at - self._loop.time(), 0.0))
             answer = await self._call(call.kind)
             if answer is None:

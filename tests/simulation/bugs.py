@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from tokenloom.request.errors import Unavailable
+from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.wanted_state import WantedState
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
@@ -13,7 +13,10 @@ from tokenloom.services.engine.kv.kv_loads import Reading, ReleaseVerdict
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
+from tokenloom.services.gateway.mesh.tokenizer_client import Retries
 from tokenloom.services.output_processor.placement.engine_link import EngineLink
+from tokenloom.services.tokenizer.render_worker import RenderJob
+from tokenloom.services.tokenizer.renderer import Renderer
 from tokenloom.v1.coordinator_pb2 import DesiredState
 
 
@@ -77,7 +80,19 @@ def _any(wanted: WantedState, known: DesiredState) -> bool:
     return is_other
 
 
+async def _no_wait(retries: Retries, came: asyncio.Event) -> NoReturn:
+    """End a text when no tokenizer answers, instead of waiting for one."""
+    raise Unavailable("No tokenizer is available; retry.")
+
+
+async def _clients_fault(renderer: Renderer, job: RenderJob, status: int, num_deaths: int) -> NoReturn:
+    """Take the loss of a process that renders for a limit of the conversation."""
+    raise InvalidArgument("Rendering the conversation took too much memory.")
+
+
 _BUGS: dict[str, dict[tuple[type[Any], str], Any]] = {
+    "no_wait": {(Retries, "pause"): _no_wait},
+    "clients_fault": {(Renderer, "_again"): _clients_fault},
     "no_retry": {(OutputPool, "on_lost"): _no_retry},
     "stale_frames": {(EngineLink, "_look"): _stale_frames(EngineLink._look)},
     "forgotten_state": {(WantedState, "message"): _forgotten},

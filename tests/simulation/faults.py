@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from .mesh import Mesh, SimulatedEngine
 from .parts import Part
 from .plan import Fault
+from .tokenizers import SimulatedTokenizer
 
 SLOW_SECONDS = 0.15
 """How much longer every write from and to a slow part takes."""
@@ -84,6 +85,29 @@ async def _hang(part: Part, lasts: float) -> None:
     part.expects_failure = False
 
 
+async def _helper_crash(part: Part, lasts: float) -> None:
+    """The processes that render for a tokenizer die, again and again."""
+    assert isinstance(part.service, SimulatedTokenizer)
+    for _ in range(2):
+        part.service.helpers.crash()
+        await asyncio.sleep(lasts / 2)
+
+
+async def _helper_stop(part: Part, lasts: float) -> None:
+    assert isinstance(part.service, SimulatedTokenizer)
+    part.service.helpers.stop()
+
+
+async def _no_helper(part: Part, lasts: float) -> None:
+    """The processes that render die, and none starts in their place for a while."""
+    assert isinstance(part.service, SimulatedTokenizer)
+    helpers = part.service.helpers
+    helpers.may_start = False
+    helpers.crash()
+    await asyncio.sleep(lasts)
+    helpers.may_start = True
+
+
 async def _slow(mesh: Mesh, fault: Fault) -> None:
     mesh.network.slow_down(fault.target, SLOW_SECONDS)
     await asyncio.sleep(fault.lasts)
@@ -123,4 +147,5 @@ _OF_LINKS: dict[str, Callable[[Mesh, Fault], Awaitable[None]]] = {
     "reset": _reset,
 }
 KINDS = (*_OF_PARTS, *_OF_LINKS)
-"""Every kind of fault."""
+"""Every kind of fault, but those of helpers."""
+_OF_PARTS |= {"helper_crash": _helper_crash, "helper_stop": _helper_stop, "no_helper": _no_helper}

@@ -1,6 +1,7 @@
 """What clients ask, and what they got."""
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -8,7 +9,7 @@ from tokenloom.request.errors import TokenloomError
 from tokenloom.services.gateway.generation.delivered import Delivered
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.mesh.collector import Delta
-from tokenloom.services.gateway.records.generate_request import GenerateRequest
+from tokenloom.services.gateway.records.generate_request import Chat, GenerateRequest
 from tokenloom.services.gateway.records.request_ids import NEW, ClientPosition, ResumeToken
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import output_processor_pb2, types_pb2
@@ -182,7 +183,7 @@ def _bare(error: E) -> E:
 def make_generate_request(ask: Ask, timeout: float) -> GenerateRequest:
     """Return the gateway's form of a request. ``timeout``: the seconds that it has left."""
     return GenerateRequest(
-        prompts=[ask.prompt],
+        prompts=Chat(json.dumps(ask.prompt).encode()) if ask.is_chat else [ask.prompt],
         prompt_field="prompt",
         sampling=types_pb2.SamplingParams(max_tokens=ask.max_tokens, seed=ask.seed),
         text=output_processor_pb2.TextOptions(stop=ask.stop),

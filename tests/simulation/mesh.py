@@ -26,7 +26,6 @@ from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.host_dependencies import HostDependencies
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
-from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from tokenloom.v1.types_pb2 import Fingerprint
 
 from .core_client import CoreClient
@@ -35,6 +34,7 @@ from .network import Network
 from .parts import Make, Part
 from .plan import Plan
 from .reference import VOCAB_SIZE, load_once
+from .tokenizers import SimulatedTokenizer
 from .virtual_loop import Process
 
 MAX_MODEL_LEN = 128
@@ -44,25 +44,6 @@ HANG_SECONDS = 4.0
 """After so long without a step an engine counts as hung. It may wait for blocks of a frozen engine for most of it."""
 KEPT_BYTES = 1 << 20
 """Room for the prompts that the gateway keeps."""
-
-
-class TokenizerStub(tokenizer_pb2_grpc.TokenizerServicer):
-    """Reports which tokenizer it has; prompts are token ids."""
-
-    def __init__(self, settings: TokenizerSettings) -> None:
-        self._settings = settings
-
-    async def GetTokenizerInfo(self, request: object, context: object) -> tokenizer_pb2.GetTokenizerInfoResponse:
-        return tokenizer_pb2.GetTokenizerInfoResponse(fingerprint=_fingerprint(), max_token_bytes=16)
-
-    async def start(self, host: Host) -> None:
-        tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self, host._edge)  # type: ignore[arg-type]
-
-    async def drain(self) -> None:
-        """Do nothing: calls end at once."""
-
-    async def stop(self) -> None:
-        """Do nothing: there is nothing to release."""
 
 
 class SimulatedGateway:
@@ -79,7 +60,7 @@ class SimulatedGateway:
 
     async def start(self, host: Host) -> None:
         settings = self._settings
-        shares = gateway_service._divide(settings, gateway_service._load_keys(settings))
+        shares = gateway_service._divide(settings, gateway_service._load_keys(settings, host))
         meshes = ServedMeshes(mesh_specs(settings))
         await gateway_service._connect(meshes, settings, host, shares)
         await gateway_service._wait_whole(meshes)
@@ -122,7 +103,8 @@ class Mesh:
         for name in plan.coordinators:
             common = _common(name) | {"listen": address("coordinator-0")}
             self._add(CoordinatorSettings(**common, settle_seconds=0.5, pd_threshold=24), self._coordinator)
-        self._add(TokenizerSettings(**_common("tokenizer-0")), _tokenizer)
+        for name in plan.tokenizers:
+            self._add(TokenizerSettings(**_common(name)), _tokenizer)
         for name in plan.output_processors:
             self._add(
                 OutputProcessorSettings(
@@ -134,7 +116,7 @@ class Mesh:
             self._add(_engine_settings(name, role, plan.num_blocks), self._engine)
         processors = tuple(address(name) for name in plan.output_processors)
         for name in plan.gateways:
-            self._add(_gateway_settings(name, processors), _gateway)
+            self._add(_gateway_settings(name, processors, tuple(map(address, plan.tokenizers))), _gateway)
 
     async def start(self) -> None:
         """Start every part; return when a request would be answered."""
@@ -211,19 +193,19 @@ def _engine_settings(name: str, role: str, num_blocks: int) -> EngineSettings:
 
 
 @functools.cache
-def _gateway_settings(name: str, processors: tuple[str, ...]) -> GatewaySettings:
+def _gateway_settings(name: str, processors: tuple[str, ...], tokenizers: tuple[str, ...]) -> GatewaySettings:
     return GatewaySettings.of(
         **_common(name),
         http_listen="127.0.0.1:0",
-        tokenizers=[address("tokenizer-0")],
+        tokenizers=list(tokenizers),
         output_processors=list(processors),
         coordinator=address("coordinator-0"),
         max_kept_prompt_bytes=KEPT_BYTES,
     )
 
 
-def _tokenizer(settings: TokenizerSettings, process: Process, world: HostDependencies) -> TokenizerStub:
-    return TokenizerStub(settings)
+def _tokenizer(settings: TokenizerSettings, process: Process, world: HostDependencies) -> SimulatedTokenizer:
+    return SimulatedTokenizer(settings, _fingerprint())
 
 
 def _output_processor(

@@ -19,6 +19,7 @@ class Ask:
         expected: What each sample must be.
         gateway: Index of the gateway that it prefers.
         resumes: The client continues its answer on another gateway when its own is lost.
+        is_chat: A tokenizer renders and encodes the prompt.
         cut_after: Seconds after which the client's connection to its gateway ends, so that it resumes; None: never.
     """
 
@@ -34,6 +35,7 @@ class Ask:
     gateway: int = 0
     resumes: bool = False
     cut_after: float | None = None
+    is_chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Plan:
     num_blocks: int
     spares: bool
     num_coordinators: int = 1
+    num_tokenizers: int = 1
     asks: list[Ask] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -113,6 +116,10 @@ class Plan:
     @property
     def coordinators(self) -> list[str]:
         return [f"coordinator-{index}" for index in range(self.num_coordinators)]
+
+    @property
+    def tokenizers(self) -> list[str]:
+        return [f"tokenizer-{index}" for index in range(self.num_tokenizers)]
 
     @property
     def is_split(self) -> bool:
@@ -174,6 +181,21 @@ def with_standby(plan: Plan) -> Plan:
 
     faults = [*map(drawn, plan.faults), *(more() for _ in range(random.randrange(1, 3)))]
     return replace(pair, faults=sorted(faults, key=lambda fault: fault.at))
+
+
+def with_chats(plan: Plan) -> Plan:
+    """Return the plan with two tokenizers, of which most requests need one. They and the processes that render for them
+    are killed and stopped, too."""
+    random = Random(f"chats {plan.seed}")
+    pair = replace(plan, num_tokenizers=2)
+
+    def fault() -> Fault:
+        kind = random.choice(("crash", "drain", "freeze", "helper_crash", "helper_crash", "helper_stop", "no_helper"))
+        return Fault(kind, random.uniform(0.0, SECONDS), random.uniform(0.1, 4.0), random.choice(pair.tokenizers))
+
+    asks = [replace(ask, is_chat=random.random() < 0.8) for ask in plan.asks]
+    faults = [*plan.faults, *(fault() for _ in range(random.randrange(2, 6)))]
+    return replace(pair, asks=asks, faults=sorted(faults, key=lambda each: each.at))
 
 
 def _draw_ids(random: Random, count: int) -> tuple[int, ...]:

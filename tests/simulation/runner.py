@@ -17,7 +17,7 @@ from .invariants import check_answers, check_idle_mesh
 from .load import Answer, Client
 from .mesh import Mesh
 from .network import Network
-from .plan import Ask, Fault, Plan, make_plan, with_standby
+from .plan import Ask, Fault, Plan, make_plan, with_chats, with_standby
 from .virtual_loop import VirtualLoop
 
 
@@ -44,12 +44,18 @@ class Result:
 
 
 def run_seed(
-    seed: int, kinds: tuple[str, ...] = KINDS, *, has_standby: bool = False, is_administered: bool = False
+    seed: int,
+    kinds: tuple[str, ...] = KINDS,
+    *,
+    has_standby: bool = False,
+    is_administered: bool = False,
+    has_chats: bool = False,
 ) -> Result:
     """Run the plan of a seed. ``kinds``: the faults that may happen. ``has_standby``: with a second coordinator.
-    ``is_administered``: with calls of an operator."""
+    ``is_administered``: with calls of an operator. ``has_chats``: with chats, which tokenizers render."""
     plan = make_plan(seed, kinds)
     plan = with_administration(plan) if is_administered else plan
+    plan = with_chats(plan) if has_chats else plan
     return run_plan(with_standby(plan) if has_standby else plan)
 
 

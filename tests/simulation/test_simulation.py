@@ -17,6 +17,7 @@ from tests.simulation.runner import run_plan, run_seed
 SEEDS = 40
 STANDBY_SEEDS = 12
 ADMINISTERED_SEEDS = 12
+CHAT_SEEDS = 12
 TRACED = 3
 PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).trace for seed in range({})))"
 
@@ -36,6 +37,18 @@ def test_a_standby_takes_over(seed: int) -> None:
 def test_engines_are_in_the_state_that_an_operator_wants(seed: int, has_standby: bool) -> None:
     """An operator pauses the mesh and puts it to sleep while engines and coordinators are killed."""
     assert not run_seed(seed, has_standby=has_standby, is_administered=True).violations
+
+
+@pytest.mark.parametrize("seed", range(CHAT_SEEDS))
+def test_helpers_that_die_cost_no_answer(seed: int) -> None:
+    """Tokenizers, and the processes that render for them, are killed and stopped, or do not start."""
+    assert not run_seed(seed, has_chats=True).violations
+
+
+@pytest.mark.parametrize("bug", ["no_wait", "clients_fault"])
+def test_a_bug_of_helpers_that_is_put_back_is_found(bug: str) -> None:
+    with reintroduced(bug):
+        assert any(run_seed(seed, has_chats=True).violations for seed in range(200))
 
 
 def test_requests_leave_no_reference_cycles() -> None:

@@ -26,6 +26,8 @@ FLAGS = (
 )
 """What the engines need for these calls."""
 _POLL_SECONDS = 0.1
+_LONG_BYTES = 100_000
+"""Of a text that tokenizers encode in a process of its own."""
 _VARYING = frozenset({"id", "created", "created_at", "completed_at", "prompt_tokens_details", "input_tokens_details"})
 _VARYING_ENDS = ("_duration", "input_tokens")  # Anthropic's count leaves out those that a cache had
 
@@ -63,6 +65,7 @@ def other_cases(rng: random.Random, vocab_size: int, hidden_size: int, length: i
         ),
         "reasoning": ("POST /v1/chat/completions", {**generation, "messages": turns, "reasoning_effort": "low"}),
         "tokenize": ("POST /tokenize", {"prompt": prompt}),
+        "tokenize a long text": ("POST /tokenize", {"prompt": prompt * (_LONG_BYTES // len(prompt))}),
         "tokenize a chat": ("POST /tokenize", {"messages": turns}),
         "detokenize": ("POST /detokenize", {"tokens": [rng.randrange(10, vocab_size) for _ in range(20)]}),
         "embeddings": ("POST /v1/embeddings", {"input": texts}),

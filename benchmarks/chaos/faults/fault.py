@@ -46,7 +46,7 @@ class Kind:
     @property
     def is_helper(self) -> bool:
         """Whether the process is one of several, which the part starts when it needs one."""
-        return self.process in ("render_worker", "compiler_process")
+        return self.process in ("render_worker", "encode_worker", "compiler_process")
 
     @property
     def may_be_last(self) -> bool:
@@ -57,6 +57,7 @@ class Kind:
 _OFF_ENGINE = (
     *(Kind(name, name) for name in ("gateway", "tokenizer", "coordinator", "output_processor")),
     Kind("renderer", "tokenizer", process="render_worker"),
+    Kind("encoder", "tokenizer", process="encode_worker"),
 )
 SHARED = frozenset(kind.name for kind in _OFF_ENGINE)
 """Names of the kinds that every layout has."""

@@ -160,15 +160,14 @@ class Mortal(RenderProcess):
     ],
 )
 async def test_only_its_own_limits_are_the_conversations_fault(
-    monkeypatch: pytest.MonkeyPatch, status: int, error: type[errors.TokenloomError], num_started: int
+    status: int, error: type[errors.TokenloomError], num_started: int
 ) -> None:
     class Worker(Mortal):
         pass
 
     Worker.status = status
-    monkeypatch.setattr(renderer_module, "RenderProcess", Worker)
     with pytest.raises(error):
-        await Renderer(OBEDIENT, {}, num_workers=1, seconds=5).render(job("fine"))
+        await Renderer(OBEDIENT, {}, num_workers=1, seconds=5, start_worker=Worker.start).render(job("fine"))
     assert Worker.num_started == num_started
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mesh.served_parity import LONGEST, check_served_model, check_served_reference
+from tests.mesh.served_parity import FEW_BLOCKS, LONGEST, check_served_model, check_served_reference
 from tests.parity.reference import LIBRARY_MODELS, MORE_MODELS
 from tests.parity.vision_checkpoints import make_vision_reference
 
@@ -23,6 +23,12 @@ async def test_tokens_are_those_of_transformers(name: str, socket_dir: Path, tmp
     await check_served_model(name, socket_dir, tmp_path)
 
 
-async def test_so_are_those_of_the_text_of_a_model_that_reads_images(socket_dir: Path, tmp_path: Path) -> None:
-    reference = make_vision_reference("qwen3_vl", tmp_path, LONGEST)
-    await check_served_reference(reference, socket_dir, has_groups=False, language_model_only=True)
+# Blocks of the engine that decodes: the more groups of layers a model has, the more a request takes.
+@pytest.mark.parametrize(
+    ("kind", "num_blocks"), [("qwen3_vl", FEW_BLOCKS), ("gemma4_26b_a4b", 24), ("muse_glimmer", 31)]
+)
+async def test_so_are_those_of_the_text_of_a_model_that_reads_images(
+    kind: str, num_blocks: int, socket_dir: Path, tmp_path: Path
+) -> None:
+    reference = make_vision_reference(kind, tmp_path, LONGEST)
+    await check_served_reference(reference, socket_dir, num_blocks=num_blocks, language_model_only=True)

@@ -26,15 +26,15 @@ async def check_served_model(name: str, socket_dir: Path, directory: Path) -> No
     """Serve a small random model of ``tests.parity.reference`` from ``directory``: prompts in chunks on one engine,
     decoding in a small pool on another one, with prefix hits and preemptions."""
     reference = await asyncio.to_thread(make_small_reference, name, directory, LONGEST)
-    await check_served_reference(reference, socket_dir, has_groups="gemma" in name or name == "gpt_oss")
+    has_groups = "gemma" in name or name == "gpt_oss"
+    await check_served_reference(reference, socket_dir, num_blocks=FEW_BLOCKS_OF_GROUPS if has_groups else FEW_BLOCKS)
 
 
-async def check_served_reference(reference: Reference, socket_dir: Path, *, has_groups: bool, **options: Any) -> None:
-    """Do what :func:`check_served_model` does with a reference, whose layers with a window may have blocks of their
-    own. ``options``: more of the engines'."""
+async def check_served_reference(reference: Reference, socket_dir: Path, *, num_blocks: int, **options: Any) -> None:
+    """Do what :func:`check_served_model` does with a reference. ``num_blocks``: of the engine that decodes, which is to
+    preempt. ``options``: more of the engines'."""
     # The parts of a mesh must agree on the tokenizer; clients send token ids.
     engine = {**ENGINE, **options, "model": str(add_demo_tokenizer(reference.path))}
-    num_blocks = FEW_BLOCKS_OF_GROUPS if has_groups else FEW_BLOCKS
     split = SplitMesh(socket_dir, engine=engine, decode={"num_kv_blocks": num_blocks})
     async with split.running() as mesh, mesh.http() as http:
         prefill, decode = mesh.of_role("prefill"), mesh.of_role("decode")

@@ -99,14 +99,14 @@ class TransformersModel:
         return self._parts.head(hidden)
 
     @torch.inference_mode()
-    def compute_eagerly(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def compute_eagerly(self, input_ids: Tensor, positions: Tensor | None = None, attention: str = "eager") -> Tensor:
         """Compute the logits [T, vocab_size] of one sequence [T] in one pass, with transformers' own attention.
 
-        ``positions`` [T]: None leaves their numbering to the model.
+        ``positions`` [T]: None leaves their numbering to the model. ``attention``: as transformers names it.
         """
         model = self._parts.model
         numbered = {} if positions is None else {"position_ids": positions[None]}
-        model.set_attn_implementation("eager")
+        model.set_attn_implementation(attention)
         try:
             logits: Tensor = model(input_ids=input_ids[None], use_cache=False, **numbered).logits[0]
         finally:

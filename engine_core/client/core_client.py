@@ -140,6 +140,7 @@ class SyncMPClient:
         self._early: deque[EngineCoreOutputs] = deque()
         self._dead: EngineDeadError | None = None
         self._may_be_paused = False
+        self._has_begun = False  # to send the message in hand
         try:
             self.ready = self._process.start(config, self._arena.address)
         except BaseException:
@@ -212,22 +213,23 @@ class SyncMPClient:
         with self._arena.lend() as loan:
             frames = [kind.value, *encode(message, loan)]
             unsent = Pieces([head(frames), *frames])
-            has_begun = False
+            self._has_begun = False
             try:
                 while pieces := unsent.head():
-                    num_sent = self._send_some(pieces)
-                    has_begun = has_begun or num_sent > 0
-                    unsent.advance(num_sent)
+                    unsent.advance(self._send_some(pieces))
             except BaseException as error:
-                if has_begun:
+                if self._has_begun:
                     self._give_up(error)
                 raise
 
     def _send_some(self, pieces: "Sequence[memoryview | bytes | bytearray]") -> int:
         """Send as much as the core takes now; if it takes nothing, wait, and read its outputs meanwhile."""
+        # An interrupt that comes when the system has taken a part, and before it is counted, leaves a part behind too.
+        had_begun, self._has_begun = self._has_begun, True
         try:
             return self._connection.sendmsg(pieces, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
+            self._has_begun = had_begun
             # A core that cannot send its outputs takes no messages, so both would wait without end.
             if self._wait(select.POLLIN | select.POLLOUT):
                 self._early.append(self._receive())

@@ -3,9 +3,10 @@
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -151,6 +152,24 @@ def test_an_interrupt_within_a_message_ends_the_core(monkeypatch: pytest.MonkeyP
     assert client.pid is not None
     client.close()
     assert has_ended(client.pid)
+
+
+def test_an_interrupt_after_a_part_of_a_message_was_sent_ends_the_core() -> None:
+    client = SyncMPClient(CONFIG)
+    connection = client._connection
+
+    class Interrupted:
+        def sendmsg(self, pieces: Sequence[bytes], *more: Any) -> int:
+            connection.sendmsg([bytes(pieces[0])[:3]], *more)
+            raise KeyboardInterrupt
+
+    client._connection = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        client.add_request(make_request("a", [1, 2], max_tokens=5))
+    client._connection = connection
+    with pytest.raises(EngineDeadError, match="was interrupted: KeyboardInterrupt"):
+        client.check_awake()
+    client.close()
 
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])

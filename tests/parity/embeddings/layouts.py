@@ -15,11 +15,19 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-_TEXT = "the a cat dog ship sails over of night sea query passage text find for this in red old light harbour"
-_WORDS = _TEXT.split()
-_LETTERS = [chr(code) for code in range(33, 127)]
+from tests.parity.embeddings.layout_tokenizers import (
+    bert,
+    bert_of_128,
+    gemma,
+    llama,
+    mpnet,
+    qwen,
+    roberta,
+    t5,
+    xlm_roberta,
+)
+
 HIDDEN = 32
 _SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -28,142 +36,6 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-
-
-def _word_pieces(path: Path, special: Sequence[str], ends: tuple[str, str], settings: Mapping[str, Any]) -> int:
-    """Save BERT's kind of tokenizer. Returns the size of the vocabulary."""
-    lower = settings["do_lower_case"]
-    tokens = [*special, *_LETTERS, *(f"##{letter}" for letter in _LETTERS), *_WORDS]
-    vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=settings["unk_token"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    _surround(tokenizer, *ends)
-    return _save(path, tokenizer, settings)
-
-
-def _bert_of_128(path: Path, **settings: Any) -> int:
-    """Save a tokenizer whose file cuts and pads to a length, as that of all-MiniLM-L6-v2; callers decide instead."""
-    size = _bert(path, **settings)
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.enable_truncation(12)
-    tokenizer.enable_padding(length=12)
-    tokenizer.save(str(path / "tokenizer.json"))
-    return size
-
-
-def _bert(path: Path, **settings: Any) -> int:
-    names = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-    common = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": 64}
-    kinds = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    return _word_pieces(path, names, ("[CLS]", "[SEP]"), common | dict(zip(kinds, names, strict=True)) | settings)
-
-
-def _mpnet(path: Path, **settings: Any) -> int:
-    names = ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")
-    common = {"tokenizer_class": "MPNetTokenizer", "do_lower_case": True, "model_max_length": 64}
-    kinds = ("cls_token", "pad_token", "sep_token", "unk_token", "mask_token")
-    named = dict(zip(kinds, names, strict=True)) | {"bos_token": "<s>", "eos_token": "</s>"}
-    return _word_pieces(path, names, ("<s>", "</s>"), common | named | settings)
-
-
-def _byte_pairs(path: Path, special: Sequence[str], ends: tuple[str, str], settings: Mapping[str, Any]) -> int:
-    """Save a tokenizer of byte pairs, GPT-2's kind, which merges nothing but the letters of one word."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*special, *letters, "th", "the"]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h"), ("th", "e")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(special))
-    _surround(tokenizer, *ends)
-    return _save(path, tokenizer, settings)
-
-
-def _roberta(path: Path, **settings: Any) -> int:
-    names = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-    kinds = ("bos_token", "pad_token", "eos_token", "unk_token", "mask_token")
-    named = dict(zip(kinds, names, strict=True)) | {"cls_token": "<s>", "sep_token": "</s>"}
-    return _byte_pairs(
-        path, names, ("<s>", "</s>"), {"tokenizer_class": "RobertaTokenizer", "model_max_length": 64} | named | settings
-    )
-
-
-def _qwen(path: Path, **settings: Any) -> int:
-    common = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    return _byte_pairs(path, names, ("", "<|endoftext|>"), common | {"model_max_length": 131072} | settings)
-
-
-def _unigram(path: Path, special: Sequence[str], ends: tuple[str, str], settings: Mapping[str, Any]) -> int:
-    """Save SentencePiece's kind of tokenizer, as XLM-RoBERTa and T5 have it."""
-    pieces = [(token, 0.0) for token in special] + [("▁", -3.0), *((letter, -6.0) for letter in _LETTERS)]
-    pieces += [(f"▁{word}", -4.0 - index / 10) for index, word in enumerate(_WORDS)]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=list(special).index("<unk>")))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.add_special_tokens(list(special))
-    _surround(tokenizer, *ends)
-    return _save(path, tokenizer, settings)
-
-
-def _xlm_roberta(path: Path, **settings: Any) -> int:
-    names = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-    named = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>"}
-    named |= {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
-    common = {"tokenizer_class": "XLMRobertaTokenizer", "model_max_length": 64}
-    return _unigram(path, names, ("<s>", "</s>"), common | named | settings)
-
-
-def _t5(path: Path, **settings: Any) -> int:
-    named = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "extra_ids": 0}
-    common = {"tokenizer_class": "T5Tokenizer", "model_max_length": 512}
-    return _unigram(path, ("<pad>", "</s>", "<unk>"), ("", "</s>"), common | named | settings)
-
-
-def _gemma(path: Path, **settings: Any) -> int:
-    """Save Gemma's kind: byte pairs over pieces with a mark for blanks, between ``<bos>`` and ``<eos>``."""
-    return _marked_pairs(
-        path, ("<pad>", "<eos>", "<bos>", "<unk>"), ("<bos>", "<eos>"), {"tokenizer_class": "GemmaTokenizer"} | settings
-    )
-
-
-def _llama(path: Path, **settings: Any) -> int:
-    """Save Llama's kind, which puts ``</s>`` after the text, as e5-mistral-7b-instruct's does."""
-    return _marked_pairs(
-        path, ("<unk>", "<s>", "</s>"), ("<s>", "</s>"), {"tokenizer_class": "LlamaTokenizer"} | settings
-    )
-
-
-def _marked_pairs(path: Path, special: Sequence[str], ends: tuple[str, str], settings: Mapping[str, Any]) -> int:
-    pieces = [*special, "▁", *_LETTERS, "▁t", "▁th"]
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    merges = [("▁", "t"), ("▁t", "h")]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Replace("▁", " ")
-    tokenizer.add_special_tokens(list(special))
-    _surround(tokenizer, *ends)
-    names = dict(zip(("bos_token", "eos_token"), ends, strict=True))
-    names |= {"unk_token": "<unk>", "pad_token": special[0]}
-    adds = {"add_bos_token": True, "add_eos_token": True, "model_max_length": 64}
-    return _save(path, tokenizer, adds | names | settings)
-
-
-def _surround(tokenizer: Tokenizer, first: str, last: str) -> None:
-    special = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((first, last)) if token]
-    single = " ".join(part for part in (first, "$A", last) if part)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=single, pair=f"{single} $B:1", special_tokens=special
-    )
-
-
-def _save(path: Path, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> int:
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    return tokenizer.get_vocab_size()
-
 
 Module = tuple[str, dict[str, Any]]
 
@@ -316,7 +188,7 @@ LAYOUTS: dict[str, Layout] = {
     "minilm": Layout(
         repository="sentence-transformers/all-MiniLM-L6-v2",
         model="BertModel",
-        tokenizer=_bert_of_128,
+        tokenizer=bert_of_128,
         modules=[pooling("mean_tokens"), NORMALIZE],
         sentence={"max_seq_length": 24, "do_lower_case": False},
         names={"__version__": {"sentence_transformers": "2.0.0"}},
@@ -325,7 +197,7 @@ LAYOUTS: dict[str, Layout] = {
         repository="sentence-transformers/all-mpnet-base-v2",
         model="MPNetModel",
         architecture="MPNetForMaskedLM",
-        tokenizer=_mpnet,
+        tokenizer=mpnet,
         config={"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "max_position_embeddings": 66},
         modules=[pooling("mean_tokens"), NORMALIZE],
         sentence={"max_seq_length": 32, "do_lower_case": False},
@@ -334,7 +206,7 @@ LAYOUTS: dict[str, Layout] = {
         repository="sentence-transformers/all-distilroberta-v1",
         model="RobertaModel",
         architecture="RobertaForMaskedLM",
-        tokenizer=_roberta,
+        tokenizer=roberta,
         config=_XLM_R,
         modules=[pooling("mean_tokens"), NORMALIZE],
         sentence={"max_seq_length": 48, "do_lower_case": False},
@@ -342,7 +214,7 @@ LAYOUTS: dict[str, Layout] = {
     "distilbert": Layout(
         repository="sentence-transformers/msmarco-distilbert-base-v4",
         model="DistilBertModel",
-        tokenizer=_bert,
+        tokenizer=bert,
         config={"dim": HIDDEN, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
         modules=[pooling("mean_tokens")],
         sentence={"max_seq_length": 40, "do_lower_case": True},
@@ -351,7 +223,7 @@ LAYOUTS: dict[str, Layout] = {
     "bge": Layout(
         repository="BAAI/bge-small-en-v1.5",
         model="BertModel",
-        tokenizer=_bert,
+        tokenizer=bert,
         modules=[pooling("cls_token"), NORMALIZE],
         sentence={"max_seq_length": 64, "do_lower_case": True},
         names={"prompts": {"query": "find the passage for this query: "}},
@@ -360,7 +232,7 @@ LAYOUTS: dict[str, Layout] = {
     "bge-m3": Layout(
         repository="BAAI/bge-m3",
         model="XLMRobertaModel",
-        tokenizer=_xlm_roberta,
+        tokenizer=xlm_roberta,
         config=_XLM_R,
         modules=[pooling("cls_token"), NORMALIZE],
         sentence={"max_seq_length": 60, "do_lower_case": False},
@@ -369,7 +241,7 @@ LAYOUTS: dict[str, Layout] = {
     "e5": Layout(
         repository="intfloat/e5-small-v2",
         model="BertModel",
-        tokenizer=_bert,
+        tokenizer=bert,
         modules=[pooling("mean_tokens"), NORMALIZE],
         sentence={"max_seq_length": 40, "do_lower_case": False},
         names={"prompts": _E5, "default_prompt_name": "query"},
@@ -378,7 +250,7 @@ LAYOUTS: dict[str, Layout] = {
     "multilingual-e5": Layout(
         repository="intfloat/multilingual-e5-large",
         model="XLMRobertaModel",
-        tokenizer=_xlm_roberta,
+        tokenizer=xlm_roberta,
         config=_XLM_R,
         modules=[pooling("mean_tokens"), NORMALIZE],
         sentence={"max_seq_length": 64, "do_lower_case": False},
@@ -388,7 +260,7 @@ LAYOUTS: dict[str, Layout] = {
     "gte": Layout(
         repository="thenlper/gte-base",
         model="BertModel",
-        tokenizer=_bert,
+        tokenizer=bert,
         modules=[pooling("mean_tokens"), NORMALIZE],
         sentence={"max_seq_length": 64, "do_lower_case": False},
     ),
@@ -396,7 +268,7 @@ LAYOUTS: dict[str, Layout] = {
         repository="Alibaba-NLP/gte-Qwen2-1.5B-instruct",
         model="Qwen2Model",
         architecture="Qwen2ForCausalLM",
-        tokenizer=_qwen,
+        tokenizer=qwen,
         config={"num_key_value_heads": 2, "is_causal": False, "tie_word_embeddings": False},
         modules=[pooling("lasttoken"), NORMALIZE],
         sentence={"max_seq_length": 60, "do_lower_case": False},
@@ -406,7 +278,7 @@ LAYOUTS: dict[str, Layout] = {
     "nomic": Layout(
         repository="nomic-ai/nomic-embed-text-v1.5",
         model="NomicBertModel",
-        tokenizer=_bert,
+        tokenizer=bert,
         config={"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
         modules=[pooling("mean_tokens")],
         sentence={"max_seq_length": 64, "do_lower_case": False},
@@ -415,7 +287,7 @@ LAYOUTS: dict[str, Layout] = {
     "arctic": Layout(
         repository="Snowflake/snowflake-arctic-embed-m-v1.5",
         model="BertModel",
-        tokenizer=_bert,
+        tokenizer=bert,
         modules=[pooling("cls_token"), NORMALIZE],
         sentence={"max_seq_length": 64, "do_lower_case": False},
         names={"prompts": {"query": "find in this text: "}, "default_prompt_name": None},
@@ -424,14 +296,14 @@ LAYOUTS: dict[str, Layout] = {
     "jina-v3": Layout(
         repository="jinaai/jina-embeddings-v3-hf",
         model="JinaEmbeddingsV3Model",
-        tokenizer=_xlm_roberta,
+        tokenizer=xlm_roberta,
         config={"pad_token_id": 1, "type_vocab_size": 1, "bos_token_id": 0, "eos_token_id": 2},
         modules=[pooling("mean_tokens"), NORMALIZE],
     ),
     "gte-modernbert": Layout(
         repository="Alibaba-NLP/gte-modernbert-base",
         model="ModernBertModel",
-        tokenizer=_bert,
+        tokenizer=bert,
         tokenizer_entries={"tokenizer_class": "PreTrainedTokenizerFast"},
         config={"local_attention": 8, "pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3},
         modules=[pooling("cls_token")],
@@ -440,7 +312,7 @@ LAYOUTS: dict[str, Layout] = {
     "embeddinggemma": Layout(
         repository="google/embeddinggemma-300m",
         model="Gemma3TextModel",
-        tokenizer=_gemma,
+        tokenizer=gemma,
         config={
             "num_key_value_heads": 1,
             "head_dim": 8,
@@ -463,7 +335,7 @@ LAYOUTS: dict[str, Layout] = {
         repository="Qwen/Qwen3-Embedding-8B",
         model="Qwen3Model",
         architecture="Qwen3ForCausalLM",
-        tokenizer=_qwen,
+        tokenizer=qwen,
         config=_QWEN | {"tie_word_embeddings": False},
         modules=[pooling("lasttoken"), NORMALIZE],
         names={"prompts": _INSTRUCT, "default_prompt_name": None, "similarity_fn_name": "cosine"},
@@ -472,7 +344,7 @@ LAYOUTS: dict[str, Layout] = {
     "e5-mistral": Layout(
         repository="intfloat/e5-mistral-7b-instruct",
         model="MistralModel",
-        tokenizer=_llama,
+        tokenizer=llama,
         config=_MISTRAL,
         modules=[pooling("lasttoken"), NORMALIZE],
         sentence={"max_seq_length": 60, "do_lower_case": False},
@@ -482,7 +354,7 @@ LAYOUTS: dict[str, Layout] = {
     "sfr": Layout(
         repository="Salesforce/SFR-Embedding-Mistral",
         model="MistralModel",
-        tokenizer=_llama,
+        tokenizer=llama,
         config=_MISTRAL | {"rope_theta": 10000.0},
         modules=[pooling("lasttoken"), NORMALIZE],
         sentence={"max_seq_length": 64, "do_lower_case": False},
@@ -490,7 +362,7 @@ LAYOUTS: dict[str, Layout] = {
     "labse": Layout(
         repository="sentence-transformers/LaBSE",
         model="BertModel",
-        tokenizer=_bert,
+        tokenizer=bert,
         tokenizer_entries={"do_lower_case": False},
         modules=[pooling("cls_token"), dense(HIDDEN, activation="activation.Tanh", bias=True), NORMALIZE],
         sentence={"max_seq_length": 40, "do_lower_case": False},
@@ -499,7 +371,7 @@ LAYOUTS: dict[str, Layout] = {
     "sentence-t5": Layout(
         repository="sentence-transformers/sentence-t5-base",
         model="T5EncoderModel",
-        tokenizer=_t5,
+        tokenizer=t5,
         config={"d_model": HIDDEN, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "n_positions": 512},
         modules=[pooling("mean_tokens"), dense(24), NORMALIZE],
         sentence={"max_seq_length": 40, "do_lower_case": False},
@@ -507,14 +379,14 @@ LAYOUTS: dict[str, Layout] = {
     "static": Layout(
         repository="minishlab/potion-base-8M",
         model="",
-        tokenizer=_bert,
+        tokenizer=bert,
         config={"model_type": "model2vec", "hidden_dim": HIDDEN, "seq_length": 1000000, "normalize": True},
         modules=[NORMALIZE],
     ),
     "instructed": Layout(
         repository="a model whose prompts take no part in the vector (include_prompt false)",
         model="BertModel",
-        tokenizer=_bert,
+        tokenizer=bert,
         modules=[
             (
                 "Pooling",

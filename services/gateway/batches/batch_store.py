@@ -12,7 +12,7 @@ import msgspec
 from tokenloom.request.errors import FailedPrecondition, NotFound
 from tokenloom.request.limits import AdmissionLimit, Reservation
 
-from ..files.disk import NEW, Disk, sync_directory, write_atomically
+from ..files.disk import NEW, Disk, sealed, sync_directory, unsealed, write_atomically
 from .batch import Status, StoredBatch
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class BatchStore:
         if (place := limit.take(1)) is None:
             raise FailedPrecondition(f"{limit.taken} batches have not ended, as many as may be; wait, or cancel some")
         dropped = self._choose_dropped(batch.tenant)
-        data = msgspec.json.encode(batch)
+        data = sealed(msgspec.json.encode(batch))
 
         def write() -> None:
             write_atomically(self._path(batch), data)
@@ -118,7 +118,7 @@ class BatchStore:
 
     async def save(self, batch: StoredBatch) -> None:
         """Write a batch, durably. Raises ``OSError``."""
-        data, path = msgspec.json.encode(batch), self._path(batch)
+        data, path = sealed(msgspec.json.encode(batch)), self._path(batch)
 
         def write() -> None:
             write_atomically(path, data)
@@ -168,8 +168,8 @@ class BatchStore:
                 path.unlink()  # what the batch became afterwards is written
                 continue
             try:
-                batch = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                batch = msgspec.json.decode(unsealed(path.read_bytes()), type=StoredBatch)
+            except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
                 batch = None
             if batch is not None and batch.id == path.stem and "validating" in batch.times:
                 if is_stopped:

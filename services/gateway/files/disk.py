@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import zlib
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -141,6 +142,25 @@ def write_atomically(path: Path, data: bytes) -> None:
     # The new name is in the directory, which is a file of its own: without this a power failure may bring the old one
     # back.
     sync_directory(path.parent)
+
+
+_CHECKSUM = b',"description_crc32":'
+
+
+def sealed(data: bytes) -> bytes:
+    """Return a JSON object with the checksum of itself as its last field, which older versions do not read."""
+    return b"%s%s%d}" % (data[:-1], _CHECKSUM, zlib.crc32(data))
+
+
+def unsealed(data: bytes) -> bytes:
+    """Return what was sealed; an object without a checksum, of an older version, as it is. Raises ``ValueError`` if it
+    was changed since."""
+    head, mark, rest = data.rpartition(_CHECKSUM)
+    if not mark:
+        return data
+    if rest != b"%d}" % zlib.crc32(head + b"}"):
+        raise ValueError("its content does not have its checksum")
+    return head + b"}"
 
 
 def sync_directory(path: Path) -> None:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from tokenloom.request.errors import FailedPrecondition, NotFound, PayloadTooLarge
 from tokenloom.request.limits import AdmissionLimit, Reservation
 
-from .disk import Disk, sync_directory, write_atomically
+from .disk import Disk, sealed, sync_directory, unsealed, write_atomically
 
 MAX_NAME = 255
 """Limits the characters of a file's name; it is shown and never used as a path."""
@@ -267,7 +267,7 @@ class FileStore:
                 return None
             file = StoredFile(id=file_id, tenant=tenant, size=size, created=created, name=name, purpose=purpose)
             # The description comes first: without the data it is dropped after a crash, and the call is repeated.
-            write_atomically(self.path(file_id + _DESCRIPTION), msgspec.json.encode(file))
+            write_atomically(self.path(file_id + _DESCRIPTION), sealed(msgspec.json.encode(file)))
             os.replace(path, self.path(file_id))
             sync_directory(self._directory)
             return file
@@ -316,15 +316,24 @@ class FileStore:
     def _scan(self) -> list[StoredFile]:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         found: list[StoredFile] = []
+        known: set[str] = set()
         for path in self._directory.glob("*" + _DESCRIPTION):
+            data = path.with_suffix("")
             try:
-                file = msgspec.json.decode(path.read_bytes(), type=StoredFile)
+                file = msgspec.json.decode(unsealed(path.read_bytes()), type=StoredFile)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 log.warning("%s describes no file and is removed", path.name)
                 continue
-            if file.id + _DESCRIPTION == path.name and self.path(file.id).is_file():
-                found.append(file)
-        known = {name for file in found for name in (file.id, file.id + _DESCRIPTION)}
+            except ValueError as error:
+                log.error("%s is not served and left as it is: %s", path.name, error)
+            else:
+                if not data.is_file():
+                    continue  # a crash came before the file had its name
+                if file.id == data.name and file.size == data.stat().st_size:
+                    found.append(file)
+                else:  # another file's description, or a part of the data
+                    log.error("%s is not served and left as it is: it describes another file", path.name)
+            known |= {path.name, data.name}
         for path in self._directory.iterdir():
             if path.name not in known and path.name.startswith("file-"):
                 path.unlink()

@@ -257,7 +257,7 @@ async def test_a_cancelled_batch_is_not_resumed(socket_dir: Path, tmp_path: Path
         (await mesh.outputs.next_request()).answer("x")
         await until(http, batch, lambda each: each["request_counts"]["completed"] == 1)
     path = next((tmp_path / "batches").glob("*.json"))
-    path.write_text(path.read_text().replace('"status":"in_progress"', '"status":"cancelling"'))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "status": "cancelling"}))
     async with FakeMesh(socket_dir).gateway(batch_dir=tmp_path) as mesh, mesh.http() as http:
         batch = await ended(http, batch)
         assert (batch["status"], batch["request_counts"]["completed"]) == ("cancelled", 1)

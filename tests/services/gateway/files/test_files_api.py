@@ -1,6 +1,7 @@
 """``/v1/files``: what is stored, for whom, and what is refused."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,46 @@ async def test_files_outlive_the_gateway_and_leftovers_do_not(socket_dir: Path, 
         assert (await http.get(f"/v1/files/{file['id']}/content")).content == CONTENT
         assert {path.name for path in files.iterdir()} == {file["id"], f"{file['id']}.json"}
         assert "tokenloom_stored_file_bytes 360000.0" in (await http.get("/metrics")).text
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "a swap", "a cut"])
+async def test_damaged_files_are_not_served_and_left_for_the_operator(
+    socket_dir: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose tenant has another name now would be another tenant's."""
+    options = limits(tmp_path)
+    async with FakeMesh(socket_dir).gateway(**options) as mesh, mesh.http(headers=KEYS) as http:
+        ids = [(await http.post("/v1/files", **form(content))).json()["id"] for content in (CONTENT, b"x")]
+    files = tmp_path / "batches" / "files"
+    first, second = (files / f"{file_id}.json" for file_id in ids)
+    if damage == "a flipped bit":
+        first.write_bytes(first.read_bytes().replace(b'"tenant":"key:', b'"tenant":"kez:'))
+        damaged = {ids[0]}
+    elif damage == "a swap":
+        contents = first.read_bytes(), second.read_bytes()
+        second.write_bytes(contents[0])
+        first.write_bytes(contents[1])
+        damaged = {*ids}
+    else:
+        (files / ids[0]).write_bytes(CONTENT[:-1])
+        damaged = {ids[0]}
+    before = {path.name for path in files.iterdir()}
+    async with FakeMesh(socket_dir).gateway(**options) as mesh, mesh.http(headers=KEYS) as http:
+        assert {each["id"] for each in (await http.get("/v1/files")).json()["data"]} == {*ids} - damaged
+    assert {path.name for path in files.iterdir()} == before
+    assert caplog.text.count("is not served and left as it is") == len(damaged)
+
+
+async def test_files_of_an_older_gateway_have_no_checksum(socket_dir: Path, tmp_path: Path) -> None:
+    options = limits(tmp_path)
+    async with FakeMesh(socket_dir).gateway(**options) as mesh, mesh.http(headers=KEYS) as http:
+        file = (await http.post("/v1/files", **form())).json()
+    path = tmp_path / "batches" / "files" / f"{file['id']}.json"
+    described = json.loads(path.read_bytes())
+    assert described.pop("description_crc32")
+    path.write_text(json.dumps(described))
+    async with FakeMesh(socket_dir).gateway(**options) as mesh, mesh.http(headers=KEYS) as http:
+        assert (await http.get("/v1/files")).json()["data"] == [file]
 
 
 async def test_without_a_directory_the_answer_names_the_flag(socket_dir: Path) -> None:

@@ -5,6 +5,7 @@ To add to what is served:
 
 - A family: its class in ``files.supported.ARCHITECTURES`` and its ``DecoderTraits`` there; what they cannot state is
   read in ``load_config``. Its layers are ``models.decoder``'s, or a module beside it.
+- A class with a model of text among other parts: a row of ``files.text_part.WRAPPERS``, and what is there to skip.
 - A quantization method: ``quantization.entries`` says how. An architecture of GGUF: ``gguf.config``.
 - A refusal: ``reader.error`` or ``reader.unsupported`` where the entry is read, so that no option or class escapes it.
   ``unsupported`` leaves the model to transformers' modules where their class reads the entry.
@@ -80,7 +81,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     if not is_gguf(path) and (name := read_wrapper(path)) is not None and not worker.language_model_only:
         raise ValueError(
             f"{path / 'config.json'}: {name} reads images, which is not supported yet: serve its text alone with "
-            "--language-model-only"
+            "--language-model-only (language_model_only=True of LLM)"
         )
     found = choose(path, worker.dtype, worker.quantization, worker.model_impl, config.max_model_len)
     if worker.load_format == "dummy":

@@ -111,7 +111,15 @@ def _check_size(path: Path, last_tensor: int) -> None:
 
 
 _COPY = "copy the file from the model's original checkpoint"
-_SLOW = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json", "tiktoken.model")
+_SLOW = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.txt",
+    "vocab.json",
+    "tiktoken.model",
+    "tekken.json",
+)
 _CONVERT = "run AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers, which writes one"
 
 

@@ -70,7 +70,9 @@ class SplitExperts:
         if f"{prefix}gate_up_proj_bias" in fused:
             return PARTS
         stored = [f"{prefix}{name}" for name in ("gate_up_proj", "down_proj")]
-        gate_up, down = map(self._files.shape, stored)
+        gate_up, down = (self._files.shape(name) if name in fused else () for name in stored)
+        if len(gate_up) != 3 or len(down) != 3:
+            return {}  # the model then misses the matrices by name
         if gate_up[1] != down[-1]:  # both would be the size of the hidden state
             self._rows_are_outputs.update(f"{name}{ending}" for name in stored for ending in _KINDS.values())
         return {**PARTS, "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}

@@ -20,7 +20,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"prompt": "hi", "max_tokens": 4, **body}}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"prompt": "hi", "max_tokens": 400, **body}}
 
 
 async def upload(http: httpx.AsyncClient, *lines: dict[str, Any] | str) -> str:
@@ -154,15 +154,19 @@ async def test_lines_in_flight_are_bounded_and_give_way(mesh: FakeMesh, http: ht
     assert (await ended(http, batch))["request_counts"]["completed"] == 6
 
 
-async def test_a_line_that_is_refused_for_load_is_sent_again(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
-    mesh.outputs.auto = ["x"]
-    mesh.tokenizer.unavailable = mesh.second_tokenizer.unavailable = True
-    batch = await create(http, await upload(http, line("1")))
-    async with asyncio.timeout(SOON):
-        while "tokenloom_batch_lines_postponed_total 1.0" not in (await http.get("/metrics")).text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    mesh.tokenizer.unavailable = mesh.second_tokenizer.unavailable = False
-    assert (await ended(http, batch))["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+async def test_a_line_that_is_refused_for_load_is_sent_again(socket_dir: Path, tmp_path: Path) -> None:
+    options = {"batch_dir": tmp_path / "batches", "max_live_requests": 1}
+    async with FakeMesh(socket_dir).gateway(**options) as mesh, mesh.http() as http:
+        live = asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "hi", "max_tokens": 4}))
+        request = await mesh.outputs.next_request()
+        batch = await create(http, await upload(http, line("1")))
+        async with asyncio.timeout(SOON):
+            while "lines_postponed_total 1.0" not in (await http.get("/metrics")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        request.answer("x")
+        assert (await live).status_code == 200
+        mesh.outputs.auto = ["x"]
+        assert (await ended(http, batch))["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
 async def test_cancelling_keeps_the_answers(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

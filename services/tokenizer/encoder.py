@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -21,8 +21,6 @@ from tokenloom.v1.tokenizer_pb2 import (
 )
 
 from .spelled_tokens import PlainTextEncoder, Rendered, unmasked
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,9 @@ class TextRule(NamedTuple):
         # As in vLLM, no request reaches beyond max_seq_length: the model was not trained on longer texts.
         is_wider = cut is None or (self.cut is not None and cut.max_tokens >= self.cut.max_tokens)
         return self if is_wider else self._replace(cut=cut)
+
+
+_OF_CHATS = TextRule(add_special_tokens=False)
 
 
 class VectorTexts:
@@ -147,7 +148,8 @@ class TextEncoder:
         if second_texts and len(second_texts) != len(texts):
             raise errors.InvalidArgument("second_texts must be empty or as many as texts.", "second_texts")
         for text in (*texts, *second_texts):
-            self._check_size(text)
+            if 4 * len(text) > self._max_text_bytes:  # a character has at most four bytes: most need not be measured
+                self._check_size(text)
         name = request.prompt_name if request.HasField("prompt_name") else None
         rule = TextRule() if name is None else self._vector_texts.rule(name)
         # Where the files of sentence-transformers limit the tokens further, theirs holds.
@@ -155,8 +157,8 @@ class TextEncoder:
         rule = rule._replace(add_special_tokens=request.add_special_tokens and rule.add_special_tokens).cut_to(cut)
         prompts = []
         for text, second in zip_longest(texts, second_texts):
-            encoded = self._encode(text, second, rule, want_strings=request.want_token_strings)
-            prompts.append(self._prompt(encoded, request))
+            encode = partial(encode_text, self._tokenizer, text, second, rule, want_strings=request.want_token_strings)
+            prompts.append(self._prompt(encode, request))
         return EncodeResponse(prompts=prompts)
 
     def encode_chat(self, rendered: Rendered, request: EncodeChatRequest) -> TokenizedPrompt:
@@ -166,12 +168,12 @@ class TextEncoder:
         """
         want_strings = request.want_token_strings
         if not rendered.masks:
-            self._check_size(rendered.text)
-            rule = TextRule(add_special_tokens=False)
-            return self._prompt(self._encode(rendered.text, None, rule, want_strings=want_strings), request)
+            if 4 * len(rendered.text) > self._max_text_bytes:
+                self._check_size(rendered.text)
+            encode = partial(encode_text, self._tokenizer, rendered.text, None, _OF_CHATS, want_strings=want_strings)
+            return self._prompt(encode, request)
         self._check_size(unmasked(rendered.text, rendered.masks))
-        ids, strings = _contain(lambda: self._plain_texts.encode(rendered, want_strings=want_strings))
-        prompt = self._prompt(EncodedText(ids, strings, 0, 0), request)
+        prompt = self._prompt(partial(self._encode_masked, rendered, want_strings), request)
         prompt.plain_text_tokens.extend(sorted(rendered.masks.values()))
         return prompt
 
@@ -179,17 +181,24 @@ class TextEncoder:
         """Return the text of a complete sequence; ids that the tokenizer does not know have none."""
         # As in `encode_text`: `decode` would hold the lock.
         ids, skips = list(request.token_ids), request.skip_special_tokens
-        (text,) = _contain(lambda: self._tokenizer.decode_batch([ids], skip_special_tokens=skips))
+        try:
+            (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skips)
+        except BaseException as error:
+            raise _contained(error) from error
         return DecodeResponse(text=text)
 
     @cached_property
     def _plain_texts(self) -> PlainTextEncoder:
         return PlainTextEncoder(self._tokenizer)
 
-    def _encode(self, text: str, second: str | None, rule: TextRule, *, want_strings: bool) -> EncodedText:
-        return _contain(lambda: encode_text(self._tokenizer, text, second, rule, want_strings=want_strings))
+    def _encode_masked(self, rendered: Rendered, want_strings: bool) -> EncodedText:
+        return EncodedText(*self._plain_texts.encode(rendered, want_strings=want_strings), 0, 0)
 
-    def _prompt(self, encoded: EncodedText, request: EncodeRequest | EncodeChatRequest) -> TokenizedPrompt:
+    def _prompt(self, encode: Callable[[], EncodedText], request: EncodeRequest | EncodeChatRequest) -> TokenizedPrompt:
+        try:
+            encoded = encode()
+        except BaseException as error:
+            raise _contained(error) from error
         prompt = TokenizedPrompt(
             token_ids=encoded.token_ids,
             token_strings=encoded.strings,
@@ -202,16 +211,13 @@ class TextEncoder:
         return prompt
 
     def _check_size(self, text: str) -> None:
-        # A character has at most four bytes: most need not be measured.
-        if 4 * len(text) > self._max_text_bytes and len(text.encode()) > self._max_text_bytes:
+        if len(text.encode()) > self._max_text_bytes:
             raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes.", "prompt")
 
 
-def _contain(work: Callable[[], T]) -> T:
-    """Call the library, which panics on some inputs with a BaseException that no other handler would catch."""
-    try:
-        return work()
-    except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-            raise
-        raise errors.InvalidArgument("prompt: the tokenizer fails on this text.", "prompt") from error
+def _contained(error: BaseException) -> BaseException:
+    """Return what to raise for an error of the library, which panics on some inputs with a BaseException that no other
+    handler would catch."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+        return error
+    return errors.InvalidArgument("prompt: the tokenizer fails on this text.", "prompt")

@@ -91,7 +91,7 @@ class RenderProcess(HelperProcess):
         except OSError as error:  # no process or descriptor is left
             raise errors.Unavailable("The process that renders chat templates does not start.") from error
         try:
-            reply = await worker.exchange(pack(setup), _START_SECONDS)
+            reply: RenderReply = msgspec.msgpack.decode(await worker.talk(pack(setup), _START_SECONDS))
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
             await worker.kill()
             raise errors.Unavailable("The process that renders chat templates does not start.") from error
@@ -102,11 +102,6 @@ class RenderProcess(HelperProcess):
             await worker.kill()
             raise errors.InvalidArgument(reply["refused"], "model")
         return worker
-
-    async def exchange(self, request: bytes, seconds: float) -> RenderReply:
-        """Send a packed message and return the answer, as :meth:`talk`."""
-        reply: RenderReply = msgspec.msgpack.decode(await self.talk(request, seconds))
-        return reply
 
 
 class Renderer:
@@ -163,7 +158,7 @@ class Renderer:
         try:
             if worker is None or worker.reader.at_eof():
                 worker = await self._successor(worker)
-            reply = await worker.exchange(request, _WAIT_SECONDS + _LOOK_SECONDS)
+            reply = msgspec.msgpack.decode(await worker.talk(request, _WAIT_SECONDS + _LOOK_SECONDS))
             kept = worker
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             pass  # its status says why

@@ -7,7 +7,11 @@ were late. Times are of this machine: run it where nothing else runs.
 
 import argparse
 import asyncio
+import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -83,10 +87,11 @@ def _slow_grammar(number: int) -> tuple[str, Body]:
 
 
 def _long_prompt(number: int) -> tuple[str, Body]:
-    return _completion(prompt=[300 + (number * 7919 + each * 31) % 3000 for each in range(30_000)])
+    return _completion(prompt=[300 + (number * 7919 + each * 31) % 1500 for each in range(30_000)])
 
 
 _TIMED = ("--worker", "timed", "--hash-step-seconds", "0.01")
+_CONTEXT = 32_768
 CASES = {
     "texts": Case(6, _text, _TIMED, 0.01),
     "prompt-logprobs": Case(12, _prompt_logprobs, ("--worker", "model")),
@@ -98,7 +103,8 @@ CASES = {
         0.01,
         [{}, {"structured_outputs": {"regex": "[a-c]{3}"}}],
     ),
-    "prompts": Case(32, _long_prompt, (*_TIMED, "--hash-token-seconds", "1e-5", "--max-model-len", "32768"), 0.092),
+    # A step of 2,048 tokens takes 30 ms.
+    "prompts": Case(32, _long_prompt, (*_TIMED, "--hash-token-seconds", "1e-5", "--num-kv-blocks", "65536"), 0.03),
 }
 
 
@@ -161,25 +167,42 @@ def _short(name: str) -> str:
     return (words[0] if words else name).removeprefix("tokenloom.").removeprefix("services.")
 
 
-@asynccontextmanager
-async def _loaded(http: httpx.AsyncClient, case: Case, statuses: Counter[int]) -> AsyncIterator[None]:
+async def _load(case: Case, url: str) -> None:
+    """Send the requests of a load until standard input ends, then print how often each status was answered."""
     numbers = count()
+    statuses: Counter[int] = Counter()
+    async with httpx.AsyncClient(base_url=url, timeout=300.0, limits=httpx.Limits(max_connections=None)) as http:
 
-    async def send() -> None:
-        while True:
-            path, body = case.request(next(numbers))
-            with suppress(httpx.HTTPError):
-                response = await http.post(path, json=body, headers=_key(LOADER))
-                statuses[response.status_code] += 1
-                if response.status_code in {429, 503}:
-                    await asyncio.sleep(min(float(response.headers.get("retry-after", "1")), 5.0))
+        async def send() -> None:
+            while True:
+                path, body = case.request(next(numbers))
+                with suppress(httpx.HTTPError):
+                    response = await http.post(path, json=body, headers=_key(LOADER))
+                    statuses[response.status_code] += 1
+                    if response.status_code in {429, 503}:
+                        await asyncio.sleep(min(float(response.headers.get("retry-after", "1")), 5.0))
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(send()) for _ in range(case.at_once)]
-        await asyncio.sleep(2.0)
-        yield
+        tasks = [asyncio.create_task(send()) for _ in range(case.at_once)]
+        await asyncio.to_thread(sys.stdin.read)
         for task in tasks:
             task.cancel()
+    print(dict(statuses))
+
+
+@asynccontextmanager
+async def _loaded(name: str, url: str, answers: list[str]) -> AsyncIterator[None]:
+    """Send a load during the block, from a process of its own. ``answers``: gets how often each status came."""
+    command = (sys.executable, "-m", "tests.attack.neighbours", name, "--load", url)
+    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        await asyncio.sleep(3.0)
+        yield
+        output, _ = await process.communicate()
+        answers.append(output.decode().strip())
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def measure(name: str, case: Case, seconds: float) -> list[str]:
@@ -194,9 +217,9 @@ async def measure(name: str, case: Case, seconds: float) -> list[str]:
         tables = (f'[[tenant]]\nname = "{tenant}"\nkey_sha256 = ["{key}"]\n' for tenant, key in digests.items())
         file.write_text("".join(tables))
         gateway = ("--api-key-file", str(file), "--cache-salt-secret", "s" * 16)
-        limits = ("--tenant-pending-grammars", "256", "--max-queue-seconds", "600")
+        limits = ("--tenant-pending-grammars", "256", "--max-queue-seconds", "3600")
         options = MeshOptions(
-            DEMO_MODEL,
+            _with_context(Path(directory)),
             DEMO_MODEL_NAME,
             port=0,
             flags={"engine": case.engine, "gateway": (*gateway, *limits)},
@@ -210,26 +233,31 @@ async def measure(name: str, case: Case, seconds: float) -> list[str]:
     return wrong
 
 
+def _with_context(directory: Path) -> Path:
+    """Return a copy of the demo's model whose context is long enough for all cases."""
+    model = directory / DEMO_MODEL_NAME
+    shutil.copytree(DEMO_MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": _CONTEXT}))
+    return model
+
+
 async def _measure(mesh: Mesh, name: str, case: Case, seconds: float, stalls: Stalls) -> list[str]:
-    statuses: Counter[int] = Counter()
-    pools = httpx.Limits(max_connections=None)
-    async with (
-        httpx.AsyncClient(base_url=http_url(mesh), timeout=300.0, limits=pools) as http,
-        httpx.AsyncClient(base_url=http_url(mesh), timeout=300.0) as own,
-    ):
+    answers: list[str] = []
+    async with httpx.AsyncClient(base_url=http_url(mesh), timeout=300.0) as own:
         neighbour = Neighbour(own, case.neighbour)
         await neighbour.measure(2.0)
         full_step = case.full_step or await _full_step(own)
         await neighbour.measure(CALM_SECONDS)
         calm = neighbour.quantile(0.99)
-        async with _loaded(http, case, statuses):
+        async with _loaded(name, http_url(mesh), answers):
             began = time.monotonic()
             await neighbour.measure(seconds)
         allowed = MAX_RATIO * calm + full_step
         beside = neighbour.quantile(0.99)
         print(
             f"{name:<16} p50 {neighbour.quantile(0.5) * 1e3:5.0f} ms  p99 {calm * 1e3:4.0f} to {beside * 1e3:5.0f} ms "
-            f"(allowed {allowed * 1e3:4.0f}, {len(neighbour.seconds)} answers)  load {dict(statuses)}"
+            f"(allowed {allowed * 1e3:4.0f}, {len(neighbour.seconds)} answers)  load {answers[0]}"
         )
         wrong = [f"{name}: p99 {beside * 1e3:.0f} ms"] if beside > allowed else []
         wrong += [f"{name}: the neighbour got {dict(neighbour.statuses)}"] if set(neighbour.statuses) != {200} else []
@@ -245,7 +273,7 @@ async def _full_step(http: httpx.AsyncClient) -> float:
     """Return the seconds of a prompt that fills a step, beyond those of a short one."""
     seconds = []
     for length in (16, 2048, 16, 2048, 16, 2048):
-        body = {"model": DEMO_MODEL_NAME, "prompt": [300 + (length + n) % 3000 for n in range(length)], "max_tokens": 1}
+        body = {"model": DEMO_MODEL_NAME, "prompt": [300 + (length + n) % 1500 for n in range(length)], "max_tokens": 1}
         began = time.monotonic()
         await http.post("/v1/completions", json=body, headers=_key(NEIGHBOUR))
         seconds.append(time.monotonic() - began)
@@ -265,9 +293,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"by default all: {', '.join(CASES)}")
     parser.add_argument("--seconds", type=float, default=LOADED_SECONDS, help="of each load [%(default)s]")
+    parser.add_argument("--load", metavar="URL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if unknown := set(arguments.cases) - set(CASES):
         parser.error(f"no such case: {' '.join(sorted(unknown))}")
+    if arguments.load is not None:
+        asyncio.run(_load(CASES[arguments.cases[0]], arguments.load))
+        return
     os.environ["PYTHONPATH"] = os.pathsep.join((str(HOOK), *filter(None, (os.environ.get("PYTHONPATH"),))))
     os.environ["TEST_BUSY_SECONDS"] = "0"
     wrong = []

@@ -13,7 +13,7 @@ import pytest
 from tests.loop_clock import pass_time, settle
 from tokenloom.request import errors
 from tokenloom.services.tokenizer import renderer as renderer_module
-from tokenloom.services.tokenizer.render_worker import OUT_OF_MEMORY, RenderJob, RenderReply, RenderSetup
+from tokenloom.services.tokenizer.render_worker import OUT_OF_MEMORY, RenderJob, RenderSetup
 from tokenloom.services.tokenizer.renderer import MAX_DEATHS, Renderer, RenderProcess
 
 # Obeys the conversation: the first message says what to do.
@@ -142,7 +142,7 @@ class Mortal(RenderProcess):
         worker.reader = asyncio.StreamReader()
         return worker
 
-    async def exchange(self, request: bytes, seconds: float) -> RenderReply:
+    async def talk(self, request: bytes, seconds: float) -> bytes:
         raise ConnectionResetError
 
     async def kill(self) -> int:

@@ -77,8 +77,8 @@ _TOWERS: dict[str, Any] = {
 }
 
 
-def write(path: Path) -> Path:
-    """Write a checkpoint with random weights to a new directory."""
+def write(path: Path, **entries: Any) -> Path:
+    """Write a checkpoint with random weights to a new directory; ``entries`` replace those of its configuration."""
     path.mkdir(parents=True)
     torch.manual_seed(7)
     tensors = {}
@@ -93,7 +93,7 @@ def write(path: Path) -> Path:
         elif name != "lm_head.weight":
             tensors[name] = value
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps(CONFIG | entries))
     return path
 
 

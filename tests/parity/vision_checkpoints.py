@@ -432,7 +432,7 @@ def write_vision(kind: str, directory: Path, vocab_size: int = 503, **entries: A
     """Write a checkpoint with random weights; ``entries`` of its configuration replace those of ``CONFIGS``."""
     path = directory / kind
     if kind == "phi4_multimodal":
-        return phi4_multimodal.write(path)
+        return phi4_multimodal.write(path, **entries)
     path.mkdir(parents=True)
     config = CONFIGS[kind] | entries
     config |= {"vocab_size": vocab_size} if "vocab_size" in config else {}

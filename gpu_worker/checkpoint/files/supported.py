@@ -108,7 +108,7 @@ MODULE_ENCODERS = frozenset(
 def is_encoder(name: str, values: Mapping[str, Any]) -> bool:
     """Return whether steps compute whole prompts of the architecture ``name``, because its tokens attend to later ones
     or because transformers' modules compute it without a KV cache. ``values`` is the content of ``config.json``."""
-    looks_ahead = values.get("is_causal") is False or values.get("use_bidirectional_attention") is True
+    looks_ahead = values.get("is_causal") is False or values.get("use_bidirectional_attention") in (True, "all")
     return name in ENCODERS or name in MODULE_ENCODERS or name == STATIC or looks_ahead
 
 

@@ -24,6 +24,8 @@ SIZES = {
 }
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
 
+GEMMA_4 = LLAMA | {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}
+
 
 def write(path: Path, entries: dict[str, Any]) -> Path:
     path.mkdir(exist_ok=True)
@@ -51,6 +53,8 @@ def test_nothing_that_takes_seconds_to_import_is_needed() -> None:
         (LLAMA, "built in"),
         (LLAMA | {"architectures": ["BertModel"], "model_type": "bert"}, "encoder"),
         (LLAMA | {"architectures": ["PhiForCausalLM"], "model_type": "phi"}, "transformers"),
+        (GEMMA_4 | {"use_bidirectional_attention": "vision"}, "transformers"),
+        (GEMMA_4 | {"use_bidirectional_attention": "all"}, "encoder"),
     ],
 )
 def test_what_computes_a_checkpoint(tmp_path: Path, entries: dict[str, Any], by: str) -> None:
@@ -208,6 +212,18 @@ def test_the_text_of_a_model_that_reads_images_is_served(tmp_path: Path, kind: s
 def test_a_text_that_cannot_be_served_is_named(tmp_path: Path, text: object, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         answer(tmp_path, CONFIGS["mistral3"] | {"text_config": text}, language_model_only=True)
+
+
+def test_int8_kv_is_refused_where_layers_have_different_heads(tmp_path: Path) -> None:
+    text = CONFIGS["gemma4_26b_a4b"]["text_config"]
+    with pytest.raises(ValueError, match="kv_cache_dtype: int8 is not supported for layers with different numbers"):
+        answer(tmp_path, text, cache=CacheConfig(dtype="int8"))
+    answer(tmp_path, text | {"attention_k_eq_v": False}, cache=CacheConfig(dtype="int8"))
+
+
+def test_blocks_end_where_chunks_of_attention_end(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="block_size: 48 tokens do not divide the model's attention chunks of 64"):
+        answer(tmp_path, CONFIGS["llama4"], cache=CacheConfig(block_size=48), language_model_only=True)
 
 
 def test_the_flag_changes_nothing_for_a_model_of_text(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ async def test_calls_that_fail_everywhere_do_not_multiply() -> None:
         call.cancel()
         await asyncio.wait([call])
     num_calls = sum(replica.calls for replica in replicas.values())
-    assert num_calls == 400  # one retry each; a further one waits
+    assert 400 <= num_calls < 450  # one free retry each; a further one waits, and is paid from the budget
 
 
 async def test_a_call_waits_for_a_replica_that_comes_back() -> None:

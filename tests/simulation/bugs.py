@@ -13,7 +13,7 @@ from tokenloom.services.engine.kv.kv_loads import Reading, ReleaseVerdict
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
-from tokenloom.services.gateway.mesh.tokenizer_client import Retries
+from tokenloom.services.gateway.mesh.tokenizer_client import CallRetries
 from tokenloom.services.output_processor.placement.engine_link import EngineLink
 from tokenloom.services.tokenizer.render_worker import RenderJob
 from tokenloom.services.tokenizer.renderer import Renderer
@@ -80,7 +80,7 @@ def _any(wanted: WantedState, known: DesiredState) -> bool:
     return is_other
 
 
-async def _no_wait(retries: Retries, came: asyncio.Event) -> NoReturn:
+async def _no_wait(retries: CallRetries, came: asyncio.Event) -> NoReturn:
     """End a text when no tokenizer answers, instead of waiting for one."""
     raise Unavailable("No tokenizer is available; retry.")
 
@@ -91,7 +91,7 @@ async def _clients_fault(renderer: Renderer, job: RenderJob, status: int, num_de
 
 
 _BUGS: dict[str, dict[tuple[type[Any], str], Any]] = {
-    "no_wait": {(Retries, "pause"): _no_wait},
+    "no_wait": {(CallRetries, "pause"): _no_wait},
     "clients_fault": {(Renderer, "_again"): _clients_fault},
     "no_retry": {(OutputPool, "on_lost"): _no_retry},
     "stale_frames": {(EngineLink, "_look"): _stale_frames(EngineLink._look)},

@@ -177,7 +177,7 @@ class TokenizerClient:
         """Ask the next living replica in turn, when it is the tenant's turn; if it is unavailable, ask another
         one, as the budget permits, or wait for one. The request's own deadline cancels the call from outside, also
         while it waits."""
-        retries: Retries | None = None
+        retries: CallRetries | None = None
         cost = request.ByteSize() + _CALL_BYTES
         stage = self._short if cost <= LONG_BYTES else self._long
         while True:
@@ -203,17 +203,17 @@ class TokenizerClient:
                         if self._fits(request, answer):
                             return answer
                         self._note_wrong(address)
-                        retries = retries or Retries(self._budget)
+                        retries = retries or CallRetries(self._budget)
                         retries.failed(None)
                     except grpc.aio.AioRpcError as failure:
                         if wire_errors.was_cut(failure):
                             self._alive.discard(address)
-                        retries = retries or Retries(self._budget)
+                        retries = retries or CallRetries(self._budget)
                         retries.failed(failure)
             finally:
                 stage.end(request.tenant, cost)
             # Without a place: a text that a living tokenizer takes must not wait for a chat that none can render.
-            retries = retries or Retries(self._budget)
+            retries = retries or CallRetries(self._budget)
             await retries.pause(self._came)
 
     def _fits(self, request: _Request, answer: Any) -> bool:
@@ -295,7 +295,7 @@ class TokenizerClient:
             self._fall_backs.begin("other_tokenizer", f"it differs from the first one: {difference}", address)
 
 
-class Retries:
+class CallRetries:
     """Says when a call that no replica has answered may ask another one, and what ends it."""
 
     def __init__(self, budget: RetryBudget) -> None:

@@ -4,11 +4,20 @@ The list is that of vLLM's recipes for Intel Xeon 6 (August 2026). Each release 
 transformers' class, its text alone where it reads images, or is refused with the reason that belongs to it.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from tests.gpu_worker.checkpoint.quantization import formats
+from tests.parity.engine import Engine
+from tests.parity.identical import assert_identical
+from tests.parity.reference import compute_case, small_prompts
+from tests.parity.test_text_of_vision import QUANTIZED
+from tests.parity.vision_checkpoints import load_vision, write_vision
 from tests.soak.models.releases import BY_CLASS, OF_VISION, RELEASES, ask, try_release, try_vision
 
 BUILT_IN = (
@@ -60,3 +69,68 @@ def test_a_release_is_refused_by_its_reason(name: str, tmp_path: Path) -> None:
     assert name in BY_CLASS
     row = ask(name, tmp_path)
     assert (row.by, REFUSED[name] in row.reason) == ("", True)
+
+
+# With these blocks two of the longest requests do not fit: of layers with windows each group takes blocks of its own.
+@pytest.mark.parametrize(
+    ("kind", "num_blocks"), [("gemma4_e2b", 45), ("gemma4_26b_a4b", 45), ("llama4", 20), ("muse_glimmer", 60)]
+)
+def test_preemption_changes_no_token(kind: str, num_blocks: int, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    path = write_vision(kind, tmp_path)
+    model = load_vision(path)
+    cases = [compute_case(model, prompt, 16) for prompt in small_prompts(503) * 2]
+    engine = Engine(path, language_model_only=True, budget=48, num_blocks=num_blocks, max_model_len=288)
+    assert_identical(sorted(cases, key=lambda case: -len(case.prompt)), engine.generate)
+    assert engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["FP8 channels", "W4A16"])
+def test_llama_4_may_store_quantized_experts_one_by_one(name: str, tmp_path: Path) -> None:
+    """As RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic and -quantized.w4a16 do (``for_llm_compressor``)."""
+    torch.set_num_threads(1)
+    path = write_vision("llama4", tmp_path)
+    _, quantize, config = QUANTIZED[name]
+    split = _copied(path, tmp_path / "split", _split(load_file(path / "model.safetensors")))
+    kept = ("vision_model.", "multi_modal_projector.", "language_model.lm_head")
+    ignored = ["re:.*lm_head", "re:vision_model.*", "re:multi_modal_projector.*"]
+    quantized, plain = formats.write(tmp_path / "files", quantize, config | {"ignore": ignored}, split, kept)
+    rounded = load_file(plain / "model.safetensors")
+    joined = {stored: _joined(stored, rounded) for stored in load_file(path / "model.safetensors")}
+    model = load_vision(_copied(path, tmp_path / "joined", joined))
+    cases = [compute_case(model, prompt, 12) for prompt in small_prompts(503, 128)]
+    assert_identical(cases, Engine(quantized, language_model_only=True).generate)
+
+
+def _copied(path: Path, other: Path, tensors: dict[str, Tensor]) -> Path:
+    other.mkdir()
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    shutil.copy(path / "config.json", other)
+    return other
+
+
+def _split(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with the matrices of each expert, [out, in]."""
+    found = {}
+    for name, tensor in tensors.items():
+        prefix, _, matrix = name.rpartition(".")
+        if matrix not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        parts = {"down_proj": tensor}
+        if matrix == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=-1), strict=True))
+        for part, matrices in parts.items():
+            found |= {f"{prefix}.{i}.{part}.weight": each.t().contiguous() for i, each in enumerate(matrices)}
+    return found
+
+
+def _joined(name: str, tensors: dict[str, Tensor]) -> Tensor:
+    """The tensor of this name in the published file, from those of :func:`_split`."""
+    prefix, _, matrix = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(matrix)
+    if parts is None:
+        return tensors[name]
+    count = sum(each.startswith(f"{prefix}.") and each.endswith(f"{parts[0]}.weight") for each in tensors)
+    each = [torch.cat([tensors[f"{prefix}.{i}.{part}.weight"] for part in parts]).t() for i in range(count)]
+    return torch.stack(each).contiguous()

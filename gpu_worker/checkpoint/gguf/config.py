@@ -81,6 +81,8 @@ def _derive(path: Path, file: GgufFile) -> dict[str, Any]:
     for tensor in file.tensors.values():
         if tensor.kind not in PLAIN_NAMES.keys() | BLOCK_NAMES.keys():
             raise ValueError(f"{path}: {type_error(tensor.name, tensor.kind)}")
+    if (split := f"blk.0.{_JOINED.get(architecture)}.weight") in file.tensors:
+        raise ValueError(f"{path}: {split} is a part of a matrix that is read as one: serve the safetensors checkpoint")
     reader = ConfigReader(own, str(path))
     config = _read(reader, f"{architecture}.", file)
     reader.refuse_rest()
@@ -128,6 +130,8 @@ def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
     return _with_class(prefix, file, config | experts)
 
 
+_JOINED = {"phi3": "attn_q", "glm4": "ffn_gate", "gemma4": "ffn_gate_exps"}
+"""A tensor that a file of the architecture has if it holds by parts what its class, and llama.cpp's converter, join."""
 _MOST_LAYERS = 10_000
 """A damaged file may state any number, for each of which something would be made."""
 _WITH_BIASES = (

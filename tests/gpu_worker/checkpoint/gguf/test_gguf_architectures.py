@@ -188,6 +188,21 @@ def test_what_is_not_supported_is_named(name: str, tmp_path: Path) -> None:
         how(path)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "part"), [("phi3", "attn_q"), ("glm4", "ffn_gate"), ("gemma4", "ffn_gate_exps")]
+)
+def test_matrices_in_parts_are_named_before_a_start(architecture: str, part: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
+    for name in ("token_embd.weight", f"blk.0.{part}.weight"):
+        writer.add_tensor(name, np.zeros((8, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=rf"blk\.0\.{part}\.weight is a part of a matrix that is read as one"):
+        how(tmp_path / "model.gguf")
+
+
 def test_modules_are_not_asked_for_built_in_architectures(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", "olmo2", make("olmo2"))
     with pytest.raises(ValueError, match="transformers' modules read no GGUF file of Olmo2ForCausalLM"):

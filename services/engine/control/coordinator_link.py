@@ -132,7 +132,8 @@ class CoordinatorLink:
             self._note_refusal(error.message if is_refused else "", commands)
             if loop.time() - joined_at > MAX_BACKOFF_SECONDS:
                 backoff = MIN_BACKOFF_SECONDS
-            log.info("not in the coordinator's registry (%s); joining again", error.message)
+            if not is_refused:  # the fall-back says that once, and not every second for as long as the name is held
+                log.info("not in the coordinator's registry (%s); joining again", error.message)
             await self._wait_to_join(backoff)
             backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
 

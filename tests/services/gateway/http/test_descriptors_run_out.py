@@ -10,6 +10,7 @@ from socket import create_connection, socket
 
 import psutil
 
+from tests.engine_core.processes import wait_until
 from tests.services.gateway.http.server.starved_server import DESCRIPTORS
 
 ROOT = Path(__file__).parents[4]
@@ -50,7 +51,7 @@ def test_it_waits_and_serves_again() -> None:
             ask(running)
             for _ in range(3 * DESCRIPTORS):
                 held.enter_context(create_connection((host, int(port)), timeout=30))
-            time.sleep(0.1)  # the server has run out of descriptors
+            assert wait_until(lambda: process.num_fds() >= DESCRIPTORS, timeout=60)
             before = process.cpu_times()
             time.sleep(WATCHED_SECONDS)
             after = process.cpu_times()

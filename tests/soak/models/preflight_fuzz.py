@@ -90,8 +90,8 @@ def _damaged(random_: random.Random, directory: Path) -> Path:
     path = random_.choice((_of_transformers, _encoder))(random_, directory)
     file = path / "config.json"
     entries = json.loads(file.read_text())
-    # GPT-Neo alone counts its attention_types, and every published file of it has them.
-    names = sorted(entries.keys() - {"architectures", "model_type", "attention_types"})
+    # GPT-Neo alone counts these layers of its own, and every published file of it has them.
+    names = sorted(entries.keys() - {"architectures", "model_type", "attention_types", "attention_layers"})
     name = random_.choice(random_.choice((names, _OFTEN)))
     odd = 5 if name == "num_attention_heads" else ["odd"] if name == "layer_types" else None
     entries[name] = random_.choice([value for value in (*_WRONG, odd) if value != entries.get(name)])

@@ -297,7 +297,7 @@ class EngineRecord:
         if (is_late := bool(silence > LATE_SECONDS)) != columns.is_late[row]:
             columns.set_late(row, is_late)
         self.own_state = _DEAD if hangs or silence > SILENT_SECONDS else self.report.state
-        if self.own_state == _SERVING and not self.is_in_state:
+        if self.own_state == _SERVING and self.report.progress.reached < self.wanted_revision:
             self.own_state = _PAUSED  # as older output processors understand it
         columns.is_serving[row] = self.own_state == _SERVING
         return before != self.own_state

@@ -30,14 +30,15 @@ class Helper(RenderProcess):
         self._ended = asyncio.Event()
         self.is_stopped = False
 
-    async def exchange(self, request: bytes, seconds: float) -> RenderReply:
+    async def talk(self, request: bytes, seconds: float) -> bytes:
         try:
             async with asyncio.timeout(STOPPED_SECONDS if self.is_stopped else RENDER_SECONDS):
                 await self._ended.wait()
         except TimeoutError:
             if not self.is_stopped:
                 job: RenderJob = msgspec.msgpack.decode(request[LENGTH.size :])
-                return RenderReply(text=job["messages_json"], masks={}, reasoning_start="UNSPECIFIED")
+                reply = RenderReply(text=job["messages_json"], masks={}, reasoning_start="UNSPECIFIED")
+                return msgspec.msgpack.encode(reply)
         raise ConnectionResetError
 
     async def kill(self) -> int:

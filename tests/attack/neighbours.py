@@ -182,6 +182,7 @@ async def _load(case: Case, url: str) -> None:
                     if response.status_code in {429, 503}:
                         await asyncio.sleep(min(float(response.headers.get("retry-after", "1")), 5.0))
 
+        print("sending", flush=True)
         tasks = [asyncio.create_task(send()) for _ in range(case.at_once)]
         await asyncio.to_thread(sys.stdin.read)
         for task in tasks:
@@ -195,10 +196,14 @@ async def _loaded(name: str, url: str, answers: list[str]) -> AsyncIterator[None
     command = (sys.executable, "-m", "tests.attack.neighbours", name, "--load", url)
     process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        await process.stdout.readline()  # it sends from here on
         await asyncio.sleep(3.0)
         yield
-        output, _ = await process.communicate()
-        answers.append(output.decode().strip())
+        process.stdin.close()
+        answers.append((await process.stdout.read()).decode().strip())
+        await process.wait()
     finally:
         if process.returncode is None:
             process.kill()

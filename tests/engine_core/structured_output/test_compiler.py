@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine_core.structured_output.fake_compilers import SOON, FakeCompilers, regex
 from tokenloom.engine_core.structured_output.compiler import (
+    MAX_COMPILED,
     MAX_DEATHS,
     MAX_PENDING_PER_TENANT,
     RESTART_SECONDS,
@@ -131,6 +132,14 @@ def test_a_wanted_grammar_of_another_tenant_comes_after_one_compile_at_most(
     assert second.result(SOON)
     fakes.release("bomb0")
     fakes.until_begun("bomb2")
+
+
+def test_constraints_that_wait_drive_no_compiled_one_out(fakes: FakeCompilers, compiler: GrammarCompiler) -> None:
+    fakes.release("mine")
+    assert compile_(compiler, "mine", "b").result(SOON)
+    for n in range(MAX_COMPILED + 1):
+        compile_(compiler, f"bomb{n}", "a")
+    assert compile_(compiler, "mine", "b").done()
 
 
 def test_a_full_queue_refuses_a_tenant_and_serves_others(fakes: FakeCompilers, compiler: GrammarCompiler) -> None:

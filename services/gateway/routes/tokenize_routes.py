@@ -1,11 +1,8 @@
 """``/tokenize`` and ``/detokenize``, in vLLM's form."""
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
-import msgspec
 
 from tokenloom.request import errors
 from tokenloom.request.narrowing import narrow_token_ids
@@ -14,7 +11,7 @@ from tokenloom.v1 import tokenizer_pb2
 from ..encoding.sse import encode_json
 from ..endpoints.generation_endpoint import IGNORED_HEADER, listed
 from ..formats.tool_request import read_tools
-from ..http.http_exchange import HttpExchange
+from ..http.http_exchange import HttpExchange, respond_in_pieces
 from ..http.request_body import BodyParser
 from ..http.route import Routes
 from ..mesh.tokenizer_client import TokenizerClient, limited
@@ -28,8 +25,8 @@ from ..serving.mesh_health import MeshHealth
 
 T = TypeVar("T")
 
-VALUES_PER_TURN = 1 << 14
-"""Ids, or strings of tokens, that become JSON in one turn of the event loop: 1 ms."""
+VALUES_PER_BLOCK = 1 << 11
+"""Ids, or strings of tokens, that become JSON at once: 0.1 ms."""
 
 _OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 """Fields that have no effect on a text."""
@@ -66,18 +63,11 @@ class TokenizeRoutes:
         request = await self._read(exchange, self._tokenize_request)
         async with limited(self.timeout):
             prompt = await self._encode(request, exchange.tenant.name)
-            tokens = await _json_array(prompt.token_ids)
-            strings = await _json_array(prompt.token_strings) if request.want_token_strings else None
         limits = self.health.limits()
-        answer = {
-            "count": len(prompt.token_ids),
-            "max_model_len": limits.max_model_len if limits else None,
-            "tokens": tokens,
-            "token_strs": strings,
-            "plain_text_tokens": list(prompt.plain_text_tokens),
-        }
+        strings = prompt.token_strings if request.want_token_strings else None
+        blocks = _answer(prompt, limits.max_model_len if limits else None, strings)
         headers = [(IGNORED_HEADER, listed(request.ignored))] if request.ignored else []
-        await exchange.respond(200, encode_json(answer), headers=headers)
+        await respond_in_pieces(exchange, blocks, headers)
 
     async def detokenize(self, exchange: HttpExchange) -> None:
         token_ids = await self._read(exchange, self._token_ids)
@@ -122,13 +112,22 @@ class TokenizeRoutes:
         return narrow_token_ids("tokens", self.reader.read(body, DetokenizeRequest).tokens)
 
 
-async def _json_array(values: Sequence[int] | Sequence[str]) -> msgspec.Raw:
-    """Return the JSON of a list, made in pieces: a million ids in one kept the event loop busy for 60 ms."""
-    pieces = []
-    for start in range(0, len(values), VALUES_PER_TURN):
-        pieces.append(encode_json(list(values[start : start + VALUES_PER_TURN]))[1:-1])
-        await asyncio.sleep(0)
-    return msgspec.Raw(b"[%b]" % b",".join(pieces))
+def _answer(
+    prompt: tokenizer_pb2.TokenizedPrompt, max_model_len: int | None, strings: Sequence[str] | None
+) -> Iterator[bytes]:
+    """Yield the answer's JSON in blocks: millions of ids in one kept the event loop busy for 0.1 s."""
+    yield b'{"count":%d,"max_model_len":%b,"tokens":' % (len(prompt.token_ids), encode_json(max_model_len))
+    yield from _array(prompt.token_ids)
+    yield b',"token_strs":'
+    yield from [b"null"] if strings is None else _array(strings)
+    yield b',"plain_text_tokens":%b}' % encode_json(list(prompt.plain_text_tokens))
+
+
+def _array(values: Sequence[int] | Sequence[str]) -> Iterator[bytes]:
+    yield b"["
+    for start in range(0, len(values), VALUES_PER_BLOCK):
+        yield b"," * bool(start) + encode_json(list(values[start : start + VALUES_PER_BLOCK]))[1:-1]
+    yield b"]"
 
 
 def _what(fields: TokenizeRequest) -> tuple[str | Chat, Sequence[str]]:

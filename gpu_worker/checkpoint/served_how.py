@@ -312,7 +312,7 @@ _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_v
 def _check_kv_heads(path: Path, dtype: str) -> None:
     """Raise ``ValueError`` if blocks of this dtype cannot be read as those of layers with fewer heads."""
     entries = _text_entries(read_model(path)[1])
-    heads = {entries.get(name) for name in _KV_HEADS} - {None}
+    heads = {count for name in _KV_HEADS if isinstance(count := entries.get(name), int)}
     if dtype == "int8" and len(heads) > 1 and entries.get("attention_k_eq_v", True):
         raise ValueError(NO_INT8_SHAPES)
 

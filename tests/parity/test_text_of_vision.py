@@ -18,6 +18,7 @@ from tests.parity.identical import assert_identical
 from tests.parity.reference import SMALL_CONFIGS, compute_case, save_random, small_prompts
 from tests.parity.vision_checkpoints import CONFIGS, load_vision, quantize_experts, write_vision
 from tokenloom.engine_core.data.config import LoraConfig
+from tokenloom.gpu_worker.checkpoint.served_how import choose
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -48,6 +49,7 @@ def test_experts_are_read_as_transformers_5_saves_them(tmp_path: Path) -> None:
     model = load_vision(write_vision("qwen3_vl_moe", tmp_path / "published"))
     model.save_pretrained(tmp_path / "saved")
     cases = [compute_case(model, prompt) for prompt in small_prompts(503)]
+    assert choose(tmp_path / "saved", "float32").by == "built in"  # though it says num_local_experts
     assert_identical(cases, Engine(tmp_path / "saved", language_model_only=True).generate)
 
 

@@ -84,6 +84,8 @@ _DEFAULTS = {
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, length=131072, kv_heads=4),
 }  # fmt: skip
 """By the type of a text model: what published files leave out (LLaVA-1.5 states no size, Gemma 3 no head)."""
+_NEWER_NAMES = {"num_experts": "num_local_experts"}
+"""What transformers 5 calls entries of Qwen3-VL when it saves a model."""
 
 _OTHER_NAMES = """
     text_config vision_config audio_config image_token_id image_token_index video_token_id video_token_index
@@ -118,7 +120,7 @@ def text_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     wrapper, nested = WRAPPERS[name], values.get("text_config")
     text, outer = _own(nested if isinstance(nested, dict) else {}), _own(values)
     kind = str(text.get("model_type") or wrapper.text)
-    defaults = _DEFAULTS.get(kind, {})
+    defaults = {key: value for key, value in _DEFAULTS.get(kind, {}).items() if _NEWER_NAMES.get(key) not in text}
     # As published, Qwen2-VL and Qwen2.5-VL have the entries of both parts side by side.
     entries = outer | defaults | text if text else defaults | outer
     is_tied = text.get(_TIED) or values.get(_TIED, wrapper.is_tied)

@@ -84,7 +84,7 @@ class TransformersModel:
         parts = self._parts
         inputs: dict[str, Tensor] = {"input_ids": input_ids[None]}
         if embeds:
-            inputs = {"inputs_embeds": _embed(parts.model, input_ids, embeds)[None]}
+            inputs = _embed(parts, input_ids, embeds)
         parts.attention.begin(plan, kv_caches)
         try:
             output = parts.body(**inputs, position_ids=positions[None], use_cache=False)
@@ -161,12 +161,17 @@ class TransformersModel:
         self.config = config
 
 
-def _embed(model: Any, input_ids: Tensor, embeds: InputEmbeds) -> Tensor:
-    """Return [T, hidden_size]: the model's embeddings, except where ``embeds`` gives others."""
-    hidden: Tensor = model.get_input_embeddings()(input_ids)
+def _embed(parts: _Parts, input_ids: Tensor, embeds: InputEmbeds) -> dict[str, Tensor]:
+    """Return what stands for ids: the model's embeddings [1, T, hidden_size], except where ``embeds`` gives others."""
+    hidden: Tensor = parts.model.get_input_embeddings()(input_ids)
     for start, rows in embeds:
         hidden[start : start + len(rows)] = rows
-    return hidden
+    inputs = {"inputs_embeds": hidden[None]}
+    if getattr(parts.body, "hidden_size_per_layer_input", 0):
+        # Without them Gemma 4 searches the ids of all rows and fails, and Gemma 3n leaves them out, of the step's other
+        # requests too. Rows that replace ids have those of id 0, as images have in the whole class.
+        inputs["per_layer_inputs"] = parts.body.get_per_layer_inputs(input_ids[None])
+    return inputs
 
 
 def _body_name(model: Any) -> str:

@@ -74,6 +74,32 @@ def test_embeddings_replace_token_ids(save_checkpoint: SaveCheckpoint, run_model
     torch.testing.assert_close(run_model(model, [wrong], [[4]])[0], expected)
 
 
+_BY_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 199, "num_kv_shared_layers": 0}
+_SLIDING_FIRST = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries"),
+    [
+        ("gemma4_text", {"global_head_dim": 16}),
+        ("gemma3n_text", {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 3}),
+    ],
+)
+@torch.inference_mode()
+def test_embeddings_leave_the_inputs_of_each_layer_to_other_tokens(
+    model_type: str, entries: dict[str, Any], save_checkpoint: SaveCheckpoint, run_model: RunModel
+) -> None:
+    """The classes look such inputs up by token ids, which rows that replace ids do not have."""
+    model = load(save_checkpoint(model_type, vocab_size=199, **_BY_LAYER, **_SLIDING_FIRST, **entries))
+    ids, forward = torch.tensor([9, 8, 7, 6]), model.forward
+    expected = run_model(model, [ids], [[4]])[0]
+    rows = [(1, torch.randn(2, model.config.hidden_size))]
+    model.forward = lambda *arguments: forward(*arguments, embeds=rows)
+    found = run_model(model, [torch.tensor([9, 0, 0]), ids], [[3, 4]])
+    torch.testing.assert_close(found[1], expected, rtol=1e-4, atol=1e-4)
+    assert found[0].isfinite().all()
+
+
 @torch.inference_mode()
 def test_fewer_caches_end_the_pass_early(save_checkpoint: SaveCheckpoint) -> None:
     import numpy as np

@@ -62,12 +62,8 @@ async def moved(http: httpx.AsyncClient, provoke: Awaitable[object]) -> dict[Lab
 
 
 async def test_every_class_of_error_is_counted(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
-    async def fail(cls: type[errors.TokenloomError]) -> None:
-        while True:  # some errors make the gateway try again
-            (await mesh.outputs.next_request()).fail(cls("broken"))
-
     for cls in sorted(SHARED, key=lambda each: each.reason):
-        failing = asyncio.create_task(fail(cls))
+        failing = asyncio.create_task(fail(mesh, cls))
         seen = BECOMES.get(cls, cls)
         assert await moved(http, post(http)) == {(CHAT, str(seen.http_status), seen.reason): 1}, cls
         failing.cancel()
@@ -125,9 +121,15 @@ async def leave(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
 
 
 async def away(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
-    mesh.tokenizer.unavailable = mesh.second_tokenizer.unavailable = True
+    """Every output processor says of every attempt that the engines are away."""
+    failing = asyncio.create_task(fail(mesh, errors.Unavailable))
     await post(http)
-    mesh.tokenizer.unavailable = mesh.second_tokenizer.unavailable = False
+    failing.cancel()
+
+
+async def fail(mesh: FakeMesh, cls: type[errors.TokenloomError]) -> None:
+    while True:  # some errors make the gateway try again
+        (await mesh.outputs.next_request()).fail(cls("broken"))
 
 
 async def bug(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

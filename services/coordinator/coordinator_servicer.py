@@ -215,8 +215,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         return SetAdapterResponse()
 
     async def SetDesiredState(self, request: SetDesiredStateRequest, context: _Context) -> SetDesiredStateResponse:
+        ends_at = asyncio.get_running_loop().time() + request.patience.ToNanoseconds() / 1e9
         try:
-            async with asyncio.timeout(request.patience.ToNanoseconds() / 1e9):
+            async with asyncio.timeout_at(ends_at):
                 # What the engines were in is known once all have joined: half of a sleep cannot be ended before.
                 await self._complete.wait()
         except TimeoutError:
@@ -225,7 +226,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._announce_state()
         names, revision = list(self._streams), self._registry.wanted.revision
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(request.patience.ToNanoseconds() / 1e9):
+            async with asyncio.timeout_at(ends_at):
                 await self._settled(names, revision)
         return SetDesiredStateResponse(engines=self._registry.progress(names))
 

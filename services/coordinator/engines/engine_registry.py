@@ -69,7 +69,9 @@ class Predecessor:
         if view.complete:
             self.engine_ids = [entry.identity.engine_id for entry in view.engines]
             self.adapters, self.unloaded = view.adapters, view.unloaded_adapters
-        self.desired = max(self.desired, view.desired, key=lambda each: each.revision)
+        # What is set on single engines changes within a revision, so that of two with the same one the later counts.
+        if view.desired.revision + view.complete > self.desired.revision:
+            self.desired = view.desired
 
 
 class ChangedEngines:

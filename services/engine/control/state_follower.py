@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.2, 2.0
 """Between two attempts to reach a state: doubled each time."""
 FALL_BACK = "not_in_state"
+NO_CHANGE = 1
+"""The revision of a coordinator that no operator has asked for a state. What was asked of an engine while one of an
+older release served the mesh stands."""
 
 
 class Administered(Protocol):
@@ -118,7 +121,7 @@ class StateFollower:
                 await engine.wake(list(wanted.awake))
         elif wanted.pause_mode:
             await engine.pause(wanted.pause_mode, clear_cache=wanted.clear_cache)
-        else:
+        elif wanted.revision > NO_CHANGE:
             await engine.run_requests()
 
     def _reached(self, revision: int) -> None:

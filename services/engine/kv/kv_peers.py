@@ -66,9 +66,10 @@ class EngineRegistry:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def changed(self) -> None:
-        """Wait for the next change."""
-        await self._changed.wait()
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Set by the next change."""
+        return self._changed
 
     def has(self, owner: Owner) -> bool:
         """Return whether this incarnation of an engine is known."""
@@ -129,8 +130,10 @@ class KVChannels:
     async def run(self) -> NoReturn:
         """Follow the registry, without end. Without it an idle engine would keep what belongs to dead ones."""
         while True:
-            await self._registry.changed()
+            # Taken before the look: an engine that leaves while what another one had is closed is a change, too.
+            changed = self._registry.next_change
             await self._prune()
+            await changed.wait()
 
     async def close(self) -> None:
         """Close all channels, which ends calls in progress."""

@@ -15,6 +15,7 @@ from tokenloom.services.runtime.liveness import LivenessTimer
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import check_hello
 from tokenloom.services.runtime.placement.pool import longest_request
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.streams.slotted_stream import (
     MAX_WRONG_FRAMES,
     ClientStream,
@@ -412,13 +413,23 @@ class EngineLinks:
             if link.num_wrong:
                 self._note_wrong(link.key, link.num_wrong)
 
+    def forget_gone(self, view: RegistryView) -> None:
+        """Forget the wrong frames of incarnations that a view does not have: they were restarted, or have left."""
+        for key in list(self._num_wrong):
+            if (identity := view.identity(key.engine_id)) is None or identity.epoch != key.epoch:
+                self._forget_wrong(key)
+
+    def _forget_wrong(self, key: EngineKey) -> None:
+        del self._num_wrong[key]
+        self._fall_backs.end("wrong_peer", key.engine_id)
+
     def _note_wrong(self, key: EngineKey, num_wrong: int) -> None:
         self._num_wrong[key] = self._num_wrong.pop(key, 0) + num_wrong
         if self._num_wrong[key] >= MAX_WRONG_FRAMES:
             detail = f"{MAX_WRONG_FRAMES} frames were such as no engine may send"
             self._fall_backs.begin("wrong_peer", detail, key.engine_id)
         if len(self._num_wrong) > _MAX_WRONG_ENGINES:
-            del self._num_wrong[next(iter(self._num_wrong))]
+            self._forget_wrong(next(iter(self._num_wrong)))
 
 
 def _of_tokens(columns: SlotLogprobs, token_index: int, count: int) -> Logprobs:

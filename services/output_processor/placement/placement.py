@@ -101,6 +101,8 @@ class Placer:
         if self._snapshot.update(view):
             engine_came, self._engine_came = self._engine_came, asyncio.Event()
             engine_came.set()
+        if view.complete:
+            self._links.forget_gone(view)
 
     def at_once(self, submit: Submit) -> EngineAttempt | None:
         """Place the beginning of a request on the only engine of the mesh, without the coordinator: any pick would

@@ -23,8 +23,9 @@ from .request_stages import make_pooling_add
 
 log = logging.getLogger(__name__)
 
-_ANY_WIDTH = 1 << 32
-"""Numbers for each token of a result, of an engine that does not say how many it has at most."""
+_WIDEST = 1 << 16
+"""Numbers for each token of a result that are believed of every engine: vectors may be wider than the vocabulary of a
+model of bytes or proteins, and a model does not say how wide its vectors are."""
 _ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 
 
@@ -91,8 +92,7 @@ class PooledRequest:
 
     def on_pooled(self, attempt: EngineAttempt, part: Pooled) -> None:
         shape = part.shape or self._shape
-        limits = attempt.link.identity.limits
-        most = len(self._submit.prompt.token_ids) * (max(limits.hidden_size, limits.vocab_size) or _ANY_WIDTH)
+        most = len(self._submit.prompt.token_ids) * max(attempt.link.identity.limits.vocab_size, _WIDEST)
         if prod(shape) > most or 4 * part.offset + len(part.data) > 4 * prod(shape):
             raise WrongFrame("a part of a result is beyond its shape")
         self._shape = shape

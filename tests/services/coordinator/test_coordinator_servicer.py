@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests.loop_clock import pass_time, settle
 from tests.ready_channel import ready_channel
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
@@ -225,6 +226,23 @@ async def test_an_engine_that_fails_to_reach_a_state_is_named_with_its_cause(coo
         await coordinator.stub.SetDesiredState(
             SetDesiredStateRequest(sleep=SleepRequest(level=2, mode=PAUSE_MODE_KEEP))
         )
+
+
+async def test_the_patience_of_a_call_counts_once(coordinator: Coordinator) -> None:
+    coordinator.open(first_report("a", join=JoinFacts()))
+    assert coordinator.service.servicer is not None
+    servicer = coordinator.service.servicer
+    servicer._complete = asyncio.Event()  # as of one that engines are still joining
+    pause = SetDesiredStateRequest(pause=PauseRequest(mode=PAUSE_MODE_KEEP), patience=to_duration(30))
+    calling = asyncio.ensure_future(servicer.SetDesiredState(pause, None))  # type: ignore[arg-type]
+    await settle()
+    pass_time(29)
+    servicer._complete.set()
+    await settle()
+    pass_time(2)
+    await settle()
+    assert calling.done(), "the gateway would have given it up"
+    assert [each.is_done for each in calling.result().engines] == [False]
 
 
 async def test_drain_reaches_the_engine(coordinator: Coordinator) -> None:

@@ -229,6 +229,23 @@ def test_a_standby_takes_the_state_over() -> None:
     assert taken.state == registry.wanted.state
 
 
+def test_a_standby_takes_over_what_is_set_on_single_engines_within_a_revision() -> None:
+    registry, predecessor, view = make_registry(), Predecessor(), RegistryView()
+    view.complete = True
+    view.desired = registry.wanted.whole()
+    predecessor.take(view)
+    setting = EngineSetting(engine_id="a", weights_path="/new", start_weights=b"w")
+    view.desired = DesiredState(revision=view.desired.revision, engines=[setting])
+    predecessor.take(view)
+    view.desired, view.complete = DesiredState(revision=view.desired.revision), False
+    predecessor.take(view)
+    assert list(predecessor.desired.engines) == [setting], "a new coordinator does not know it yet"
+    taken = make_registry(predecessor)
+    message = taken.desired(join(taken, first("a", 2, joins=JoinFacts(start_weights=b"w"))))
+    assert message is not None
+    assert [each.weights_path for each in message.engines] == ["/new"]
+
+
 def test_another_process_takes_what_was_set_on_the_one_before() -> None:
     registry = make_registry()
     start = JoinFacts(start_role=PREFILL, start_weights=b"w")

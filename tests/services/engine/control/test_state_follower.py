@@ -100,6 +100,12 @@ async def test_a_coordinator_of_an_older_release_wants_no_state(made: Follower) 
     assert not made.engine.calls
 
 
+async def test_where_no_state_was_ever_wanted_a_pause_of_this_engine_alone_stands(made: Follower) -> None:
+    await made.take(DesiredState(revision=1))
+    assert (made.progress, made.num_reached) == (StateProgress(reached=1), 1)
+    assert not made.engine.calls, "it was paused while a coordinator of an older release served the mesh"
+
+
 async def test_a_pause_that_waits_gives_way_to_the_next_state(made: Follower) -> None:
     made.engine.quiet.clear()
     await made.take(PAUSED)

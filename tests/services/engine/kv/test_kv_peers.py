@@ -2,9 +2,11 @@ import asyncio
 
 import pytest
 
+from tests.loop_clock import settle
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.services.engine.kv import kv_peers
-from tokenloom.services.engine.kv.kv_peers import AVOID_SECONDS, EngineRegistry, KVPaths, Owner
+from tokenloom.services.engine.kv.kv_peers import AVOID_SECONDS, EngineRegistry, KVChannels, KVPaths, Owner
+from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, Snapshot
 
@@ -110,3 +112,25 @@ def test_what_is_past_is_forgotten() -> None:
         paths.note_failure(Owner("a", epoch, "", "host"), "shm")
         clock.now += AVOID_SECONDS / 2
     assert len(paths._failed) <= 2
+
+
+async def test_what_leaves_while_another_one_is_closed_is_closed_too() -> None:
+    registry, left = EngineRegistry(None), list[str]()
+    registry.update(snapshot(("a", 1), ("b", 1)))
+
+    async def on_left(owners: list[str]) -> None:
+        left.extend(owners)
+        if owners == ["a@1"]:
+            registry.update(snapshot())
+
+    opened = KVChannels(registry, Channels(), on_left)
+    for name in "ab":
+        async with opened.stub(await registry.find(name, 1)):
+            pass
+    following = asyncio.create_task(opened.run())
+    await settle()
+    registry.update(snapshot(("b", 1)))
+    await settle()
+    following.cancel()
+    await opened.close()
+    assert left == ["a@1", "b@1"]

@@ -1,13 +1,17 @@
 """What an engine must not send is not believed: the request goes on elsewhere, and after two such frames all do."""
 
+import asyncio
+import logging
 from collections.abc import Callable
 from math import inf, nan
 
 import pytest
 
-from tests.services.output_processor.fakes import LENGTH, VOCAB_SIZE, EngineStream, Gateway, submit
+from tests.loop_clock import settle
+from tests.services.output_processor.fakes import LENGTH, SOON, VOCAB_SIZE, EngineStream, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tests.services.output_processor.legs import part_at_any
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import EngineFrame, Finished, SlotLogprobs
 from tokenloom.v1.types_pb2 import EngineRole, Logprobs
 
@@ -76,6 +80,34 @@ async def test_after_two_wrong_frames_an_engine_is_left(mesh: Mesh, caplog: pyte
     assert "wrong_peer" in caplog.text
     for attempt, number in ((first.add, 1), (again, 2), (third, 3)):
         await _complete(gateway, first.stream, attempt.slot, number)
+
+
+@pytest.mark.parametrize("becomes", ["restarted", "gone"])
+async def test_an_engine_that_is_no_more_is_no_sign_of_a_fault(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture, becomes: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    gateway, coordinator = await mesh.gateway(), mesh.coordinator
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    LIES["torn"](stream, slot)
+    first = await part_at_any(mesh, 1)
+    await gateway.send(submit=[submit(2)])
+    second = await part_at_any(mesh, 0)
+    LIES["torn"](second.stream, second.slot)
+    await first.stream.next_adds(1)
+    assert "wrong_peer of engine-0" in caplog.text
+    left = coordinator.engines.pop(0)
+    coordinator.roles.pop(0)
+    if becomes == "restarted":
+        restarted = EngineIdentity()
+        restarted.CopyFrom(left)
+        restarted.epoch += 1
+        coordinator.engines.append(restarted)
+        coordinator.roles.append(EngineRole.ENGINE_ROLE_BOTH)
+    coordinator.publish()
+    async with asyncio.timeout(SOON):
+        while "wrong_peer of engine-0 has ended" not in caplog.text:
+            await settle()
 
 
 class TestTheOnlyEngine:

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from tests.services.output_processor.fakes import STOP, EngineStream, Gateway, submit
+from tests.services.output_processor.fakes import STOP, VOCAB_SIZE, EngineStream, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tests.services.output_processor.legs import part_at_any
 from tokenloom.request.errors import QueryLost
@@ -154,6 +154,13 @@ async def test_a_result_beyond_its_shape_moves_it(mesh: Mesh) -> None:
     stream, (slot,) = await _begun(mesh, gateway, _pooling(1))
     stream.frames.put_nowait(EngineFrame(step=1, pooled=[Pooled(slot=slot, shape=[1], data=_floats(1, 2))]))
     assert (await part_at_any(mesh, 0, 1)).add.HasField("pooling_params")
+
+
+async def test_a_vector_may_be_wider_than_the_vocabulary_of_its_model(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await _begun(mesh, gateway, _pooling(1))
+    _pool(stream, slot, 0.5, total=4 * VOCAB_SIZE, ends=False)
+    assert [list(part.shape) for part in (await gateway.next_frame()).pooled] == [[4 * VOCAB_SIZE]]
 
 
 async def test_a_result_for_a_generation_moves_it(mesh: Mesh) -> None:

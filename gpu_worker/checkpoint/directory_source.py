@@ -154,7 +154,8 @@ class DirectorySource:
         files: OpenFiles = _open(weight_files(directory))
         if read_wrapper(directory) is not None:
             files = TextFiles(files)
-        self._files = SplitExperts(files) if splits_experts else files
+        block = scheme.block if isinstance(scheme, Fp8) else None
+        self._files = SplitExperts(files, block[0] if block else 1) if splits_experts else files
         self._found: Mapping[str, Found] = _FIND[type(scheme)](scheme, self._files) if scheme else {}
         parts = {part for found in self._found.values() for part in found.parts}
         if scheme:

@@ -48,8 +48,9 @@ class SplitExperts:
     Qwen3-VL as [experts, out, in].
     """
 
-    def __init__(self, files: OpenFiles) -> None:
-        self._files = files
+    def __init__(self, files: OpenFiles, block: int = 1) -> None:
+        """``block``: how many outputs share a scale. Raises ``ValueError`` if those of gates and ups share some."""
+        self._files, self._block = files, block
         # Beside the expert: its outputs or, of halves, which one of its outputs or of the blocks that share a scale.
         self._split: dict[str, tuple[str, int, slice | int]] = {}
         self._rows_are_outputs: set[str] = set()
@@ -73,7 +74,11 @@ class SplitExperts:
         gate_up, down = (self._files.shape(name) if name in fused else () for name in stored)
         if len(gate_up) != 3 or len(down) != 3:
             return {}  # the model then misses the matrices by name
-        if gate_up[1] != down[-1]:  # both would be the size of the hidden state
+        rows_are_outputs = gate_up[1] != down[-1]  # both would be the size of the hidden state
+        size = gate_up[1 if rows_are_outputs else 2] // 2
+        if f"{stored[0]}_scale_inv" in fused and size % self._block:
+            raise ValueError(f"{stored[0]}_scale_inv: {self._block} outputs share a scale, which do not divide {size}")
+        if rows_are_outputs:
             self._rows_are_outputs.update(f"{name}{ending}" for name in stored for ending in _KINDS.values())
         return {**PARTS, "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 

@@ -50,6 +50,17 @@ def test_gates_and_ups_are_halves_in_either_order_of_the_dimensions(rows_are_out
             assert files.shape(name) == tensor.shape
 
 
+@pytest.mark.parametrize("rows_are_outputs", [False, True])
+def test_gates_and_ups_share_no_scale(rows_are_outputs: bool) -> None:
+    """Of 6 gates and 6 ups in blocks of 8, two scales would be one for each half."""
+    stored = {"m.experts.gate_up_proj": torch.ones(2, 12, 16), "m.experts.down_proj": torch.ones(2, 16, 6)}
+    stored |= {"m.experts.gate_up_proj_scale_inv": torch.ones(2, 2, 2)}
+    files = Tensors({name: each if rows_are_outputs else each.transpose(1, 2) for name, each in stored.items()})
+    with pytest.raises(ValueError, match=r"m\.experts\.gate_up_proj_scale_inv: 8 outputs share a scale, .* divide 6"):
+        SplitExperts(files, 8)
+    SplitExperts(files, 6)
+
+
 def test_with_biases_gates_and_ups_take_turns() -> None:
     stored = {
         "m.experts.gate_up_proj": torch.arange(24.0).view(1, 4, 6),

@@ -19,7 +19,8 @@ def cost_per_token(request: Request) -> int:
 
 
 class PromptTurns:
-    """Deals the prompt tokens of each step out to tenants: first to the one that was given the least.
+    """Deals the prompt tokens of each step out to tenants: first to the one that was given the least, among those whose
+    prompts are the most urgent.
 
     So a short prompt is computed in the step after it came, whatever prompts of other tenants wait, and two tenants
     with long prompts get every second step each.
@@ -36,30 +37,39 @@ class PromptTurns:
             running: Requests that take part. Those that miss more than one token compute a prompt.
             heads: The next waiting requests of each tenant. Those behind them share what is left over.
         """
-        needs: Counter[str] = Counter()
+        needs_of: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by priority
         for request in running:
             if (num_missing := request.num_missing_tokens) > 1:
-                needs[request.tenant] += num_missing * cost_per_token(request)
+                needs_of[request.priority][request.tenant] += num_missing * cost_per_token(request)
             else:
                 budget -= 1
         waiting = set()
         for head in heads:
-            needs[head.tenant] += max(head.num_missing_tokens, 1) * cost_per_token(head)
+            needs_of[head.priority][head.tenant] += max(head.num_missing_tokens, 1) * cost_per_token(head)
             waiting.add(head.tenant)
-        for tenant in needs:
+        tenants = {tenant for needs in needs_of.values() for tenant in needs}
+        for tenant in tenants:
             self._turns.wait(tenant)
         grants: Counter[str] = Counter()
-        left = sorted(needs, key=lambda tenant: (needs[tenant], tenant))  # among equals, a short prompt is first
-        while budget > 0 and (served := self._turns.next(left)) is not None:
-            left.remove(served)
-            grants[served] = min(needs[served], budget)
-            budget -= grants[served]
-            self._turns.start(served, grants[served])
-            self._turns.stop(served)
-        self._turns.forget(needs)
+        for _, needs in sorted(needs_of.items()):
+            budget -= self._deal_equals(budget, needs, grants)
+        self._turns.forget(tenants)
         for tenant in waiting:
             grants[tenant] += budget
         return grants
+
+    def _deal_equals(self, budget: int, needs: Counter[str], grants: Counter[str]) -> int:
+        """Deal out to prompts of one priority; return how much."""
+        left = sorted(needs, key=lambda tenant: (needs[tenant], tenant))  # among equals, a short prompt is first
+        num_dealt = 0
+        while num_dealt < budget and (served := self._turns.next(left)) is not None:
+            left.remove(served)
+            granted = min(needs[served], budget - num_dealt)
+            grants[served] += granted
+            num_dealt += granted
+            self._turns.start(served, granted)
+            self._turns.stop(served)
+        return num_dealt
 
 
 # One request with n = 128 and 20 log probabilities made another tenant's p99 to the first token 2.7 times as long: they

@@ -35,3 +35,22 @@ def test_a_long_prompt_of_high_priority_leaves_every_request_a_token() -> None:
     scheduler.add_request(make_request("long", [3] * 40, priority=-1))
     step(scheduler)
     assert scheduler.schedule().num_scheduled_tokens == {"long": 6, "a": 1, "b": 1}
+
+
+def test_an_urgent_prompt_has_each_step_whatever_its_tenant_was_given_before() -> None:
+    scheduler = make_scheduler(policy="priority", max_num_batched_tokens=8)
+    scheduler.add_request(make_request("b", [2] * 60, tenant="b"))
+    step(scheduler)
+    scheduler.add_request(make_request("a", [1] * 40, priority=-1, tenant="a"))
+    for _ in range(4):
+        given = step(scheduler)[0].num_scheduled_tokens
+        assert given["a"] >= 7, given
+
+
+def test_an_urgent_prompt_brings_no_other_of_its_tenant_forward() -> None:
+    scheduler = make_scheduler(policy="priority", max_num_batched_tokens=8)
+    for name in ("b", "a"):
+        scheduler.add_request(make_request(name, [ord(name)] * 60, tenant=name))
+    scheduler.add_request(make_request("urgent", [3] * 4, 1, priority=-1, tenant="a"))
+    given = step(scheduler)[0].num_scheduled_tokens
+    assert given == {"urgent": 4, "b": 4}

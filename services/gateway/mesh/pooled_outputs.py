@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.streams.slotted_stream import WrongFrame
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 _FLOAT_BYTES = 4
@@ -67,14 +68,14 @@ class PooledOutputs:
             raise self._error
 
     def put_pooled(self, index: int, part: types_pb2.Pooled) -> None:
-        """Add a part of a result. Missing or repeated numbers fail the call: a wrong vector is worse than an error."""
+        """Add a part of a result. Raises ``WrongFrame`` for missing or repeated numbers: a wrong vector is worse than a
+        pause."""
         parts = self._parts.setdefault(index, [])
         if not part.offset:
             self._bytes_left += _size(parts)
             parts.clear()
         if part.offset * _FLOAT_BYTES != _size(parts):
-            self.fail(errors.Internal(f"expected number {_size(parts) // _FLOAT_BYTES} of a result"))
-            return
+            raise WrongFrame(f"expected number {_size(parts) // _FLOAT_BYTES} of a result")
         self._bytes_left -= len(part.data)
         if self._bytes_left < 0:
             message = f"the results have more than {self._max_bytes} bytes; split the request"
@@ -83,9 +84,14 @@ class PooledOutputs:
         parts.append(part)
 
     def finish(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
+        """End a prompt. Raises ``WrongFrame`` for a result that is not complete."""
+        parts = self._parts.get(index, [])
+        is_result = not finished.HasField("error") and finished.reason != types_pb2.FINISH_REASON_ABORT
+        if is_result and parts and _size(parts) != _FLOAT_BYTES * prod(parts[0].shape):
+            raise WrongFrame(f"a result of shape {list(parts[0].shape)} has {_size(parts)} bytes")
         self.num_live -= 1
         self._on_left(index)
-        parts = self._parts.pop(index, [])
+        self._parts.pop(index, None)
         error = wire_errors.from_proto(finished.error) if finished.HasField("error") else None
         if isinstance(error, errors.QueryLost):
             self.lost.append(index)
@@ -94,7 +100,8 @@ class PooledOutputs:
         elif finished.reason == types_pb2.FINISH_REASON_ABORT:  # an operator paused the engines
             self.fail(errors.Unavailable("The engines ended the request before its result; retry."))
         elif parts:
-            self._finish(index, tuple(parts[0].shape), parts)
+            self.results[index] = PooledResult(tuple(parts[0].shape), b"".join(part.data for part in parts))
+            self._on_end()
         self.cached_tokens += finished.cached_tokens
         if self.num_live <= self._most_live:
             self._wake()
@@ -122,17 +129,10 @@ class PooledOutputs:
         logprobs: Sequence[output_processor_pb2.SlotTextLogprobs] = (),
         ends: bool = False,
     ) -> None:
-        self.fail(errors.Internal("tokens arrived for a pooling request"))
+        raise WrongFrame("tokens arrived for a pooling request")
 
     def put_prompt(self, index: int, logprobs: output_processor_pb2.SlotTextLogprobs) -> None:
-        self.fail(errors.Internal("log probabilities arrived for a pooling request"))
-
-    def _finish(self, index: int, shape: tuple[int, ...], parts: list[types_pb2.Pooled]) -> None:
-        if _size(parts) != _FLOAT_BYTES * prod(shape):
-            self.fail(errors.Internal(f"a result of shape {list(shape)} has {_size(parts)} bytes"))
-            return
-        self.results[index] = PooledResult(shape, b"".join(part.data for part in parts))
-        self._on_end()
+        raise WrongFrame("log probabilities arrived for a pooling request")
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -204,8 +204,11 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
             if not each.prompt:
                 of_tokens.setdefault((each.slot, each.sample_index), []).append(each)
             elif (target := self.slots.get(each.slot)) is not None:
-                target.num_prompt_logprobs += len(each.logprobs.sampled)
-                target.collector.put_prompt(target.first_index, each)
+                try:
+                    target.collector.put_prompt(target.first_index, each)
+                    target.num_prompt_logprobs += len(each.logprobs.sampled)
+                except WrongFrame as wrong:
+                    self._drop(each.slot, target, wrong)
         return of_tokens
 
     def _finish(self, finished: pb.RequestFinished) -> None:

@@ -72,6 +72,7 @@ class PooledRequest:
         self._timeline = Timeline()
         self._num_attempts = 1
         self._shape: Sequence[int] = ()  # of the result of the present attempt
+        self._num_bytes = 0  # of it that have arrived
         self._has_ended = False
         self.slot = submit.slot
 
@@ -95,7 +96,10 @@ class PooledRequest:
         most = len(self._submit.prompt.token_ids) * max(attempt.link.identity.limits.vocab_size, _WIDEST)
         if prod(shape) > most or 4 * part.offset + len(part.data) > 4 * prod(shape):
             raise WrongFrame("a part of a result is beyond its shape")
+        if part.offset and 4 * part.offset != self._num_bytes:
+            raise WrongFrame("a part of a result is missing or repeated")
         self._shape = shape
+        self._num_bytes = 4 * part.offset + len(part.data)  # a result may begin anew
         attempt.has_output = True
         # Passed on without being kept, so the memory here does not depend on the size of results. A request that
         # another engine begins anew costs one prompt, and its first part has offset 0.
@@ -103,6 +107,8 @@ class PooledRequest:
         self._outbox.add_pooled(part)
 
     def on_finished(self, attempt: EngineAttempt, finished: Finished) -> None:
+        if finished.reason not in (_ABORT, _ERROR) and self._shape and self._num_bytes != 4 * prod(self._shape):
+            raise WrongFrame("a result is not complete")
         self._placer.release(attempt)
         try:
             error = wire_errors.from_proto(finished.error) if finished.reason == _ERROR else None
@@ -135,7 +141,7 @@ class PooledRequest:
     def _replace(self) -> None:
         """Begin anew on another engine, unless the request may have killed its engines."""
         self._attempt = None
-        self._shape = ()
+        self._shape, self._num_bytes = (), 0
         self._num_attempts += 1
         self._continue()
 

@@ -156,6 +156,18 @@ async def test_a_result_beyond_its_shape_moves_it(mesh: Mesh) -> None:
     assert (await part_at_any(mesh, 0, 1)).add.HasField("pooling_params")
 
 
+@pytest.mark.parametrize("offset", [1, 3])
+async def test_a_result_with_a_gap_or_without_its_end_moves_it(mesh: Mesh, offset: int) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await _begun(mesh, gateway, _pooling(1))
+    _pool(stream, slot, 0.5, total=4, ends=False)
+    _pool(stream, slot, 0.5, offset=offset, total=4)
+    other = await part_at_any(mesh, 0, 1)
+    _pool(other.stream, other.slot, 0.25, 0.75)
+    parts, finished = await _until_finished(gateway, 1)
+    assert (parts[-1].data, finished.reason) == (_floats(0.25, 0.75), STOP)
+
+
 async def test_a_vector_may_be_wider_than_the_vocabulary_of_its_model(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
     stream, (slot,) = await _begun(mesh, gateway, _pooling(1))

@@ -321,10 +321,11 @@ class FileStore:
             data = path.with_suffix("")
             try:
                 file = msgspec.json.decode(unsealed(path.read_bytes()), type=StoredFile)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                log.warning("%s describes no file and is removed", path.name)
-                continue
-            except ValueError as error:
+            except (msgspec.DecodeError, ValueError) as error:
+                # What was cut off has lost its checksum, too. Without data it is of no use to an operator either.
+                if not data.is_file():
+                    log.warning("%s describes no file and is removed", path.name)
+                    continue
                 log.error("%s is not served and left as it is: %s", path.name, error)
             else:
                 if not data.is_file():

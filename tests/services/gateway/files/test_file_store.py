@@ -115,3 +115,16 @@ async def test_a_damaged_description_does_not_keep_the_gateway_from_starting(tmp
     (directory / "file-1.json").write_bytes(b'{"id":"\xff"}')
     assert not (await opened(tmp_path, FileLimits(1000, 1000, 2))).of("t")
     assert not list(directory.iterdir())
+
+
+@pytest.mark.parametrize("length", [0, 9, -1])
+async def test_a_file_outlives_the_loss_of_a_part_of_its_description(
+    store: FileStore, tmp_path: Path, length: int
+) -> None:
+    file = await upload(store, 600)
+    description = store.path(f"{file.id}.json")
+    whole = description.read_bytes()
+    description.write_bytes(whole[:length])
+    assert not (await opened(tmp_path, FileLimits(1000, 1000, 2))).of("t")
+    description.write_bytes(whole)  # by an operator, from a copy
+    assert (await opened(tmp_path, FileLimits(1000, 1000, 2))).of("t") == [file]

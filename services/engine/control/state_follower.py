@@ -73,6 +73,9 @@ class StateFollower:
         """Follow this state from now on, unless it is an earlier one. Revision 0: the coordinator, of an older release,
         wants none."""
         if wanted.revision > self._wanted.revision:
+            if self._progress.reached != self._wanted.revision and not wanted.engines:
+                # The coordinator takes a process that has joined again for one that has its role and its weights.
+                wanted.engines.extend(self._wanted.engines)
             self._wanted = wanted
             self._show(wanted, self._progress)
             self._changed.set()

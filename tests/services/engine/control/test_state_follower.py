@@ -32,6 +32,8 @@ class Engine:
 
     async def load_weights(self, path: str) -> None:
         self.calls.append(("weights", path))
+        if self.failures:
+            raise self.failures.pop()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         self.calls.append(("pause", mode, clear_cache))
@@ -133,6 +135,19 @@ async def test_a_process_takes_role_and_weights_of_the_one_before_first(made: Fo
     await made.take(DesiredState(revision=2, pause_mode=PAUSE_MODE_KEEP, engines=[setting]))
     assert made.engine.calls[:2] == [("role", ENGINE_ROLE_DECODE), ("weights", "/new")]
     assert made.engine.calls[2:] == [("pause", PAUSE_MODE_KEEP, False)]
+
+
+async def test_role_and_weights_that_it_lacks_outlive_the_state_they_came_with(made: Follower) -> None:
+    made.engine.failures = [FailedPrecondition("the file server does not answer")]
+    settings = [EngineSetting(engine_id="a", weights_path="/new", role=ENGINE_ROLE_DECODE)]
+    await made.take(DesiredState(revision=2, engines=settings))
+    assert made.progress.failed == 2
+    made.engine.calls.clear()
+    await made.take(RUNNING)  # after the engine has joined another coordinator
+    assert made.progress == StateProgress(reached=3)
+    assert made.engine.calls == [("role", ENGINE_ROLE_DECODE), ("weights", "/new"), "run"]
+    await made.take(DesiredState(revision=4))
+    assert made.engine.calls[3:] == ["run"]
 
 
 @pytest.mark.parametrize(

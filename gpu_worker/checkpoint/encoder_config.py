@@ -74,7 +74,7 @@ def read_encoder_config(path: Path, dtype: str = "auto") -> EncoderConfig:
         "vocab_size": reader.take_int("vocab_size"),
         "hidden_size": reader.take_int("hidden_size"),
         "intermediate_size": reader.take_int("intermediate_size"),
-        "num_layers": reader.take_int("num_hidden_layers"),
+        "num_layers": reader.take_layers("num_hidden_layers"),
         "num_heads": reader.take_int("num_attention_heads"),
         "num_classes": num_classes(path) if architecture.endswith(CLASS_HEAD) else 0,
     }

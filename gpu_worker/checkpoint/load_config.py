@@ -130,7 +130,7 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
     """Read Llama and its relatives."""
     traits = DECODERS[family]
     hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
-    num_layers = reader.take_int("num_hidden_layers")
+    num_layers = reader.take_layers("num_hidden_layers")
     head_size = reader.take_int("head_dim", traits.head_size or hidden_size // num_heads)
     if traits.is_latent:  # as the classes have it, whatever the file says
         head_size = reader.take_int("qk_rope_head_dim", 64)
@@ -275,7 +275,7 @@ def _read_learned_positions(reader: ConfigReader, family: Family, dtype: DtypeNa
     """Read GPT-2 or OPT."""
     names, is_opt = _NAMES[family], family == "opt"
     hidden_size, num_heads = reader.take_int(names.hidden), reader.take_int(names.heads)
-    num_layers = reader.take_int(names.layers)
+    num_layers = reader.take_layers(names.layers)
     if hidden_size % num_heads:
         raise reader.error(names.heads, f"must divide {names.hidden} = {hidden_size}")
     head_size, scale, by_layer, bias = hidden_size // num_heads, (hidden_size // num_heads) ** -0.5, False, True

@@ -29,6 +29,7 @@ from ..parallel.sharding import place_of
 from .encoder_config import EncoderConfig, read_encoder_config
 from .files.config_reader import (
     IS_CAUSAL,
+    MOST_LAYERS,
     UnsupportedError,
     brief,
     causal_classes,
@@ -379,6 +380,8 @@ def _wrong_entry(types: _Types, values: Mapping[str, Any]) -> str:
             return f"{name} must name a dtype of PyTorch, such as bfloat16, found {brief(values[name])}"
     if size := next((name for name in _SIZES if type(values.get(name)) is int and values[name] < 1), None):
         return f"{size} must be a positive integer, found {values[size]}"
+    if layers := next((name for name in _LAYERS if type(values.get(name)) is int and values[name] > MOST_LAYERS), None):
+        return f"{layers} must be at most {MOST_LAYERS}, found {values[layers]}"
     text = values.get("text_config")
     wrong = _wrong_entry(types, text) if isinstance(text, dict) else ""
     return f"text_config: {wrong}" if wrong else _wrong_together(types, kind, values)

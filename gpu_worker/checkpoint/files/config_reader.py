@@ -52,6 +52,10 @@ class UnsupportedError(ValueError):
         self.unread = tuple(unread)
 
 
+MOST_LAYERS = 10_000
+"""A damaged file may state any number, for each of which something would be made."""
+
+
 class ConfigReader:
     """Holds a JSON object whose every entry must be read, known to be harmless, or off.
 
@@ -100,6 +104,12 @@ class ConfigReader:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, "must be a positive integer")
+        return value
+
+    def take_layers(self, name: str) -> int:
+        """Return a positive number of layers, at most `MOST_LAYERS`."""
+        if (value := self.take_int(name)) > MOST_LAYERS:
+            raise self.error(name, f"must be at most {MOST_LAYERS}")
         return value
 
     def take_count(self, name: str, default: int = 0) -> int:

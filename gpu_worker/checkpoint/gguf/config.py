@@ -101,8 +101,7 @@ def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
     vocab_size = _vocab_size(file)
     if reader.take_int(f"{prefix}vocab_size", vocab_size) != vocab_size:
         raise reader.error(f"{prefix}vocab_size", f"must be the number of embeddings, {vocab_size}")
-    if (num_layers := reader.take_int(f"{prefix}block_count")) > _MOST_LAYERS:
-        raise reader.error(f"{prefix}block_count", f"must be at most {_MOST_LAYERS}")
+    num_layers = reader.take_layers(f"{prefix}block_count")
     experts = read_experts(reader, prefix, file)
     config = {
         "dtype": _dtype(file),
@@ -132,8 +131,6 @@ def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
 
 _JOINED = {"phi3": "attn_q", "glm4": "ffn_gate", "gemma4": "ffn_gate_exps"}
 """A tensor that a file of the architecture has if it holds by parts what its class, and llama.cpp's converter, join."""
-_MOST_LAYERS = 10_000
-"""A damaged file may state any number, for each of which something would be made."""
 _WITH_BIASES = (
     "llama.",
     "qwen3.",

@@ -218,6 +218,23 @@ def test_a_text_that_cannot_be_served_is_named(tmp_path: Path, text: object, rea
         answer(tmp_path, CONFIGS["mistral3"] | {"text_config": text}, language_model_only=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "layers"),
+    [
+        ("LlamaForCausalLM", "llama", "num_hidden_layers"),
+        ("Llama4ForCausalLM", "llama4_text", "num_hidden_layers"),
+        ("GPT2LMHeadModel", "gpt2", "n_layer"),
+        ("BertModel", "bert", "num_hidden_layers"),
+        ("PhiForCausalLM", "phi", "num_hidden_layers"),
+    ],
+)
+def test_more_layers_than_any_model_has_are_refused(tmp_path: Path, name: str, kind: str, layers: str) -> None:
+    """A list with an entry for each, as was made, takes all memory."""
+    entries = LLAMA | {"architectures": [name], "model_type": kind, "n_embd": 16, "n_head": 2, "n_positions": 64}
+    with pytest.raises(ValueError, match=rf"config\.json: {layers} must be at most 10000, found 20000000"):
+        answer(tmp_path, entries | {layers: 20_000_000})
+
+
 def test_int8_kv_is_refused_where_layers_have_different_heads(tmp_path: Path) -> None:
     text = CONFIGS["gemma4_26b_a4b"]["text_config"]
     with pytest.raises(ValueError, match="kv_cache_dtype: int8 is not supported for layers with different numbers"):

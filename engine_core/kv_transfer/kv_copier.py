@@ -44,13 +44,16 @@ class KVCopier:
         """At most a few for each engine in the registry: :meth:`forget_owners` follows it. A limit of their number
         instead kept pools of dead engines mapped below it, and closed readers in use above it."""
         self._copying: Counter[str] = Counter()
-        """By owner: copies that run."""
+        """By owner: copies that run, or wait for a thread."""
         self._left: set[str] = set()
-        """Owners that have left while copies from them run."""
+        """Owners that have left while copies from them run or wait."""
         self._closed = False
 
     def copy(self, task: CopyTask, done: Callable[[list[int], KVTransferError | None], None]) -> None:
         """Copy a batch; the copying thread calls ``done(checksums, error)``. Does nothing after :meth:`close`."""
+        # Counted from here on: one that waits for a thread when its owner leaves would open a reader afterwards.
+        with self._lock:
+            self._copying[task.target.owner] += 1
         self._submit(lambda: self._run(task, done))
 
     def checksums(self, block_ids: Sequence[int], done: Callable[[list[int]], None]) -> None:
@@ -89,7 +92,7 @@ class KVCopier:
 
     def _run(self, task: CopyTask, done: Callable[[list[int], KVTransferError | None], None]) -> None:
         try:
-            with self._counted(task.target.owner):
+            with self._ending(task.target.owner):
                 self._copy(task)
             done(self._pool.checksums(task.block_ids) if self._checksum else [], None)
         except KVTransferError as error:
@@ -100,10 +103,8 @@ class KVCopier:
             done([], KVTransferError("transport", f"{type(error).__name__}: {error}"))
 
     @contextlib.contextmanager
-    def _counted(self, owner: str) -> Iterator[None]:
-        """Count a copy; behind the last one from an owner that has left close what was opened to it."""
-        with self._lock:
-            self._copying[owner] += 1
+    def _ending(self, owner: str) -> Iterator[None]:
+        """End a copy that is counted; behind the last one from an owner that has left close what was opened to it."""
         try:
             yield
         finally:

@@ -142,3 +142,15 @@ def test_a_copy_that_opens_a_pool_when_its_owner_has_left_closes_it(copies: Copi
     assert copies.transport.num_open == 0
     assert not copies.copier._left
     assert not copies.copier._copying
+
+
+def test_a_copy_that_waits_for_a_thread_when_its_owner_leaves_keeps_no_pool(copies: Copies) -> None:
+    copies.transport.may_open.clear()
+    others = [copies.begin(f"prefill-{number}@1") for number in range(2)]
+    ended = copies.begin("prefill-7@1")
+    copies.copier.forget_owners(["prefill-7@1"])
+    copies.transport.may_open.set()
+    assert all(each.wait(30) for each in (*others, ended))
+    assert copies.transport.num_open == 2
+    assert not copies.copier._left
+    assert not copies.copier._copying

@@ -357,7 +357,8 @@ class EngineLinks:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = Tasks(on_failure)
         self._fall_backs = fall_backs or FallBacks()
-        self._num_wrong: dict[EngineKey, int] = {}  # wrong frames by incarnation; the oldest make room
+        self.num_wrong: dict[EngineKey, int] = {}
+        """Wrong frames by incarnation; the oldest make room."""
 
     @property
     def num_open(self) -> int:
@@ -372,7 +373,7 @@ class EngineLinks:
         """Return an open link. Raises ``Unavailable`` when the engine does not answer or is not the one expected,
         ``EngineLeft`` when it has sent wrong frames, unless ``even_left``."""
         key = EngineKey(identity.engine_id, identity.epoch)
-        if self._num_wrong and not even_left and self._num_wrong.get(key, 0) >= MAX_WRONG_FRAMES:
+        if self.num_wrong and not even_left and self.num_wrong.get(key, 0) >= MAX_WRONG_FRAMES:
             raise EngineLeft("The engine sends what no engine may send.")
         link = self._links.get(key)
         # A dead link may still be in the table, because its task ends a turn later than the link.
@@ -415,21 +416,21 @@ class EngineLinks:
 
     def forget_gone(self, view: RegistryView) -> None:
         """Forget the wrong frames of incarnations that a view does not have: they were restarted, or have left."""
-        for key in list(self._num_wrong):
+        for key in list(self.num_wrong):
             if (identity := view.identity(key.engine_id)) is None or identity.epoch != key.epoch:
                 self._forget_wrong(key)
 
     def _forget_wrong(self, key: EngineKey) -> None:
-        del self._num_wrong[key]
+        del self.num_wrong[key]
         self._fall_backs.end("wrong_peer", key.engine_id)
 
     def _note_wrong(self, key: EngineKey, num_wrong: int) -> None:
-        self._num_wrong[key] = self._num_wrong.pop(key, 0) + num_wrong
-        if self._num_wrong[key] >= MAX_WRONG_FRAMES:
+        self.num_wrong[key] = self.num_wrong.pop(key, 0) + num_wrong
+        if self.num_wrong[key] >= MAX_WRONG_FRAMES:
             detail = f"{MAX_WRONG_FRAMES} frames were such as no engine may send"
             self._fall_backs.begin("wrong_peer", detail, key.engine_id)
-        if len(self._num_wrong) > _MAX_WRONG_ENGINES:
-            self._forget_wrong(next(iter(self._num_wrong)))
+        if len(self.num_wrong) > _MAX_WRONG_ENGINES:
+            self._forget_wrong(next(iter(self.num_wrong)))
 
 
 def _of_tokens(columns: SlotLogprobs, token_index: int, count: int) -> Logprobs:

@@ -101,7 +101,7 @@ class Placer:
         if self._snapshot.update(view):
             engine_came, self._engine_came = self._engine_came, asyncio.Event()
             engine_came.set()
-        if view.complete:
+        if self._links.num_wrong and view.complete:
             self._links.forget_gone(view)
 
     def at_once(self, submit: Submit) -> EngineAttempt | None:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from prometheus_client import CollectorRegistry
 
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.gateway.assistant.message_plans import MessagePlans
 from tokenloom.services.gateway.generation.admission import RequestAdmission, WaitEstimator
 from tokenloom.services.gateway.generation.generator import Generator
@@ -100,6 +101,7 @@ class Gateway:
         for address in addresses:
             self.processors.add(address)
         self.tasks = Tasks(lambda error: world.violated(f"a task failed: {error!r}"))
+        self.fall_backs = FallBacks()
         registry, random = CollectorRegistry(), Random(0)
         tokenizers: Any = _Tokenizers(world)
         view: Any = _View()
@@ -135,7 +137,7 @@ class Gateway:
     @property
     def host(self) -> Any:
         """Stands for what owns the gateway's tasks."""
-        return self.tasks
+        return SimpleNamespace(spawn=self.tasks.spawn, fall_backs=self.fall_backs)
 
     async def start(self) -> None:
         """Connect to the output processors."""

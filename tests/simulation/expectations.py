@@ -27,8 +27,8 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
         return False  # both engines happened to run no other request
     if plan.num_gateways == 1 and any(_has_gateway(fault) for fault in happened):
         return False  # no other gateway takes what the only one refuses
-    if answer.was_cut and any(_concerns(fault, "output_processor") for fault in happened):
-        return False  # its gateway may move it while it is sought
+    if answer.was_cut and any(_loses_requests(fault) for fault in happened):
+        return False  # what its output processor had may be gone when it is sought
     return not any(_ends_requests(fault) and fault.target in answer.gateways for fault in happened)
 
 
@@ -41,12 +41,18 @@ def is_allowed(error: TokenloomError, happened: Sequence[Fault], answer: Answer)
     if isinstance(error, RequestLost):
         if answer.was_cut and answer.seconds >= answer.ask.timeout:
             return True
-        return len(answer.gateways) > 1 and any(_concerns(fault, "output_processor") for fault in happened)
+        return len(answer.gateways) > 1 and any(_loses_requests(fault) for fault in happened)
     return error.code in _RETRYABLE
 
 
 def _concerns(fault: Fault, service: str) -> bool:
     return fault.target.startswith(service) or fault.other.startswith(service)
+
+
+def _loses_requests(fault: Fault) -> bool:
+    """Return whether a fault makes output processors forget requests: one that is only cut off, slow or stopped still
+    has them, and a client that resumes waits for it."""
+    return fault.kind in ("crash", "drain") and _concerns(fault, "output_processor")
 
 
 def _ends_requests(fault: Fault) -> bool:

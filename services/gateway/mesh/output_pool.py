@@ -23,7 +23,8 @@ from .process_stream import UNKNOWN_MARK, OutputLink, ProcessStream, mark_in
 Cancel: TypeAlias = Callable[[], None]
 
 SEARCH_SECONDS = 3.0
-"""How long a request that is to be resumed waits for output processors that are not connected."""
+"""How long a request that is to be resumed is sought at least, and again after each loss or return of an output
+processor: another gateway may hold it meanwhile, to place it again."""
 UNSETTLED_SECONDS = 60.0
 """For so long after an output processor was lost or has returned, a request that may be running already is sought at
 all of them: output processors keep requests for as long (``--keep-lost-requests``)."""
@@ -146,7 +147,8 @@ class OutputPool:
         """Find the output processor that has a request of another gateway, or of another call, and collect its output
         from the beginning. ``submit`` is what would begin the request; if it moves later on, it is continued with that.
 
-        Returns what cancels it. The collector fails with ``RequestLost`` if no output processor has the request.
+        Returns what cancels it. The collector fails with ``RequestLost`` if no output processor has the request, and
+        none that may have it is away.
         """
         now = asyncio.get_running_loop().time()
         self._connect_all()
@@ -189,9 +191,12 @@ class OutputPool:
         seems_ended = len(requests) == 1 and not (stream.leaving or stream.was_silent or stream.was_wrong)
         ended_alone = stream.incarnation if seems_ended else None
         connected = [each.stream.incarnation for each in self._links if each.stream is not None]
+        loop = asyncio.get_running_loop()
         cause = Cause.SILENT if stream.was_silent else Cause.GONE
         for request in requests:
             if request.is_sought:
+                # A loss is found out after 2.6 s and more: the search would be over before it has asked the others.
+                request.sought_until = max(request.sought_until, loop.time() + SEARCH_SECONDS)
                 self._seek(request)
                 continue
             request.lost(cause, ended_alone=ended_alone, connected=connected, was_wrong=stream.was_wrong)
@@ -290,17 +295,39 @@ class OutputPool:
         links = sorted(self._links, key=lambda link: link.rank(request.request_id))
         streams = [link.stream for link in links]
         stream = next((each for each in streams if each is not None and each not in request.unknown_to), None)
-        loop = asyncio.get_running_loop()
         if stream is not None:
             stream.seek(request)
             return
-        is_over = loop.time() >= request.sought_until or (bool(streams) and all(streams))
-        if request.takes_over and (is_over or not self._members.is_wide):
-            self._begin_unknown(request)
-        elif is_over:
+        now = asyncio.get_running_loop().time()
+        if request.takes_over:
+            is_over = now >= request.sought_until or (bool(streams) and all(streams))
+            if is_over or not self._members.is_wide:
+                self._begin_unknown(request)
+            else:
+                self._seek_again(request, request.sought_until)
+        elif (until := self._end_of_search(request)) <= now:
             request.fail(errors.RequestLost("The request is not known any more; send it again as a new request."))
         else:
-            self._sought[request] = loop.call_at(request.sought_until, self._seek, request)
+            self._seek_again(request, min(until, now + RETRY_SECONDS))
+
+    def _end_of_search(self, request: PendingRequest) -> float:
+        """Return when a request is lost that no output processor has."""
+        until = request.sought_until
+        for link in self._links:
+            # One that is cut off keeps the request for as long. After a change, the gateway that had the request until
+            # then may hold it and not have placed it again: at that moment every output processor answers that it
+            # does not have it.
+            until = max(until, link.changed_at + (UNSETTLED_SECONDS if link.stream is None else SEARCH_SECONDS))
+        return until
+
+    def _seek_again(self, request: PendingRequest, when: float) -> None:
+        """Ask all output processors again at some time, or as soon as another one is connected."""
+
+        def seek() -> None:
+            request.unknown_to.clear()
+            self._seek(request)
+
+        self._sought[request] = asyncio.get_running_loop().call_at(when, seek)
 
     def _wait(self, request: PendingRequest) -> None:
         """Let a request wait until :meth:`_place_waiting` finds a stream for it, unless it has ended."""

@@ -14,6 +14,9 @@ Peer: TypeAlias = tuple[str, int]
 
 DRAIN_SECONDS = 5.0
 """Time that requests without a gateway have while the output processor drains: a client resumes within a second."""
+RETURNED_SECONDS = 5.0
+"""Time that a resumed request has when its gateway is back after a loss: the gateway may have had nothing of it yet,
+and asks for it again."""
 
 
 class RetainedRequest(Protocol):
@@ -35,6 +38,8 @@ class RetainedRequest(Protocol):
     def is_complete(self) -> bool: ...
     @property
     def can_repeat(self) -> bool: ...
+    @property
+    def is_resumed(self) -> bool: ...
 
     def cancel(self) -> None:
         """End it, because its output is not wanted any more."""
@@ -50,8 +55,9 @@ class KeptRequests(Generic[R]):
     """Finds the requests that can be resumed by their ids.
 
     A request whose gateway was lost is cancelled after ``seconds``, or as soon as the same incarnation of the gateway
-    connects again, because it submits its requests itself. A request that has ended without an error is forgotten after
-    ``seconds``, or when more recent ones fill ``max_bytes``. The limit of live requests bounds those that run.
+    connects again, because it submits its requests itself; one that it had resumed, a few seconds later. A request that
+    has ended without an error is forgotten after ``seconds``, or when more recent ones fill ``max_bytes``. The limit of
+    live requests bounds those that run.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None], seconds: float, max_bytes: int) -> None:
@@ -73,13 +79,15 @@ class KeptRequests(Generic[R]):
 
     def add(self, request: R) -> None:
         """Make a request known. One of the same id that has ended, or has no gateway, is forgotten; one that has a
-        gateway stays known instead."""
+        gateway and can be resumed stays known instead."""
         request_id = request.request_id
         if request_id in self._ended:
             self._forget(request_id)
         elif request_id in self._lost:
             self._lost[request_id][0].cancel()
-        self._by_id.setdefault(request_id, request)
+        known = self._by_id.get(request_id)
+        if known is None or not known.can_repeat:
+            self._by_id[request_id] = request
 
     def find(self, wanted: Resume | Submit) -> R | None:
         """Return the request that a gateway wants to continue, None if it is not known, or is another tenant's.
@@ -107,10 +115,16 @@ class KeptRequests(Generic[R]):
             request.cancel()
 
     def connect(self, peer: Peer) -> None:
-        """Note a gateway's stream, and cancel requests that this incarnation lost: it submits them again."""
+        """Note a gateway's stream, and cancel requests that this incarnation lost: it submits them again, or asks for
+        them again within :data:`RETURNED_SECONDS` if it had resumed them."""
         self._connected[peer] = self._connected.get(peer, 0) + 1
-        for request, lost_by, _ in list(self._lost.values()):
-            if lost_by == peer:
+        for request, lost_by, timer in list(self._lost.values()):
+            if lost_by != peer:
+                continue
+            if request.is_resumed:
+                timer.cancel()
+                self._keep(request, peer, min(self._seconds, RETURNED_SECONDS))
+            else:
                 request.cancel()
 
     def disconnect(self, peer: Peer) -> None:
@@ -123,12 +137,13 @@ class KeptRequests(Generic[R]):
         """Keep a request whose gateway was lost. Returns False if it cannot be resumed or need not be."""
         is_known = self._by_id.get(request.request_id) is request
         # A gateway with another stream here is alive: it has ended this one itself, and still has what its requests
-        # need.
-        if not is_known or not request.can_repeat or peer in self._connected or not self._seconds:
+        # need. It does not have that of one that it had resumed when nothing had arrived: cancelled here, the request
+        # was unknown to all when the gateway asked for it again, 404 for an answer that had run until then.
+        is_back = peer in self._connected
+        if not is_known or not request.can_repeat or (is_back and not request.is_resumed) or not self._seconds:
             return False
         request.detach()
-        timer = asyncio.get_running_loop().call_later(self._seconds, request.cancel)
-        self._lost[request.request_id] = request, peer, timer
+        self._keep(request, peer, min(self._seconds, RETURNED_SECONDS) if is_back else self._seconds)
         return True
 
     def attached(self, request: R) -> None:
@@ -153,10 +168,9 @@ class KeptRequests(Generic[R]):
 
     def hurry(self) -> None:
         """Wait less for gateways, because the output processor drains."""
-        loop = asyncio.get_running_loop()
-        for request_id, (request, peer, timer) in list(self._lost.items()):
+        for request, peer, timer in list(self._lost.values()):
             timer.cancel()
-            self._lost[request_id] = request, peer, loop.call_later(min(self._seconds, DRAIN_SECONDS), request.cancel)
+            self._keep(request, peer, min(self._seconds, DRAIN_SECONDS))
         self._seconds = min(self._seconds, DRAIN_SECONDS)
 
     async def close(self) -> None:
@@ -168,6 +182,10 @@ class KeptRequests(Generic[R]):
         if self._purge_timer is not None:
             self._purge_timer.cancel()
         await self.tasks.close()
+
+    def _keep(self, request: R, peer: Peer, seconds: float) -> None:
+        timer = asyncio.get_running_loop().call_later(seconds, request.cancel)
+        self._lost[request.request_id] = request, peer, timer
 
     def _purge(self) -> None:
         """Forget the requests whose time is over, and wait for the next one."""

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import httpx
 
+from tests.loop_clock import pass_time
 from tests.plain_text import PLAIN_TEXT
 from tests.ready_channel import ready_channel
 from tokenloom.request import errors, wire_errors
@@ -326,6 +327,17 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
     async def next_resume(self) -> "tuple[FakeRequest, output_processor_pb2.Resume]":
         """The next request that a client resumes, and how the gateway asked for it."""
         return await asyncio.wait_for(self.resumes.get(), SOON)
+
+    async def answers_unknown(self, call: "asyncio.Task[Any]") -> None:
+        """Answer that a request is not known as often as the gateway asks for it, until the client's call has ended."""
+        while True:
+            asked = asyncio.create_task(self.next_resume())
+            await asyncio.wait((asked, call), return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                asked.cancel()
+                return
+            asked.result()[0].fail(errors.RequestLost("The request is not known."))
+            pass_time(1.0)
 
     async def next_withdrawal(self) -> output_processor_pb2.Withdrawal:
         """The next request without a slot that a client has cancelled."""

@@ -283,6 +283,22 @@ async def test_a_gateway_that_comes_back_submits_again_itself(mesh: Mesh) -> Non
     assert add_.slot != slot
 
 
+async def test_a_gateway_that_comes_back_finds_what_it_had_resumed(mesh: Mesh) -> None:
+    """Its stream broke before anything of the request arrived: the output processor had cancelled it as one that is
+    submitted again, and the client got 404."""
+    ids = mesh.ids(TEXT)
+    stream, slot = await lost(mesh, kept(), ids[:3])
+    other = await mesh.gateway(peer_id="other")
+    await other.send(resume=[resume()])
+    await other.next_frame()
+    other.close()
+    back = await mesh.gateway(peer_id="other")
+    await back.send(resume=[resume()])
+    assert list((await back.next_frame()).token_ids) == ids[:3]
+    stream.send((slot, 3, ids[3:]), finished=end(slot, len(ids)))
+    assert (await back.until_finished(1))[2].completion_tokens == len(ids)
+
+
 async def test_take_over_attaches_or_starts(mesh: Mesh) -> None:
     ids = mesh.ids(TEXT)
     first = await mesh.gateway(peer_id="first")

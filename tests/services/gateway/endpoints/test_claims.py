@@ -58,9 +58,19 @@ async def test_a_plain_stream_has_no_ids_and_is_not_kept(mesh: FakeMesh, http: h
 
 async def test_an_unknown_request_is_lost(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     task = asyncio.create_task(post(http, {"Last-Event-ID": EVENT_ID}))
-    (await mesh.outputs.next_resume())[0].fail(LOST)
+    await mesh.outputs.answers_unknown(task)
     response = await task
     assert (response.status_code, response.json()["error"]["code"]) == (404, "request_lost")
+
+
+async def test_a_request_that_its_gateway_places_again_is_found(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    """While another gateway holds it, because it has lost its output processor, every one answers that it is unknown:
+    the client of a request that went on got 404."""
+    task = asyncio.create_task(post(http, {"Last-Event-ID": EVENT_ID}))
+    (await mesh.outputs.next_resume())[0].fail(LOST)
+    request, _ = await mesh.outputs.next_resume()
+    request.answer("abcd")
+    assert json.loads(events(await task)[0].partition("data: ")[2])["choices"][0]["text"] == "d"
 
 
 async def test_an_output_processor_that_is_away_is_waited_for(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

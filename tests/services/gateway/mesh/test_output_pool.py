@@ -1,4 +1,4 @@
-"""What a pool does without output processors: it keeps its links, bounds what waits, and counts."""
+"""What a pool does: it keeps its links, bounds what waits, counts, and seeks requests that are to be resumed."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 
-from tests.loop_clock import pass_time
+from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import SOON
-from tokenloom.services.gateway.mesh.output_pool import MAX_WITHDRAWN, SEARCH_SECONDS, OutputPool
+from tokenloom.request import wire_errors
+from tokenloom.request.errors import RequestLost
+from tokenloom.services.gateway.mesh.collector import Collector
+from tokenloom.services.gateway.mesh.output_pool import (
+    MAX_WITHDRAWN,
+    SEARCH_SECONDS,
+    UNSETTLED_SECONDS,
+    OutputPool,
+)
 from tokenloom.services.gateway.mesh.process_stream import OutputLink, ProcessStream
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.subset import ReplicaPosition
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, Submit
 from tokenloom.v1.types_pb2 import Hello
+
+REQUEST_ID = "ab" * 20
 
 
 class Channels:
@@ -112,3 +123,79 @@ async def test_a_scrape_counts_while_streams_end() -> None:
     assert pool.num_connected == 1
     pool._links[:] = [Link()]  # type: ignore[list-item]
     assert pool.num_known == 1
+
+
+class Search:
+    """A request that is to be resumed, and two output processors; the first one is asked first."""
+
+    def __init__(self) -> None:
+        self.pool = a_pool(2)
+        links = [OutputLink(f"unix:{number}", Hello(), self.pool) for number in range(2)]
+        for number, link in enumerate(links):
+            link.mark = f"{number:08x}"
+        self.links = sorted(links, key=lambda link: link.rank(REQUEST_ID))
+        self.pool._links = list(links)
+        for link in links:
+            link.stream = ProcessStream(self.pool)
+        self.collector = Collector(1)
+        self.pool.resume(Submit(request_id=REQUEST_ID, tenant="a"), self.collector, 0)
+
+    def is_asked(self, number: int) -> bool:
+        stream = self.links[number].stream
+        return stream is not None and bool(stream.slots)
+
+    async def unknown(self, number: int) -> None:
+        stream = self.links[number].stream
+        assert stream is not None
+        (slot,) = stream.slots
+        lost = wire_errors.to_proto(RequestLost("The request is not known."))
+        for _ in stream.receive(ProcessFrame(finished=[RequestFinished(slot=slot, error=lost)])):
+            pass
+        await settle()
+
+    def lose(self, number: int) -> None:
+        link, stream = self.links[number], self.links[number].stream
+        assert stream is not None
+        link.stream, link.changed_at = None, asyncio.get_running_loop().time()
+        self.pool.on_lost(stream, stream.end())
+
+    def connect(self, number: int) -> None:
+        self.links[number].stream = ProcessStream(self.pool)
+        self.links[number].changed_at = asyncio.get_running_loop().time()
+        self.pool.on_open()
+
+
+async def test_a_request_is_sought_as_long_as_one_that_was_cut_off_keeps_it() -> None:
+    """The loss was found out when the search of 3 s was over: its client got 404 while the request ran."""
+    search = Search()
+    assert search.is_asked(0)
+    pass_time(SEARCH_SECONDS + 1)
+    search.lose(0)
+    assert search.is_asked(1)
+    await search.unknown(1)
+    pass_time(SEARCH_SECONDS + 1)
+    await settle()
+    assert search.is_asked(1), "the gateway that had it may have sent it there meanwhile"
+    await search.unknown(1)
+    assert not search.collector.failed
+    search.connect(0)
+    assert search.is_asked(0)
+
+
+async def test_the_search_ends_when_nothing_has_changed_for_a_while() -> None:
+    search = Search()
+    await search.unknown(0)
+    search.lose(1)
+    pass_time(UNSETTLED_SECONDS - 1)
+    await settle()
+    search.connect(1)
+    await search.unknown(0)
+    assert search.is_asked(1), "it is asked at once"
+    await search.unknown(1)
+    assert not search.collector.failed
+    pass_time(SEARCH_SECONDS + 1)
+    await settle()
+    for number in range(2):
+        await search.unknown(number)
+    with pytest.raises(RequestLost):
+        await search.collector.take()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.loop_clock import pass_time, settle
 from tokenloom.request import errors
-from tokenloom.services.output_processor.request.kept_requests import DRAIN_SECONDS, KeptRequests
+from tokenloom.services.output_processor.request.kept_requests import DRAIN_SECONDS, RETURNED_SECONDS, KeptRequests
 from tokenloom.v1.output_processor_pb2 import Resume
 
 SECONDS = 60.0
@@ -27,6 +27,7 @@ class FakeRequest:
     is_over: bool = False
     is_complete: bool = False
     can_repeat: bool = True
+    is_resumed: bool = False
     is_attached: bool = True
     log: list[str] = field(default_factory=list)
 
@@ -127,6 +128,38 @@ async def test_an_incarnation_that_is_connected_resumes_nothing(kept: KeptReques
     assert other.log == []
     kept.connect(("gateway-0", 2))
     assert other.log == ["cancelled"]
+
+
+@pytest.mark.parametrize("notices_first", [True, False])
+async def test_an_incarnation_that_is_back_has_time_to_ask_for_what_it_had_resumed(
+    kept: KeptRequests[FakeRequest], notices_first: bool
+) -> None:
+    """It may have got nothing of it, so that it seeks it again and does not submit it."""
+    request = begun(kept)
+    request.is_resumed = True
+    if notices_first:
+        assert kept.lose(request, PEER)
+        kept.connect(PEER)
+    else:
+        kept.connect(PEER)
+        assert kept.lose(request, PEER)
+    pass_time(RETURNED_SECONDS - 1)
+    await settle()
+    assert find(kept) is request
+    pass_time(2)
+    await settle()
+    assert request.log == ["cancelled"]
+
+
+async def test_one_that_cannot_be_repeated_hides_no_other(kept: KeptRequests[FakeRequest]) -> None:
+    """The second of the same key was lost although it ran, because the first had a stream."""
+    first = begun(kept)
+    first.can_repeat = False
+    assert find(kept) is None
+    second = begun(kept)
+    assert find(kept) is second
+    first.cancel()
+    assert find(kept) is second
 
 
 async def test_a_request_submitted_again_takes_the_place_of_one_without_a_stream(

@@ -80,7 +80,7 @@ class KVVerdict(msgspec.Struct, tag=True, array_like=True, gc=False):
     request_id: str
     valid: bool
     reason: str = ""
-    """One of ``KV_FAILURES`` if not valid."""
+    """One of ``LEASE_ENDS`` if not valid."""
     checksums: list[int] = []
     """Checksums of all blocks, if the owner computes them."""
 
@@ -100,6 +100,11 @@ KV_FAILURES = (
     "not_found", "timeout",
 )  # fmt: skip
 """Reasons of a local recompute: the label ``reason`` of ``tokenloom_kv_recompute_total``."""
+REQUEST_ENDED = "request_ended"
+"""Why a lease ended whose request ended before a hand-over: its first token was its last, or it was aborted. Its decode
+leg waits for tokens that do not come and is aborted, so this is no failure, and nothing is computed again."""
+LEASE_ENDS = (*KV_FAILURES, REQUEST_ENDED)
+"""What an owner may answer about a lease that it does not have."""
 
 
 # KV thread → front.
@@ -110,7 +115,7 @@ class KVAnswer(msgspec.Struct, tag=True, array_like=True, gc=False):
 
     call_id: int
     failure: str = ""
-    """Empty, or one of ``KV_FAILURES``; ``detail`` explains it."""
+    """Empty, or one of ``LEASE_ENDS``; ``detail`` explains it."""
     detail: str = ""
     target: KVTarget | None = None
     """For KVAcquire: where the blocks are."""
@@ -132,7 +137,7 @@ class KVVerify(msgspec.Struct, tag=True, array_like=True, gc=False):
     request_id: str
     copied: bool
     failure: str = ""
-    """Why the copy failed: one of ``KV_FAILURES``, or empty if the request does not want the blocks any more."""
+    """Why the copy failed: one of ``LEASE_ENDS``, or empty if the request does not want the blocks any more."""
 
 
 KVEvent = KVAnswer | KVVerify

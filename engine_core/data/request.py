@@ -84,7 +84,7 @@ class RemoteKVState:
         self.num_external_tokens = 0
         """Tokens after the local hits that are being loaded, or were."""
         self.failure = ""
-        """Why some could not be loaded: one of ``KV_FAILURES``."""
+        """Why some could not be loaded: one of ``LEASE_ENDS``."""
         self.hits_lost = False
         """Whether the local hits became invalid meanwhile."""
         self.is_waiting = False
@@ -251,8 +251,9 @@ class Request:
         """Which of its drafts were right; None before the first ones."""
 
         # The prefill leg samples one token: its logits exist with the last block, and the client has it before the KV
-        # has moved.
-        if message.lease_id and self.num_tokens + 1 < self.max_num_tokens:
+        # has moved. A request of one token needs no lease.
+        lease_id = message.lease_id if self.num_tokens + 1 < self.max_num_tokens else b""
+        if lease_id:
             self.max_num_tokens = self.num_tokens + 1  # the engine that takes up the lease samples the rest
             self.limit_status = RequestStatus.FINISHED_PREFILLED
 
@@ -261,8 +262,8 @@ class Request:
         # cache holds them here, so tokens whose experts are asked for are computed.
         self.routed_rows = RoutedRows(params.routed_experts_prompt_start) if params.return_routed_experts else None
         remote = None
-        if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
-            remote = RemoteKVState(message.lease_id, message.remote_kv, awaits_tokens=message.awaits_tokens)
+        if lease_id or message.remote_kv is not None or message.awaits_tokens:
+            remote = RemoteKVState(lease_id, message.remote_kv, awaits_tokens=message.awaits_tokens)
         self.kv = RequestKV(
             message.request_id,
             self.all_token_ids,

@@ -50,7 +50,7 @@ class LoadResult:
     block_ids: list[int]
     transport: str
     failure: str | None
-    """None if the blocks are valid, empty if they are not wanted any more, otherwise one of ``KV_FAILURES``."""
+    """None if the blocks are valid, empty if they are not wanted any more, otherwise one of ``LEASE_ENDS``."""
 
 
 @dataclass(slots=True)

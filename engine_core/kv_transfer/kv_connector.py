@@ -39,7 +39,7 @@ class KVConnectorStats(msgspec.Struct):
     bytes_received: dict[str, int] = {}
     """Bytes of those blocks by transport."""
     failures: dict[str, str] = {}
-    """Reasons of failed loads by request, each one of ``KV_FAILURES``."""
+    """Reasons of failed loads by request, each one of ``LEASE_ENDS``."""
 
     def add_received(self, transport: str, num_blocks: int, block_bytes: int) -> None:
         """Count a load that used ``transport``."""

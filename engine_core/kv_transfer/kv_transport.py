@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..data.kv_messages import KV_FAILURES
+from ..data.kv_messages import LEASE_ENDS
 from ..kv_cache.pool_memory import Bytes as Bytes
 from ..kv_cache.pool_memory import DeviceMemory, PoolMemory
 
@@ -29,12 +29,12 @@ class KVTransferError(Exception):
     """Raised when blocks cannot be moved, so that the request's KV must be computed again.
 
     Attributes:
-        reason: One of :data:`tokenloom.engine_core.data.kv_messages.KV_FAILURES`.
+        reason: One of :data:`tokenloom.engine_core.data.kv_messages.LEASE_ENDS`.
         detail: Text for the log. It may contain addresses, so it is never sent to a client.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
-        assert reason in KV_FAILURES, reason
+        assert reason in LEASE_ENDS, reason
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail

@@ -120,11 +120,11 @@ class LeaseTable:
             self._kept[request_id] = lease
             return True
 
-    def drop(self, request_id: str) -> None:
-        """End the lease of a request that ended otherwise or lost its blocks."""
+    def drop(self, request_id: str, reason: str = "lease_revoked") -> None:
+        """End the lease of a request that ended otherwise or lost its blocks. ``reason``: one of ``LEASE_ENDS``."""
         with self._lock:
             if (lease := self._by_request.get(request_id)) is not None:
-                self._end(lease, "lease_revoked")
+                self._end(lease, reason)
 
     def drop_unacquired(self, request_id: str) -> None:
         """End the lease of a finished prefill unless a reader has acquired it; that reader may continue."""

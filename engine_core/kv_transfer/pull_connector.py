@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from ..data.embedding_rows import content_salt
 from ..data.kv_groups import NULL_BLOCK
-from ..data.kv_messages import KVTarget
+from ..data.kv_messages import REQUEST_ENDED, KVTarget
 from ..data.request import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
@@ -89,7 +89,7 @@ class PullConnector:
 
     def request_preempted(self, request: RequestKV) -> None:
         if self._prefills.pop(request.request_id, None) is not None:
-            self._drop_lease(request.request_id)
+            self._drop_lease(request.request_id, "lease_revoked")
 
     def request_finished(self, request: RequestKV, block_ids: list[int], *, is_prefilled: bool) -> bool:
         self._forget_target(request)
@@ -99,7 +99,7 @@ class PullConnector:
             is_kept = self._leases.keep(request.request_id)
             self._service.on_wake()  # the lease's time starts now, and the KV thread may be asleep
             return is_kept and not self._failpoints.fires("blocks_reused")
-        self._drop_lease(request.request_id)
+        self._drop_lease(request.request_id, REQUEST_ENDED)
         return False
 
     def request_aborted(self, request_id: str) -> None:
@@ -193,6 +193,6 @@ class PullConnector:
             request.remote.target = None
             self._service.give_up(request.request_id)
 
-    def _drop_lease(self, request_id: str) -> None:
-        self._leases.drop(request_id)
+    def _drop_lease(self, request_id: str, reason: str) -> None:
+        self._leases.drop(request_id, reason)
         self._service.leases_changed()

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 
+from ..data.kv_messages import REQUEST_ENDED
 from ..data.messages import EngineCoreOutput, SchedulerStats
 from ..data.request import RemoteKVState, Request, RequestStatus
 from ..kv_cache.kv_cache_manager import KVManager
@@ -127,7 +128,7 @@ class RemoteKV:
 
     def failure_of(self, request: Request) -> str:
         """Return why a request must end because its blocks could not be loaded; empty if it continues."""
-        if not self._fail or request.kv.remote is None or not request.kv.remote.failure:
+        if not self._fail or request.kv.remote is None or request.kv.remote.failure in ("", REQUEST_ENDED):
             return ""
         return f"the prompt's KV could not be loaded from the engine that computed it: {request.kv.remote.failure}"
 
@@ -203,4 +204,4 @@ class RemoteKV:
     def _count(self, stats: KVConnectorStats) -> None:
         self._blocks_received += stats.blocks_received
         self._bytes_received.update(stats.bytes_received)
-        self._recomputes.update(stats.failures.values())
+        self._recomputes.update(reason for reason in stats.failures.values() if reason != REQUEST_ENDED)

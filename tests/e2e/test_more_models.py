@@ -25,7 +25,8 @@ async def test_tokens_are_those_of_transformers(name: str, socket_dir: Path, tmp
 
 # Blocks of the engine that decodes: the more groups of layers a model has, the more a request takes.
 @pytest.mark.parametrize(
-    ("kind", "num_blocks"), [("qwen3_vl", FEW_BLOCKS), ("gemma4_26b_a4b", 24), ("muse_glimmer", 31)]
+    ("kind", "num_blocks"),
+    [("qwen3_vl", FEW_BLOCKS), ("gemma4_26b_a4b", 24), ("gemma4_e2b", 24), ("gemma4_e4b", 24), ("muse_glimmer", 31)],
 )
 async def test_so_are_those_of_the_text_of_a_model_that_reads_images(
     kind: str, num_blocks: int, socket_dir: Path, tmp_path: Path

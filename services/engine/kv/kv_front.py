@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf import duration_pb2
 
-from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
+from tokenloom.engine_core.data.kv_messages import REQUEST_ENDED, KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
 from tokenloom.gpu_worker.kv_connector.kv_transports import expanded
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument, Unimplemented
@@ -35,7 +35,7 @@ _MAX_TRANSPORTS = 16
 _MAX_NAME_CHARS = 256
 _LIMITS = GrpcLimits(calls=4096)
 """Each reading of an incomplete prefill keeps a call open."""
-_NOT_FOUND = ("not_found", "lease_expired", "lease_revoked")
+_NOT_FOUND = ("not_found", "lease_expired", "lease_revoked", REQUEST_ENDED)
 
 
 class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
@@ -141,7 +141,7 @@ def _duration(seconds: float) -> duration_pb2.Duration:
 
 
 def _error(reason: str, detail: str) -> errors.TokenloomError:
-    """Return the error for a caller; ``reason`` is one of ``KV_FAILURES``."""
+    """Return the error for a caller; ``reason`` is one of ``LEASE_ENDS``."""
     kind = errors.NotFound if reason in _NOT_FOUND else errors.FailedPrecondition
     error = kind(detail or reason.replace("_", " "))
     error.reason = reason.upper()

@@ -15,7 +15,8 @@ import grpc.aio
 
 from tokenloom.engine_core.data.embedding_rows import content_salt
 from tokenloom.engine_core.data.kv_messages import (
-    KV_FAILURES,
+    LEASE_ENDS,
+    REQUEST_ENDED,
     KVOwnersLeft,
     KVRemoteProgress,
     KVTarget,
@@ -138,7 +139,7 @@ class Reading:
         answer = await _call(lambda: self._stub.Release(request, timeout=CALL_SECONDS))
         if answer.valid and len(answer.checksums) not in (0, len(self.target.block_ids)):
             return ReleaseVerdict(valid=False, reason="checksum")  # it says nothing about some of the blocks
-        reason = answer.reason if answer.reason in KV_FAILURES else "not_found"  # it becomes a label
+        reason = answer.reason if answer.reason in LEASE_ENDS else "not_found"  # it becomes a label
         return ReleaseVerdict(answer.valid, "" if answer.valid else reason, list(answer.checksums))
 
 
@@ -172,7 +173,7 @@ def read_failure(cause: grpc.aio.AioRpcError) -> KVTransferError:
     """Return the failure that a gRPC error stands for. An owner with an unknown answer counts as lost."""
     error = wire_errors.from_rpc(cause)
     reason = error.reason.lower()
-    if reason not in KV_FAILURES:
+    if reason not in LEASE_ENDS:
         reason = _REASON_OF_CODE.get(error.code, "owner_lost")
     return KVTransferError(reason, error.message)
 
@@ -297,9 +298,10 @@ class KVLoads:
         if attempt.request is None:
             return  # the attempt has ended
         log.debug("request %s: KV could not be acquired (%s)", attempt.request_id, failure)
-        self._note_failure(str(failure))
-        self._core.metrics.kv.observe_recompute(failure.reason)
-        if self._config.must_load:
+        if failure.reason != REQUEST_ENDED:
+            self._note_failure(str(failure))
+            self._core.metrics.kv.observe_recompute(failure.reason)
+        if self._config.must_load and failure.reason != REQUEST_ENDED:
             self._core.fail(attempt, Unavailable("the prompt's KV could not be transferred; retry the request"))
         else:
             await self._hand_over(attempt, attempt.request)
@@ -340,8 +342,9 @@ class KVLoads:
         )
 
     def _note_failure(self, reason: str) -> None:
-        """Note that a prompt is computed here. ``reason``: empty if it is not, because the request has ended."""
-        if reason and not self._config.must_load:
+        """Note that a prompt is computed here. ``reason``: empty or ``REQUEST_ENDED`` if it is not, because the request
+        has ended."""
+        if reason not in ("", REQUEST_ENDED) and not self._config.must_load:
             self._failed_at = asyncio.get_running_loop().time()
             self._fall_backs.begin("kv_recomputed", reason)
 
@@ -367,7 +370,8 @@ class KVLoads:
         try:
             await first_of(*waits)
         except KVTransferError as failure:
-            log.warning("a lease ended early: %s", failure)
+            level = logging.DEBUG if failure.reason == REQUEST_ENDED else logging.WARNING
+            log.log(level, "a lease ended early: %s", failure)
             return failure.reason
         return ""
 

@@ -220,12 +220,13 @@ class Pair:
         early: bool = False,
         swap: bool = False,
         salt: bytes = b"",
+        stop: tuple[int, ...] = (),
     ) -> PairRequest:
         """Begins the prefill leg. ``swap``: on the second engine."""
         prefill, decode = self.engines[::-1] if swap else self.engines
         request = PairRequest(name, list(prompt), max_tokens, prefill, decode, early, salt)
         self.requests[name] = request
-        message = make_request(name, prompt, max_tokens, salt=salt)
+        message = make_request(name, prompt, max_tokens, salt=salt, stop=stop)
         message.lease_id = name.encode()
         prefill.core.add_request(message)
         return request

@@ -92,6 +92,33 @@ def test_a_request_that_ends_with_its_first_token_has_no_second_leg() -> None:
     assert not request.decode_added
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_lease_that_ends_with_its_request_is_no_failure(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, aborted = make_pair(policy=policy, budget=16), list[str]()
+    first = expected_tokens(range(40), 1, VOCAB_SIZE)
+    with monkeypatch.context() as patch:  # the reader learns of the lease before the abort of its leg arrives
+        patch.setattr(pair.decode.core, "abort_requests", aborted.extend)
+        request = pair.add("a", range(40), early=True, stop=tuple(first))
+        for _ in range(20):
+            pair.turn()
+    assert aborted == ["a/decode"]
+    assert (request.tokens, request.finish_reason, request.error) == (first, FinishReason.STOP, "")
+    assert pair.decode.stats.kv_recomputes == {}
+    pair.decode.core.abort_requests(aborted)
+    pair.settle()
+    for engine in pair.engines:
+        check_idle(engine.core.scheduler)
+
+
+def test_a_request_of_one_token_has_no_lease() -> None:
+    pair = Pair(budget=16)
+    request = pair.add("a", range(40), max_tokens=1, early=True)
+    pair.step(pair.prefill)
+    assert pair.prefill.stats.num_leases == 0
+    check_done(pair, request)
+    assert not request.decode_added
+
+
 def test_a_core_that_waits_for_blocks_has_no_work() -> None:
     pair = Pair()
     request = pair.add("a", range(9))

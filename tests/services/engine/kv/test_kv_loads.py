@@ -21,6 +21,7 @@ from tests.services.engine.kv.kv_fakes import (
 )
 from tests.services.engine.peer import Peer, make_add, seconds
 from tokenloom.engine_core.data.kv_messages import (
+    LEASE_ENDS,
     KVAcquire,
     KVAnswer,
     KVOwnersLeft,
@@ -209,6 +210,24 @@ async def test_a_lease_that_ends_early_is_told_unasked(pair: Pair, monkeypatch: 
     pair.owner.answers[KVRenew] = lambda call: KVAnswer(call.call_id, failure="lease_revoked")
     verdict = await pair.reader.noted(KVVerdict)
     assert verdict == KVVerdict(request.request_id, False, "lease_revoked")
+
+
+@pytest.mark.parametrize("pair", [{"ready": 4}], indirect=True)
+async def test_a_lease_that_ends_with_its_request_is_no_recompute(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_reading, "RENEW_SECONDS", 0.02)
+    await pair.peer.send(pair.add(accepted_token_ids=[], awaits_tokens=True))
+    request = await pair.reader.noted(EngineCoreRequest)
+    pair.owner.answers[KVRenew] = lambda call: KVAnswer(call.call_id, failure="request_ended")
+    assert await pair.reader.noted(KVVerdict) == KVVerdict(request.request_id, False, "request_ended")
+    pair.owner.answers[KVAcquire] = lambda call: KVAnswer(call.call_id, failure="request_ended")
+    await pair.peer.send(pair.add(2, accepted_token_ids=[], awaits_tokens=True))
+    late = await pair.reader.noted(EngineCoreRequest)
+    assert (late.remote_kv, late.awaits_tokens) == (None, True)
+    assert pair.reader_host.fall_backs.own() == []
+    assert not caplog.records
+    assert [pair.recomputes(reason) or 0 for reason in LEASE_ENDS] == [0] * len(LEASE_ENDS)
 
 
 @pytest.mark.parametrize("copied", [False, True])

@@ -14,7 +14,8 @@ from tests.ready_channel import ready_channel
 from tests.services.engine.kv.kv_fakes import owning_core
 from tests.services.engine.kv.test_kv_reading import REQUEST, FakeStub
 from tests.services.engine.kv.test_kv_servicer import EPOCH, acquire
-from tokenloom.engine_core.kv_transfer.kv_transport import KV_FAILURES, KVTransferError
+from tokenloom.engine_core.data.kv_messages import LEASE_ENDS
+from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.engine.kv.kv_front import KVTransferServicer, serve_kv
 from tokenloom.services.engine.kv.kv_link import KVLink
@@ -91,6 +92,6 @@ async def test_an_owner(seed: int) -> None:
         target = reading.target
         assert (len(target.block_ids), len(target.generations), target.transport) == (3, 3, "shm")
         verdict = await reading.release()
-        assert verdict.valid or verdict.reason in KV_FAILURES
+        assert verdict.valid or verdict.reason in LEASE_ENDS
         assert len(verdict.checksums) in (0, 3) or not verdict.valid
-    assert reasons <= set(KV_FAILURES)
+    assert reasons <= set(LEASE_ENDS)

@@ -127,6 +127,10 @@ def _min_tokens(rng: random.Random, vocab_size: int, length: int) -> Case:
     return Case("", _text(rng), options={"temperature": 0.0, "seed": 1, **least})
 
 
+def _priority(rng: random.Random, vocab_size: int, length: int) -> Case:
+    return Case("", _ids(rng, vocab_size), options=_open(length, temperature=0.0, priority=rng.randint(1, 9)))
+
+
 def _chat(rng: random.Random, vocab_size: int, length: int) -> Case:
     return Case("", message=f"Tell a story about {rng.randint(1, 999)}.", options=_open(length, temperature=0.0))
 
@@ -150,6 +154,7 @@ _FEATURES = (
     ("n=3", _samples),
     ("logprobs", _logprobs),
     ("min_tokens", _min_tokens),
+    ("priority", _priority),
     ("chat", _chat),
     ("tools", _tools),
 )

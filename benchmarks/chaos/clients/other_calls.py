@@ -58,7 +58,6 @@ def other_cases(rng: random.Random, vocab_size: int, hidden_size: int, length: i
         "prompt logprobs": ("POST /v1/completions", {**completion, "prompt_logprobs": 2}),
         "echo": ("POST /v1/completions", {**completion, "echo": True}),
         "list of prompts": ("POST /v1/completions", {**completion, "prompt": texts}),
-        "priority": ("POST /v1/completions", {**completion, "priority": 3}),
         "beam search": (
             "POST /v1/completions",
             {"prompt": prompt, "max_tokens": min(length, 16), "temperature": 0, "n": 3, "use_beam_search": True},

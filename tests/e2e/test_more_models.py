@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mesh.served_parity import FEW_BLOCKS, LONGEST, check_served_model, check_served_reference
+from tests.mesh.served_parity import FEW_BLOCKS, LONGEST, check_fail_over, check_served_model, check_served_reference
 from tests.parity.reference import LIBRARY_MODELS, MORE_MODELS
 from tests.parity.vision_checkpoints import make_vision_reference
 
@@ -33,3 +33,9 @@ async def test_so_are_those_of_the_text_of_a_model_that_reads_images(
 ) -> None:
     reference = make_vision_reference(kind, tmp_path, LONGEST)
     await check_served_reference(reference, socket_dir, num_blocks=num_blocks, language_model_only=True)
+
+
+@pytest.mark.parametrize("kind", ["gemma4_e2b", "gemma4_e4b"])
+async def test_another_engine_goes_on_where_layers_share_kv(kind: str, socket_dir: Path, tmp_path: Path) -> None:
+    reference = make_vision_reference(kind, tmp_path, LONGEST)
+    await check_fail_over(reference, socket_dir, language_model_only=True)

@@ -1,17 +1,19 @@
 """Compares what a mesh with prefill and decode on two engines answers with transformers' own tokens."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.mesh.asking import ask
+from tests.mesh.asking import Answer, ask
 from tests.mesh.harness import MODEL, SOON
 from tests.mesh.split import SplitEngine, SplitMesh
 from tests.parity.identical import Case, assert_identical
 from tests.parity.reference import Reference, add_demo_tokenizer, make_small_reference
+from tokenloom.engine_core.data.messages import EngineCoreOutputs
 
 LONGEST = 80
 """Tokens of a prompt; windows are shorter."""
@@ -49,6 +51,58 @@ async def check_served_reference(reference: Reference, socket_dir: Path, *, num_
                     break
         assert prefill.stats.prefix_cache_hits > hits
         await mesh.check_nothing_is_left()
+
+
+async def check_fail_over(reference: Reference, socket_dir: Path, **options: Any) -> None:
+    """Kill the engine that decodes the reference's longest answer in the middle of it, and compare the tokens."""
+    case = max(reference.cases, key=lambda case: (len(case.tokens), len(case.prompt)))
+    engine = {**ENGINE, **options, "model": str(add_demo_tokenizer(reference.path))}
+    split = SplitMesh(socket_dir, ("prefill", "decode", "decode"), engine=engine)
+    async with split.running() as mesh, mesh.http() as http:
+        prefill, *decodes = mesh.engines
+        held = {decode: _HeldSteps(decode, num_tokens=6) for decode in decodes}
+        answer = Answer()
+        task = asyncio.create_task(ask(http, case.prompt, len(case.tokens), answer))
+        await prefill.until(lambda _: len(answer.token_ids) > 2 and any(steps.is_held for steps in held.values()))
+        (victim,) = (decode for decode, steps in held.items() if steps.is_held)
+        assert not answer.finish_reason
+        assert victim.stats.kv_blocks_received
+        for other in decodes:
+            if other is not victim:
+                held[other].free()
+        killing = asyncio.create_task(victim.kill())
+        rest = [engine for engine in mesh.engines if engine is not victim]
+        await prefill.until(lambda _: any(engine.core.scheduler.requests for engine in rest))
+        held[victim].free()  # nothing that it computes reaches a client any more
+        await killing
+        await task
+        assert answer.token_ids == case.tokens
+        assert answer.timeline["decode_engine"] != victim.name
+        await mesh.check_nothing_is_left()
+
+
+class _HeldSteps:
+    """Holds an engine before its next step once a request has ``num_tokens`` of output, until it is freed."""
+
+    def __init__(self, engine: SplitEngine, num_tokens: int) -> None:
+        self.is_held = False
+        self._core = engine.core
+        self._num_tokens = num_tokens
+        self._opened = threading.Event()
+        calls = engine.client._calls
+        assert calls is not None, "not started"
+        self._step = calls.step
+        calls.step = self._take  # type: ignore[assignment]
+
+    def free(self) -> None:
+        """Hold the engine no more."""
+        self._opened.set()
+
+    def _take(self) -> EngineCoreOutputs:
+        if any(request.num_output_tokens >= self._num_tokens for request in self._core.scheduler.requests.values()):
+            self.is_held = not self._opened.is_set()
+            self._opened.wait(SOON)
+        return self._step()
 
 
 async def _ask_all(http: httpx.AsyncClient, cases: Sequence[Case], decode: SplitEngine) -> None:

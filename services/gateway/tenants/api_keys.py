@@ -93,6 +93,8 @@ class ApiKeys:
                 self._tenants = load()._tenants
             except InvalidArgument as error:
                 log.warning("the keys stay as they are: %s", error.message)
+            except Exception as error:  # it must not end the gateway, and its text may hold what stands in the file
+                log.warning("the keys stay as they are: %s", type(error).__name__)
             else:
                 log.info("read %d keys from %s", len(self._tenants), file)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -261,10 +262,13 @@ class FakeRequest:
         self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(finished=[finished]))
 
     def answer(self, *pieces: str, reason: int = types_pb2.FINISH_REASON_STOP, stop_reason: str = "") -> None:
-        """Sends each piece with one token a character, then finishes; in each sample."""
+        """Sends each piece with one token a character, as far as the request may have tokens, then finishes; in each
+        sample."""
+        most = self.submit.sampling_params.max_tokens or sys.maxsize
         for sample_index in range(len(self._num_tokens)):
             for piece in pieces:
-                self.send(piece, [ord(c) % 256 for c in piece], sample_index)
+                token_ids = [ord(c) % 256 for c in piece[: most - self._num_tokens[sample_index]]]
+                self.send(piece, token_ids, sample_index)
             self.finish(reason, stop_reason, sample_index)
 
 

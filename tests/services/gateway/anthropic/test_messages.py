@@ -147,7 +147,7 @@ async def test_a_stream_with_a_call_as_anthropics_client_reads_it(socket_dir: Pa
     assert (call.name, call.input) == ("get_weather", {"city": "Oslo"})
     assert message.stop_reason == "tool_use"
     assert message.usage.cache_read_input_tokens == 1
-    assert message.usage.output_tokens == sum(map(len, CALL))
+    assert message.usage.output_tokens == BODY["max_tokens"]
     assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
 

@@ -214,3 +214,21 @@ async def test_a_file_that_is_being_written_refuses_no_client(tmp_path: Path, mo
     await settle(20)
     following.cancel()
     assert loads == [1], "once, when it had stayed as it was between two looks"
+
+
+async def test_a_file_that_cannot_be_read_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys.load(["a"], None, SALTS)
+    looks = iter([((1, 64, 1),), ((1, 64, 2),), ((1, 64, 2),)])
+    monkeypatch.setattr(api_keys, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(api_keys, "_signature", lambda file: next(looks, ((1, 64, 2),)))
+
+    def load() -> ApiKeys:
+        raise OSError("a secret")
+
+    following = asyncio.create_task(keys.follow(tmp_path / "keys", load))
+    await settle(20)
+    assert not following.done()
+    following.cancel()
+    assert caplog.messages == ["the keys stay as they are: OSError"]

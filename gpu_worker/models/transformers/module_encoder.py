@@ -89,6 +89,7 @@ class ModuleEncoder:
         found = _find(path)
         self.config = _describe(found, dtype)
         self._model = _load(found, path, as_torch(dtype), device, quantization)
+        _unify(self._model, as_torch(dtype))
         self._dtype = as_torch(dtype)
         self._device = device
         self._padding = found.config.pad_token_id or 0
@@ -143,6 +144,17 @@ class ModuleEncoder:
                 f"{path / 'config.json'}: is_causal is false, but the class that transformers has of the model lets no "
                 "token attend to later ones"
             )
+
+
+def _unify(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let the parameters that transformers' own modules hold have the model's dtype.
+
+    DeBERTa makes the biases of its queries in float32 whatever the dtype of the model, and then cannot compute.
+    """
+    for module in model.modules():
+        if type(module).__module__.startswith("transformers."):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
 
 
 def _batches(lengths: Sequence[int], most_padding: float) -> Iterator[list[int]]:

@@ -113,6 +113,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         of("ArceeForCausalLM", "arcee", num_attention_heads=5, num_key_value_heads=5),
         "hidden_size 16 must be a multiple of num_attention_heads 5",
     ),
+    "heads of the modules of a class": (
+        of("MoshiForCausalLM", "moshi", num_attention_heads=5, num_key_value_heads=5),
+        "hidden_size 16 must be a multiple of num_attention_heads 5",
+    ),
     "KV heads that are a list": (
         of("PhiForCausalLM", "phi", num_key_value_heads=[2]),
         r"num_key_value_heads must be int or null for the model type phi, found \[2\]",

@@ -64,7 +64,7 @@ def save_pooling(path: Path, *modules: dict[str, Any]) -> None:
 
 def make_config(path: Path, *, budget: int = 256, num_blocks: int | None = None, **worker: Any) -> EngineConfig:
     return EngineConfig(
-        worker=WorkerConfig(model=str(path), dtype="float32", device="cpu", **worker),
+        worker=WorkerConfig(**{"model": str(path), "dtype": "float32", "device": "cpu"} | worker),
         cache=CacheConfig(block_size=4, num_blocks=num_blocks, memory_bytes=None if num_blocks else 4 << 20),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget),
     )

@@ -11,7 +11,11 @@ import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import CONFIG_MAPPING
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from tokenloom.gpu_worker.checkpoint.files.supported import ENCODERS, MODULE_ENCODERS
 
@@ -82,7 +86,9 @@ def _kinds(annotation: Any) -> set[str] | None:
 def strict_rules(kinds: Sequence[str]) -> dict[str, list[str]]:
     """Return the types whose classes compare entries, by what they compare; the names are those of ``served_how``."""
     return {
-        "heads": [kind for kind in kinds if _refuses(kind, hidden_size=64, num_attention_heads=5)],
+        "heads": [
+            kind for kind in kinds if _refuses(kind, hidden_size=64, num_attention_heads=5) or _cannot_divide(kind)
+        ],
         "layer kinds": [kind for kind in kinds if _refuses(kind, num_hidden_layers=2, layer_types=["odd", "odd"])],
         "layer count": [kind for kind in kinds if _refuses_layers(kind, 3) and not _refuses_layers(kind, 2)],
     }
@@ -101,6 +107,24 @@ def _refuses(kind: str, **entries: Any) -> bool:
     except Exception:  # those of a class that computes with them before it checks
         return False
     return False
+
+
+def _cannot_divide(kind: str) -> bool:
+    """Return whether the modules of a type of decoder refuse a number of heads that does not divide the size."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    return name is not None and "divisible" in _building(kind, name, 5) and "divisible" not in _building(kind, name, 4)
+
+
+def _building(kind: str, name: str, num_heads: int) -> str:
+    """Return why a model of so many heads cannot be built; empty if it can."""
+    try:
+        with torch.device("meta"):
+            getattr(transformers, name)(
+                CONFIG_MAPPING[kind](hidden_size=64, num_attention_heads=num_heads, num_hidden_layers=1)
+            )
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 LAYER_KINDS = sorted(ALLOWED_ATTN_LAYER_TYPES)

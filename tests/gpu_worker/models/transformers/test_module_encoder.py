@@ -83,6 +83,14 @@ def test_every_class_equals_transformers(tmp_path: Path, architecture: str) -> N
     assert_equal(tmp_path, expected(save(tmp_path, architecture)))
 
 
+@pytest.mark.parametrize("architecture", ["DebertaModel", "MPNetModel", "T5EncoderModel"])
+def test_few_bits(tmp_path: Path, architecture: str) -> None:
+    wanted = expected(save(tmp_path, architecture))
+    core = make_core(tmp_path, dtype="bfloat16")
+    for found, states in zip(pool(core, TOGETHER, PoolingTask.TOKEN_EMBED, use_activation=False), wanted, strict=True):
+        assert torch.cosine_similarity(torch.as_tensor(found).float(), states).min() > 0.99
+
+
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3Model", "LlamaModel"])
 def test_tokens_of_a_decoder_attend_to_later_ones(tmp_path: Path, architecture: str) -> None:
     body = save(tmp_path, architecture, is_causal=False, num_key_value_heads=2)

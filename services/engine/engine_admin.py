@@ -30,7 +30,7 @@ MAX_PREFIX_SECONDS = 60.0
 
 
 class Administration:
-    """Does what operators want of one engine, whoever passes it on. Every method may be repeated.
+    """Does what operators want of one engine, for a coordinator or a gateway. Every method may be repeated.
 
     Attributes:
         role: Which legs the engine takes.

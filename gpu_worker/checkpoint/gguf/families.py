@@ -108,7 +108,7 @@ def _phi3(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, A
 
 
 def _gpt_oss(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    # The class rounds the ends of YaRN's ramp unless it is told not to, and files do not say that gpt-oss does not.
+    # The class rounds the ends of YaRN's ramp unless an entry forbids it, and files do not say that gpt-oss does not.
     rope = config["rope_parameters"]
     return {
         "sliding_window": reader.take_int(f"{prefix}attention.sliding_window"),

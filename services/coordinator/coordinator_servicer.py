@@ -224,6 +224,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             raise Unavailable("engines are still joining the coordinator; retry") from None
         self._registry.set_state(request)
         self._announce_state()
+        # Not at the next tick only: until then output processors would send requests to engines that are not in it.
+        self._registry.refresh()
+        self._feed.publish(asyncio.get_running_loop().time())
         names, revision = list(self._streams), self._registry.wanted.revision
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(ends_at):

@@ -1,6 +1,8 @@
 """``/v1/messages/count_tokens``."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..encoding.sse import encode_json
 from ..formats.tool_request import read_tools
@@ -12,6 +14,7 @@ from ..openai.chat import read_chat
 from ..openapi.request_schemas import CountTokensRequest
 from ..records.generate_request import Chat
 from ..records.model_names import ModelNames
+from ..records.volatile_lines import AGENTS, VolatileLine, lines_of, settled
 from .messages_body import conversation, thinking_of
 
 
@@ -26,16 +29,23 @@ class CountTokens:
     max_body_bytes: int
     timeout: float
     """Seconds that a call may take."""
+    volatile: Sequence[VolatileLine] | None = ()
+    """As in :class:`.GenerationEndpoint`: what is counted is what ``/v1/messages`` would be given."""
 
     async def __call__(self, exchange: HttpExchange) -> None:
         with await exchange.read_body(self.max_body_bytes) as received:
-            chat = await self.parser.read(received.data, self._chat)
+            lines, agent = self.volatile, exchange.headers.get(b"user-agent", b"")
+            if lines is not None and agent.startswith(AGENTS):
+                lines = lines_of(agent, lines)
+            chat = await self.parser.read(received.data, partial(self._chat, lines))
         async with limited(self.timeout):
             encoded = await self.tokenizers.encode_chat(chat, tenant=exchange.tenant.name)
         await exchange.respond(200, encode_json({"input_tokens": len(encoded.prompt.token_ids)}))
 
-    def _chat(self, body: Body) -> Chat:
+    def _chat(self, lines: Sequence[VolatileLine] | None, body: Body) -> Chat:
         self.names.find(body.get("model"))
+        if lines:
+            body, _ = settled(body, lines)
         fields = self.reader.read(body, CountTokensRequest)
         chat, reasoning = conversation(fields), thinking_of(fields.thinking)
         return read_chat(

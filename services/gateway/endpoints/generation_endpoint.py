@@ -26,6 +26,7 @@ from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, EventId, parse_even
 from ..records.generate_request import Chat, GenerateRequest
 from ..records.model_names import ModelNames
 from ..records.request_ids import NEW, ResumeToken, fingerprint, token_of_key, tokens_of
+from ..records.volatile_lines import AGENTS, VolatileLine, lines_of, settled
 from ..tenants.tenant import Tenant
 from . import orca
 
@@ -279,6 +280,8 @@ RANK_HEADER = b"x-data-parallel-rank"
 _MAX_RANK_DIGITS = 9
 IGNORED_HEADER = b"x-tokenloom-ignored"
 """Names the fields of the body that had no effect."""
+VOLATILE_HEADER = b"x-tokenloom-volatile"
+"""Names the lines that were taken out of the system prompt or moved, because its client changes them."""
 KEY_FIELD = "Idempotency-Key"
 """Names a request, so that a client may repeat it safely."""
 MAX_IGNORED = 32
@@ -314,6 +317,8 @@ class GenerationEndpoint:
     """Limits the answers that begin and end in one turn of the event loop."""
     silent: SilentStreams
     """Looks at its streams."""
+    volatile: Sequence[VolatileLine] | None = ()
+    """Lines that are taken out of every system prompt, besides those of the client; None: prompts stay as they are."""
     stream_headers: HeaderPairs = sse.HEADERS
 
     async def __call__(self, exchange: HttpExchange, held: list[ReadRequest] | None = None) -> None:
@@ -341,7 +346,10 @@ class GenerationEndpoint:
         """Return what the body asks for, and which request of the mesh it is."""
         body = await exchange.read_body(self.max_body_bytes)
         headers, token = exchange.headers, NEW
-        request, options = await self.parser.read(body.data, partial(self._generate_request, exchange.tenant))
+        lines, agent = self.volatile, headers.get(b"user-agent", b"")
+        if lines is not None and agent.startswith(AGENTS):
+            lines = lines_of(agent, lines)
+        request, options = await self.parser.read(body.data, partial(self._generate_request, exchange.tenant, lines))
         if not self.api.is_resumable and b"last-event-id" in headers:
             raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
         # A line of a batch. It may begin only while a quarter of the seats stay free, because under the policy fcfs a
@@ -357,18 +365,28 @@ class GenerationEndpoint:
         body.close()
         return request, options, token
 
-    def _generate_request(self, tenant: Tenant, body: Body) -> tuple[GenerateRequest, AnswerOptions]:
+    def _generate_request(
+        self, tenant: Tenant, lines: Sequence[VolatileLine] | None, body: Body
+    ) -> tuple[GenerateRequest, AnswerOptions]:
         adapter = self.names.find(body.get("model"))
+        names: tuple[str, ...] = ()
+        if lines:
+            body, names = settled(body, lines)
         request, options = self.api.read(body, tenant)
+        if names:
+            options = replace(options, volatile=names)
         return request if adapter is None else replace(request, adapter=adapter), options
 
     def _stream_headers(self, exchange: HttpExchange, options: AnswerOptions) -> HeaderPairs:
         return (*self.stream_headers, *self._headers(exchange, options))
 
     def _headers(self, exchange: HttpExchange, options: AnswerOptions) -> HeaderPairs:
-        """Return the mesh's present load, if the client asks for it, and the fields that had no effect."""
+        """Return the mesh's present load, if the client asks for it, the fields that had no effect, and the lines of
+        the system prompt that were taken out or moved."""
         wanted = exchange.headers.get(orca.REQUEST_HEADER)
         load = () if wanted is None else orca.response_headers(wanted, self.generator.mesh_load)
+        if options.volatile:
+            load = (*load, (VOLATILE_HEADER, ", ".join(options.volatile).encode()))
         return (*load, (IGNORED_HEADER, listed(options.ignored))) if options.ignored else load
 
 

@@ -187,6 +187,8 @@ class AnswerOptions:
     """How to parse a chat's turns; None: as text."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that have no effect."""
+    volatile: tuple[str, ...] = ()
+    """Lines that were taken out of the system prompt or moved, by name."""
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What the client calls a field, by our name, where both differ."""
     request: object = None

@@ -1,6 +1,6 @@
 """Lists the routes of the HTTP API, except those for operators, and the fields that they read of bodies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
@@ -42,6 +42,7 @@ from ..page.page_routes import page_routes
 from ..pooling.pooling_api import PoolingApi, PoolingEndpoint
 from ..pooling.scores import RerankApi, ScoreApi
 from ..pooling.vectors import ClassifyApi, EmbeddingsApi, PoolApi
+from ..records.volatile_lines import OF_MESSAGES, VolatileLine
 from ..responses.response_store import ResponseStore
 from ..responses.responses import ResponsesApi
 from ..responses.responses_endpoint import ResponsesEndpoint
@@ -93,17 +94,21 @@ def api_routes(
     chats = ChatApi(reader, mesh.plans)
     messages = MessagesApi(reader, chats)
     tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.models, limit, timeout)
-    count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.models, limit, timeout)
+    moves = settings.volatile_lines == "move"
+    of_messages = OF_MESSAGES if moves else None
+    count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.models, limit, timeout, of_messages)
     responses = ResponsesApi(reader, chats, mesh.models, store)
 
-    def endpoint(api: GenerationApi) -> GenerationEndpoint:
-        return GenerationEndpoint(api, mesh.generator, mesh.models, parser, limit, answers, silent)
+    def endpoint(
+        api: GenerationApi, volatile: Sequence[VolatileLine] | None = () if moves else None
+    ) -> GenerationEndpoint:
+        return GenerationEndpoint(api, mesh.generator, mesh.models, parser, limit, answers, silent, volatile)
 
     stored = ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)
     return {
         route_table.CHAT: endpoint(chats),
         route_table.COMPLETIONS: endpoint(CompletionsApi(reader)),
-        route_table.MESSAGES: endpoint(messages),
+        route_table.MESSAGES: endpoint(messages, of_messages),
         route_table.COUNT_TOKENS: count_tokens,
         **ollama_routes(mesh, chats, endpoint, parser, limit, started_at()),
         route_table.RESPONSES: stored,

@@ -135,6 +135,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         ReasoningParserName,
         "How the model writes reasoning; auto: as its chat template indicates.",
     ] = "auto"
+    volatile_lines: Annotated[
+        Literal["move", "keep"],
+        "Lines of system prompts that a known client changes with each request or day: move takes out those that are "
+        "not meant for the model and moves the others to the end of the system prompt, so that the rest is cached, and "
+        "names them in the response header x-tokenloom-volatile; keep leaves prompts as they are.",
+    ] = "move"
     access_log: Annotated[
         bool,
         "Log a line for each request that has ended: ids, status, sizes and times, without prompts and keys. "

@@ -71,6 +71,15 @@ class RequestType(enum.Enum):
     """Within the core: a message of the data-parallel group, or None when it is lost (not part of vLLM)."""
 
 
+class SessionTurn(msgspec.Struct, array_like=True, gc=False):
+    """Says when the next prompt that begins with this one is expected."""
+
+    branch: int
+    """Stands for the line of turns; the coordinator gives the numbers."""
+    return_ns: int
+    """Nanoseconds from its arrival until that of the next turn."""
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Describes a new request, or one more attempt at it."""
 
@@ -108,6 +117,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """The request is pooled instead of generating tokens; its ``sampling_params`` are ``DRAWS_NOTHING``."""
     reasoning_start: int = 0
     """How the prompt leaves the reasoning: a value of ``ReasoningStart``."""
+    session: SessionTurn | None = None
+    """Which turn of a session it is: its blocks are kept for the next one. None: it is of none."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):

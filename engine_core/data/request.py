@@ -3,6 +3,7 @@ cache and its connectors know of it: its blocks and its KV on other engines."""
 
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.request.sampling_params import RepetitionDetectionParams
@@ -95,6 +96,14 @@ class RemoteKVState:
         self.wait_ns = 0
 
 
+class SessionReturn(NamedTuple):
+    """Says when the next turn of a session is expected. ``branch``: its line of turns; ``due_ns``: nanoseconds on the
+    clock of the arrivals."""
+
+    branch: int
+    due_ns: int
+
+
 # A record of its own, so that the KV cache, its connectors and their tests need nothing that schedules requests.
 class RequestKV:
     """Holds the KV of one request. The KV cache manager maintains the blocks and their hashes."""
@@ -114,6 +123,7 @@ class RequestKV:
         "request_id",
         "reserved_block_ids",
         "routed_rows",
+        "session",
         "skip_reading_prefix_cache",
     )
 
@@ -135,6 +145,8 @@ class RequestKV:
         self.remote = remote
         self.routed_rows = routed_rows
         self.skip_reading_prefix_cache = False
+        self.session: SessionReturn | None = None
+        """When its blocks are likely to be hit after its end; None: nothing says so."""
         self.num_computed_tokens = 0
         """Counted when they are scheduled."""
         self.block_ids: list[int] = []
@@ -280,6 +292,9 @@ class Request:
             self.prompt_logprobs = Logprobs([], [])
         # A prompt token that is not computed has no logits.
         self.kv.skip_reading_prefix_cache = params.skip_reading_prefix_cache or self.prompt_logprobs is not None
+
+        if message.session is not None:
+            self.kv.session = SessionReturn(message.session.branch, arrival_ns + message.session.return_ns)
 
         self.times = RequestTimes(arrival_ns, message.timeout_ns)
         self.first_output_sent = False

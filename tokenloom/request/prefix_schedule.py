@@ -58,6 +58,9 @@ LEADING_BLOCKS: Final = (0, *accumulate(chain.from_iterable(repeat(stride, count
 MAX_HASHES: Final = len(LEADING_BLOCKS) - 1
 MAX_BLOCKS: Final = LEADING_BLOCKS[-1]
 """Blocks behind this one are not named."""
+SESSION_HASHES: Final = 128
+"""A prompt that names so many blocks, 2,048 tokens of 16 to a block, may be a turn of a session that its client does
+not name: the coordinator looks for an earlier one. To compute a shorter one again costs less than that."""
 _HASH_BYTES: Final = 8
 
 T = TypeVar("T")

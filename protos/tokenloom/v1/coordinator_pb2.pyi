@@ -217,7 +217,7 @@ class AdapterChanges(_message.Message):
     def __init__(self, load: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., unload: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PickRequest(_message.Message):
-    __slots__ = ("fingerprint", "role", "prompt_tokens", "max_new_tokens", "block_hash_prefixes", "tenant", "priority", "timeout", "exclude", "adapter", "query_id", "pools", "subset", "data_parallel_rank")
+    __slots__ = ("fingerprint", "role", "prompt_tokens", "max_new_tokens", "block_hash_prefixes", "tenant", "priority", "timeout", "exclude", "adapter", "query_id", "pools", "subset", "data_parallel_rank", "session")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +232,7 @@ class PickRequest(_message.Message):
     POOLS_FIELD_NUMBER: _ClassVar[int]
     SUBSET_FIELD_NUMBER: _ClassVar[int]
     DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     role: _types_pb2.EngineRole
     prompt_tokens: int
@@ -246,7 +247,8 @@ class PickRequest(_message.Message):
     pools: bool
     subset: Subset
     data_parallel_rank: int
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Iterable[_Union[EngineRef, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., query_id: _Optional[str] = ..., pools: _Optional[bool] = ..., subset: _Optional[_Union[Subset, _Mapping]] = ..., data_parallel_rank: _Optional[int] = ...) -> None: ...
+    session: int
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Iterable[_Union[EngineRef, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., query_id: _Optional[str] = ..., pools: _Optional[bool] = ..., subset: _Optional[_Union[Subset, _Mapping]] = ..., data_parallel_rank: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
 
 class EnrollRequest(_message.Message):
     __slots__ = ("service", "instance_id")
@@ -283,14 +285,16 @@ class EngineRef(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PickResponse(_message.Message):
-    __slots__ = ("engine", "whole_request", "pick")
+    __slots__ = ("engine", "whole_request", "pick", "session")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     WHOLE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     PICK_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     engine: EngineIdentity
     whole_request: bool
     pick: _engine_pb2.PickId
-    def __init__(self, engine: _Optional[_Union[EngineIdentity, _Mapping]] = ..., whole_request: _Optional[bool] = ..., pick: _Optional[_Union[_engine_pb2.PickId, _Mapping]] = ...) -> None: ...
+    session: _engine_pb2.SessionTurn
+    def __init__(self, engine: _Optional[_Union[EngineIdentity, _Mapping]] = ..., whole_request: _Optional[bool] = ..., pick: _Optional[_Union[_engine_pb2.PickId, _Mapping]] = ..., session: _Optional[_Union[_engine_pb2.SessionTurn, _Mapping]] = ...) -> None: ...
 
 class PickBatch(_message.Message):
     __slots__ = ("pick",)

@@ -51,7 +51,7 @@ class EngineInput(_message.Message):
     def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., add: _Optional[_Iterable[_Union[AddRequest, _Mapping]]] = ..., stop_at: _Optional[_Iterable[_Union[StopAt, _Mapping]]] = ..., abort_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., accept: _Optional[_Iterable[_Union[AcceptTokens, _Mapping]]] = ...) -> None: ...
 
 class AddRequest(_message.Message):
-    __slots__ = ("slot", "request_id", "prompt", "accepted_token_ids", "sampling_params", "pooling_params", "priority", "timeout", "kv_source", "hold_kv", "pick", "trace_headers", "awaits_tokens", "tenant")
+    __slots__ = ("slot", "request_id", "prompt", "accepted_token_ids", "sampling_params", "pooling_params", "priority", "timeout", "kv_source", "hold_kv", "pick", "trace_headers", "awaits_tokens", "tenant", "session")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class AddRequest(_message.Message):
     TRACE_HEADERS_FIELD_NUMBER: _ClassVar[int]
     AWAITS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     slot: int
     request_id: str
     prompt: _types_pb2.Prompt
@@ -87,7 +88,20 @@ class AddRequest(_message.Message):
     trace_headers: _containers.ScalarMap[str, str]
     awaits_tokens: bool
     tenant: str
-    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[_types_pb2.PoolingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., hold_kv: _Optional[bool] = ..., pick: _Optional[_Union[PickId, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., awaits_tokens: _Optional[bool] = ..., tenant: _Optional[str] = ...) -> None: ...
+    session: SessionTurn
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[_types_pb2.PoolingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., hold_kv: _Optional[bool] = ..., pick: _Optional[_Union[PickId, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., awaits_tokens: _Optional[bool] = ..., tenant: _Optional[str] = ..., session: _Optional[_Union[SessionTurn, _Mapping]] = ...) -> None: ...
+
+class SessionTurn(_message.Message):
+    __slots__ = ("branch", "return_milliseconds", "past_tokens", "moved")
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    RETURN_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    branch: int
+    return_milliseconds: int
+    past_tokens: int
+    moved: bool
+    def __init__(self, branch: _Optional[int] = ..., return_milliseconds: _Optional[int] = ..., past_tokens: _Optional[int] = ..., moved: _Optional[bool] = ...) -> None: ...
 
 class AcceptTokens(_message.Message):
     __slots__ = ("slot", "token_ids")

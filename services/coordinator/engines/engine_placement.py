@@ -10,7 +10,7 @@ from tokenloom.services.runtime.placement import pairing, prefix_homes
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, FloatColumn, IntColumn, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pool import Pool, make_pool
-from tokenloom.services.runtime.placement.rules import Ask, Rule, cost
+from tokenloom.services.runtime.placement.rules import Ask, Home, Rule, cost
 from tokenloom.v1.coordinator_pb2 import PickRequest
 from tokenloom.v1.types_pb2 import EngineRole
 
@@ -47,7 +47,12 @@ class Placement:
         self.policy = policy
 
     def choose(
-        self, pool: Pool, request: PickRequest, excluded: list[int], cached_tokens: IntColumn | None
+        self,
+        pool: Pool,
+        request: PickRequest,
+        excluded: list[int],
+        cached_tokens: IntColumn | None,
+        home: Home | None = None,
     ) -> tuple[int, bool]:
         """Return the row of the engine for ``request``, and whether it does all of it.
 
@@ -57,6 +62,7 @@ class Placement:
             pool: The engines that serve what the request asks for.
             excluded: Rows of engines that just failed this request.
             cached_tokens: See :class:`.Ask`.
+            home: Where the KV of the request's session lies; None: it has no session.
 
         Raises ``Unavailable`` when no engine of the pool is left, ``ResourceExhausted`` when the KV cache of none of
         them can hold the prompt.
@@ -77,22 +83,28 @@ class Placement:
         threshold = 0 if request.pools else self.policy.pd_threshold
         asks_homes = self.policy.rule is cost and request.role != _DECODE
         homes = prefix_homes.homes_of(self._columns, pool, request.block_hash_prefixes) if asks_homes else ()
-        ask = Ask(request.role, request.prompt_tokens, cached_tokens, homes)
+        ask = Ask(request.role, request.prompt_tokens, cached_tokens, homes, home)
         return pairing.choose(self._columns, pool, ask, self.policy.rule, threshold)
 
     def choose_near(
-        self, near: Pool, pool: Pool, request: PickRequest, excluded: list[int], cached_tokens: IntColumn | None
+        self,
+        near: Pool,
+        pool: Pool,
+        request: PickRequest,
+        excluded: list[int],
+        cached_tokens: IntColumn | None,
+        home: Home | None = None,
     ) -> tuple[int, bool]:
         """Return what :meth:`choose` returns for ``near``, the engines that the output processor works with, unless
         none of them can take the request, or only another one of ``pool`` has room for it at once. Raises what
         :meth:`choose` raises for ``pool``."""
         try:
-            chosen = self.choose(near, request, excluded, cached_tokens)
+            chosen = self.choose(near, request, excluded, cached_tokens, home)
         except (ResourceExhausted, Unavailable):
-            return self.choose(pool, request, excluded, cached_tokens)
+            return self.choose(pool, request, excluded, cached_tokens, home)
         if self._has_room(chosen[0], request):
             return chosen
-        other = self.choose(pool, request, excluded, cached_tokens)
+        other = self.choose(pool, request, excluded, cached_tokens, home)
         return other if self._has_room(other[0], request) else chosen
 
     def _has_room(self, row: int, request: PickRequest) -> bool:

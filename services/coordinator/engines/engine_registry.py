@@ -10,7 +10,7 @@ import numpy as np
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
-from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, cost
+from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Home, cost
 from tokenloom.services.runtime.registry.engine_loads import loads_of
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
@@ -29,6 +29,7 @@ from tokenloom.v1.types_pb2 import Adapter
 
 from ..picks.placed import ExpiringPicks, Placed
 from ..picks.prefix_placements import PrefixPlacements
+from ..picks.sessions import Sessions, Turn
 from ..prefixes.prefix_index import Path, PrefixIndex
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import EngineCosts, Placement, Policy, check_request
@@ -121,6 +122,7 @@ class Registry:
         changed: The engines that changed since the last look of the feed of snapshots.
         prefixes: Which blocks the engines have in their caches.
         popular: Where prompts with popular beginnings were placed.
+        sessions: Where the KV of sessions lies, and when their next turns are likely.
         uses_prefixes: Whether a pick has named blocks of its prompt.
         claims: Which weights serve a model's name.
     """
@@ -148,6 +150,7 @@ class Registry:
         self._by_row: dict[int, EngineRecord] = {}
         self.prefixes = PrefixIndex(prefix_index_bytes)
         self.popular = PrefixPlacements()
+        self.sessions = Sessions(clock)
         self.uses_prefixes = False
         self._placement = Placement(self._columns, self._kinds, policy)
         self._costs = EngineCosts(self._columns, self._kinds) if policy.rule is cost else None
@@ -297,10 +300,12 @@ class Registry:
         excluded = self._rows(request.exclude) if request.exclude else []
         path = self.prefixes.find(request.block_hash_prefixes) if request.block_hash_prefixes else None
         cached = None if path is None else self._cached_tokens(path, request.prompt_tokens)
-        if near is not None:
-            row, whole = self._placement.choose_near(near, pool, request, excluded, cached)
+        turn = self.sessions.find(request)
+        home = None if turn is None else self._home(turn, request)
+        if near is not None and (home is None or home.row not in pool.rows or home.row in near.rows):
+            row, whole = self._placement.choose_near(near, pool, request, excluded, cached, home)
         else:
-            row, whole = self._placement.choose(pool, request, excluded, cached)
+            row, whole = self._placement.choose(pool, request, excluded, cached, home)
         record = self._by_row[row]
         now, self._num_picks = self._clock(), self._num_picks + 1
         uncached_tokens = request.prompt_tokens - (0 if cached is None else int(cached[row]))
@@ -313,7 +318,8 @@ class Registry:
         self._expire(now)  # a few at each pick: those of a tenth of a second together would keep others waiting
         self.revision += 1
         self.changed.load(record.identity.engine_id)
-        return Placed(record.identity, record.answer_part, whole, self._epoch, self._num_picks)
+        session = None if turn is None else self.sessions.note(turn, request, record.identity)
+        return Placed(record.identity, record.answer_part, whole, self._epoch, self._num_picks, session)
 
     def refresh(self) -> None:
         """Notice what time alone changes. To be called several times a second."""
@@ -396,6 +402,13 @@ class Registry:
         tokens *= self._columns.block_size
         np.minimum(tokens, np.array(prompt_tokens), out=tokens)
         return tokens
+
+    def _home(self, turn: Turn, request: PickRequest) -> Home | None:
+        """Return where the KV of a session lies; None if its engine is gone, or the turn does not go on with it."""
+        if turn.engine is None or not turn.returns or not (rows := self._rows([turn.engine])):
+            return None
+        tokens = turn.num_blocks * int(self._columns.block_size[rows[0]])
+        return Home(rows[0], min(tokens, request.prompt_tokens))
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:
         """Return the rows of those of the engines that are joined."""

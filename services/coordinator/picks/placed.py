@@ -7,10 +7,10 @@ from typing import NamedTuple
 from tokenloom.request.errors import TokenloomError
 from tokenloom.request.wire_errors import to_proto
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, PickResponse, PickResult, PickResults
-from tokenloom.v1.engine_pb2 import PickId
+from tokenloom.v1.engine_pb2 import PickId, SessionTurn
 
 # Tags of the fields that are written here; a test compares the bytes with those of the messages.
-_RESULT, _RESPONSE, _PICK = b"\x0a", b"\x0a", b"\x1a"
+_RESULT, _RESPONSE, _PICK, _SESSION = b"\x0a", b"\x0a", b"\x1a", b"\x22"
 _WHOLE = b"\x10\x01"
 _EPOCH, _NUMBER = b"\x09", b"\x10"
 _EPOCH_BYTES = 8
@@ -25,6 +25,7 @@ class Placed(NamedTuple):
         whole_request: Whether it does the whole request.
         epoch: Incarnation of the coordinator.
         number: Of the pick.
+        session: Which turn of which session the leg belongs to; None: of none that is known.
     """
 
     engine: EngineIdentity
@@ -32,6 +33,7 @@ class Placed(NamedTuple):
     whole_request: bool
     epoch: int
     number: int
+    session: SessionTurn | None = None
 
     @property
     def pick(self) -> PickId:
@@ -40,7 +42,7 @@ class Placed(NamedTuple):
 
     def response(self) -> PickResponse:
         """Return the answer to a pick that comes alone."""
-        return PickResponse(engine=self.engine, whole_request=self.whole_request, pick=self.pick)
+        return PickResponse(engine=self.engine, whole_request=self.whole_request, pick=self.pick, session=self.session)
 
     def part(self) -> bytes:
         """Return the answer as a part of a serialized ``PickResults``.
@@ -51,6 +53,9 @@ class Placed(NamedTuple):
         pick = _EPOCH + self.epoch.to_bytes(_EPOCH_BYTES, "little") + _NUMBER + _varint(self.number)
         whole = _WHOLE if self.whole_request else b""
         response = self.engine_part + whole + _PICK + _varint(len(pick)) + pick
+        if self.session is not None:
+            session = self.session.SerializeToString()
+            response += _SESSION + _varint(len(session)) + session
         result = _RESPONSE + _varint(len(response)) + response
         return _RESULT + _varint(len(result)) + result
 

@@ -19,7 +19,7 @@ from tokenloom.engine_core.data.core_params import (
     StructuredOutput,
 )
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.data.messages import EngineCoreRequest
+from tokenloom.engine_core.data.messages import EngineCoreRequest, SessionTurn
 from tokenloom.request import validation
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
 from tokenloom.request.narrowing import rows
@@ -73,6 +73,9 @@ def to_core_request(
         adapter=prompt.adapter,
         pooling_params=pooling,
         reasoning_start=prompt.reasoning_start,
+        session=SessionTurn(add.session.branch, add.session.return_milliseconds * 1_000_000)
+        if add.HasField("session")
+        else None,
     )
 
 

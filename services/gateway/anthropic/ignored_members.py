@@ -8,6 +8,7 @@ from ..openapi.request_schemas import MessagesRequest
 
 _TURN = frozenset({"role", "content"})
 _TOOL = frozenset({"type", "name", "description", "input_schema", "strict"})
+_METADATA = frozenset({"user_id"})
 _THINKING = frozenset({"type", "budget_tokens"})
 _OUTPUT = frozenset({"effort", "format"})
 _CHOICE = frozenset({"type", "name", "disable_parallel_tool_use"})
@@ -31,6 +32,8 @@ def ignored_in_message(fields: MessagesRequest, *, keeps_budget: bool) -> tuple[
     for turn in fields.messages:
         found += _in_blocks("messages[].content[]", turn.get("content"))
     found += ignored_members("tools[]", fields.tools or (), _TOOL)
+    if fields.metadata:
+        found += ignored_members("metadata", (fields.metadata,), _METADATA)
     found += ignored_members("tool_choice", (fields.tool_choice,), _CHOICE)
     found += ignored_members(
         "thinking", (fields.thinking,), _THINKING if keeps_budget else _THINKING - {"budget_tokens"}

@@ -12,7 +12,7 @@ from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
 from .ignored_members import ignored_in_message
 from .message_answer import MessageAnswer
-from .messages_body import chat_body, most_tokens
+from .messages_body import chat_body, most_tokens, session
 
 _FIELDS = {
     "stop": "stop_sequences",
@@ -50,7 +50,7 @@ class MessagesApi:
         if options.ignored:
             members += inherited(options.ignored, _FIELDS)
         ignored = (*self.reader.ignored(body, MessagesRequest), *members)
-        return replace(request, most_tokens=longest), replace(
+        return replace(request, most_tokens=longest, session=session(fields)), replace(
             options, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )
 

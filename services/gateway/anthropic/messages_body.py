@@ -37,6 +37,15 @@ def most_tokens(body: Body) -> int:
     return narrow_int("max_tokens", body["max_tokens"], 1, 2**32 - 1)
 
 
+def session(fields: MessagesRequest) -> str:
+    """Return the client's name for its session; empty: it gives none. Claude Code's ``user_id`` holds the session's id.
+    Raises ``InvalidArgument``."""
+    name = (fields.metadata or {}).get("user_id")
+    if name is not None and not isinstance(name, str):
+        raise InvalidArgument("metadata.user_id must be a string", "metadata.user_id")
+    return name or ""
+
+
 def conversation(fields: CountTokensRequest) -> dict[str, Any]:
     """Return what the chat template reads: the turns and the tools."""
     chat: dict[str, Any] = {"messages": read_turns(fields.system, fields.messages)}

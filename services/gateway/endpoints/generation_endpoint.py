@@ -23,7 +23,7 @@ from ..http.request_body import BodyParser
 from ..mesh.collector import Delta
 from ..openai.body_reader import AnswerOptions, Body
 from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, EventId, parse_event_id
-from ..records.generate_request import Chat, GenerateRequest
+from ..records.generate_request import SESSION_HEADERS, Chat, GenerateRequest, session_of_headers
 from ..records.model_names import ModelNames
 from ..records.request_ids import NEW, ResumeToken, fingerprint, token_of_key, tokens_of
 from ..records.volatile_lines import AGENTS, VolatileLine, lines_of, settled
@@ -358,6 +358,8 @@ class GenerationEndpoint:
             request = replace(request, is_sheddable=True)
         if (rank := headers.get(RANK_HEADER)) is not None:
             request = replace(request, data_parallel_rank=read_rank(rank))
+        if not SESSION_HEADERS.isdisjoint(headers) and (session := session_of_headers(headers)):
+            request = replace(request, session=session)
         if b"last-event-id" in headers or b"idempotency-key" in headers:
             options, token = _read_resume_token(exchange, body.data, request, options)
         # After the fingerprint, which is made of the bytes of the body. They must not live as long as the answer; after

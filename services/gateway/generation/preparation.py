@@ -18,7 +18,7 @@ from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 from ..mesh.mesh_view import MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
-from ..records.generate_request import SHEDDABLE_PRIORITY, Chat, EmbeddedPrompt, GenerateRequest
+from ..records.generate_request import SHEDDABLE_PRIORITY, Chat, EmbeddedPrompt, GenerateRequest, session_digest
 from ..records.pooling_input import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from ..tenants.tenant import SALT_BYTES
@@ -276,6 +276,8 @@ def _submit(
         trace_headers=CURRENT.get(),
     )
     submit.prompt.cache_salt = salt
+    if request.session:
+        submit.session = session_digest(request)
     if request.adapter is not None:
         submit.prompt.adapter = request.adapter.digest
     params = submit.sampling_params

@@ -319,6 +319,7 @@ def make_generate_request(
         beam_search=_beam_search(fields) if fields.use_beam_search or fields.length_penalty is not None else None,
         bad_words=fields.bad_words or (),
         own_salt=fields.cache_salt or "",
+        session=fields.prompt_cache_key or "",
         truncate_prompt_tokens=None if keep is None else narrow_int("truncate_prompt_tokens", keep, -1, 2**32 - 1),
         **own,
     )

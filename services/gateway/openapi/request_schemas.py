@@ -72,6 +72,10 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[str, Meta(min_length=1, max_length=256)] | None,
         Meta(description="Share cached prefixes only with the same tenant's requests that have this salt too."),
     ] = None
+    prompt_cache_key: Annotated[
+        str | None,
+        Meta(description="Names the session: its next turn runs where its beginning is cached. Only a hint."),
+    ] = None
     # Described in the table of sampling parameters:
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None
@@ -241,6 +245,10 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
         Meta(description='{"format": {"type": "json_schema", "schema": …}}; effort: a variable of the chat template.'),
     ] = None
     output_format: Annotated[dict[str, Any] | None, Meta(description="Older name of output_config.format.")] = None
+    metadata: Annotated[
+        dict[str, Any] | None,
+        Meta(description="user_id names the session: its next turn runs where its beginning is cached. Only a hint."),
+    ] = None
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,6 +280,10 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, Any] | None, Meta(description='{"format": {"type": "text" | "json_object" | "json_schema", …}}.')
     ] = None
     metadata: Annotated[dict[str, Any] | None, Meta(description="Returned as it is.")] = None
+    prompt_cache_key: Annotated[
+        str | None,
+        Meta(description="Names the session: its next turn runs where its beginning is cached. Only a hint."),
+    ] = None
     include: Annotated[list[str] | None, Meta(description="Further parts of the response; they have no effect.")] = None
     truncation: Annotated[str | None, Meta(description="auto, disabled; a longer input is refused.")] = None
     top_logprobs: Annotated[int | None, Meta(description="Only 0.")] = None

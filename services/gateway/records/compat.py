@@ -73,9 +73,9 @@ FOREIGN_APIS = (
         """
         messages messages[].content[].text messages[].name messages[].tool_calls messages[].tool_call_id
         messages[].refusal messages[].content[].refusal model frequency_penalty logit_bias logprobs
-        max_completion_tokens max_tokens n parallel_tool_calls presence_penalty reasoning_effort response_format
-        response_format.json_schema seed stop stream stream_options.include_usage temperature tool_choice
-        tool_choice.function tool_choice.allowed_tools tools tools[].function.strict top_logprobs top_p
+        max_completion_tokens max_tokens n parallel_tool_calls presence_penalty prompt_cache_key reasoning_effort
+        response_format response_format.json_schema seed stop stream stream_options.include_usage temperature
+        tool_choice tool_choice.function tool_choice.allowed_tools tools tools[].function.strict top_logprobs top_p
         """,
         refused={
             "messages[].content[].image_url": _ONLY_TEXT,
@@ -93,7 +93,6 @@ FOREIGN_APIS = (
         ignored={
             "messages[].annotations": "Templates have no citations.",
             "metadata": "Chats are not stored; /v1/responses returns it.",
-            "prompt_cache_key": _SALTED,
             "prompt_cache_retention": _SALTED,
             "safety_identifier": _NO_ACCOUNTS,
             "service_tier": "Use priority.",
@@ -124,8 +123,9 @@ FOREIGN_APIS = (
         "/v1/responses",
         """
         input input[].function_call input[].function_call_output input[].reasoning background instructions
-        max_output_tokens metadata model parallel_tool_calls previous_response_id reasoning.effort store stream
-        temperature text.format tool_choice tool_choice.name tools tools[].strict tools[].namespace top_p
+        max_output_tokens metadata model parallel_tool_calls previous_response_id prompt_cache_key
+        reasoning.effort store stream temperature text.format tool_choice tool_choice.name tools tools[].strict
+        tools[].namespace top_p
         """,
         refused={
             "input[].content[].input_image": _ONLY_TEXT,
@@ -141,7 +141,6 @@ FOREIGN_APIS = (
             "context_management": "The client shortens its conversation.",
             "include": "Reasoning is returned as text.",
             "max_tool_calls": "Limits tools that run at OpenAI.",
-            "prompt_cache_key": _CACHED_ANYWAY,
             "prompt_cache_retention": _CACHED_ANYWAY,
             "reasoning.summary": "Reasoning is returned in full.",
             "reasoning.generate_summary": "Reasoning is returned in full.",
@@ -161,7 +160,8 @@ FOREIGN_APIS = (
         "/v1/messages",
         """
         messages messages[].content[].text messages[].content[].tool_use messages[].content[].tool_result
-        messages[].content[].is_error messages[].content[].thinking messages[].content[].document model max_tokens
+        messages[].content[].is_error messages[].content[].thinking messages[].content[].document
+        metadata.user_id model max_tokens
         output_config.effort output_config.format output_format stop_sequences stream system system[].text temperature
         thinking.type thinking.budget_tokens tool_choice.type tool_choice.name tool_choice.disable_parallel_tool_use
         tools tools[].strict top_k top_p
@@ -180,7 +180,6 @@ FOREIGN_APIS = (
             "container": "No code runs at the server.",
             "context_management": "The client shortens its conversation.",
             "inference_geo": "The mesh runs where it is.",
-            "metadata": "Use API keys.",
             "output_config.task_budget": "Use max_tokens.",
             "service_tier": "Use priority.",
             "speed": "Use priority.",

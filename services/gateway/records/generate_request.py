@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -87,6 +88,27 @@ class GenerateRequest:
     """The LoRA adapter that generates; None: the model itself."""
     data_parallel_rank: int | None = None
     """The rank of a data-parallel group that must run it; None: any."""
+    session: str = ""
+    """The client's name for the session of which it is a turn, a hint for placement and caches; empty: it gives
+    none."""
+
+
+SESSION_HEADERS: Final = frozenset(
+    {b"x-session-id", b"session_id", b"session-id", b"x-claude-code-session-id", b"x-session-affinity"}
+)
+"""Name the session of a request: as routers have it, twice as Codex, as Claude Code and as OpenCode."""
+
+
+def session_of_headers(headers: Mapping[bytes, bytes]) -> str:
+    """Return the session that headers, whose names are in lower case, give a request; empty: they name none."""
+    return next((value.decode("latin-1") for name, value in headers.items() if name in SESSION_HEADERS and value), "")
+
+
+def session_digest(request: GenerateRequest) -> int:
+    """Return the number that stands for a request's session within the mesh. No other tenant's session has it."""
+    tenant = hashlib.blake2b(request.tenant.name.encode()).digest()
+    digest = hashlib.blake2b(request.session.encode(), key=tenant, digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
 
 
 def read_embeds_prompts(value: object) -> list[EmbeddedPrompt]:

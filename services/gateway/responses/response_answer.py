@@ -28,6 +28,7 @@ class ResponseRequest:
         created: When it was asked for, in seconds since 1970.
         echo: The members of the response that repeat the request.
         turns: The conversation without the instructions.
+        session: The name of its session: the client's, or the id of its first response; empty: it may begin one.
         tenant: Name of the client's tenant.
         is_background: Whether the client asks for the response later.
         is_stored: Whether later requests may refer to the response.
@@ -38,6 +39,7 @@ class ResponseRequest:
     created: int
     echo: Mapping[str, Any]
     turns: Sequence[Turn]
+    session: str
     tenant: str
     is_background: bool
     is_stored: bool
@@ -108,7 +110,7 @@ class ResponseAnswer:
         response = response_of(self._head, status, **ending)
         if self._request.is_stored:
             turns = [*self._request.turns, self._items.turn()]
-            self._store.put(StoredResponse(self._request.tenant, response, turns))
+            self._store.put(StoredResponse(self._request.tenant, response, turns, self._request.session))
         return response
 
     def _status(self) -> str:

@@ -24,6 +24,7 @@ class StoredResponse:
         tenant: Name of the tenant that it belongs to.
         response: Its object, as clients see it.
         turns: The conversation: what it answered, and the answer once it is complete.
+        session: Of its request; empty: the responses that continue it are of the session that it begins.
         cancel: Ends its generation; None once it has ended.
         token: Of the call that began it in the background, by which a repeat of the call is known.
     """
@@ -31,6 +32,7 @@ class StoredResponse:
     tenant: str
     response: dict[str, Any]
     turns: Sequence[Turn]
+    session: str = ""
     cancel: Callable[[], object] | None = None
     token: ResumeToken = NEW
 
@@ -134,7 +136,7 @@ class ResponseStore:
     def end(self, response_id: str, response: dict[str, Any]) -> None:
         """Keep how a response in the background ended without an answer, unless it was deleted meanwhile."""
         if (running := self._running.get(response_id)) is not None:
-            self.put(StoredResponse(running.stored.tenant, response, running.stored.turns))
+            self.put(StoredResponse(running.stored.tenant, response, running.stored.turns, running.stored.session))
 
     def get(self, response_id: str, tenant: str, where: str | None = None) -> StoredResponse:
         """Return a tenant's response. Raises :class:`errors.NotFound`, which also covers those of other tenants.

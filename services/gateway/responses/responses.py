@@ -67,7 +67,7 @@ class ResponsesApi:
         ignored = (*ignored_in_response(fields), *self.reader.ignored(body, ResponsesRequest))
         if options.ignored:
             ignored += inherited(options.ignored, _FIELDS)
-        return replace(generate_request, most_tokens=longest), replace(
+        return replace(generate_request, most_tokens=longest, session=request.session), replace(
             options, request=request, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )
 
@@ -83,23 +83,26 @@ class ResponsesApi:
         echo = {name: getattr(fields, name) for name in _ECHOED} | {"model": self.names.answers_as(body.get("model"))}
         echo |= {name: value for name, value in _DEFAULTS.items() if echo[name] is None}
         echo |= {name: default if body.get(name) is None else body[name] for name, default in _ECHOED_SAMPLING.items()}
+        turns, session = self._turns(fields, tenant)
         return ResponseRequest(
             response_id=f"resp_{uuid4().hex}",
             created=int(time.time()),
             echo=echo,
-            turns=self._turns(fields, tenant),
+            turns=turns,
+            session=fields.prompt_cache_key or session,
             tenant=tenant.name,
             is_background=is_background,
             is_stored=is_stored,
             namespaced=namespaced(fields),
         )
 
-    def _turns(self, fields: ResponsesRequest, tenant: Tenant) -> list[Turn]:
+    def _turns(self, fields: ResponsesRequest, tenant: Tenant) -> tuple[list[Turn], str]:
+        """Return the whole conversation and the session of the response that it continues; empty: it continues none."""
         new = read_input(fields.input)
         if fields.previous_response_id is None:
-            return new
+            return new, ""
         field = "previous_response_id"
         previous = self.store.get(fields.previous_response_id, tenant.name, field)
         if previous.cancel is not None:
             raise InvalidArgument("the previous response has not ended", field)
-        return [*previous.turns, *new]
+        return [*previous.turns, *new], previous.session or fields.previous_response_id

@@ -40,7 +40,7 @@ class ResponsesEndpoint:
             await _respond(exchange, earlier.response)
             return
         response = response_of(head_of(request), "queued")
-        stored = StoredResponse(request.tenant, response, request.turns, token=held[0][2])
+        stored = StoredResponse(request.tenant, response, request.turns, request.session, token=held[0][2])
         self.store.begin(stored)
         task = self.host.spawn(self._run(held, request, stored), name=f"response {request.response_id}")
         stored.cancel = task.cancel

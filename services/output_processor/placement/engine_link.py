@@ -25,7 +25,16 @@ from tokenloom.services.runtime.streams.slotted_stream import (
 )
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, PickId, SlotLogprobs
+from tokenloom.v1.engine_pb2 import (
+    AddRequest,
+    EngineFrame,
+    EngineInput,
+    Finished,
+    KVSource,
+    PickId,
+    SessionTurn,
+    SlotLogprobs,
+)
 from tokenloom.v1.engine_pb2_grpc import EngineStub
 from tokenloom.v1.types_pb2 import Hello, Logprobs, Pooled
 
@@ -97,6 +106,7 @@ class EngineAttempt:
         num_accepted: Output tokens that the engine was given with it.
         has_output: Whether the engine has sent any.
         was_wrong: Whether it is lost because the engine sent what no engine may send.
+        session: Which turn of which session the request is; None: of none that the coordinator knows.
         request_id: The request's id in the mesh, which its samples share; empty until it is sent.
         slot: Its number on the link; 0 until it is sent.
         owner: Set when it is sent.
@@ -109,6 +119,7 @@ class EngineAttempt:
     num_accepted: int = 0
     has_output: bool = False
     was_wrong: bool = False
+    session: SessionTurn | None = None
     request_id: str = ""
     slot: int = 0
     owner: AttemptOwner = field(init=False)

@@ -11,6 +11,7 @@ import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
+from tokenloom.request.prefix_schedule import SESSION_HASHES
 from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
@@ -123,6 +124,8 @@ class Placer:
             or submit.prompt.adapter
             or submit.HasField("pooling_params")
             or submit.HasField("data_parallel_rank")
+            or submit.session
+            or len(submit.block_hash_prefixes) >= SESSION_HASHES
         ):
             return None  # the coordinator does more for it than to choose an engine, or may refuse it
         link = self._links.find_open(only)
@@ -230,7 +233,8 @@ class Placer:
                 if not debt.pay():
                     break
                 continue
-            return EngineAttempt(link, pick, picked.whole_request, is_counted=pick is None)
+            session = picked.session if picked.HasField("session") else None
+            return EngineAttempt(link, pick, picked.whole_request, is_counted=pick is None, session=session)
         raise errors.Unavailable("No engine answers; retry.")
 
     def is_shared(self, key: EngineKey, num_samples: int) -> bool:
@@ -342,4 +346,5 @@ def _pick_request(
         query_id=submit.pooling_params.late_interaction.query_id if pools else "",
         subset=subset,
         data_parallel_rank=submit.data_parallel_rank if submit.HasField("data_parallel_rank") else None,
+        session=submit.session,
     )

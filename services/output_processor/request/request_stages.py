@@ -193,6 +193,8 @@ class RequestStages:
             awaits_tokens=awaits_tokens,
             routed_start=0 if output.routed is None else output.routed.next_start,
         )
+        if attempt.session is not None:
+            request.session.CopyFrom(attempt.session)
         attempt.num_accepted = len(accepted)
         try:
             attempt.link.add(request, attempt, self)

@@ -32,6 +32,30 @@ _DECODE = EngineRole.ENGINE_ROLE_DECODE
 _WAITING_WEIGHT, _NONE = np.array(WAITING_WEIGHT), np.array(0.0)
 
 
+SESSION_TOKENS = 2048
+"""So many tokens of a session that need not be computed again weigh as much as a waiting request: a step's prompts."""
+MAX_SESSION_WEIGHT = 4 * WAITING_WEIGHT
+"""What a session saves counts for so much at most: an engine that has more to do than others by four waiting requests
+loses sessions to them, however long these are."""
+_TIE = 0.5
+"""Between engines of equal scores a session stays where it is."""
+BROUGHT_BACK = 0.5
+"""Share of a session's KV that is assumed where it ran last, if the cache there has evicted it: an engine may have kept
+it elsewhere, and brings it back for less than it costs to compute."""
+
+
+class Home(NamedTuple):
+    """Says where a session's KV lies.
+
+    Attributes:
+        row: Of the engine on which its last turn ran.
+        tokens: Those of the prompt that were part of that turn.
+    """
+
+    row: int
+    tokens: int
+
+
 class Ask(NamedTuple):
     """Describes a leg to place.
 
@@ -41,12 +65,14 @@ class Ask(NamedTuple):
         cached_tokens: Tokens of the prompt in each engine's KV cache as far as is known, by row, shape [capacity]; None
             if no engine has any.
         homes: Rows of the engines at which the prompt's beginning is at home; none, if the rule does not ask.
+        session: Where the KV of the request's session lies; None: it has none.
     """
 
     role: EngineRole
     prompt_tokens: int
     cached_tokens: IntColumn | None = None
     homes: Sequence[int] = ()
+    session: Home | None = None
 
 
 Rule: TypeAlias = Callable[[EngineColumns, Candidates, Ask], NDArray[np.int64] | NDArray[np.float64]]
@@ -57,17 +83,24 @@ def score(engines: EngineColumns, candidates: Candidates, ask: Ask) -> IntColumn
     """Return waiting * 4 + running, less what a cached prefix saves.
 
     A prefill that is cached in full saves what a waiting request weighs, and no engine becomes better than an idle one.
-    A decode leg saves no prefill, only a copy: its cached prefix decides between equals.
+    A decode leg saves no prefill, only a copy: its cached prefix decides between equals. A session saves more, the
+    longer it is, and stays where it is rather than go to an idle engine.
     """
     index = candidates.index
     scores: IntColumn = engines.waiting[index] * _WAITING_WEIGHT
     scores += engines.running[index]
-    if ask.cached_tokens is None or ask.role == _DECODE:
+    if (ask.cached_tokens is None and ask.session is None) or ask.role == _DECODE:
         return scores
-    reduced: FloatColumn = ask.cached_tokens[index] / np.array(ask.prompt_tokens / WAITING_WEIGHT)
+    cached = np.zeros(len(scores)) if ask.cached_tokens is None else ask.cached_tokens[index]
+    reduced: FloatColumn = cached / np.array(ask.prompt_tokens / WAITING_WEIGHT)
     np.rint(reduced, out=reduced)
     np.subtract(scores, reduced, out=reduced)
     np.maximum(reduced, _NONE, out=reduced)
+    if (home := ask.session) is not None:
+        for at in candidates.positions((home.row,)):
+            saved = max(int(cached[at]), BROUGHT_BACK * home.tokens)
+            weight = WAITING_WEIGHT * saved / min(ask.prompt_tokens, SESSION_TOKENS)
+            reduced[at] = scores[at] - min(weight, MAX_SESSION_WEIGHT) - _TIE
     return reduced
 
 
@@ -77,7 +110,8 @@ def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColum
     They are the time to compute the uncached prompt tokens that wait there and those of the leg, at the engine's own
     rate, :data:`.BATCH_STEPS` of the mean steps as far as its batch is full, waiting requests included, and
     :data:`EXCESS_STEPS` for each request above :data:`EXCESS` times the mean. A decode leg computes no prompt. A home
-    of the prompt counts as if it had computed :data:`HOME_SHARE` of it.
+    of the prompt counts as if it had computed :data:`HOME_SHARE` of it, and the engine of a session as if it had
+    :data:`BROUGHT_BACK` of its KV at least.
     """
     index, speeds = candidates.index, candidates.speeds(engines)
     requests = engines.waiting[index] + engines.running[index]
@@ -93,6 +127,10 @@ def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColum
     tokens: FloatColumn = engines.uncached_tokens[index] + np.array(float(ask.prompt_tokens))
     if ask.cached_tokens is not None:
         tokens -= ask.cached_tokens[index]
+    if (session := ask.session) is not None:
+        known = 0 if ask.cached_tokens is None else int(ask.cached_tokens[session.row])
+        for at in candidates.positions((session.row,)):
+            tokens[at] -= max(BROUGHT_BACK * session.tokens - known, 0.0)
     for home in candidates.positions(ask.homes) if ask.homes else ():
         tokens[home] -= HOME_SHARE * ask.prompt_tokens
     tokens *= speeds.seconds_per_token

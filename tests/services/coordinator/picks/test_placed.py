@@ -6,6 +6,7 @@ from tokenloom.request.errors import Unavailable
 from tokenloom.request.wire_errors import to_proto
 from tokenloom.services.coordinator.picks.placed import Placed, engine_part, error_part
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, PickResult, PickResults
+from tokenloom.v1.engine_pb2 import SessionTurn
 
 
 @pytest.mark.parametrize("number", [1, 127, 128, 16_383, 16_384, 1 << 40, (1 << 64) - 1])
@@ -23,3 +24,11 @@ def test_parts_make_a_message() -> None:
     results = PickResults.FromString(placed.part() + error_part(error) + placed.part())
     response = PickResult(response=placed.response())
     assert list(results.result) == [response, PickResult(error=to_proto(error)), response]
+
+
+def test_a_part_names_the_turn_of_a_session() -> None:
+    engine = EngineIdentity(engine_id="e", epoch=3)
+    turn = SessionTurn(branch=(1 << 64) - 1, return_milliseconds=30_000, past_tokens=9, moved=True)
+    placed = Placed(engine, engine_part(engine), True, 1, 2, turn)
+    assert PickResults.FromString(placed.part()).result[0].response == placed.response()
+    assert placed.response().session == turn

@@ -284,7 +284,7 @@ SAMPLES: dict[str, Samples] = {
             "context_management": {"edits": []},
             "inference_geo": "us",
             "mcp_servers": [{"type": "url", "url": "https://example.com", "name": "s"}],
-            "metadata": {"user_id": "me"},
+            "metadata.user_id": {"user_id": "me"},
             "output_config.effort": {"effort": "low"},
             "output_config.format": _ANTHROPIC_FORMAT,
             "output_config.task_budget": {"task_budget": {"type": "tokens", "total": 9}},

@@ -18,6 +18,7 @@ from tests.services.output_processor.fakes import (
     submit,
 )
 from tokenloom.request.errors import ResourceExhausted, Unavailable
+from tokenloom.request.prefix_schedule import SESSION_HASHES
 from tokenloom.services.output_processor.placement.engine_link import IDLE_SECONDS, EngineAttempt, EngineLinks
 from tokenloom.services.output_processor.placement.engine_search import EngineSearch, Lifetime
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
@@ -222,6 +223,8 @@ async def test_the_only_engine_is_not_asked_for(socket_dir: Path) -> None:
             submit(1, [1] * 4),  # too long
             submit(1, trace_headers={"traceparent": "x"}),
             submit(1, data_parallel_rank=0),
+            submit(1, session=9),
+            submit(1, block_hash_prefixes=range(SESSION_HASHES)),
             adapted,
         ):
             assert placer.at_once(needs_answer) is None

@@ -1,0 +1,283 @@
+"""Recognises the turns of sessions: where the KV of the turns before lies, and when the next one is likely. No I/O.
+
+A session is a conversation of an agent, which sends all of it again with each turn. Clients name it by an id, which is
+only a hint; without one a long prompt is recognised by the block hashes that it shares with an earlier prompt of its
+tenant. What is known is soft state: a new coordinator learns it anew from the next turns, and answers never depend on
+it.
+"""
+
+from array import array
+from bisect import bisect
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_HASHES, SESSION_HASHES
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest
+from tokenloom.v1.engine_pb2 import SessionTurn
+from tokenloom.v1.types_pb2 import EngineRole
+
+MAX_BRANCHES = 8192
+"""Lines of turns that are remembered; the one whose last turn is oldest is forgotten first."""
+MAX_TENANT_BRANCHES = 1024
+"""Those of one tenant, which take no more than 5 MiB."""
+MAX_SESSION_BRANCHES = 8
+"""Lines of one session that a prompt is compared with, the latest."""
+TURNS = 16
+"""Turns of a line at whose ends another line may begin."""
+FORGET_SECONDS = 1800.0
+"""A session whose next turn has not come after so long is forgotten."""
+FIRST_INTERVAL = 30.0
+"""Seconds until the second turn of a session, as long as its tenant's sessions have shown no interval."""
+_NEW_SHARE = 0.25
+"""Weight of the latest interval in the mean."""
+_MAX_LOST = 4
+"""Lines that an id may begin without a second turn before it counts as one that says nothing, such as the name of an
+application that all its requests carry."""
+_SLACK_BLOCKS = 2
+"""By so many blocks a turn may differ from the end of the prompt before, and by its last one that is named: templates
+open an answer with tokens that they leave out of the history."""
+_LEAST_TOKENS = 16
+"""A turn without a client's id is longer than the one before by so many tokens at least, for an answer and another
+message: questions that follow a common beginning are as long as each other."""
+_AT_ENDS = (1, 2, 4)
+"""Positions, from the end of a prompt, of the hashes by which it is found again."""
+
+_DECODE = EngineRole.ENGINE_ROLE_DECODE
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """Holds what the lines of one id have in common; ``key`` 0: it has one line, which no client has named."""
+
+    key: int
+    branches: list["_Branch"] = field(default_factory=list)
+    interval: float | None = None
+    num_lost: int = 0  # lines in a row that began without another one's second turn
+
+
+@dataclass(slots=True, eq=False)
+class _Branch:
+    """Holds one line of turns: the prompt of each begins with the one before."""
+
+    number: int
+    tenant: str
+    session: _Session
+    hashes: "array[int]"  # of the latest prompt
+    prompt_tokens: int
+    began_at: float  # the latest turn
+    engine: EngineRef
+    points: deque[int]  # hashes at the ends of its latest turns, under which it is found
+    interval: float | None = None
+    num_turns: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """Holds the sessions of a tenant: no other tenant's request ever meets them."""
+
+    branches: OrderedDict[int, _Branch] = field(default_factory=OrderedDict)  # by number, the latest turn last
+    sessions: dict[int, _Session] = field(default_factory=dict)  # by the client's id
+    points: dict[int, _Branch] = field(default_factory=dict)
+    interval: float | None = None
+
+
+class Turn(NamedTuple):
+    """Describes a request as a turn of a session, before it is placed.
+
+    Attributes:
+        branch: The line with which it has most in common; None: there is none.
+        session: The session that its client names; None: it names none, or a new one.
+        num_common: Leading hashes that its prompt shares with the latest one of that line.
+        is_next: Whether it goes on with that line, rather than beginning another one.
+        is_repeated: Whether it is that line's latest turn once more: another attempt, or another leg.
+    """
+
+    branch: _Branch | None
+    session: _Session | None
+    num_common: int
+    is_next: bool
+    is_repeated: bool
+
+    @property
+    def engine(self) -> EngineRef | None:
+        """The engine on which that line's KV lies."""
+        return None if self.branch is None else self.branch.engine
+
+    @property
+    def returns(self) -> bool:
+        """Whether it is to run where that line's KV lies. One that only shares a beginning, such as a system prompt,
+        with another prompt is not: other engines have that too."""
+        return self.is_next or self.is_repeated or self.session is not None
+
+    @property
+    def num_blocks(self) -> int:
+        """Leading blocks of the prompt that it shares with an earlier one, as far as hashes name them."""
+        return LEADING_BLOCKS[self.num_common]
+
+
+class Sessions:
+    """Remembers the sessions of all tenants. ``clock`` returns seconds, of any beginning."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._tenants: dict[str, _Tenant] = {}
+        self._branches: OrderedDict[int, _Branch] = OrderedDict()  # by number, the latest turn last
+        self._num_begun = 0
+
+    def __len__(self) -> int:
+        return len(self._branches)
+
+    def find(self, request: PickRequest) -> Turn | None:
+        """Return which turn of which session a request is; None if it is of none that could be recognised later."""
+        hashes = request.block_hash_prefixes
+        if request.pools or not (request.session or len(hashes) >= SESSION_HASHES):
+            return None
+        self._forget_old()
+        if (tenant := self._tenants.get(request.tenant)) is None:
+            return Turn(None, None, 0, False, False)
+        session = tenant.sessions.get(request.session) if request.session else None
+        common, branch = 0, None
+        for each in session.branches if session is not None else ():
+            if (length := _common(each.hashes, hashes)) >= common:
+                common, branch = length, each
+        if not common and (found := _found_at(tenant.points, hashes)) is not None:
+            common, branch = _common(found.hashes, hashes), found
+        if branch is None:
+            return Turn(None, session, 0, False, False)
+        has_grown = session is not None or request.prompt_tokens >= branch.prompt_tokens + _LEAST_TOKENS
+        is_next = has_grown and bool(common) and _reaches_end(common, len(branch.hashes))
+        # Behind the last block that is named, prompts of a line differ in their length alone.
+        is_same = common == len(branch.hashes) == len(hashes)
+        is_again = is_same and (request.prompt_tokens == branch.prompt_tokens or bool(request.exclude))
+        return Turn(branch, session, common, is_next, is_again or (is_same and request.role == _DECODE))
+
+    def note(self, turn: Turn, request: PickRequest, engine: EngineIdentity) -> SessionTurn | None:
+        """Remember where a turn was placed. Return what the engine and the caller learn of it; None while nothing says
+        that another turn follows."""
+        placed = EngineRef(engine_id=engine.engine_id, epoch=engine.epoch)
+        moved = turn.engine is not None and turn.engine != placed
+        branch = turn.branch
+        if branch is None or not (turn.is_next or turn.is_repeated):
+            branch = self._begin(turn, request, placed)
+        elif not turn.is_repeated:
+            self._continue(branch, request, placed)
+        elif request.role != _DECODE:
+            branch.engine = placed
+        if branch.num_turns == 1 and (not branch.session.key or branch.session.num_lost > _MAX_LOST):
+            return None
+        past_tokens = min(turn.num_blocks * engine.fingerprint.block_size, request.prompt_tokens)
+        return SessionTurn(
+            branch=branch.number,
+            return_milliseconds=round(1000 * self._expected(branch)),
+            past_tokens=past_tokens,
+            moved=moved and bool(past_tokens),
+        )
+
+    def _begin(self, turn: Turn, request: PickRequest, engine: EngineRef) -> _Branch:
+        """Remember another line; it is expected to go on as the one from which it branches off."""
+        tenant = self._tenants.setdefault(request.tenant, _Tenant())
+        session = turn.session or _Session(request.session)
+        if session.key:
+            tenant.sessions[session.key] = session
+        session.num_lost += 1
+        self._num_begun += 1
+        branch = _Branch(
+            number=self._num_begun,
+            tenant=request.tenant,
+            session=session,
+            hashes=array("Q", request.block_hash_prefixes[:MAX_HASHES]),
+            prompt_tokens=request.prompt_tokens,
+            began_at=self._clock(),
+            engine=engine,
+            points=deque(),
+            interval=turn.branch.interval if turn.branch is not None and turn.num_common else None,
+        )
+        session.branches.append(branch)
+        self._branches[branch.number] = tenant.branches[branch.number] = branch
+        self._add_points(tenant, branch)
+        if len(session.branches) > MAX_SESSION_BRANCHES:
+            self._forget(session.branches[0])
+        if len(tenant.branches) > MAX_TENANT_BRANCHES:
+            self._forget(next(iter(tenant.branches.values())))
+        if len(self._branches) > MAX_BRANCHES:
+            self._forget(next(iter(self._branches.values())))
+        return branch
+
+    def _continue(self, branch: _Branch, request: PickRequest, engine: EngineRef) -> None:
+        """Remember the next turn of a line."""
+        tenant, session, now = self._tenants[branch.tenant], branch.session, self._clock()
+        if request.session and not session.key and request.session not in tenant.sessions:
+            session.key = request.session  # its client names it from now on
+            tenant.sessions[session.key] = session
+        interval = now - branch.began_at
+        for each in (branch, session, tenant):
+            before = each.interval
+            each.interval = interval if before is None else before + _NEW_SHARE * (interval - before)
+        branch.num_turns += 1
+        session.num_lost = 0
+        branch.began_at = now
+        branch.engine = engine
+        branch.prompt_tokens = request.prompt_tokens
+        branch.hashes = array("Q", request.block_hash_prefixes[:MAX_HASHES])
+        self._branches.move_to_end(branch.number)
+        tenant.branches.move_to_end(branch.number)
+        self._add_points(tenant, branch)
+
+    def _expected(self, branch: _Branch) -> float:
+        """Return how many seconds after its latest turn the next one of a line is likely."""
+        for each in (branch, branch.session, self._tenants[branch.tenant]):
+            if each.interval is not None:
+                return each.interval
+        return FIRST_INTERVAL
+
+    def _add_points(self, tenant: _Tenant, branch: _Branch) -> None:
+        hashes, points = branch.hashes, branch.points
+        for at in _AT_ENDS:
+            if at <= len(hashes) and tenant.points.get(hashes[-at]) is not branch:
+                tenant.points[hashes[-at]] = branch
+                points.append(hashes[-at])
+        while len(points) > TURNS * len(_AT_ENDS):
+            self._drop_point(tenant, branch, points.popleft())
+
+    def _drop_point(self, tenant: _Tenant, branch: _Branch, point: int) -> None:
+        if tenant.points.get(point) is branch:  # otherwise another line has ended there since
+            del tenant.points[point]
+
+    def _forget_old(self) -> None:
+        """Forget the sessions whose time is over."""
+        oldest = self._clock() - FORGET_SECONDS
+        while self._branches and (branch := next(iter(self._branches.values()))).began_at < oldest:
+            self._forget(branch)
+
+    def _forget(self, branch: _Branch) -> None:
+        tenant, session = self._tenants[branch.tenant], branch.session
+        del self._branches[branch.number], tenant.branches[branch.number]
+        for point in branch.points:
+            self._drop_point(tenant, branch, point)
+        session.branches.remove(branch)
+        if not session.branches:
+            tenant.sessions.pop(session.key, None)
+        if not tenant.branches:
+            del self._tenants[branch.tenant]
+
+
+def _found_at(points: dict[int, _Branch], hashes: Sequence[int]) -> _Branch | None:
+    """Return the line whose end is furthest in a prompt."""
+    for each in reversed(hashes):
+        if (branch := points.get(each)) is not None:
+            return branch
+    return None
+
+
+def _reaches_end(common: int, count: int) -> bool:
+    """Return whether so many equal hashes of a prompt are all of its ``count`` but for what an answer replaces."""
+    return common >= count - 1 or LEADING_BLOCKS[count] - LEADING_BLOCKS[common] <= _SLACK_BLOCKS
+
+
+def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Return how many leading hashes two prompts share. Hashes are chained: behind the first difference none is
+    equal."""
+    shorter = range(min(len(ours), len(theirs)))
+    return bisect(shorter, 0, key=lambda at: ours[at] != theirs[at])

@@ -1,0 +1,229 @@
+"""Turns of sessions are recognised, by an id or by the beginnings of prompts, within one tenant."""
+
+import pytest
+
+from tests.services.coordinator.test_roles import BLOCK_SIZE, BOTH, DECODE, PREFILL, Clock, Fleet
+from tokenloom.request.prefix_schedule import SESSION_HASHES, scheduled
+from tokenloom.services.coordinator.picks import sessions
+from tokenloom.services.coordinator.picks.sessions import Sessions
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest
+from tokenloom.v1.engine_pb2 import SessionTurn
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
+
+LONG = SESSION_HASHES
+A, B = (EngineIdentity(engine_id=name, epoch=1, fingerprint=Fingerprint(block_size=BLOCK_SIZE)) for name in "ab")
+
+
+def chain(*parts: tuple[int, int]) -> list[int]:
+    """Return the hashes of a prompt: so many blocks of each text. Equal beginnings have equal hashes."""
+    hashes, before = list[int](), 0
+    for text, count in parts:
+        for _ in range(count):
+            before = hash((before, text)) & ((1 << 64) - 1)
+            hashes.append(before)
+    return hashes
+
+
+class Mesh:
+    """Sessions of one coordinator, and its time."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.sessions = Sessions(self.clock)
+
+    def turn(
+        self,
+        hashes: list[int],
+        engine: EngineIdentity = A,
+        *,
+        session: int = 0,
+        tenant: str = "t",
+        more_tokens: int = 0,
+        role: EngineRole = PREFILL,
+        exclude: str = "",
+        after: float = 0.0,
+    ) -> SessionTurn | None:
+        self.clock.now += after
+        request = PickRequest(
+            role=role,
+            prompt_tokens=len(hashes) * BLOCK_SIZE + 1 + more_tokens,
+            block_hash_prefixes=scheduled(hashes),
+            session=session,
+            tenant=tenant,
+            exclude=[EngineRef(engine_id=exclude)] if exclude else [],
+        )
+        found = self.sessions.find(request)
+        return None if found is None else self.sessions.note(found, request, engine)
+
+
+def test_a_line_is_recognised_without_an_id_from_its_second_turn_on() -> None:
+    mesh = Mesh()
+    assert mesh.turn(chain((1, LONG))) is None, "nothing says that another turn follows"
+    second = mesh.turn(chain((1, LONG + 6)), after=8.0)
+    assert second is not None
+    assert (second.past_tokens, second.return_milliseconds, second.moved) == (LONG * BLOCK_SIZE, 8000, False)
+    third = mesh.turn(chain((1, LONG + 10)), B, after=4.0)
+    assert third is not None
+    assert (third.branch, third.return_milliseconds, third.moved) == (second.branch, 7000, True)
+    assert third.past_tokens == (LONG + 6) * BLOCK_SIZE
+
+
+def test_a_turn_that_differs_in_the_tokens_that_opened_the_answer_goes_on() -> None:
+    mesh = Mesh()
+    mesh.turn(chain((1, LONG), (2, 1)))
+    second = mesh.turn(chain((1, LONG), (3, 7)))
+    assert second is not None
+    assert second.past_tokens == LONG * BLOCK_SIZE
+
+
+def test_a_short_prompt_is_a_turn_only_by_an_id() -> None:
+    mesh = Mesh()
+    for count in range(4, 9, 2):
+        assert mesh.turn(chain((1, count))) is None
+    assert len(mesh.sessions) == 0
+    first = mesh.turn(chain((1, 4)), session=9)
+    second = mesh.turn(chain((1, 6)), session=9, after=2.0)
+    assert first is not None
+    assert second is not None
+    assert (first.past_tokens, first.return_milliseconds) == (0, 1000 * sessions.FIRST_INTERVAL)
+    assert (second.branch, second.past_tokens, second.return_milliseconds) == (first.branch, 4 * BLOCK_SIZE, 2000)
+
+
+def test_questions_after_a_common_beginning_are_no_turns() -> None:
+    mesh = Mesh()
+    for number in range(20):
+        assert mesh.turn(chain((9, LONG)), more_tokens=number % 7) is None
+        assert mesh.turn(chain((1, LONG), (number + 2, 5))) is None
+
+
+@pytest.mark.parametrize("session", [0, 9])
+def test_no_other_tenant_meets_a_session(session: int) -> None:
+    mesh = Mesh()
+    mesh.turn(chain((1, LONG)), session=session)
+    mine = mesh.turn(chain((1, LONG + 3)), session=session, after=1.0)
+    theirs = mesh.turn(chain((1, LONG + 6)), session=session, tenant="other")
+    assert mine is not None
+    if session:
+        assert theirs is not None
+        assert theirs.branch != mine.branch
+        assert (theirs.past_tokens, theirs.return_milliseconds) == (0, 1000 * sessions.FIRST_INTERVAL)
+    else:
+        assert theirs is None
+
+
+def test_an_id_does_not_make_another_conversation_a_turn() -> None:
+    mesh = Mesh()
+    first = mesh.turn(chain((1, 50)), session=9)
+    title = mesh.turn(chain((2, 3)), session=9)
+    agent = mesh.turn(chain((1, 10), (3, 30)), session=9)
+    second = mesh.turn(chain((1, 60)), session=9)
+    assert first is not None
+    assert title is not None
+    assert agent is not None
+    assert second is not None
+    assert len({first.branch, title.branch, agent.branch}) == 3
+    assert second.branch == first.branch
+    assert (title.past_tokens, agent.past_tokens) == (0, 10 * BLOCK_SIZE)
+
+
+def test_an_id_that_every_request_carries_says_nothing() -> None:
+    mesh = Mesh()
+    found = [mesh.turn(chain((text, 20)), session=9) for text in range(20)]
+    assert [each is not None for each in found] == [True] * 4 + [False] * 16
+    assert len(mesh.sessions) == sessions.MAX_SESSION_BRANCHES
+
+
+def test_a_branch_leaves_an_earlier_turn_and_is_expected_like_it() -> None:
+    mesh = Mesh()
+    for count in (LONG, LONG + 4, LONG + 8):
+        mesh.turn(chain((1, count)), after=6.0)
+    assert mesh.turn(chain((1, LONG + 4), (2, 9)), B) is None
+    branch = mesh.turn(chain((1, LONG + 4), (2, 12)), B, after=9.0)
+    trunk = mesh.turn(chain((1, LONG + 20)))
+    assert branch is not None
+    assert trunk is not None
+    assert branch.branch != trunk.branch
+    assert (branch.moved, trunk.moved) == (False, False), "each goes on where it was"
+    assert branch.return_milliseconds == 6750
+
+
+def test_another_attempt_and_another_leg_are_no_turns() -> None:
+    mesh = Mesh()
+    mesh.turn(chain((1, LONG)))
+    before = mesh.turn(chain((1, LONG + 4)), after=8.0)
+    again = mesh.turn(chain((1, LONG + 4)), B, after=1.0, more_tokens=3, exclude="a")
+    decode = mesh.turn(chain((1, LONG + 4)), A, role=DECODE, more_tokens=4)
+    after = mesh.turn(chain((1, LONG + 9)), B, after=7.0)
+    assert before is not None
+    assert again is not None
+    assert decode is not None
+    assert after is not None
+    assert before.branch == again.branch == decode.branch == after.branch
+    assert after.return_milliseconds == 8000, "the attempt began no interval"
+    assert not after.moved, "the prompt was computed on the second engine"
+
+
+def test_a_client_that_begins_to_name_its_session_keeps_it() -> None:
+    mesh = Mesh()
+    mesh.turn(chain((1, LONG)))
+    mesh.turn(chain((1, LONG + 4)), session=9)
+    assert (found := mesh.turn(chain((1, LONG - 9), (2, 1)), session=9)) is not None
+    assert found.past_tokens == (LONG - 9) * BLOCK_SIZE
+
+
+def test_sessions_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_TENANT_BRANCHES", 5)
+    monkeypatch.setattr(sessions, "MAX_BRANCHES", 8)
+    mesh = Mesh()
+    for text in range(20):
+        mesh.turn(chain((text, 40)), session=text + 1)
+    assert len(mesh.sessions) == 5
+    for tenant in range(20):
+        mesh.turn(chain((1, 40)), session=1, tenant=str(tenant))
+    assert len(mesh.sessions) == 8
+    mesh.clock.now += sessions.FORGET_SECONDS + 1
+    mesh.turn(chain((1, 40)), session=1)
+    assert len(mesh.sessions) == 1
+    assert list(mesh.sessions._tenants) == ["t"]
+
+
+def test_the_points_of_a_line_are_bounded() -> None:
+    mesh = Mesh()
+    for count in range(200):
+        mesh.turn(chain((1, LONG + count)))
+    (tenant,) = mesh.sessions._tenants.values()
+    assert len(tenant.points) <= sessions.TURNS * 3
+    mesh.clock.now += sessions.FORGET_SECONDS + 1
+    mesh.turn(chain((2, LONG)))
+    (tenant,) = mesh.sessions._tenants.values()
+    assert len(tenant.points) == 3
+
+
+@pytest.mark.parametrize(("waiting", "expected"), [(0, "b0*"), (3, "b0*"), (5, "b1*")])
+def test_a_session_returns_to_its_engine_unless_the_load_outweighs_it(waiting: int, expected: str) -> None:
+    fleet = Fleet("b0", "b1")
+    for each in fleet.records.values():
+        each.identity.num_kv_blocks = 100_000
+    first, second = scheduled(chain((1, 400))), scheduled(chain((1, 440)))
+    tokens = 7000
+    assert fleet.pick(BOTH, tokens, block_hash_prefixes=first, session=9) == "b0*"
+    fleet.load("b0", waiting=waiting)
+    assert fleet.pick(BOTH, tokens + 99, block_hash_prefixes=second, session=9) == expected
+
+
+def test_a_session_whose_cache_was_evicted_returns_all_the_same() -> None:
+    fleet = Fleet("b0", "b1")
+    prompt = chain((1, 100))
+    assert fleet.pick(BOTH, 1700, block_hash_prefixes=prompt, session=9) == "b0*"
+    fleet.registry.prefixes.remove(prompt, fleet.records["b0"].row)
+    fleet.load("b0", running=1)
+    assert fleet.pick(BOTH, 1800, block_hash_prefixes=chain((1, 110)), session=9) == "b0*"
+    assert fleet.pick(BOTH, 1800, block_hash_prefixes=chain((2, 110))) == "b1*"
+
+
+def test_the_answer_to_a_pick_names_the_turn() -> None:
+    fleet = Fleet("b0")
+    request = PickRequest(fingerprint=Fingerprint(model="m"), role=BOTH, prompt_tokens=100, session=9)
+    assert fleet.registry.pick(request).response().session.branch == 1
+    request.session = 0
+    assert not fleet.registry.pick(request).response().HasField("session")

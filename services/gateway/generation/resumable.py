@@ -23,6 +23,8 @@ class Resumable(Protocol):
     @property
     def fingerprint(self) -> bytes: ...
     @property
+    def takes_over(self) -> bool: ...
+    @property
     def done(self) -> bool: ...
 
     async def take(self) -> object:
@@ -30,6 +32,9 @@ class Resumable(Protocol):
 
     def fail(self, error: errors.TokenloomError) -> None:
         """End it with an error."""
+
+    def supersede(self) -> None:
+        """Let the call end instead of sending its request again, because a later call runs it."""
 
     def leave(self) -> None:
         """End the call and leave the request running, because the gateway leaves."""
@@ -93,6 +98,9 @@ class ResumableRequests:
 
     def add(self, request: Resumable, tenant: str, admitted: AdmittedCall) -> None:
         """Make a request known that was submitted. ``admitted``: its call, which holds it for the limits."""
+        before = self._by_id.get(request.request_id)
+        if before is not None and before.held is not None and before.tenant == tenant and request.takes_over:
+            before.request.supersede()
         self._entries[request] = self._by_id[request.request_id] = _Entry(request, tenant, admitted)
 
     def remove(self, request: Resumable) -> None:

@@ -118,6 +118,11 @@ class RunningGeneration:
         """Of the client's body; empty if no other call may resume or repeat the request."""
         return self._token.fingerprint
 
+    @property
+    def takes_over(self) -> bool:
+        """Whether it runs a request that another call may have begun, or begins it."""
+        return self._token.takes_over
+
     def settle(self) -> Used:
         """Count the output so far, and return what no other call of the request has counted."""
         usage = self.usage
@@ -224,6 +229,11 @@ class RunningGeneration:
         """End the call with an error. Not for a beam search."""
         assert isinstance(self._collector, Collector), "a beam search cannot be resumed"
         self._collector.fail(error)
+
+    def supersede(self) -> None:
+        """Let the call end instead of sending its request again, because a later call runs it."""
+        assert isinstance(self._collector, Collector), "a beam search cannot be repeated"
+        self._collector.is_superseded = True
 
     def leave(self) -> None:
         """End the call and leave its request running, for the client to resume through another gateway."""

@@ -38,6 +38,9 @@ class Collector:
     Writers never wait. Output that arrives while the reader waits for its client is merged into one delta per index, so
     it is bounded by ``max_tokens`` for each index. So are the journals of what arrived: 4 bytes for each token. Fulfils
     ``Sink``.
+
+    Attributes:
+        is_superseded: A later call runs the request, so that it is not sent again for this one.
     """
 
     def __init__(self, num_outputs: int) -> None:
@@ -51,6 +54,7 @@ class Collector:
         self._error: errors.TokenloomError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._outlet: Outlet | None = None
+        self.is_superseded = False
 
     @property
     def done(self) -> bool:

@@ -290,7 +290,7 @@ class OutputPool:
         request that may begin anew, only for those that this gateway does not work with otherwise."""
         if (timer := self._sought.pop(request, None)) is not None:
             timer.cancel()
-        if request.collector.failed:
+        if _is_over(request):
             return
         links = sorted(self._links, key=lambda link: link.rank(request.request_id))
         streams = [link.stream for link in links]
@@ -331,7 +331,7 @@ class OutputPool:
 
     def _wait(self, request: PendingRequest) -> None:
         """Let a request wait until :meth:`_place_waiting` finds a stream for it, unless it has ended."""
-        if not request.collector.failed:
+        if not _is_over(request):
             self._waiting[request] = None
             self._wake.set()
 
@@ -362,6 +362,9 @@ class OutputPool:
             num_placed = 0
             while self._waiting:
                 request = next(iter(self._waiting))
+                if _is_over(request):
+                    del self._waiting[request]
+                    continue
                 stream = self._choose(request)
                 if stream is None and not self._able():
                     break
@@ -385,3 +388,12 @@ class OutputPool:
                         await link.connect(stub)
         finally:
             self._links.remove(link)
+
+
+def _is_over(request: PendingRequest) -> bool:
+    """Return whether a request has ended, or ends now because a later call runs it."""
+    # A repeat takes the place of the call before it, whose output processor ends that one. If its stream broke before,
+    # both were sent again: a tenant ran two more outputs than it had places.
+    if request.collector.is_superseded and not request.collector.failed:
+        request.fail(errors.Aborted("The answer continues in another call."))
+    return request.collector.failed

@@ -20,6 +20,10 @@ class Sink(Protocol):
     def failed(self) -> bool:
         """Whether the request has ended with an error."""
 
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a later call runs the request, so that it is not sent again for this one."""
+
     def num_tokens(self, index: int) -> int:
         """Return how many tokens of an index arrived."""
 

@@ -36,6 +36,9 @@ class PooledOutputs:
         cached_tokens: Prompt tokens that were found in a cache.
     """
 
+    is_superseded = False
+    """No other call can take it over."""
+
     def __init__(
         self, num_prompts: int, max_bytes: int, on_end: Callable[[], object], on_left: Callable[[int], object]
     ) -> None:

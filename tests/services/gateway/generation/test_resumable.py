@@ -26,7 +26,7 @@ class FakeGeneration:
 
     def __init__(self, request_id: str = "a", fingerprint: bytes = b"body") -> None:
         self.request_id, self.fingerprint = request_id, fingerprint
-        self.done = False
+        self.done, self.takes_over, self.is_superseded = False, True, False
         self.log: list[str] = []
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -39,6 +39,9 @@ class FakeGeneration:
 
     def fail(self, error: errors.TokenloomError) -> None:
         self._end.set_exception(error)
+
+    def supersede(self) -> None:
+        self.is_superseded = True
 
     def leave(self) -> None:
         self.fail(errors.GatewayLeaving("leaving"))
@@ -268,3 +271,26 @@ async def test_a_place_is_given_back_past_a_call_that_has_ended(held: Held) -> N
     first.finish()
     await settle()
     assert held.num_places == 0
+
+
+async def test_a_call_without_a_client_is_superseded_by_a_repeat_of_its_request_only(held: Held) -> None:
+    before = held.abandoned()
+    other, _ = held.begun("b")
+    resumed = FakeGeneration()
+    resumed.takes_over = False
+    held.requests.add(resumed, "someone", held.admit())
+    assert not before.is_superseded, "a call that only resumes it needs it to run on"
+    held.requests.remove(resumed)
+    again = held.abandoned("c")
+    repeat, repeat_hold = held.begun("c")
+    assert (again.is_superseded, before.is_superseded, other.is_superseded) == (True, False, False)
+    attended, hold = held.begun("d")
+    held.begun("d")
+    assert not attended.is_superseded, "its client still reads"
+    for each in (before, again):
+        each.finish()
+    await settle()
+    for generation in (other, repeat, attended):
+        held.requests.remove(generation)
+    repeat_hold.close()
+    hold.close()

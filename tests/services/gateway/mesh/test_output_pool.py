@@ -199,3 +199,23 @@ async def test_the_search_ends_when_nothing_has_changed_for_a_while() -> None:
         await search.unknown(number)
     with pytest.raises(RequestLost):
         await search.collector.take()
+
+
+async def test_a_call_whose_request_a_later_call_runs_ends_instead_of_being_sent_again() -> None:
+    members: Any = SimpleNamespace(chosen={"a"}, widen=lambda: None, is_wide=False)
+    pool = OutputPool(members, "gateway", 1, None, max_kept_bytes=1, on_moved=lambda: None)  # type: ignore[arg-type]
+    link, collectors = OutputLink("a", Hello(), pool), [Collector(1), Collector(1)]
+    for collector in collectors:
+        pool.submit(Submit(request_id=REQUEST_ID, take_over=True), collector, 0)  # waits for an output processor
+    pool._links.append(link)
+    link.stream = ProcessStream(pool)
+    collectors[0].is_superseded = True
+    placing = asyncio.create_task(pool._place_waiting())
+    await settle()
+    assert [each.failed for each in collectors] == [True, False]
+    assert [request.collector for request in link.stream.slots.values()] == collectors[1:]
+    stream, link.stream = link.stream, None
+    collectors[1].is_superseded = True
+    pool.on_lost(stream, stream.end())
+    assert (collectors[1].failed, len(pool._waiting)) == (True, 0)
+    placing.cancel()

@@ -7,11 +7,12 @@ import re
 from typing import TYPE_CHECKING
 
 from tokenloom.request.reasoning import THINK_END, THINK_START
+from tokenloom.request.tool_format import FORMATS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PARSED_MARKS = (THINK_START, THINK_END, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+PARSED_MARKS = (THINK_START, THINK_END, *dict.fromkeys(mark for form in FORMATS.values() for mark in form.marks))
 """What the gateway's parsers read in outputs. It comes back in the assistant's turns."""
 _HARMONY_MARKS = ("<|channel|>", "<|message|>")
 """What they read in outputs of gpt-oss. None of it comes back: a template writes past messages with their headers."""

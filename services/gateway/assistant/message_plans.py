@@ -1,41 +1,24 @@
-"""Lists the formats of tool calls, chooses the parsers that read the turns of the served model, and separates such a
-turn into content, reasoning and tool calls while it grows."""
+"""Chooses the parsers that read the turns of the served model, and separates such a turn into content, reasoning and
+tool calls while it grows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from tokenloom.request import bad_words
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import HARMONY, ReasoningFormat, reasoning_format
+from tokenloom.request.tool_format import FORMATS, REQUIRED, ToolFormat
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
-from ..formats import harmony, hermes, llama3_json, mistral
-from ..formats.harmony import HarmonyToolParser, PlainContent
-from ..formats.hermes import HermesParser
-from ..formats.llama3_json import Llama3JsonParser
+from ..formats.call_parser import ToolParser, new_call_id, open_parser
+from ..formats.harmony import PlainContent
 from ..formats.message_parts import CallArguments, CallBegin, Content, Part, ReasoningText
-from ..formats.strict_calls import NamedCall, RequiredCalls, forced_constraint, has_strict, strict_constraint
+from ..formats.strict_calls import NamedCall, forced_constraint, has_strict, strict_constraint
 from ..formats.think import OpenReasoning, opener
-from ..formats.tool_parser import ToolFormat, ToolParser, new_call_id
 from ..formats.tool_request import Tool, ToolChoice, ToolRequest
 from ..mesh.tokenizer_client import TokenizerClient
 from ..records.generate_request import GenerateRequest
-
-FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(lambda names: HermesParser(), marks=hermes.MARKS, openings=(hermes.START,)),
-    "llama3_json": ToolFormat(
-        Llama3JsonParser, keeps_special_tokens=True, marks=llama3_json.MARKS, openings=llama3_json.OPENINGS
-    ),
-    "mistral": ToolFormat(
-        lambda names: mistral.MistralParser(),
-        keeps_special_tokens=True,
-        new_call_id=mistral.new_call_id,
-        openings=(mistral.START,),
-    ),
-    "openai": ToolFormat(lambda names: HarmonyToolParser(), keeps_special_tokens=True, openings=harmony.OPENINGS),
-}
-
 
 UNBOUND_STRICT = "tools[].function.strict"
 """Names the member of a tool that has no effect for a model whose calls have no certain form."""
@@ -51,7 +34,8 @@ class MessagePlan:
 
     open_tools: Callable[[], ToolParser] | None = None
     """Makes a parser for one output; None: no tool may be called."""
-    new_call_id: Callable[[], str] = str
+    new_call_id: Callable[[str], str] = str
+    """Makes the id of a call, given its name."""
     parallel_calls: bool = True
     open_reasoning: OpenReasoning | None = None
     """Makes a parser for one output, given whether the prompt has opened the reasoning; None: it is text."""
@@ -145,6 +129,7 @@ class ParsedMessage:
         self._tools = plan.open_tools and plan.open_tools()
         self._thoughts = plan.open_reasoning(reasoning_is_open) if plan.open_reasoning and may_reason else None
         self._skips_call = False
+        self._call_ids: set[str] = set()
 
     @property
     def is_within_call(self) -> bool:
@@ -168,8 +153,8 @@ class ParsedMessage:
                 case ReasoningText(words):
                     if self._plan.include_reasoning:
                         _grow(delta, ReasoningDelta, words)
-                case CallBegin(name):
-                    self._begin_call(delta, name)
+                case CallBegin(name, call_id):
+                    self._begin_call(delta, name, call_id)
                 case CallArguments(more) if self._plan.open_tools is None:
                     _grow(delta, TextDelta, more)  # of a call that the request forbids
                 case CallArguments(more):
@@ -195,10 +180,14 @@ class ParsedMessage:
         elif text:
             parts.append(Content(text))
 
-    def _begin_call(self, delta: MessageDelta, name: str) -> None:
+    def _begin_call(self, delta: MessageDelta, name: str, call_id: str) -> None:
         self._skips_call = self.num_calls > 0 and not self._plan.parallel_calls
         if not self._skips_call and self._plan.open_tools is not None:
-            delta.append(CallDelta(self.num_calls, self._plan.new_call_id(), name))
+            # The model's own id is the one that its template writes again: the next turn finds the tokens in the cache.
+            if not call_id or call_id in self._call_ids:
+                call_id = self._plan.new_call_id(name)
+            self._call_ids.add(call_id)
+            delta.append(CallDelta(self.num_calls, call_id, name))
             self.num_calls += 1
 
     def _add_arguments(self, delta: MessageDelta, text: str) -> None:
@@ -298,7 +287,7 @@ class MessagePlans:
             replace(
                 plan,
                 open_tools=self._opener(request),
-                new_call_id=new_call_id if self.tools is None else self.tools.new_call_id,
+                new_call_id=partial(new_call_id, self.tools),
                 parallel_calls=request.parallel,
             ),
             unbound,
@@ -320,11 +309,11 @@ class MessagePlans:
         Another constraint on the output comes first: it leaves no room for calls, unless it is a structural tag, which
         describes them itself.
         """
-        if self.tools is None or self.tools.marks is None:
+        if self.tools is None or not self.tools.binds_arguments:
             return (UNBOUND_STRICT,) if has_strict(request.tools) else ()
         if sampling.HasField("structured_outputs"):
             return ()
-        if (constraint := strict_constraint(request, self.tools.marks)) is not None:
+        if (constraint := strict_constraint(request, self.tools)) is not None:
             sampling.structured_outputs.CopyFrom(constraint)
         return ()
 
@@ -338,5 +327,7 @@ class MessagePlans:
                     "name: start the gateway with --tool-call-parser",
                     "tool_choice",
                 )
-            return partial(self.tools.open, [tool.name for tool in request.tools])
-        return RequiredCalls if request.named is None else partial(NamedCall, request.named.name)
+            return partial(open_parser, self.tools, request.tools)
+        if request.named is not None:
+            return partial(NamedCall, request.named.name)
+        return partial(open_parser, REQUIRED, request.tools)

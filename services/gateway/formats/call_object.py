@@ -1,4 +1,4 @@
-"""Reads calls written as ``{"name": …, "arguments": {…}}``, one or a list, while they are written."""
+"""Reads calls written as ``{"name": …, "arguments": {…}}`` while they are written."""
 
 import json
 from collections.abc import Collection, Iterable
@@ -49,65 +49,11 @@ class JsonExtent:
         return _CONTROLS.get(char, char) if self._in_string else char
 
 
-class CallList:
-    """Reads ``[{"name": …, "arguments": {…}}, …]`` while it is written. Required calls are constrained to this form.
-
-    Attributes:
-        is_over: Whether the list has ended.
-        is_within_call: Whether a call has begun and not ended.
-    """
-
-    def __init__(self, mark: str = "") -> None:
-        """``mark``: what stood before the list; it is returned as text with the list when no call begins."""
-        self.is_over = False
-        self._lead = [mark] if mark else []
-        self._is_open = False
-        self._call: CallObject | None = None
-
-    @property
-    def is_within_call(self) -> bool:
-        return self._call is not None
-
-    def feed(self, text: str) -> tuple[list[ToolPart], str]:
-        """Return what is certain now, and the text after the list."""
-        parts: list[ToolPart] = []
-        at = 0
-        while at < len(text) and not self.is_over:
-            if self._call is None:
-                at += self._between(text[at], parts)
-                continue
-            found, rest = self._call.feed(text[at:])
-            at = len(text) - len(rest)
-            parts += found
-            if self._call.is_over:
-                self.is_over = not self._call.began
-                self._call = None
-        return parts, text[at:]
-
-    def finish(self) -> list[ToolPart]:
-        """Return the rest when the text ends before the list; the beginning of a call is no text."""
-        return [] if self._call is None else self._call.finish()
-
-    def _between(self, char: str, parts: list[ToolPart]) -> int:
-        """Read one character outside of the objects; return 1, or 0 if the character begins an object."""
-        if char == "{" and self._is_open:
-            self._call, self._lead = CallObject("".join(self._lead)), []
-            return 0
-        if char == "[" and not self._is_open:
-            self._is_open = True
-        elif not (char.isspace() or (char == "," and self._is_open)):
-            self.is_over = True
-            if char != "]" or not self._is_open or self._lead:
-                parts.append(Content("".join(self._lead) + char))
-            self._lead = []
-            return 1
-        if self._lead:
-            self._lead.append(char)
-        return 1
-
-
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 """Models use either name."""
+_WITHIN = "function"
+"""Some families write name and arguments in an object under this name."""
 
 
 class CallObject:
@@ -131,6 +77,7 @@ class CallObject:
         self._arguments = ""  # held until the name is known, or until they end
         self._has_sent = False
         self._streams = False
+        self._depth = 1  # objects of the call that are open
         self._parts: list[ToolPart] = []
 
     def feed(self, text: str) -> tuple[list[ToolPart], str]:
@@ -157,7 +104,7 @@ class CallObject:
 
     def _begins_name(self) -> bool:
         """Return whether the text ends within the name of a call that may be made."""
-        if self.began or self._key != "name" or self._step != self._in_value:
+        if self.began or self._key not in _NAMES or self._step != self._in_value:
             return False
         begun = "".join(self._token)[1:]
         return any(name.startswith(begun) for name in self._names or ())
@@ -199,6 +146,10 @@ class CallObject:
     def _before_value(self, char: str) -> None:
         if char == ":" or char.isspace():
             return
+        if char == "{" and self._key == _WITHIN and not self.began:
+            self._depth += 1
+            self._step = self._before_key
+            return
         self._begin_value(char)
         self._streams = self._key in _ARGUMENTS and char == "{" and self.began and not self._has_sent
         if self._streams:
@@ -225,7 +176,7 @@ class CallObject:
 
     def _end_value(self) -> None:
         self._step = self._before_key
-        if self._key == "name" and not self.began:
+        if self._key in _NAMES and not self.began:
             name = _string(self._token)
             if not name or (self._names is not None and name not in self._names):
                 self._end()
@@ -241,6 +192,10 @@ class CallObject:
             self._parts.append(CallArguments(self._arguments))
 
     def _close(self) -> None:
+        self._depth -= 1
+        if self._depth:
+            self._step = self._before_key
+            return
         if self.began and not self._has_sent:
             self._parts.append(CallArguments("{}"))
         self._end()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 
 def find_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
@@ -18,6 +19,22 @@ def find_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
         if any(marker.startswith(text[start:]) for marker in markers):
             return text[:start], "", text[start:]
     return text, "", ""
+
+
+class Expected(Enum):
+    """What a text begins with, if it is none of the marks that are expected."""
+
+    NO = auto()
+    MAYBE = auto()
+    """It may be the beginning of a mark."""
+
+
+def expected(text: str, marks: Sequence[str]) -> str | Expected:
+    """Return the longest of the marks with which a text begins."""
+    if found := [mark for mark in marks if text.startswith(mark)]:
+        longest = max(found, key=len)
+        return longest if longest else Expected.NO
+    return Expected.MAYBE if any(mark.startswith(text) for mark in marks) else Expected.NO
 
 
 def begins_marker(text: str, marker: str) -> bool:
@@ -44,6 +61,8 @@ class CallBegin:
     """The beginning of a call; its arguments follow."""
 
     name: str
+    call_id: str = ""
+    """As the model has written it; empty if it writes none."""
 
 
 @dataclass(frozen=True, slots=True)

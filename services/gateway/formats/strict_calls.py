@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tokenloom.request.json_schema import moved, of_objects
@@ -12,9 +11,10 @@ from tokenloom.request.output_constraints import (
     relax,
     structural_tag_constraint,
 )
+from tokenloom.request.tool_format import ToolFormat, first_mark
 from tokenloom.v1 import types_pb2
 
-from .call_object import CallList
+from .call_tags import call_tag, section_tag
 from .message_parts import CallArguments, CallBegin, ToolPart
 from .tool_request import Tool, ToolChoice, ToolRequest
 
@@ -63,23 +63,6 @@ class NamedCall:
         return self._begin
 
 
-class RequiredCalls:
-    """Reads an output that is a JSON array of calls."""
-
-    def __init__(self) -> None:
-        self._calls = CallList()
-
-    @property
-    def is_within_call(self) -> bool:
-        return self._calls.is_within_call
-
-    def feed(self, text: str) -> list[ToolPart]:
-        return self._calls.feed(text)[0]
-
-    def finish(self) -> list[ToolPart]:
-        return self._calls.finish()
-
-
 def _list_schema(tools: Sequence[Tool], lost: list[str], *, parallel: bool) -> Mapping[str, Any]:
     """Return the schema of an array of calls. Each tool's schema keeps its own ``$ref``s, now below ``$defs``."""
     calls = [
@@ -101,23 +84,12 @@ def _list_schema(tools: Sequence[Tool], lost: list[str], *, parallel: bool) -> M
 _ANY_OBJECT = {"type": "object"}
 
 
-@dataclass(frozen=True, slots=True)
-class CallMarks:
-    """The texts around the name and the arguments of a call, as a family of models writes them."""
-
-    trigger: str
-    """Text with which every call, and nothing else, begins."""
-    before_name: str
-    before_arguments: str
-    end: str
-
-
 def has_strict(tools: Sequence[Tool]) -> bool:
     """Return whether a tool's arguments must follow its schema."""
     return any(map(_is_strict, tools))
 
 
-def strict_constraint(request: ToolRequest, marks: CallMarks) -> types_pb2.StructuredOutputs | None:
+def strict_constraint(request: ToolRequest, form: ToolFormat) -> types_pb2.StructuredOutputs | None:
     """Return the constraint of a choice that is left to the model; None if no tool is strict.
 
     The text is free until a call begins. The call then names one of the tools, and its arguments follow the schema of
@@ -127,26 +99,17 @@ def strict_constraint(request: ToolRequest, marks: CallMarks) -> types_pb2.Struc
     # compiled.
     if request.choice is not ToolChoice.AUTO or not has_strict(request.tools):
         return None
-    calls: dict[str, Any] = {
-        "type": "triggered_tags",
-        "triggers": [marks.trigger],
-        "tags": [_tag(tool, marks) for tool in request.tools],
-    }
+    schemas = [_arguments(tool, []) if _is_strict(tool) else _ANY_OBJECT for tool in request.tools]
+    tags = [call_tag(form, tool.name, schema) for tool, schema in zip(request.tools, schemas, strict=True)]
+    if form.section != ("", "") and form.is_marked:
+        tags = [section_tag(form, tags, parallel=request.parallel)]
+    trigger = first_mark(tags[0]["begin"]) if form.is_marked else form.before_name
+    calls: dict[str, Any] = {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
     if not request.parallel:
         calls["stop_after_first"] = True
     constraint = structural_tag_constraint({"type": "structural_tag", "format": calls}, "tools")
     check_structured_outputs(constraint, "tools")
     return constraint
-
-
-def _tag(tool: Tool, marks: CallMarks) -> dict[str, Any]:
-    schema = _arguments(tool, []) if _is_strict(tool) else _ANY_OBJECT
-    return {
-        "type": "tag",
-        "begin": f"{marks.before_name}{tool.name}{marks.before_arguments}",
-        "content": {"type": "json_schema", "json_schema": schema},
-        "end": marks.end,
-    }
 
 
 def _is_strict(tool: Tool) -> bool:

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import ReasoningParserName
+from tokenloom.request.tool_format import ToolParserName
 from tokenloom.services.runtime.addresses import parse_member
 from tokenloom.services.runtime.host.limits import GrpcLimits, for_clients
 from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
@@ -123,7 +124,7 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     ] = True
     strict: Annotated[bool, "Refuse unknown request fields instead of ignoring them."] = False
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "llama3_json", "mistral", "openai"],
+        ToolParserName,
         "How the model writes tool calls; auto: as its chat template indicates.",
     ] = "auto"
     exclude_tools_when_tool_choice_none: Annotated[

@@ -11,8 +11,6 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.gateway.assistant.message_plans import FORMATS
-from tokenloom.services.gateway.formats import llama3_json, mistral
 from tokenloom.services.tokenizer.output_format import PARSED_MARKS, control_tokens
 from tokenloom.services.tokenizer.spelled_tokens import Masks, PlainTextEncoder, Rendered, TokenFinder, unmasked
 
@@ -139,5 +137,5 @@ def test_ordinary_text_that_a_vocabulary_adds_is_no_control_token() -> None:
 
 
 def test_the_marks_of_all_parsers_stay_in_the_assistants_turns() -> None:
-    triggers = [form.marks.trigger for name, form in FORMATS.items() if form.marks and name != "llama3_json"]
-    assert {*triggers, mistral.START, llama3_json._TAG} <= set(PARSED_MARKS)
+    assert {"<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call_end|>"} <= set(PARSED_MARKS)
+    assert "<|channel|>" not in PARSED_MARKS, "templates write the messages of gpt-oss with their headers"

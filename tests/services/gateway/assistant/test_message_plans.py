@@ -3,8 +3,8 @@
 import pytest
 
 from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
+from tokenloom.request.tool_format import FORMATS, REQUIRED
 from tokenloom.services.gateway.assistant.message_plans import (
-    FORMATS,
     CallDelta,
     MessageDelta,
     MessagePlan,
@@ -13,13 +13,14 @@ from tokenloom.services.gateway.assistant.message_plans import (
     ReasoningDelta,
     TextDelta,
 )
-from tokenloom.services.gateway.formats.strict_calls import RequiredCalls
+from tokenloom.services.gateway.formats.call_parser import open_parser
 from tokenloom.services.gateway.formats.think import opener
+from tokenloom.services.gateway.formats.tool_request import Tool
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TEXT = f"<think>Hm.</think>I ask.{CALL}I wait.{CALL}Done."
 THINK = opener(next(iter(REASONING_FORMATS.values())))
-PLAN = MessagePlan(open_tools=lambda: FORMATS["hermes"].open(["get_weather"]), open_reasoning=THINK)
+PLAN = MessagePlan(open_tools=lambda: open_parser(FORMATS["hermes"], []), open_reasoning=THINK)
 EXPECTED = [
     ("reasoning", "Hm."),
     ("text", "I ask."),
@@ -70,7 +71,9 @@ def test_reasoning_that_is_left_out_leaves_no_part() -> None:
 
 
 def test_a_required_call_that_is_cut_keeps_its_arguments() -> None:
-    turn = ParsedMessage(MessagePlan(open_tools=RequiredCalls), reasoning_is_open=False)
+    turn = ParsedMessage(
+        MessagePlan(open_tools=lambda: open_parser(REQUIRED, [Tool("get_weather", {}, {})])), reasoning_is_open=False
+    )
     turn.feed('[{"name": "get_weather", "parameters": {"city"', ends=False)
     assert turn.feed(': "Pa', ends=True) == [CallDelta(0, "", "", ': "Pa')]
 

@@ -4,9 +4,11 @@ from typing import Any
 import pytest
 
 from tests.linear_time import grows_too_fast
-from tokenloom.services.gateway.assistant.message_plans import FORMATS
+from tokenloom.request.tool_format import FORMATS
 from tokenloom.services.gateway.formats.call_arguments import raw_arguments, read_arguments
+from tokenloom.services.gateway.formats.call_parser import open_parser
 from tokenloom.services.gateway.formats.message_parts import CallArguments
+from tokenloom.services.gateway.formats.tool_request import Tool
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_other_arguments_stay(arguments: dict[str, Any]) -> None:
 )
 def test_line_breaks_in_texts_are_written_as_json_has_them(parser: str, text: str) -> None:
     for size in (1, len(text)):
-        reader = FORMATS[parser].open(["f"])
+        reader = open_parser(FORMATS[parser], [Tool("f", {}, {})])
         parts = [part for at in range(0, len(text), size) for part in reader.feed(text[at : at + size])]
         parts += reader.finish()
         arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
 from tokenloom.request.reasoning import HARMONY
+from tokenloom.request.tool_format import FORMATS
 from tokenloom.services.gateway.assistant.message_plans import (
-    FORMATS,
     MessagePlan,
     MessagePlans,
     ParsedMessage,
@@ -18,6 +18,7 @@ from tokenloom.services.gateway.assistant.message_plans import (
     reasoning_of,
     text_of,
 )
+from tokenloom.services.gateway.formats.call_parser import open_parser
 from tokenloom.services.gateway.formats.think import opener
 from tokenloom.services.gateway.formats.tool_request import Tool, ToolChoice, ToolRequest
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
@@ -133,7 +134,7 @@ def test_a_forced_call_is_what_the_answer_says() -> None:
 
 
 def test_reasoning_that_is_treated_as_text() -> None:
-    only_tools = MessagePlan(open_tools=lambda: FORMATS["openai"].open(["add"]))
+    only_tools = MessagePlan(open_tools=lambda: open_parser(FORMATS["openai"], []))
     assert said(only_tools, [f"{THOUGHT}{CALL}"]) == ("", "The user asks.\nHm.", [("add", ARGUMENTS)])
 
 

@@ -9,12 +9,15 @@ import pytest
 
 from tests.linear_time import grows_too_fast
 from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
-from tokenloom.services.gateway.assistant.message_plans import FORMATS, MessagePlan, ParsedMessage
-from tokenloom.services.gateway.formats.strict_calls import RequiredCalls
+from tokenloom.request.tool_format import FORMATS, REQUIRED
+from tokenloom.services.gateway.assistant.message_plans import MessagePlan, ParsedMessage
+from tokenloom.services.gateway.formats.call_parser import open_parser
 from tokenloom.services.gateway.formats.think import opener
+from tokenloom.services.gateway.formats.tool_request import Tool
 
 SMALL, LARGE = 1 << 12, 1 << 17
 """Characters. Copying a text is so fast that quadratic copying shows only in texts of this length."""
+TOOLS = [Tool("f", {}, {})]
 PIECE = 8
 """Characters in a streamed piece, about two tokens'."""
 CASES = [
@@ -56,7 +59,7 @@ def is_slow(plan: MessagePlan, head: str, unit: str, piece: int) -> bool:
 @pytest.mark.parametrize("piece", [PIECE, 0], ids=["streamed", "whole"])
 @pytest.mark.parametrize(("name", "head", "unit"), CASES)
 def test_a_parser_of_calls_takes_linear_time(name: str, head: str, unit: str, piece: int) -> None:
-    plan = MessagePlan(open_tools=lambda: FORMATS[name].open(["f"]))
+    plan = MessagePlan(open_tools=lambda: open_parser(FORMATS[name], TOOLS))
     assert not is_slow(plan, head, unit, piece)
 
 
@@ -66,7 +69,7 @@ def test_a_parser_of_calls_takes_linear_time(name: str, head: str, unit: str, pi
     [("", " "), ("[", " "), ("[", ","), ("[", "{}"), ("[", '{"name":"f","arguments":{}},'), ('[{"', "a")],
 )
 def test_the_parser_of_required_calls_takes_linear_time(head: str, unit: str, piece: int) -> None:
-    assert not is_slow(MessagePlan(open_tools=RequiredCalls), head, unit, piece)
+    assert not is_slow(MessagePlan(open_tools=lambda: open_parser(REQUIRED, TOOLS)), head, unit, piece)
 
 
 @pytest.mark.parametrize("piece", [PIECE, 0], ids=["streamed", "whole"])

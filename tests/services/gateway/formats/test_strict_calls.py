@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.assistant.message_plans import FORMATS
+from tokenloom.request.tool_format import FORMATS
+from tokenloom.services.gateway.formats.call_parser import open_parser
 from tokenloom.services.gateway.formats.message_parts import CallArguments, CallBegin
 from tokenloom.services.gateway.formats.strict_calls import strict_constraint
 from tokenloom.services.gateway.formats.tool_request import ToolRequest, read_tool_request
@@ -24,9 +25,7 @@ def asked(*tools: dict[str, Any], choice: str = "auto", parallel: bool = True) -
 
 def form_of(parser: str, request: ToolRequest) -> Any:
     """Return the format of the structural tag, or None without one."""
-    marks = FORMATS[parser].marks
-    assert marks is not None
-    constraint = strict_constraint(request, marks)
+    constraint = strict_constraint(request, FORMATS[parser])
     return None if constraint is None else json.loads(constraint.structural_tag)["format"]
 
 
@@ -53,9 +52,9 @@ def test_nothing_is_bound(request_: ToolRequest) -> None:
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
 def test_the_parser_reads_what_the_marks_enclose(parser: str) -> None:
-    form = FORMATS[parser]
-    tag = form_of(parser, asked(tool("weather", strict=True)))["tags"][0]
-    reader = form.open(["weather"])
+    request = asked(tool("weather", strict=True))
+    tag = form_of(parser, request)["tags"][0]
+    reader = open_parser(FORMATS[parser], request.tools)
     parts = [*reader.feed(f'{tag["begin"]}{{"city": "Oslo"}}{tag["end"]}'), *reader.finish()]
     assert parts[0] == CallBegin("weather")
     arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))

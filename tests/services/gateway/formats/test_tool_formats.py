@@ -7,22 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenloom.services.gateway.assistant.message_plans import FORMATS
+from tokenloom.request.tool_format import FORMATS, REQUIRED
+from tokenloom.services.gateway.formats.call_parser import ToolParser, new_call_id, open_parser
 from tokenloom.services.gateway.formats.message_parts import CallArguments, CallBegin, Content, ToolPart
-from tokenloom.services.gateway.formats.strict_calls import NamedCall, RequiredCalls
-from tokenloom.services.gateway.formats.tool_parser import ToolParser
+from tokenloom.services.gateway.formats.strict_calls import NamedCall
+from tokenloom.services.gateway.formats.tool_request import Tool
 
 Parsed = tuple[str, list[tuple[str, str]]]
 """The text, and each call's name and arguments."""
 NAMES = ("get_weather", "add", "f")
+TOOLS = [Tool(name, {}, {}) for name in NAMES]
 CALL = '{"name": "add", "arguments": {"a": 1, "b": "}]\\"x"}}'
 ARGUMENTS = '{"a": 1, "b": "}]\\"x"}'
 
 
 def parser_of(name: str) -> ToolParser:
-    if name == "required":
-        return RequiredCalls()
-    return NamedCall("f") if name == "named" else FORMATS[name].open(NAMES)
+    if name == "named":
+        return NamedCall("f")
+    return open_parser(REQUIRED if name == "required" else FORMATS[name], TOOLS)
 
 
 def parsed(parser: ToolParser, pieces: Sequence[str]) -> Parsed:
@@ -187,7 +189,7 @@ def test_arguments_come_as_they_are_written() -> None:
 
 
 def test_ids_are_as_templates_want_them() -> None:
-    assert FORMATS["hermes"].new_call_id().startswith("call_")
-    mistral = FORMATS["mistral"].new_call_id()
+    assert new_call_id(FORMATS["hermes"], "f").startswith("call_")
+    mistral = new_call_id(FORMATS["mistral"], "f")
     assert len(mistral) == 9
     assert mistral.isalnum()

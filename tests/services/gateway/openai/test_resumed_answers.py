@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from tests.services.gateway.openai.joined import join_events
 from tokenloom.request import errors
 from tokenloom.request.reasoning import reasoning_format
-from tokenloom.services.gateway.assistant.message_plans import FORMATS, MessagePlan
-from tokenloom.services.gateway.formats.strict_calls import NamedCall, RequiredCalls
+from tokenloom.request.tool_format import FORMATS, REQUIRED
+from tokenloom.services.gateway.assistant.message_plans import MessagePlan
+from tokenloom.services.gateway.formats.call_parser import open_parser
+from tokenloom.services.gateway.formats.strict_calls import NamedCall
 from tokenloom.services.gateway.formats.think import opener
+from tokenloom.services.gateway.formats.tool_request import Tool
 from tokenloom.services.gateway.generation.delivered import Delivered
 from tokenloom.services.gateway.mesh.collector import Delta
 from tokenloom.services.gateway.openai.answer import AnswerBase
@@ -50,11 +53,15 @@ TEXTS = [
     '{"name": "f", "parameters": {"a": 1}}; {"name": "add", "parameters": {}}',
     "",
 ]
+TOOLS = [Tool(name, {}, {}) for name in ("add", "f")]
 PLANS: dict[str, MessagePlan | None] = {
     "none": None,
-    **{name: MessagePlan(partial(each.open, ["add", "f"]), new_call_id=lambda: "id") for name, each in FORMATS.items()},
-    "required": MessagePlan(RequiredCalls, new_call_id=lambda: "id"),
-    "named": MessagePlan(partial(NamedCall, "f"), new_call_id=lambda: "id"),
+    **{
+        name: MessagePlan(partial(open_parser, form, TOOLS), new_call_id=lambda name: "id")
+        for name, form in FORMATS.items()
+    },
+    "required": MessagePlan(partial(open_parser, REQUIRED, TOOLS), new_call_id=lambda name: "id"),
+    "named": MessagePlan(partial(NamedCall, "f"), new_call_id=lambda name: "id"),
 }
 THINK = reasoning_format("qwen3", "")
 

@@ -1,0 +1,227 @@
+"""Reads arguments that are written one by one between marks, and writes them as a JSON object."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import msgspec
+
+from .literals import LiteralReader
+from .message_parts import Expected, expected, find_marker
+
+MAX_KEY = 512
+"""Characters of the longest key: what is longer is none."""
+_MAX_BLANKS = 64
+"""Blanks after a closing mark within which another mark shows that the value has ended."""
+_LITERALS = '{["-0123456789tfnTFN'
+
+
+class ValueKind(Enum):
+    """What the schema of a tool says of an argument."""
+
+    TEXT = auto()
+    """A text, whatever stands there."""
+    VALUE = auto()
+    """No text."""
+    UNKNOWN = auto()
+    """Either: what can be read as JSON is no text."""
+
+
+def value_kind(schema: Mapping[str, Any], key: str) -> ValueKind:
+    """Return what a tool's schema says of an argument."""
+    properties = schema.get("properties")
+    found = properties.get(key) if isinstance(properties, Mapping) else None
+    if not isinstance(found, Mapping):
+        return ValueKind.UNKNOWN
+    types = found.get("type")
+    if types == "string" or (types is None and _are_texts(found.get("enum"))):
+        return ValueKind.TEXT
+    if isinstance(types, str) or (isinstance(types, Sequence) and types and "string" not in types):
+        return ValueKind.VALUE
+    return ValueKind.UNKNOWN
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+
+
+class PairReader:
+    """Reads pairs up to the mark after the last one. Texts are passed on as they are written.
+
+    Attributes:
+        ended: Whether the mark after the last pair was read.
+    """
+
+    def __init__(self, pair: tuple[str, str, str], closers: Sequence[str], kind_of: Callable[[str], ValueKind]) -> None:
+        """``pair``: as in ``ToolFormat``. ``closers``: what may follow the last pair; it is left in the text."""
+        self.ended = False
+        self._open, self._between, self._close = (text.split() for text in pair)
+        self._after_value = [self._open[0], *closers]
+        self._breaks = pair[1].endswith("\n"), pair[2].startswith("\n")  # line breaks around a value
+        self._kind_of = kind_of
+        self._text = ""
+        self._step: Callable[[list[str]], bool] = self._next_pair
+        self._due: list[str] = []  # the marks that follow
+        self._then: Callable[[list[str]], bool] = self._next_pair
+        self._num_pairs = 0
+        self._kind = ValueKind.TEXT
+        self._begun = False
+        self._streams = False
+        self._literal: LiteralReader | None = None
+        self._value: list[str] = []  # held until its end
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Return what is certain now, and the text after the pairs."""
+        out: list[str] = []
+        self._text += text
+        while not self.ended and self._step(out):
+            pass
+        rest = ""
+        if self.ended:
+            rest, self._text = self._text, ""
+        return "".join(out), rest
+
+    def finish(self) -> str:
+        """Return the rest of what was cut off: of a value that has not ended, what is passed on as it is written."""
+        out: list[str] = []
+        if self._step == self._in_value:
+            self._text, mark, _ = find_marker(self._text, self._close[:1])
+            if mark or self._streams or self._literal is not None:
+                self._more(out, self._break_before(len(self._text)))
+            if mark:
+                self._end_value(out)
+        return "".join(out)
+
+    def _next_pair(self, out: list[str]) -> bool:
+        self._text = self._text.lstrip()
+        found = expected(self._text, self._after_value)
+        if found is Expected.MAYBE:
+            return False
+        if found != self._open[0]:  # a closing mark, or no mark at all
+            return self._end(out)
+        self._expect([*self._open], self._key)
+        return True
+
+    def _expect(self, marks: list[str], then: Callable[[list[str]], bool]) -> None:
+        self._due, self._then, self._step = marks, then, self._marks
+
+    def _marks(self, out: list[str]) -> bool:
+        """Skip the marks that are due; one that is missing is not waited for."""
+        while self._due:
+            self._text = self._text.lstrip()
+            found = expected(self._text, self._due[:1])
+            if found is Expected.MAYBE:
+                return False
+            self._text = self._text.removeprefix(self._due.pop(0))
+        self._step = self._then
+        return True
+
+    def _key(self, out: list[str]) -> bool:
+        key, mark, rest = find_marker(self._text, self._between[:1])
+        if not mark:
+            if len(self._text) > MAX_KEY:
+                self._end(out)
+            return False
+        key, self._text = key.strip(), rest
+        out.append(("{" if not self._num_pairs else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        self._num_pairs += 1
+        self._kind, self._begun, self._streams, self._literal = self._kind_of(key), False, False, None
+        self._value = []
+        self._expect(self._between[1:], self._begin_value)
+        return True
+
+    def _end(self, out: list[str]) -> bool:
+        out.append("}" if self._num_pairs else "{}")
+        self.ended = True
+        return False
+
+    def _begin_value(self, out: list[str]) -> bool:
+        """Skip the line break before a value, and decide how it is read."""
+        if not self._text:
+            return False
+        if self._breaks[0] and not self._begun:
+            self._text = self._text.removeprefix("\n")
+            self._begun = True
+        ahead = self._text.lstrip()
+        if self._kind is not ValueKind.TEXT and not ahead:
+            self._value.append(self._text)
+            self._text = ""
+            return False
+        if self._kind is ValueKind.VALUE and ahead[0] in "{[":
+            self._literal = LiteralReader()
+        elif self._kind is ValueKind.TEXT or (self._kind is ValueKind.UNKNOWN and ahead[0] not in _LITERALS):
+            self._streams = True
+            out += ['"', *map(_escaped, self._value)]
+            self._value = []
+        self._step = self._in_value
+        return True
+
+    def _in_value(self, out: list[str]) -> bool:
+        """Read a value up to its closing mark: one that another mark follows."""
+        mark = self._close[0]
+        at = self._text.find(mark)
+        if at < 0:
+            self._more(out, self._held_from(mark))
+            return False
+        rest = self._text[at + len(mark) :]
+        ahead = rest.lstrip()
+        follows = expected(ahead, self._after_value)
+        if follows is Expected.MAYBE and len(rest) - len(ahead) <= _MAX_BLANKS:
+            self._more(out, self._break_before(at))
+            return False
+        if follows is Expected.NO and ahead:
+            self._more(out, at + len(mark))
+            return True
+        self._more(out, self._break_before(at))
+        self._text = rest
+        self._end_value(out)
+        self._expect(self._close[1:], self._next_pair)
+        return True
+
+    def _break_before(self, at: int) -> int:
+        """Return where a value ends before its closing mark: a line break there belongs to the mark."""
+        return at - 1 if self._breaks[1] and self._text[:at].endswith("\n") else at
+
+    def _held_from(self, mark: str) -> int:
+        """Return up to where the text is certainly the value's."""
+        return self._break_before(len(find_marker(self._text, (mark,))[0]))
+
+    def _more(self, out: list[str], end: int) -> None:
+        text, self._text = self._text[:end], self._text[end:]
+        if self._streams:
+            out.append(_escaped(text))
+        elif self._literal is not None:
+            if not self._literal.ended:
+                out.append(self._literal.feed(text)[0])
+        else:
+            self._value.append(text)
+
+    def _end_value(self, out: list[str]) -> None:
+        if self._streams:
+            out.append('"')
+        elif self._literal is None:
+            out.append(_as_json("".join(self._value)))
+        elif not self._literal.ended:
+            out.append(self._literal.close())
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _as_json(text: str) -> str:
+    """Return a value that was read whole as JSON: as a text if it is no other value."""
+    word = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())
+    try:
+        msgspec.json.decode(word)
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    else:
+        return word
+    if word.startswith(("{", "[")):
+        reader = LiteralReader()
+        written, rest = reader.feed(word)
+        if reader.ended and not rest.strip():
+            return written
+    return json.dumps(text, ensure_ascii=False)

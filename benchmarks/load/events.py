@@ -8,6 +8,7 @@ import msgspec
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -16,25 +17,59 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Cached(msgspec.Struct):
+    cached_tokens: int = 0
+
+
 class _Usage(msgspec.Struct):
+    """Holds what any of the APIs counts."""
+
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
+    prompt_tokens_details: _Cached | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tokens_details: _Cached | None = None
+    cache_read_input_tokens: int | None = None
+
+    def read_into(self, outcome: "Outcome") -> None:
+        outcome.output_tokens = self.completion_tokens or self.output_tokens
+        outcome.input_tokens = self.prompt_tokens or self.input_tokens
+        details = self.prompt_tokens_details or self.input_tokens_details
+        if details is not None:
+            outcome.cached_tokens = details.cached_tokens
+        elif self.cache_read_input_tokens is not None:  # Anthropic counts cached tokens beside the others
+            outcome.cached_tokens = self.cache_read_input_tokens
+            outcome.input_tokens += self.cache_read_input_tokens
 
 
 class _Error(msgspec.Struct):
     message: str = "no reason was given"
 
 
+class _Response(msgspec.Struct):
+    """The state of a response, in the events of OpenAI's Responses API."""
+
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
 class _Event(msgspec.Struct):
     """Names the fields of an event that are read; msgspec skips the others without making objects."""
 
     choices: list[_Choice] = []
+    type: str = ""
+    """The kind of an event, in the APIs that name it."""
     usage: _Usage | None = None
+    response: _Response | None = None
     timeline: dict[str, float | str] | None = None
     error: _Error | None = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
+_NO_RESPONSE = _Response()
+_GROWTH = ("content_block_delta", ".delta")
+"""How kinds of events end that stand for tokens, of Anthropic's messages and OpenAI's responses."""
 
 
 @dataclass
@@ -57,6 +92,10 @@ class Outcome:
     """Empty: the request succeeded."""
     refused: bool = False
     """Whether the server refused it for lack of capacity (503) or for a quota (429)."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were found in a cache."""
+    miss_reason: str = ""
+    """Why tokens that the session had sent before were computed again, as the server says; empty: it says nothing."""
 
     @property
     def tpot(self) -> float | None:
@@ -95,13 +134,14 @@ class AnswerReader:
             self.done = True
             return
         event = _decode(payload)
-        if event.error is not None:
-            self.outcome.error = event.error.message
-        if any(_has_output(choice) for choice in event.choices):
+        response = event.response or _NO_RESPONSE
+        if (error := event.error or response.error) is not None:
+            self.outcome.error = error.message
+        if any(_has_output(choice) for choice in event.choices) or event.type.endswith(_GROWTH):
             self._output(now)
-        if event.usage is not None and event.usage.completion_tokens:
-            self.outcome.input_tokens = event.usage.prompt_tokens
-            self.outcome.output_tokens = event.usage.completion_tokens
+        usage = event.usage or response.usage
+        if usage is not None and (usage.completion_tokens or usage.output_tokens):
+            usage.read_into(self.outcome)
         if event.timeline is not None:
             self.outcome.timeline = event.timeline
 
@@ -118,4 +158,4 @@ def _has_output(choice: _Choice) -> bool:
     """Return whether an event stands for tokens. A completion's always does; a chat's may only name the role."""
     if choice.delta is None:
         return choice.text is not None
-    return bool(choice.delta.content or choice.delta.reasoning_content)
+    return bool(choice.delta.content or choice.delta.reasoning_content or choice.delta.tool_calls)

@@ -1,4 +1,4 @@
-"""Streams requests to OpenAI's HTTP API at little cost: one protocol object per connection and no HTTP library above
+"""Streams requests to an HTTP API at little cost: one protocol object per connection and no HTTP library above
 the parser, so that a mesh can be loaded from the cores that it runs on."""
 
 import asyncio
@@ -6,7 +6,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
 import httptools
@@ -34,6 +34,8 @@ class Endpoint:
     tls: bool
     path: str
     api_key: str = field(default="", repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Sent in addition."""
 
     @classmethod
     def of(cls, base_url: str, path: str, api_key: str = "") -> "Endpoint":
@@ -49,9 +51,10 @@ class Endpoint:
     def head(self, length: int) -> bytes:
         """Return the request line and headers of a POST."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        more = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        more += "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
         return (
-            f"POST {self.path} HTTP/1.1\r\nHost: {host}:{self.port}\r\nAccept: text/event-stream\r\n{key}"
+            f"POST {self.path} HTTP/1.1\r\nHost: {host}:{self.port}\r\nAccept: text/event-stream\r\n{more}"
             f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
         ).encode()
 
@@ -63,16 +66,14 @@ class Body(Protocol):
         """Return the body for one prompt."""
 
 
-class Client:
-    """Streams requests over reused connections. Use it as ``async with``."""
+class Sender:
+    """Posts bodies over reused connections to one server. Use it as ``async with``."""
 
-    def __init__(self, endpoint: Endpoint, body: Body) -> None:
-        self._endpoint = endpoint
-        self._body = body
+    def __init__(self, *, tls: bool = False) -> None:
         self._idle: list[_Connection] = []  # at most as many as requests were in flight at once
-        self._tls = ssl.create_default_context() if endpoint.tls else None
+        self._tls = ssl.create_default_context() if tls else None
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -80,21 +81,20 @@ class Client:
             connection.close()
         self._idle.clear()
 
-    async def stream(self, prompt: Prompt, run_started: float) -> Outcome:
-        """Send one request and read its answer to the end. The outcome holds a failure; none is raised."""
-        body = _encode(self._body(prompt))
-        request = self._endpoint.head(len(body)) + body
+    async def send(self, endpoint: Endpoint, body: Mapping[str, Any], outcome: Outcome, run_started: float) -> None:
+        """Post a body and read its answer to the end into ``outcome``, which holds a failure; none is raised."""
+        encoded = _encode(body)
+        request = endpoint.head(len(encoded)) + encoded
         sent = time.perf_counter()
-        outcome = Outcome(start=sent - run_started, kind=prompt.kind, input_tokens=len(prompt.token_ids))
+        outcome.start = sent - run_started
         reader = AnswerReader(outcome, sent)
         try:
-            await self._exchange(request, reader)
+            await self._exchange(endpoint, request, reader)
         except (OSError, ConnectionLost, httptools.HttpParserError, msgspec.MsgspecError) as error:
             outcome.error = outcome.error or f"{type(error).__name__}: {error}"
         reader.end()
-        return outcome
 
-    async def _exchange(self, request: bytes, reader: AnswerReader) -> None:
+    async def _exchange(self, endpoint: Endpoint, request: bytes, reader: AnswerReader) -> None:
         connection = self._take_idle()
         if connection is not None:
             try:
@@ -103,7 +103,7 @@ class Client:
                 if connection.answered:
                     raise
                 # The server closed the idle connection at that moment, so the request was not seen.
-        await self._exchange_on(await self._connect(), request, reader)
+        await self._exchange_on(await self._connect(endpoint), request, reader)
 
     async def _exchange_on(self, connection: "_Connection", request: bytes, reader: AnswerReader) -> None:
         try:
@@ -123,12 +123,25 @@ class Client:
                 return connection
         return None
 
-    async def _connect(self) -> "_Connection":
+    async def _connect(self, endpoint: Endpoint) -> "_Connection":
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            _Connection, self._endpoint.host, self._endpoint.port, ssl=self._tls
-        )
+        _, connection = await loop.create_connection(_Connection, endpoint.host, endpoint.port, ssl=self._tls)
         return connection
+
+
+class Client(Sender):
+    """Streams prompts to one endpoint."""
+
+    def __init__(self, endpoint: Endpoint, body: Body) -> None:
+        super().__init__(tls=endpoint.tls)
+        self._endpoint = endpoint
+        self._body = body
+
+    async def stream(self, prompt: Prompt, run_started: float) -> Outcome:
+        """Send one request and read its answer to the end. The outcome holds a failure; none is raised."""
+        outcome = Outcome(start=0.0, kind=prompt.kind, input_tokens=len(prompt.token_ids))
+        await self.send(self._endpoint, self._body(prompt), outcome, run_started)
+        return outcome
 
 
 class _Connection(asyncio.Protocol):

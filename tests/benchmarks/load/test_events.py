@@ -61,3 +61,29 @@ def test_a_single_token_has_no_time_per_token() -> None:
 def test_the_timeline_is_kept() -> None:
     outcome = read((10.5, text("a") + event(choices=[], timeline={"queued_ms": 1.5, "decode_engine": "engine-0"})))
     assert outcome.timeline == {"queued_ms": 1.5, "decode_engine": "engine-0"}
+
+
+def test_cached_tokens_are_counted_in_each_api() -> None:
+    details = {"cached_tokens": 32}
+    chat = event(choices=[], usage={"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": details})
+    response = {"usage": {"input_tokens": 40, "output_tokens": 2, "input_tokens_details": details}}
+    message = {"input_tokens": 8, "output_tokens": 2, "cache_read_input_tokens": 32}
+    for payload in (
+        text("a") + chat,
+        event(type="response.output_text.delta", delta="a") + event(type="response.completed", response=response),
+        event(type="content_block_delta", delta={"type": "text_delta", "text": "a"})
+        + event(type="message_delta", delta={"stop_reason": "max_tokens"}, usage=message),
+    ):
+        outcome = read((10.5, payload))
+        assert (outcome.input_tokens, outcome.cached_tokens, outcome.output_tokens) == (40, 32, 2), payload
+        assert (outcome.ttft, outcome.error) == (0.5, "")
+
+
+def test_a_failed_response_fails_the_request() -> None:
+    failed = event(type="response.failed", response={"error": {"message": "the engine failed"}, "usage": None})
+    assert read((10.5, failed)).error == "the engine failed"
+
+
+def test_a_chats_call_is_an_output() -> None:
+    call = event(choices=[{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}}])
+    assert read((10.5, call)).output_tokens == 1

@@ -1,6 +1,7 @@
 """The HTTP client against a server in the same loop."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from tests.benchmarks.fake_server import ANSWER, CUT, DONE, FakeServer, text
 from tokenloom.bench.load.bodies import CompletionBody
 from tokenloom.bench.load.datasets import Prompt
 from tokenloom.bench.load.events import Outcome
-from tokenloom.bench.load.http_client import Client, Endpoint
+from tokenloom.bench.load.http_client import Client, Endpoint, Sender
 
 PROMPT = Prompt([1, 2, 3], 5, "chat")
 
@@ -93,3 +94,16 @@ def test_base_urls(url: str, host: str, port: int, tls: bool, path: str) -> None
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="must be http"):
         Endpoint.of(url, "/")
+
+
+async def test_bodies_for_several_paths_share_a_connection() -> None:
+    server = FakeServer([ANSWER])
+    async with server.running(), Sender() as sender:
+        for path in ("/v1/messages?beta=true", "/v1/responses"):
+            outcome = Outcome(0.0)
+            endpoint = replace(Endpoint.of(server.base_url, path), headers={"x-app": "cli"})
+            await sender.send(endpoint, {"path": path}, outcome, time.perf_counter())
+            assert (outcome.error, outcome.output_tokens) == ("", 3)
+    assert [body["path"] for body in server.bodies] == ["/v1/messages?beta=true", "/v1/responses"]
+    assert all("\nx-app: cli\r\n" in head for head in server.heads)
+    assert server.connections == 1

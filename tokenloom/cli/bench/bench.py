@@ -11,6 +11,7 @@ _COMMANDS = {
         "bench_mesh:mesh",
         "bench_mesh:overload",
         "bench_mesh:scale",
+        "bench_mesh:agents",
         "bench_offline:step",
         "bench_offline:shared",
         "bench_offline:speculation",

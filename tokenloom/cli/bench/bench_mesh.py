@@ -1,17 +1,22 @@
-"""Benchmarks of the services around an engine: ``tokenloom bench mesh``, ``overload`` and ``scale``."""
+"""Benchmarks of the services around an engine: ``tokenloom bench mesh``, ``overload``, ``scale`` and ``agents``."""
 
 import asyncio
+import itertools
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from tokenloom.bench.load.agent_sessions import AgentClient
+from tokenloom.bench.mesh import agents as agents_bench
+from tokenloom.bench.mesh import agents_report, overload_report
 from tokenloom.bench.mesh import burst as burst_bench
 from tokenloom.bench.mesh import idle as idle_bench
 from tokenloom.bench.mesh import mesh as mesh_bench
 from tokenloom.bench.mesh import overload as overload_bench
-from tokenloom.bench.mesh import overload_report
+from tokenloom.bench.mesh.agents import AgentsCase, AgentWorker, Placement
 from tokenloom.bench.mesh.burst import BurstCase
 from tokenloom.bench.mesh.idle import IdleCase
 from tokenloom.bench.mesh.overload_case import OverloadCase
@@ -155,3 +160,73 @@ def scale(
         report = scale_bench.run(counts, seconds, lambda: bars.advance(task))
     show(report, [scale_bench.table(report)], as_json=as_json, path=output_json)
     raise typer.Exit(1 if any(case["exceeded"] for case in report["cases"]) else 0)
+
+
+_AGENTS = AgentsCase()
+
+
+def agents(
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions at once.")] = _AGENTS.sessions,
+    client: Annotated[
+        list[AgentClient] | None, typer.Option(help="Clients, which the sessions take in turn. [default: all]")
+    ] = None,
+    turns: Annotated[
+        tuple[int, int], typer.Option(min=1, help="Fewest and most requests of a session, without its sub-agents'.")
+    ] = _AGENTS.turns,
+    kv: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.01,
+            help="KV blocks of all engines, as a multiple of what all sessions hold at their mean length. "
+            "[default: 0.333]",
+        ),
+    ] = None,
+    placement: Annotated[list[Placement] | None, typer.Option(help="[default: score, cost]")] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload/--no-offload", help="Keep evicted KV blocks in a file.")
+    ] = _AGENTS.offload,
+    worker: Annotated[
+        AgentWorker,
+        typer.Option(help="timed: a device that only waits; model: random weights in the demo model's shape."),
+    ] = _AGENTS.worker,
+    engines: Annotated[int, typer.Option(min=1, help="Engines, which share the KV blocks evenly.")] = _AGENTS.engines,
+    time_scale: Annotated[
+        float,
+        typer.Option(
+            min=1, help="So many times shorter gaps and answers, and so many times quicker prompts of the timed worker."
+        ),
+    ] = _AGENTS.time_scale,
+    step_ms: Annotated[
+        float, typer.Option(min=0, help="Milliseconds of the timed worker's step, beside its tokens.")
+    ] = _AGENTS.step_ms,
+    prefill_rate: Annotated[
+        float, typer.Option(min=1, help="Prompt tokens a second of the timed worker, before --time-scale.")
+    ] = _AGENTS.prefill_rate,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each arm; the arms take turns.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the sessions.")] = _AGENTS.seed,
+    output_json: OutputJson = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay sessions of coding agents on a local mesh; measure tokens computed again, TTFT and cached shares."""
+    path, _ = model_directory(DEMO_MODEL_NAME, None)
+    case = AgentsCase(
+        sessions=sessions,
+        clients=tuple(client or AgentClient),
+        turns=(min(turns), max(turns)),
+        offload=offload,
+        worker=worker,
+        engines=engines,
+        time_scale=time_scale,
+        step_ms=step_ms,
+        prefill_rate=prefill_rate,
+        seed=seed,
+    )
+    arms = itertools.product(range(rounds), kv or [case.kv], placement or Placement)
+    reports = []
+    with failures(), bars() as bar:
+        for number, share, rule in arms:
+            arm = replace(case, kv=share, placement=rule, seed=seed + number)
+            reports.append(asyncio.run(agents_bench.run_case(path, arm, partial(bar, arm.title))))
+    report = {"machine": machine.describe(), "cases": reports}
+    show(report, agents_report.tables(reports), as_json=as_json, path=output_json)
+    raise typer.Exit(1 if any(case["failed"] for case in reports) else 0)

@@ -22,8 +22,8 @@ PAGES = (
     "docs/use/clients.md",
     "docs/use/speculation.md",
 )
-NOT_MEASURED = ("| engines | streams | gateways |", "| work | grows with |")
-"""Heads of tables that are computed from others, or list limits."""
+NOT_MEASURED = ("| engines | streams | gateways |", "| work | grows with |", "| of a session | here |")
+"""Heads of tables that are computed from others, list limits, or describe a load."""
 UNKNOWN = "not recorded"
 _ORIGIN = re.compile(r"\*Recorded at `([0-9a-f]{8})`, (\S+); processor: ([^;]+); command: (.+)\.\*")
 _PROCESSORS = re.compile(

@@ -145,6 +145,7 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         "is_sleeping": core.sleeping.is_sleeping,
         "calls_to_run": core.calls_to_run,
         "has_work": core.has_work,
+        "check_weights": core.sleeping.check_weights,
         "reload_weights": core.sleeping.reload_weights,
         "profile": profile,
         "collective_rpc": collective_rpc,

@@ -145,6 +145,10 @@ class Sleeping:
                 falling.set_exception(ValueError("the engine was woken up before it slept"))
         return self._level is None
 
+    def check_weights(self, path: str) -> None:
+        """Check that all workers could load a checkpoint. Raises as :meth:`reload_weights` before it replaces any."""
+        self._executor.collective_rpc("check_weights", path)
+
     def reload_weights(self, path: str) -> None:
         """Load the weights of another checkpoint, awake or asleep, and forget cached prefixes.
 
@@ -163,7 +167,7 @@ class Sleeping:
                 raise ValueError("KV from other engines is being loaded; retry")
         # A worker that refused a checkpoint after others had loaded it left a tensor-parallel engine answering from a
         # mixture.
-        self._executor.collective_rpc("check_weights", path)
+        self.check_weights(path)
         try:
             self._executor.collective_rpc("reload_weights", path)
         except BaseException as error:

@@ -58,6 +58,10 @@ WATCH_SECONDS = 0.1
 """Changes are published this often, if there are any."""
 GATHER_SECONDS = 0.5
 """How long a change of positions waits for others: parts of a mesh start, and are replaced, several at a time."""
+REJOIN_SECONDS = 1.0
+"""How long an operator's call waits for an engine that has left: with new weights an engine joins again."""
+REPORTED_SECONDS = 1.5
+"""After a change of adapters, until every engine has reported those that a gateway has loaded there."""
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
 
 
@@ -125,6 +129,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._complete = asyncio.Event()
         self._progress = asyncio.Event()  # set, and replaced, when an engine is further with the wanted state
         self._sent_revision = 0  # the one that all engines were sent
+        self._adapters_changed = 0, 0.0  # the latest version of the adapters, and when it was seen
         self._closing = False
         self._slices = PickSlices(self._pick)
 
@@ -135,6 +140,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             # Once in 0.1 s for all, and not at each pick: a pick that also woke every watcher took 114 Python calls.
             self._registry.refresh()
             self._ask_for_adapters()
+            self._announce_adapters(now())
             self._announce_claims()
             self._announce_state()
             if self._registry.is_complete:
@@ -236,10 +242,16 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     async def _settled(self, names: Sequence[str], revision: int) -> None:
         """Return when every engine has reached the wanted state, or has failed to, or the state is another one."""
         while self._registry.wanted.revision == revision:
-            changed = self._progress
+            changed, patience = self._progress, None
             if all(each.is_done or each.cause for each in self._registry.progress(names)):
+                if self._streams.keys() >= set(names):
+                    return
+                patience = REJOIN_SECONDS
+            try:
+                async with asyncio.timeout(patience):
+                    await changed.wait()
+            except TimeoutError:
                 return
-            await changed.wait()
 
     async def Scale(self, request: ScaleRequest, context: _Context) -> ScaleResponse:
         name, size = request.data_parallel_group, request.data_parallel_size
@@ -318,6 +330,24 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             with contextlib.suppress(ResourceExhausted):  # another engine is asked later
                 if (stream := self._streams.get(engine_id)) is not None:
                     stream.command(EngineCommand(adapters=changes))
+
+    def _announce_adapters(self, now: float) -> None:
+        """Ask engines for what they lack since the adapters have changed: they joined before a gateway had loaded one
+        on all engines that it knew, or before another engine brought one from the former coordinator."""
+        adapters = self._registry.adapters
+        if not (adapters.changed and self._registry.is_complete):
+            return
+        if adapters.version != self._adapters_changed[0]:
+            self._adapters_changed = adapters.version, now
+        if now - self._adapters_changed[1] < REPORTED_SECONDS:
+            return
+        for stream in self._streams.values():
+            if (changes := adapters.lacking(stream.record, adapters.changed)) is not None:
+                try:
+                    stream.command(EngineCommand(adapters=changes))
+                except ResourceExhausted:
+                    return  # the next time
+        adapters.changed.clear()
 
     def _announce_claims(self) -> None:
         """Send engines whether they wait aside, where that has changed."""

@@ -5,7 +5,7 @@ Asleep, the mesh sees a pause, and the core has released its memory. Of new weig
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tokenloom.engine_core.data.model_info import FreedMemory
 from tokenloom.model_files import checkpoint, model_path
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.request.prefix_schedule import specimen_hash
-from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
+from tokenloom.v1 import coordinator_pb2, engine_pb2, engine_pb2_grpc, types_pb2
 
 from .control.loras import to_adapter, to_state
 from .control.pause import MODES
@@ -44,9 +44,33 @@ class Administration:
         self.role = Role(role, engine.publish_role, engine.leases_ended)
         self.sleeping = Sleep(engine)
         self.weights = Weights(engine)
+        self._has_role = self._has_weights = False  # set in this process by an operator
+
+    async def inherit(self, setting: coordinator_pb2.EngineSetting) -> bool:
+        """Take role and weights that the process before was set to, unless an operator has set this one meanwhile.
+        Returns whether weights were taken. Raises as :meth:`set_role` and :meth:`load_weights`."""
+        if setting.role and not self._has_role:
+            await self._change_role(setting.role)
+        if takes_weights := bool(setting.weights_path) and not self._has_weights:
+            await self.load_weights(setting.weights_path)
+        return takes_weights
 
     async def set_role(self, role: types_pb2.EngineRole) -> None:
         """Raises ``InvalidArgument``, and ``FailedPrecondition`` if the engine transfers no KV."""
+        # Before it waits for leases: the state that the coordinator sends meanwhile may hold an older role.
+        self._has_role = True
+        await self._change_role(role)
+
+    async def reload_weights(self, path: str) -> None:
+        """Raises as :meth:`Weights.reload`."""
+        had, self._has_weights = self._has_weights, True
+        try:
+            await self.weights.reload(path)
+        except BaseException:
+            self._has_weights = had
+            raise
+
+    async def _change_role(self, role: types_pb2.EngineRole) -> None:
         if role not in types_pb2.EngineRole.values() or not role:
             raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
         if self._engine.kv is None:
@@ -55,8 +79,18 @@ class Administration:
 
     async def load_weights(self, path: str) -> None:
         """Load the weights of a checkpoint unless the engine has them. Raises as :meth:`Weights.reload`."""
-        if self._engine.identity.facts.weights_path != path:
+        if not await self.weights.are(path):
             await self.weights.reload(path)
+
+    def starts_with(self, weights: Collection[bytes]) -> bool:
+        return self._engine.identity.facts.start_weights in weights
+
+    async def idle(self) -> None:
+        await self._engine.streams.idle()
+        await self._engine.leases_ended()
+
+    def is_paused(self) -> bool:
+        return self._engine.pause.mode != engine_pb2.PAUSE_MODE_UNSPECIFIED
 
     async def pause(self, mode: engine_pb2.PauseMode, *, clear_cache: bool) -> None:
         """Raises as :meth:`Pause.begin`."""
@@ -75,7 +109,7 @@ class Administration:
 
     async def run_requests(self) -> None:
         """Raises as :meth:`Sleep.end` and :meth:`Pause.end`."""
-        if self._engine.pause.mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
+        if not self.is_paused():
             return  # nor asleep: whatever puts the core to sleep pauses it first
         await self.sleeping.end([])
         await self._engine.pause.end()
@@ -162,8 +196,14 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     async def ReloadWeights(
         self, request: engine_pb2.ReloadWeightsRequest, context: Any
     ) -> engine_pb2.ReloadWeightsResponse:
-        await self._administration.weights.reload(request.path)
+        await self._administration.reload_weights(request.path)
         return engine_pb2.ReloadWeightsResponse(fingerprint=self._engine.identity.fingerprint)
+
+    async def CheckWeights(
+        self, request: engine_pb2.ReloadWeightsRequest, context: Any
+    ) -> engine_pb2.CheckWeightsResponse:
+        await self._administration.weights.check(request.path)
+        return engine_pb2.CheckWeightsResponse()
 
     async def LoadLora(self, request: engine_pb2.LoadLoraRequest, context: Any) -> engine_pb2.LoadLoraResponse:
         state = await self._loras.load(request.name, request.path, request.digest, in_place=request.in_place)
@@ -262,14 +302,24 @@ class Weights:
         ``FailedPrecondition`` too, and the engine sleeps until other weights are loaded and it is woken up. The engine
         fails if the mesh cannot learn of weights that were loaded, or if it is unknown which these are.
         """
-        directory = Path(path)
-        if not directory.is_absolute() or not model_path.is_checkpoint(directory):
-            wanted = "path must be the absolute path of a checkpoint directory or a GGUF file on this host"
-            raise InvalidArgument(wanted, "path")
+        directory = _directory(path)
         task = self._engine.host.spawn(self._try(directory), name="engine-weights")
         # An operator's client that goes away must not leave the core with new weights under the old fingerprint.
         if (error := await asyncio.shield(task)) is not None:
             raise error
+
+    async def check(self, path: str) -> None:
+        """Check that :meth:`reload` could load a checkpoint, without loading it. Raises as that."""
+        directory = _directory(path)
+        await asyncio.to_thread(_fingerprint, directory)
+        await self._engine.core.call("check_weights", str(directory))
+
+    async def are(self, path: str) -> bool:
+        """Return whether the engine is awake with the weights of the checkpoint ``path``, as its files are now."""
+        if await self._engine.core.call("is_sleeping"):
+            return False  # it may have dropped them
+        directory = _directory(path)
+        return await asyncio.to_thread(_fingerprint, directory) == self._engine.identity.fingerprint.weights
 
     async def _try(self, directory: Path) -> Exception | None:
         """Reload, and return the error for the caller to raise: a task that raises would end the engine."""
@@ -307,6 +357,14 @@ class Weights:
         except Exception as error:
             self._engine.host.failed(error)  # the mesh would take it for an engine with the old weights
             raise
+
+
+def _directory(path: str) -> Path:
+    directory = Path(path)
+    if not directory.is_absolute() or not model_path.is_checkpoint(directory):
+        wanted = "path must be the absolute path of a checkpoint directory or a GGUF file on this host"
+        raise InvalidArgument(wanted, "path")
+    return directory
 
 
 def _fingerprint(directory: Path) -> bytes:

@@ -1,6 +1,7 @@
 """An operator wants a state of the whole mesh: engines that come back take it, and one that fails is named."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ import httpx
 import pytest
 
 from tests.mesh.asking import ask
-from tests.mesh.harness import SOON, Mesh
+from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh
 from tests.ready_channel import ready_channel
+from tokenloom.model_files.checkpoint import weights_fingerprint
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServicer
 from tokenloom.services.coordinator.engines.engine_record import EngineRecord
@@ -115,6 +117,41 @@ async def test_a_role_outlives_the_process(mesh: Mesh) -> None:
     await mesh.engines[1].kill()
     await mesh.engines[1].start()
     assert role() == ENGINE_ROLE_PREFILL != ENGINE_ROLE_DECODE
+
+
+def checkpoint(path: Path, weights: bytes, vocab_size: int | None = None) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"vocab_size": vocab_size or VOCAB_SIZE}))
+    (path / "model.safetensors").write_bytes(weights)
+    return path
+
+
+async def test_weights_of_the_whole_mesh(mesh: Mesh, tmp_path: Path) -> None:
+    new, unfit = checkpoint(tmp_path / "new", b"new"), checkpoint(tmp_path / "unfit", b"unfit", 5)
+    registry: Any = mesh.coordinator.service.servicer._registry  # type: ignore[union-attr]
+
+    def weights(name: str) -> bytes:
+        entry = registry.entry(name)
+        return b"" if entry is None else bytes(entry.identity.fingerprint.weights)
+
+    async with mesh.http() as http:
+        before = registry.wanted.revision
+        for path in (unfit, "/nowhere", "relative"):
+            refused = await http.post(f"/reload_weights?path={path}", headers=ADMIN)
+            assert refused.status_code == 400, refused.text
+        assert registry.wanted.revision == before, "a path that is refused changes nothing"
+        asked = [asyncio.create_task(ask(http, [1, 2, 3], 60)) for _ in range(4)]
+        assert (await post(http, f"/reload_weights?path={new}"))["engines"] == NAMES
+        assert [weights(name) for name in NAMES] == [weights_fingerprint(new)] * 2
+        async with asyncio.timeout(SOON):
+            for each in asked:
+                assert (await each).token_ids == mesh.expected([1, 2, 3], 60)
+        await mesh.engines[1].kill()
+        await mesh.engines[1].start()
+        async with asyncio.timeout(SOON):
+            while weights("engine-1") != weights_fingerprint(new):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert (await ask(http, [1, 2, 3], 3)).token_ids == mesh.expected([1, 2, 3], 3)
 
 
 @pytest.mark.parametrize("older", ["coordinator", "engines"])

@@ -151,20 +151,26 @@ class StateProgress(_message.Message):
     def __init__(self, reached: _Optional[int] = ..., failed: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class DesiredState(_message.Message):
-    __slots__ = ("revision", "pause_mode", "clear_cache", "sleep_level", "awake", "engines")
+    __slots__ = ("revision", "pause_mode", "clear_cache", "sleep_level", "awake", "engines", "weights_path", "weights_version", "replaced_weights")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
     SLEEP_LEVEL_FIELD_NUMBER: _ClassVar[int]
     AWAKE_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     revision: int
     pause_mode: _engine_pb2.PauseMode
     clear_cache: bool
     sleep_level: int
     awake: _containers.RepeatedScalarFieldContainer[_engine_pb2.WakeTag]
     engines: _containers.RepeatedCompositeFieldContainer[EngineSetting]
-    def __init__(self, revision: _Optional[int] = ..., pause_mode: _Optional[_Union[_engine_pb2.PauseMode, str]] = ..., clear_cache: _Optional[bool] = ..., sleep_level: _Optional[int] = ..., awake: _Optional[_Iterable[_Union[_engine_pb2.WakeTag, str]]] = ..., engines: _Optional[_Iterable[_Union[EngineSetting, _Mapping]]] = ...) -> None: ...
+    weights_path: str
+    weights_version: int
+    replaced_weights: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, revision: _Optional[int] = ..., pause_mode: _Optional[_Union[_engine_pb2.PauseMode, str]] = ..., clear_cache: _Optional[bool] = ..., sleep_level: _Optional[int] = ..., awake: _Optional[_Iterable[_Union[_engine_pb2.WakeTag, str]]] = ..., engines: _Optional[_Iterable[_Union[EngineSetting, _Mapping]]] = ..., weights_path: _Optional[str] = ..., weights_version: _Optional[int] = ..., replaced_weights: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class EngineSetting(_message.Message):
     __slots__ = ("engine_id", "role", "start_role", "weights_path", "start_weights")
@@ -433,18 +439,20 @@ class SetAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SetDesiredStateRequest(_message.Message):
-    __slots__ = ("pause", "resume", "sleep", "wake_up", "patience")
+    __slots__ = ("pause", "resume", "sleep", "wake_up", "weights", "patience")
     PAUSE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     SLEEP_FIELD_NUMBER: _ClassVar[int]
     WAKE_UP_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_FIELD_NUMBER: _ClassVar[int]
     pause: _engine_pb2.PauseRequest
     resume: _engine_pb2.ResumeRequest
     sleep: _engine_pb2.SleepRequest
     wake_up: _engine_pb2.WakeUpRequest
+    weights: _engine_pb2.ReloadWeightsRequest
     patience: _duration_pb2.Duration
-    def __init__(self, pause: _Optional[_Union[_engine_pb2.PauseRequest, _Mapping]] = ..., resume: _Optional[_Union[_engine_pb2.ResumeRequest, _Mapping]] = ..., sleep: _Optional[_Union[_engine_pb2.SleepRequest, _Mapping]] = ..., wake_up: _Optional[_Union[_engine_pb2.WakeUpRequest, _Mapping]] = ..., patience: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, pause: _Optional[_Union[_engine_pb2.PauseRequest, _Mapping]] = ..., resume: _Optional[_Union[_engine_pb2.ResumeRequest, _Mapping]] = ..., sleep: _Optional[_Union[_engine_pb2.SleepRequest, _Mapping]] = ..., wake_up: _Optional[_Union[_engine_pb2.WakeUpRequest, _Mapping]] = ..., weights: _Optional[_Union[_engine_pb2.ReloadWeightsRequest, _Mapping]] = ..., patience: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SetDesiredStateResponse(_message.Message):
     __slots__ = ("engines",)

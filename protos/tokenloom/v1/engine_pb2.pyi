@@ -479,6 +479,10 @@ class ReloadWeightsResponse(_message.Message):
     fingerprint: _types_pb2.Fingerprint
     def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
 
+class CheckWeightsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StartProfileRequest(_message.Message):
     __slots__ = ("profile_prefix",)
     PROFILE_PREFIX_FIELD_NUMBER: _ClassVar[int]

@@ -170,6 +170,11 @@ class EngineAdminStub:
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsResponse.FromString,
                 _registered_method=True)
+        self.CheckWeights = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/CheckWeights',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.CheckWeightsResponse.FromString,
+                _registered_method=True)
         self.StartProfile = channel.unary_unary(
                 '/tokenloom.v1.EngineAdmin/StartProfile',
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.StartProfileRequest.SerializeToString,
@@ -292,6 +297,13 @@ class EngineAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckWeights(self, request, context):
+        """Checks that ReloadWeights could load this checkpoint: its files, and whether it fits all workers. Changes nothing. Fails as ReloadWeights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StartProfile(self, request, context):
         """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording.
         """
@@ -397,6 +409,11 @@ def add_EngineAdminServicer_to_server(servicer, server):
                     servicer.ReloadWeights,
                     request_deserializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsResponse.SerializeToString,
+            ),
+            'CheckWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckWeights,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.CheckWeightsResponse.SerializeToString,
             ),
             'StartProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartProfile,
@@ -705,6 +722,33 @@ class EngineAdmin:
             '/tokenloom.v1.EngineAdmin/ReloadWeights',
             tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.SerializeToString,
             tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/CheckWeights',
+            tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.CheckWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -131,6 +131,8 @@ class EngineAdminStub:
     other: if a worker fails halfway, FAILED_PRECONDITION says so, and the engine sleeps until another ReloadWeights succeeds and WakeUp is
     called.
     """
+    CheckWeights: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.CheckWeightsResponse]
+    """Checks that ReloadWeights could load this checkpoint: its files, and whether it fits all workers. Changes nothing. Fails as ReloadWeights."""
     StartProfile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]
     """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
     StopProfile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StopProfileRequest, _engine_pb2.StopProfileResponse]
@@ -194,6 +196,8 @@ class EngineAdminAsyncStub(EngineAdminStub):
     other: if a worker fails halfway, FAILED_PRECONDITION says so, and the engine sleeps until another ReloadWeights succeeds and WakeUp is
     called.
     """
+    CheckWeights: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.CheckWeightsResponse]  # type: ignore[assignment]
+    """Checks that ReloadWeights could load this checkpoint: its files, and whether it fits all workers. Changes nothing. Fails as ReloadWeights."""
     StartProfile: _aio.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]  # type: ignore[assignment]
     """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
     StopProfile: _aio.UnaryUnaryMultiCallable[_engine_pb2.StopProfileRequest, _engine_pb2.StopProfileResponse]  # type: ignore[assignment]
@@ -314,6 +318,14 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         other: if a worker fails halfway, FAILED_PRECONDITION says so, and the engine sleeps until another ReloadWeights succeeds and WakeUp is
         called.
         """
+
+    @_abc_1.abstractmethod
+    def CheckWeights(
+        self,
+        request: _engine_pb2.ReloadWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.CheckWeightsResponse, _abc.Awaitable[_engine_pb2.CheckWeightsResponse]]:
+        """Checks that ReloadWeights could load this checkpoint: its files, and whether it fits all workers. Changes nothing. Fails as ReloadWeights."""
 
     @_abc_1.abstractmethod
     def StartProfile(

@@ -172,7 +172,7 @@ class EnginePools:
 
     def _not_aside(self, rows: Rows) -> Rows:
         """Return the engines whose weights serve the model's name."""
-        return np.array([row for row in rows.tolist() if not self._by_row[row].waits_aside], np.intp)
+        return np.array([row for row in rows.tolist() if not self._by_row[row].is_aside], np.intp)
 
     def _computing_alike(self, key: _Key, rows: Rows, wanted: Fingerprint) -> Rows:
         """Return the engines that compute as the one on which the request began; without any, all of them."""

@@ -167,6 +167,8 @@ class EngineRecord:
         incarnation: Its number among all processes that have joined.
         is_fresh: Whether it is as engines are after a start: it has not been asked to reach any other state.
         wanted_revision: The state that it has to reach before it gets requests; 0: it may be in any.
+        weights_version: The state since which it should have the weights of all engines; 0: there are none.
+        takes_weights: False: it was started with other weights since, and keeps those.
         fingerprint_bytes: Its fingerprint, serialized.
         adapters: Digests of the LoRA adapters that it has loaded.
     """
@@ -184,7 +186,8 @@ class EngineRecord:
         self.waited_aside = any(each.kind == OTHER_WEIGHTS for each in report.fall_backs)
         self.lost_picks = 0
         self.first = report
-        self.incarnation = self.wanted_revision = 0
+        self.incarnation = self.wanted_revision = self.weights_version = 0
+        self.takes_weights = True
         self.is_fresh = self.follows and not report.join.incarnation
         self.fingerprint_bytes = identity.fingerprint.SerializeToString(deterministic=True)
         self._columns = columns
@@ -207,7 +210,17 @@ class EngineRecord:
         """What snapshots show: an engine that waits aside is not serving."""
         # A paused engine takes no new picks, because they would wait for its resume; what was placed there before
         # waits. Engines with other weights are shown the same way, as older output processors understand it.
-        return _PAUSED if self.waits_aside and self.own_state == _SERVING else self.own_state
+        return _PAUSED if self.is_aside and self.own_state == _SERVING else self.own_state
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether only requests that began with its weights may go on here, while it serves."""
+        return bool(self.waits_aside) or self.lacks_weights
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether it has yet to load the weights of all engines."""
+        return self.report.progress.reached < self.weights_version
 
     @property
     def score(self) -> int:
@@ -232,7 +245,7 @@ class EngineRecord:
     @property
     def is_in_state(self) -> bool:
         """Whether it has reached the state that it must be in."""
-        return self.report.progress.reached >= self.wanted_revision
+        return self.report.progress.reached >= self.wanted_revision and not self.lacks_weights
 
     @property
     def follows(self) -> bool:

@@ -235,7 +235,7 @@ class Registry:
         self._incarnation = max(self._incarnation, record.incarnation)
         if self.wanted.join(record):
             self._want_of_all()
-        self.wanted.want_of(record, is_complete=self._is_complete)
+        self.wanted.want_of(record, is_complete=self._is_complete, is_join=True)
         record.update(report, self._epoch, now)
         self._regroup(identity.engine_id)
         return record
@@ -252,6 +252,8 @@ class Registry:
 
     def progress(self, names: Iterable[str]) -> list[EngineProgress]:
         """Return how far all engines are with the wanted state. ``names``: further ones, which may have left."""
+        if self._is_unsettled:
+            self._settle()  # which engines wait aside is part of it
         every = sorted({*names, *self._records})
         return [self.wanted.progress(name, self._records.get(name)) for name in every]
 
@@ -264,7 +266,7 @@ class Registry:
             self.changed.other([record.identity.engine_id])
         if report.fall_backs != record.report.fall_backs:
             self.changed.other([record.identity.engine_id])
-        before = record.own_state, record.report.role, record.adapters
+        before = record.own_state, record.report.role, record.adapters, record.report.progress.reached
         if report.role != record.report.role:
             self.wanted.learn(record, report)
         if report.adapters != record.report.adapters:  # for example one was pinned
@@ -272,7 +274,7 @@ class Registry:
         if record.update(report, self._epoch, self._clock()):
             self.revision += 1
             self.changed.load(record.identity.engine_id)
-        if before != (record.own_state, report.role, record.adapters):
+        if before != (record.own_state, report.role, record.adapters, report.progress.reached):
             self._regroup(record.identity.engine_id)
 
     def set_adapter(self, adapter: Adapter, *, unloaded: bool) -> None:

@@ -118,7 +118,8 @@ def _of(record: EngineRecord) -> tuple[_Key, _Weights]:
 
 
 def _entitled(record: EngineRecord) -> bool:
-    return record.own_state in _ENTITLED
+    # One that lacks the weights that an operator wants of all engines would keep those that have them from serving.
+    return record.own_state in _ENTITLED and record.takes_weights and not record.lacks_weights
 
 
 def _reason(first: EngineRecord, other: EngineRecord) -> str:

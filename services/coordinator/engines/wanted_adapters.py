@@ -25,6 +25,7 @@ class WantedAdapters:
 
     Attributes:
         to_load: The engines that should load an adapter for a request, with what each should do; the caller takes them.
+        changed: Names of adapters that all joined engines have to be compared with; the caller empties it.
         version: Grows when the adapters may have changed.
     """
 
@@ -34,6 +35,7 @@ class WantedAdapters:
         self._unloaded: OrderedDict[str, None] = OrderedDict()
         self._asked_at: dict[bytes, float] = {}  # of digests in _digests
         self.to_load: list[tuple[str, AdapterChanges]] = []
+        self.changed: dict[str, None] = {}
         self.version = 0
 
     def __iter__(self) -> Iterator[Adapter]:
@@ -49,6 +51,7 @@ class WantedAdapters:
         """Record what an operator did on all engines. Raises ``InvalidArgument`` and ``ResourceExhausted``."""
         if not adapter.name or not (adapter.digest or unloaded):
             raise InvalidArgument("adapter.name or adapter.digest is empty", "adapter")
+        self._note(adapter.name)
         if unloaded:
             self._wanted.pop(adapter.name, None)
             # Removed first, so that the name moves to the end of the order: the oldest ones are forgotten.
@@ -74,12 +77,19 @@ class WantedAdapters:
         before = len(self._wanted)
         for adapter in record.report.adapters:
             if adapter.name not in self._unloaded and len(self._wanted) < MAX_ADAPTERS:
+                if adapter.name not in self._wanted:
+                    self._note(adapter.name)
                 self._wanted.setdefault(adapter.name, adapter)
         if len(self._wanted) != before:
             self._index()
-        has = {adapter.name: adapter for adapter in record.report.adapters}
+        return self.lacking(record)
+
+    def lacking(self, record: EngineRecord, names: Collection[str] | None = None) -> AdapterChanges | None:
+        """Return what an engine should change, by its last report; None: nothing. ``names``: of these alone."""
+        has = {adapter.name: adapter for adapter in record.report.adapters if names is None or adapter.name in names}
         unload = [name for name, each in has.items() if self._digest(name) != each.digest]
-        load = [each for name, each in self._wanted.items() if name in unload or name not in has]
+        among = self._wanted if names is None else [name for name in self._wanted if name in names]
+        load = [self._wanted[name] for name in among if name in unload or name not in has]
         if not record.can_load_adapters or not (unload or load):
             return None
         return AdapterChanges(load=load, unload=unload)
@@ -100,6 +110,11 @@ class WantedAdapters:
             best = min(able, key=lambda record: record.score)
             self.to_load.append((best.identity.engine_id, AdapterChanges(load=[adapter])))
         return Unavailable(f"No engine has the LoRA adapter {adapter.name!r} now; retry.")
+
+    def _note(self, name: str) -> None:
+        self.changed[name] = None
+        if len(self.changed) > MAX_ADAPTERS + MAX_UNLOADED:  # an engine that does not read its commands delays them
+            del self.changed[next(iter(self.changed))]
 
     def _digest(self, name: str) -> bytes:
         return self._wanted[name].digest if name in self._wanted else b""

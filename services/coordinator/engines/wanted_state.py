@@ -1,4 +1,4 @@
-"""Keeps what operators want of the engines: pause, sleep, and the role and weights of single ones. No I/O."""
+"""Keeps what operators want of the engines: pause, sleep, weights, and the role and weights of single ones. No I/O."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,6 +17,10 @@ from .engine_record import EngineRecord
 
 MAX_SETTINGS = 4096
 """Engines of which a role or weights are remembered; the names that were set first are forgotten first."""
+MAX_PATH = 4096
+"""Characters of a path, as of Linux: the state goes to every engine and watcher."""
+MAX_STARTED = 64
+"""Different weights of engines' options that are remembered."""
 _NO_PAUSE = engine_pb2.PAUSE_MODE_UNSPECIFIED
 _MODES = {
     engine_pb2.PAUSE_MODE_ABORT: "abort",
@@ -45,6 +49,7 @@ class WantedState:
         self.version = 0
         self._wall_milliseconds = wall_milliseconds
         self._settings: OrderedDict[str, EngineSetting] = OrderedDict()
+        self._started: OrderedDict[bytes, None] = OrderedDict()  # weights that engines' options name, the latest last
 
     @property
     def revision(self) -> int:
@@ -53,7 +58,12 @@ class WantedState:
 
     @property
     def is_neutral(self) -> bool:
-        """Whether engines should be as they are after a start: neither paused nor asleep."""
+        """Whether engines should be as they are after a start: neither paused nor asleep, with their own weights."""
+        return self._runs and not self.state.weights_version
+
+    @property
+    def _runs(self) -> bool:
+        """Whether requests should run."""
         return self.state.pause_mode == _NO_PAUSE and not self.state.HasField("sleep_level")
 
     def after(self, number: int) -> int:
@@ -76,10 +86,15 @@ class WantedState:
             # Also out of a sleep: an operator who resumes wants requests to run, and a mesh of which only some engines
             # have fallen asleep had no call that ended it.
             _run(wanted)
+        elif kind == "weights":
+            _load(wanted, request.weights.path)
+            wanted.replaced_weights[:] = self._started
         else:
             raise InvalidArgument("no change is set", "change")
         # Every call is a new revision: engines that an operator has set otherwise, one by one, follow again.
         wanted.revision = self.after(self.revision)
+        if kind == "weights":
+            wanted.weights_version = wanted.revision
         self.state = wanted
         self.version += 1
 
@@ -101,6 +116,10 @@ class WantedState:
         """Take what an engine that joins knows. Returns whether the state has changed."""
         if record.first.join.incarnation:
             self.learn(record, record.first)
+        self._started[record.first.join.start_weights] = None
+        self._started.move_to_end(record.first.join.start_weights)
+        while len(self._started) > MAX_STARTED:
+            self._started.popitem(last=False)
         return self.adopt(record.first.join.desired)
 
     def learn(self, record: EngineRecord, report: EngineReport) -> None:
@@ -115,14 +134,19 @@ class WantedState:
             setting.weights_path, setting.start_weights = start.weights_path, start.start_weights
         self._set(setting)
 
-    def want_of(self, record: EngineRecord, *, is_complete: bool) -> None:
+    def want_of(self, record: EngineRecord, *, is_complete: bool, is_join: bool = False) -> None:
         """Note which revision an engine must have reached to get requests. ``is_complete``: whether what the engines of
-        a former coordinator know is known here too."""
+        a former coordinator know is known here too. ``is_join``: it joins now."""
         if not record.follows:
-            # It cannot take the state, so that in any but the neutral one nothing is known of it.
-            is_free = self.is_neutral
+            # It cannot take the state, so that of a pause or a sleep nothing is known of it.
+            is_free = self._runs
         else:
             is_free = record.is_fresh and is_complete and self.is_neutral and not self._setting(record)
+        version = self.state.weights_version
+        record.takes_weights = not version or record.first.join.start_weights in self.state.replaced_weights
+        record.weights_version = version if record.follows and record.takes_weights else 0
+        if version == self.revision and self._runs and not is_join:
+            return  # what began there may go on until it has the weights
         record.wanted_revision = 0 if is_free else self.revision
 
     def message(self, record: EngineRecord, *, is_complete: bool) -> DesiredState | None:
@@ -142,9 +166,12 @@ class WantedState:
             cause = "it has left; it takes the state when it joins again"
             return EngineProgress(engine_id=name, cause=cause, follows=True)
         if not record.follows:
-            return EngineProgress(engine_id=name, is_done=self.is_neutral, cause="it is of an older release")
+            return EngineProgress(engine_id=name, is_done=self._runs, cause="it is of an older release")
         known, is_done = record.report.progress, record.is_in_state
         cause = known.cause if known.failed == self.revision and not is_done else ""
+        if is_done and self.state.weights_version and record.waits_aside:
+            # Its file system has other weights at that path, or its options were changed.
+            is_done, cause = False, record.waits_aside
         return EngineProgress(engine_id=name, is_done=is_done, cause=cause, follows=True)
 
     def whole(self) -> DesiredState:
@@ -162,7 +189,9 @@ class WantedState:
             return None
         if known.role and known.start_role == start.start_role:
             found.role = known.role
-        if known.weights_path and known.start_weights == start.start_weights:
+        # The weights of all engines are loaded instead of those that single ones had before.
+        is_kept = known.start_weights == start.start_weights and not self.state.weights_version
+        if known.weights_path and is_kept:
             found.weights_path = known.weights_path
         return found if found.role or found.weights_path else None
 
@@ -210,6 +239,14 @@ def _wake(wanted: DesiredState, request: engine_pb2.WakeUpRequest) -> None:
         _run(wanted)
     else:
         wanted.awake[:] = sorted(awake)
+
+
+def _load(wanted: DesiredState, path: str) -> None:
+    if not path.startswith("/") or len(path) > MAX_PATH:
+        raise InvalidArgument(f"path must be absolute, and have at most {MAX_PATH} characters", "path")
+    wanted.weights_path = path
+    if wanted.sleep_level and engine_pb2.WAKE_TAG_WEIGHTS not in wanted.awake:
+        wanted.awake.append(engine_pb2.WAKE_TAG_WEIGHTS)  # loaded weights are awake
 
 
 def _run(wanted: DesiredState) -> None:

@@ -121,6 +121,8 @@ class CoordinatorLink:
             except Exception as cause:  # of any kind: an engine that joins again serves on meanwhile
                 is_silent, is_answer = isinstance(cause, TimeoutError), isinstance(cause, grpc.aio.AioRpcError)
                 error = Unavailable("the coordinator did not answer") if is_silent else of_exception(cause)
+            if self._is_outdated:
+                continue  # it left by itself, to join again
             if isinstance(error, Aborted):
                 if self._state == coordinator_pb2.ENGINE_STATE_DRAINING:
                     log.info("removed from the coordinator's registry: %s", error.message)

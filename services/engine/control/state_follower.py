@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NoReturn, Protocol
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.tasks import first_of
-from tokenloom.v1 import engine_pb2, types_pb2
-from tokenloom.v1.coordinator_pb2 import DesiredState, StateProgress
+from tokenloom.v1 import engine_pb2
+from tokenloom.v1.coordinator_pb2 import DesiredState, EngineSetting, StateProgress
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +24,20 @@ older release served the mesh stands."""
 class Administered(Protocol):
     """What an engine does for an operator. Each method raises what the operator has to know, and may be repeated."""
 
-    async def set_role(self, role: types_pb2.EngineRole) -> None:
-        """Take other legs of requests."""
+    async def inherit(self, setting: EngineSetting) -> bool:
+        """Take the role and weights of the process before. Returns whether it has taken weights."""
 
     async def load_weights(self, path: str) -> None:
         """Have the weights of the checkpoint in this directory."""
+
+    def starts_with(self, weights: Collection[bytes]) -> bool:
+        """Return whether the engine's options name weights of one of these fingerprints."""
+
+    def is_paused(self) -> bool:
+        """Return whether it is paused, or asleep."""
+
+    async def idle(self) -> None:
+        """Wait until no request is there, and no other engine reads KV."""
 
     async def pause(self, mode: engine_pb2.PauseMode, *, clear_cache: bool) -> None:
         """Be paused."""
@@ -67,6 +76,7 @@ class StateFollower:
         self._fall_backs = fall_backs
         self._wanted = DesiredState()
         self._progress = StateProgress()
+        self._weights_version = 0  # the one that was loaded, or needed not be
         self._changed = asyncio.Event()
 
     def take(self, wanted: DesiredState) -> None:
@@ -109,11 +119,9 @@ class StateFollower:
         engine = self._engine
         keeps_weights = engine_pb2.WAKE_TAG_WEIGHTS in wanted.awake
         for setting in wanted.engines:
-            if setting.role:
-                await engine.set_role(setting.role)
-            if setting.weights_path:
-                await engine.load_weights(setting.weights_path)
-                keeps_weights = True
+            keeps_weights = await engine.inherit(setting) or keeps_weights
+        if wanted.weights_version > self._weights_version:
+            await self._load(wanted)
         if wanted.HasField("sleep_level"):
             # An engine that sleeps with a part awake is not put to sleep again: at level 2 it would lose the weights
             # that were loaded meanwhile. One that was restarted keeps them, since nothing loads them again.
@@ -126,6 +134,17 @@ class StateFollower:
             await engine.pause(wanted.pause_mode, clear_cache=wanted.clear_cache)
         elif wanted.revision > NO_CHANGE:
             await engine.run_requests()
+
+    async def _load(self, wanted: DesiredState) -> None:
+        """Have the weights of all engines, unless this one was started with others since."""
+        if self._engine.starts_with(wanted.replaced_weights):
+            if not (wanted.pause_mode or self._engine.is_paused()):
+                # Requests end with the weights that they began with, those that another engine hands over here too.
+                await self._engine.idle()
+            if not self._engine.is_paused():
+                await self._engine.pause(wanted.pause_mode or engine_pb2.PAUSE_MODE_WAIT, clear_cache=False)
+            await self._engine.load_weights(wanted.weights_path)
+        self._weights_version = wanted.weights_version
 
     def _reached(self, revision: int) -> None:
         self._progress = StateProgress(reached=revision)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -21,6 +21,7 @@ _ANSWER_SECONDS = 5.0
 _SLOW = "it is on its way"
 
 T = TypeVar("T")
+_Coordinator: TypeAlias = "coordinator_pb2_grpc.CoordinatorAsyncStub"
 Ask = Callable[["engine_pb2_grpc.EngineAdminAsyncStub"], Awaitable[T]]
 
 
@@ -49,6 +50,13 @@ class EngineCalls:
         answers = await asyncio.gather(*(self._ask_one(name, engines[name], send) for name in engines))
         return dict(zip(engines, answers, strict=True))
 
+    async def check(self, engines: Mapping[str, str], send: "Ask[object]") -> None:
+        """Ask engines whether they could do something, before all are made to. Raises the first refusal. An engine that
+        cannot be reached, or is of an older release, refuses nothing: the state that is wanted awaits it."""
+        for answer in (await self.ask(engines, send) if engines else {}).values():
+            if isinstance(answer, (errors.InvalidArgument, errors.FailedPrecondition)):
+                raise answer
+
     async def want(
         self, mesh: MeshView, request: coordinator_pb2.SetDesiredStateRequest, send: "Ask[object]"
     ) -> dict[str, str]:
@@ -74,18 +82,30 @@ class EngineCalls:
         self, mesh: MeshView, request: coordinator_pb2.SetDesiredStateRequest
     ) -> coordinator_pb2.SetDesiredStateResponse | None:
         """Return the coordinator's answer; None: it is of an older release."""
+
+        def send(stub: "_Coordinator", left: float) -> "Awaitable[coordinator_pb2.SetDesiredStateResponse]":
+            request.patience.FromMilliseconds(round(left * 1000))
+            return stub.SetDesiredState(request, timeout=left + _ANSWER_SECONDS)
+
+        try:
+            return await self.ask_coordinator(mesh, send)
+        except errors.Unimplemented:
+            return None
+
+    async def ask_coordinator(self, mesh: MeshView, send: "Callable[[_Coordinator, float], Awaitable[T]]") -> T:
+        """Return the answer of the coordinator of a mesh to a call that may be repeated.
+
+        ``send``: gets the seconds that are left. Raises what the coordinator answers, and ``Unavailable`` if it is lost
+        for long.
+        """
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self.timeout
         async with self.channels.open(mesh.address, "coordinator") as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             while True:
-                left = max(ends_at - loop.time(), 0.0)
-                request.patience.FromMilliseconds(round(left * 1000))
                 try:
-                    return await stub.SetDesiredState(request, timeout=left + _ANSWER_SECONDS)
+                    return await send(stub, max(ends_at - loop.time(), 0.0))
                 except grpc.aio.AioRpcError as failure:
-                    if failure.code() == grpc.StatusCode.UNIMPLEMENTED:
-                        return None
                     # A coordinator that is restarted, or whose standby takes over, is asked again: the state may have
                     # been set or not, and setting it twice does no harm.
                     if failure.code() != grpc.StatusCode.UNAVAILABLE or loop.time() + _AGAIN_SECONDS > ends_at:

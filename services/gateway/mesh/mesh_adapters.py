@@ -5,10 +5,8 @@ import logging
 from collections.abc import Mapping
 from typing import TypeVar
 
-import grpc.aio
-
-from tokenloom.request import errors, wire_errors
-from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
+from tokenloom.request import errors
+from tokenloom.v1 import coordinator_pb2, types_pb2
 from tokenloom.v1 import engine_pb2 as pb
 
 from ..records.model_names import LISTING
@@ -74,11 +72,14 @@ class MeshAdapters:
             # no harm that an engine which fails keeps it.
             await self._record(types_pb2.Adapter(name=name), unloaded=True)
             answers = await self._ask(lambda stub: stub.UnloadLora(pb.UnloadLoraRequest(name=name)))
+            # Again: a coordinator that was restarted meanwhile took the adapter over from the engines that had it.
+            await self._record(types_pb2.Adapter(name=name), unloaded=True)
             had = {engine: each for engine, each in answers.items() if not isinstance(each, errors.NotFound)}
             if not (had or was_known):
                 raise errors.NotFound(f"no LoRA adapter {name[:128]!r} is loaded; {LISTING} those that are")
-            _, causes = _without_lost(had) if had else ({}, {})
-            return dict.fromkeys(answers, "") | causes
+            lost = _lost(had)
+            checked({engine: each for engine, each in had.items() if engine not in lost})
+            return dict.fromkeys(answers, "") | lost
 
     async def pin(self, name: str, *, pinned: bool) -> dict[str, str]:
         """Keep an adapter on the device of all engines, or end that. Returns and raises as :meth:`load`."""
@@ -127,12 +128,9 @@ class MeshAdapters:
     async def _record(self, adapter: types_pb2.Adapter, *, unloaded: bool = False) -> None:
         """Record at the coordinator what is true everywhere, and wait until this gateway's requests follow it."""
         request = coordinator_pb2.SetAdapterRequest(adapter=adapter, unloaded=unloaded)
-        async with self._calls.channels.open(self._mesh.address, "coordinator") as channel:
-            try:
-                stub = coordinator_pb2_grpc.CoordinatorStub(channel)
-                await stub.SetAdapter(request, timeout=SEEN_SECONDS)
-            except grpc.aio.AioRpcError as failure:
-                raise wire_errors.from_rpc(failure) from None
+        await self._calls.ask_coordinator(
+            self._mesh, lambda stub, left: stub.SetAdapter(request, timeout=min(left, SEEN_SECONDS))
+        )
         try:
             async with asyncio.timeout(SEEN_SECONDS):
                 await self._mesh.wait_adapter(adapter)
@@ -143,9 +141,14 @@ class MeshAdapters:
 def _without_lost(answers: Mapping[str, T | errors.TokenloomError]) -> tuple[dict[str, T], dict[str, str]]:
     """Return the answers, and for each engine why it gave none; empty: it did. Raises the first error of an engine that
     lives, and that of a lost one if no other has answered."""
-    lost = {name: each.message for name, each in answers.items() if isinstance(each, errors.Unavailable)}
+    lost = _lost(answers)
     done = checked({name: each for name, each in answers.items() if name not in lost} or answers)
     return done, dict.fromkeys(answers, "") | lost
+
+
+def _lost(answers: Mapping[str, object]) -> dict[str, str]:
+    """Return the engines that were lost, and how."""
+    return {name: each.message for name, each in answers.items() if isinstance(each, errors.Unavailable)}
 
 
 def _agreed(answers: Mapping[str, pb.LoadLoraResponse]) -> bytes:

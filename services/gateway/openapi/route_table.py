@@ -208,6 +208,17 @@ WAKE_UP = _route(
     is_admin=True,
 )
 IS_SLEEPING = _route("GET", "/is_sleeping", "Whether every engine sleeps", answers.EnginesSleeping, is_admin=True)
+RELOAD_WEIGHTS = _route(
+    "POST",
+    "/reload_weights",
+    "Load other weights into every engine",
+    answers.EnginesChanged,
+    query={
+        "path": {"type": "string", "description": "Absolute path of a checkpoint of the same architecture; required."},
+        "model": {"type": "string", "description": "Whose engines; required if the gateway serves several models."},
+    },
+    is_admin=True,
+)
 RESET_PREFIX_CACHE = _route(
     "POST",
     "/reset_prefix_cache",

@@ -1,6 +1,6 @@
 """Routes for operators, under vLLM's names, which ask every engine, and the list of the last requests."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import parse_qs
@@ -16,6 +16,7 @@ from ..mesh.engine_calls import Ask, EngineCalls, alive, checked
 from ..openapi import route_table
 from ..openapi.response_schemas import EnginesChanged
 from ..request_log.finished_request import LastRequests, RecentRequests
+from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 
 _MODES = {"abort": pb.PAUSE_MODE_ABORT, "wait": pb.PAUSE_MODE_WAIT, "keep": pb.PAUSE_MODE_KEEP}
@@ -40,6 +41,7 @@ class AdminRoutes:
             route_table.SLEEP: self.sleep,
             route_table.WAKE_UP: self.wake_up,
             route_table.IS_SLEEPING: self.is_sleeping,
+            route_table.RELOAD_WEIGHTS: self.reload_weights,
             route_table.RESET_PREFIX_CACHE: self.reset_prefix_cache,
             route_table.START_PROFILE: self.start_profile,
             route_table.STOP_PROFILE: self.stop_profile,
@@ -82,6 +84,17 @@ class AdminRoutes:
         engines = {name: answer.sleeping for name, answer in answers.items()}
         await exchange.respond(200, encode_json({"is_sleeping": all(engines.values()), "engines": engines}))
 
+    async def reload_weights(self, exchange: HttpExchange) -> None:
+        """``path``: the checkpoint, on every engine's host; ``model``: whose engines. A path that an engine refuses
+        changes nothing."""
+        query = Query(exchange.query, ("path", "model"))
+        mesh = self.meshes.pick(query.text("model", "") or None)
+        request = pb.ReloadWeightsRequest(path=query.text("path", ""))
+        engines = {engine.engine_id: engine.address for engine in alive(mesh.view)}
+        await self.calls.check(engines, lambda stub: stub.CheckWeights(request))
+        wanted = Wanted(weights=request)
+        await self._want(exchange, "reloaded", wanted, lambda stub: stub.ReloadWeights(request), [mesh])
+
     async def reset_prefix_cache(self, exchange: HttpExchange) -> None:
         """``reset_running_requests``: preempt running requests instead of refusing."""
         preempt = Query(exchange.query, ("reset_running_requests",)).boolean("reset_running_requests", False)
@@ -101,11 +114,18 @@ class AdminRoutes:
         engines = list(await self._ask(send))
         await exchange.respond(200, encode_json({"status": status, "engines": engines}))
 
-    async def _want(self, exchange: HttpExchange, status: str, wanted: Wanted, send: "Ask[object]") -> None:
-        """Have the coordinators want a state, and answer with what has become of it. Raises ``Unavailable`` if there is
-        no engine."""
+    async def _want(
+        self,
+        exchange: HttpExchange,
+        status: str,
+        wanted: Wanted,
+        send: "Ask[object]",
+        meshes: Sequence[ServedMesh] = (),
+    ) -> None:
+        """Have the coordinators want a state, and answer with what has become of it. ``meshes``: theirs; empty: all.
+        Raises ``Unavailable`` if there is no engine."""
         causes: dict[str, str] = {}
-        for mesh in self.meshes:
+        for mesh in meshes or self.meshes:
             found = await self.calls.want(mesh.view, wanted, send)
             causes |= {name if self.meshes.is_one else f"{mesh.model}/{name}": cause for name, cause in found.items()}
         if not causes:

@@ -127,9 +127,10 @@ class EngineSearch:
             return self._lifetime.verdict()
         return errors.Internal("The engines sent again and again, for this request, what no engine may send.")
 
-    def refused(self, attempt: EngineAttempt, error: errors.TokenloomError) -> bool:
+    def refused(self, attempt: EngineAttempt, error: errors.TokenloomError, *, has_begun: bool) -> bool:
         """Note the error with which an engine ended an attempt. Returns whether another engine may answer differently:
-        the engine drains, is full or its core died."""
+        the engine drains, is full or its core died; or it has loaded other weights, with which only a request goes on
+        that has no token yet (``has_begun``: it has some, or KV)."""
         key, cause = attempt.link.key, cause_of(error)
         if cause is Cause.GONE:
             if isinstance(error, errors.EngineDied):
@@ -142,6 +143,9 @@ class EngineSearch:
             self._debt.failed(cause)
             self._exclude(key)
             self.overload = error
+        elif cause is Cause.SILENT and not has_begun:
+            self._failed(key, cause, had_output=False)
+            return True
         return cause is Cause.GONE or cause is Cause.FULL
 
     async def wait_for_budget(self, engine_came: asyncio.Event) -> None:

@@ -112,7 +112,7 @@ class PooledRequest:
         self._placer.release(attempt)
         try:
             error = wire_errors.from_proto(finished.error) if finished.reason == _ERROR else None
-            if error is not None and self._search.refused(attempt, error):
+            if error is not None and self._search.refused(attempt, error, has_begun=False):
                 self._replace()
             else:
                 self._end(finished.reason, finished, error)

@@ -264,7 +264,11 @@ class RequestStages:
             self._end(self._output.finish, finished)
         elif is_prefilled:
             self._hand_over(attempt, finished)
-        elif finished.reason == _ERROR and self._search.refused(attempt, wire_errors.from_proto(finished.error)):
+        elif finished.reason == _ERROR and self._search.refused(
+            attempt,
+            wire_errors.from_proto(finished.error),
+            has_begun=attempt is not self._prefill or bool(self._output.token_ids),
+        ):
             self._replace(attempt)
         elif finished.reason not in _ENDS:
             raise WrongFrame(f"{finished.reason} is no reason to finish")

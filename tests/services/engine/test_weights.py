@@ -107,10 +107,19 @@ async def test_what_does_not_fit_changes_nothing(
         with pytest.raises(grpc.aio.AioRpcError, match=words) as refusal:
             await admin.ReloadWeights(ReloadWeightsRequest(path=path or str(checkpoint)))
         assert refusal.value.code().name == code
+        with pytest.raises(grpc.aio.AioRpcError, match=words) as refusal:
+            await admin.CheckWeights(ReloadWeightsRequest(path=path or str(checkpoint)))
+        assert refusal.value.code().name == code
         assert await info_of(admin) == before
         await peer.send(make_add(1, [3], 5))
         received = await peer.read_until_finished([1])
         assert received.token_ids[1] == expected_tokens([3], 5, VOCAB_SIZE)
+
+
+async def test_a_check_changes_nothing(admin: EngineAdminStub, host: Host, checkpoint: Path) -> None:
+    before = await info_of(admin)
+    await admin.CheckWeights(ReloadWeightsRequest(path=str(checkpoint)))
+    assert await info_of(admin) == before
 
 
 async def test_a_reload_that_fails_halfway_leaves_the_engine_asleep_until_another_succeeds(

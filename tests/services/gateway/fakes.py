@@ -135,6 +135,8 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.placement = coordinator_pb2.PlacementRule.PLACEMENT_RULE_SCORE
         self.addresses: dict[str, str] = {}
         self.adapters: dict[str, types_pb2.Adapter] = {}
+        self.failures: list[errors.TokenloomError] = []  # of the next calls of SetAdapter
+        self.taken_over: list[types_pb2.Adapter] = []  # what a restarted coordinator has after an unload
         self._changed = asyncio.Condition()
         self._num_changes = 0
 
@@ -159,10 +161,14 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         await asyncio.Event().wait()
 
     async def SetAdapter(self, request: coordinator_pb2.SetAdapterRequest, context: Any) -> Any:
+        if self.failures:
+            await wire_errors.abort(context, self.failures.pop())
         async with self._changed:
             self.adapters.pop(request.adapter.name, None)
             if not request.unloaded:
                 self.adapters[request.adapter.name] = request.adapter
+            elif self.taken_over:
+                self.adapters[request.adapter.name] = self.taken_over.pop()
             self._notify()
         return coordinator_pb2.SetAdapterResponse()
 

@@ -13,7 +13,12 @@ from tests.services.coordinator.test_coordinator_servicer import Coordinator, co
 from tokenloom.request.errors import InvalidArgument, ModelNotFound, ResourceExhausted, Unavailable
 from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.engine_registry import Registry
-from tokenloom.services.coordinator.engines.wanted_adapters import LOAD_SECONDS, MAX_ADAPTERS, WantedAdapters
+from tokenloom.services.coordinator.engines.wanted_adapters import (
+    LOAD_SECONDS,
+    MAX_ADAPTERS,
+    MAX_UNLOADED,
+    WantedAdapters,
+)
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.v1.coordinator_pb2 import AdapterChanges, EngineIdentity, EngineState, PickRequest, SetAdapterRequest
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
@@ -186,3 +191,35 @@ async def _until_picked(coordinator: Coordinator, request: PickRequest) -> None:
                 continue
             assert picked.engine.engine_id == "a"
             return
+
+
+def test_engines_that_joined_before_a_change_are_compared_with_what_has_changed() -> None:
+    made = registry(Clock(), a=(), b=(PIRATE,))
+    assert list(made.adapters.changed) == ["pirate"]
+    before, having = joined("a"), joined("b", PIRATE)
+    assert made.adapters.lacking(before, made.adapters.changed) == AdapterChanges(load=[PIRATE])
+    assert made.adapters.lacking(having, made.adapters.changed) is None
+    made.adapters.changed.clear()
+    made.adapters.set(JSON, unloaded=False)
+    # An engine that has room for one adapter only is not asked again for the others with each change.
+    assert made.adapters.lacking(before, made.adapters.changed) == AdapterChanges(load=[JSON])
+    made.adapters.set(PIRATE, unloaded=True)
+    assert made.adapters.lacking(having, made.adapters.changed) == AdapterChanges(load=[JSON], unload=["pirate"])
+    for number in range(MAX_ADAPTERS + MAX_UNLOADED + 9):
+        made.adapters.set(Adapter(name=str(number)), unloaded=True)
+    assert len(made.adapters.changed) == MAX_ADAPTERS + MAX_UNLOADED
+
+
+async def test_an_engine_that_joined_first_is_asked_for_what_a_later_one_brings(coordinator: Coordinator) -> None:
+    first, second = coordinator.stub.Join(), coordinator.stub.Join()
+    for call, name, adapters in ((first, "a", []), (second, "b", [PIRATE])):
+        message = first_report(name, adapters=adapters)
+        message.identity.limits.max_lora_rank = 16
+        await call.write(message)
+        assert (await call.read()).hello.peer_id
+    async with asyncio.timeout(30):
+        while (command := await first.read()).WhichOneof("command") != "adapters":
+            pass
+    assert command.adapters == AdapterChanges(load=[PIRATE])
+    first.cancel()
+    second.cancel()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.services.coordinator.policies import DEFAULT_POLICY
-from tokenloom.request.errors import Aborted, FailedPrecondition, InvalidArgument, TokenloomError
+from tokenloom.request.errors import Aborted, FailedPrecondition, InvalidArgument, TokenloomError, Unavailable
 from tokenloom.services.coordinator.engines.engine_record import (
     MAX_REVISION,
     SILENT_SECONDS,
@@ -17,7 +17,7 @@ from tokenloom.services.coordinator.engines.engine_record import (
     check_report,
 )
 from tokenloom.services.coordinator.engines.engine_registry import Predecessor, Registry
-from tokenloom.services.coordinator.engines.wanted_state import MAX_SETTINGS, WantedState
+from tokenloom.services.coordinator.engines.wanted_state import MAX_PATH, MAX_SETTINGS, WantedState
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     DesiredState,
@@ -26,6 +26,7 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineSetting,
     EngineState,
     JoinFacts,
+    PickRequest,
     StateProgress,
 )
 from tokenloom.v1.coordinator_pb2 import SetDesiredStateRequest as Change
@@ -36,6 +37,7 @@ from tokenloom.v1.engine_pb2 import (
     WAKE_TAG_SCHEDULING,
     WAKE_TAG_WEIGHTS,
     PauseRequest,
+    ReloadWeightsRequest,
     ResumeRequest,
     SleepRequest,
     WakeUpRequest,
@@ -146,6 +148,8 @@ def test_the_pause_ends_with_the_last_part_that_is_woken() -> None:
         ([], sleep(3), InvalidArgument),
         ([SLEEP], wake(0), InvalidArgument),
         ([], Change(), InvalidArgument),
+        ([], Change(weights=ReloadWeightsRequest(path="relative")), InvalidArgument),
+        ([], Change(weights=ReloadWeightsRequest(path="/" * (MAX_PATH + 1))), InvalidArgument),
     ],
 )
 def test_a_change_that_does_not_follow_changes_nothing(
@@ -273,6 +277,93 @@ def test_another_process_takes_what_was_set_on_the_one_before() -> None:
     assert list(message.engines) == [EngineSetting(engine_id="a", weights_path="/new")]
 
 
+LOAD = Change(weights=ReloadWeightsRequest(path="/new"))
+
+
+def with_weights(name: str, weights: bytes, **fields: object) -> EngineReport:
+    report = first(name, **{"joins": JoinFacts(start_weights=b"old"), **fields})  # type: ignore[arg-type]
+    report.identity.fingerprint.weights = weights
+    return report
+
+
+def reload(registry: Registry, engine: EngineRecord) -> EngineRecord:
+    """The engine joins again with the weights that it has loaded."""
+    message = registry.desired(engine)
+    assert message is not None
+    assert message.weights_path == "/new"
+    known = JoinFacts(start_weights=b"old", incarnation=engine.incarnation, desired=message)
+    again = join(registry, with_weights(engine.identity.engine_id, b"new", joins=known))
+    reach(registry, again)
+    return again
+
+
+def picked(registry: Registry, weights: bytes = b"") -> str:
+    asked = Fingerprint(model="m", weights=weights, block_size=16 if weights else 0)
+    request = PickRequest(fingerprint=asked, role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=8)
+    return registry.pick(request).engine.engine_id
+
+
+def test_requests_go_on_with_the_weights_they_began_with_until_these_are_replaced() -> None:
+    registry = make_registry()
+    engines = [join(registry, with_weights(name, b"old")) for name in "ab"]
+    registry.set_state(LOAD)
+    assert [engine.state for engine in engines] == [PAUSED] * 2
+    assert [each.is_done for each in registry.progress([])] == [False] * 2
+    with pytest.raises(Unavailable):
+        picked(registry)
+    assert picked(registry, b"old") in "ab", "a request that began there"
+    reload(registry, engines[0])
+    assert picked(registry) == "a"
+    assert picked(registry, b"old") == "b"
+    failed = EngineReport()
+    failed.CopyFrom(engines[1].report)
+    failed.progress.failed, failed.progress.cause = registry.wanted.revision, "no such file"
+    registry.report(engines[1], failed)
+    assert [(each.is_done, each.cause) for each in registry.progress([])] == [(True, ""), (False, "no such file")]
+    assert picked(registry) == "a", "one that fails keeps no other from serving"
+    reload(registry, engines[1])
+    assert all(each.is_done for each in registry.progress([]))
+    assert {picked(registry) for _ in range(8)} == {"a", "b"}
+
+
+def test_an_engine_that_joins_later_takes_the_weights_unless_its_options_have_changed() -> None:
+    registry = make_registry()
+    reached = join(registry, with_weights("a", b"old"))
+    registry.set_state(LOAD)
+    reload(registry, reached)
+    fresh = join(registry, with_weights("b", b"old"))
+    assert fresh.state == PAUSED
+    reload(registry, fresh)
+    changed = join(registry, with_weights("c", b"newer", joins=JoinFacts(start_weights=b"newer")))
+    reach(registry, changed)
+    assert {picked(registry) for _ in range(4)} == {"a", "b"}
+    (progress,) = (each for each in registry.progress([]) if each.engine_id == "c")
+    assert (progress.is_done, "as engine a serves" in progress.cause) == (False, True)
+    registry.set_state(PAUSE)
+    registry.set_state(RESUME)
+    later = join(registry, with_weights("d", b"old"))
+    message = registry.desired(later)
+    assert message is not None
+    assert (message.weights_path, message.weights_version < message.revision) == ("/new", True)
+
+
+def test_loaded_weights_are_awake() -> None:
+    assert list(changed(sleep(2), LOAD).awake) == [WAKE_TAG_WEIGHTS]
+    assert not changed(sleep(2), LOAD, wake(WAKE_TAG_KV_CACHE)).HasField("sleep_level")
+    assert not changed(sleep(0), LOAD).awake
+
+
+def test_the_weights_of_all_engines_replace_those_of_single_ones() -> None:
+    registry = make_registry()
+    registry.wanted.adopt(
+        DesiredState(engines=[EngineSetting(engine_id="a", weights_path="/own", start_weights=b"old")])
+    )
+    registry.set_state(LOAD)
+    message = registry.desired(join(registry, with_weights("a", b"old")))
+    assert message is not None
+    assert not message.engines
+
+
 def test_settings_have_a_bound() -> None:
     wanted = WantedState(lambda: 0)
     engines = [EngineSetting(engine_id=str(number), role=DECODE) for number in range(MAX_SETTINGS + 9)]
@@ -389,7 +480,7 @@ class States(RuleBasedStateMachine):
         if process.record is not None:
             self.registry.report(process.record, process.report(name))
 
-    @rule(change=st.sampled_from([PAUSE, RESUME, SLEEP, WAKE]))
+    @rule(change=st.sampled_from([PAUSE, RESUME, SLEEP, WAKE, LOAD]))
     @precondition(lambda self: self.registry.is_complete)
     def administer(self, change: Change) -> None:
         self.registry.set_state(change)
@@ -414,6 +505,8 @@ class States(RuleBasedStateMachine):
             if process.record is not None and process.record.own_state == SERVING:
                 assert not paused, name
                 assert not process.is_paused, name
+            if process.record is not None and process.record.state == SERVING:
+                assert process.reached >= self.registry.wanted.state.weights_version, name
 
     @invariant()
     def nothing_is_forgotten(self) -> None:

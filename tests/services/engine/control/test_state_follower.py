@@ -1,7 +1,8 @@
 """An engine on its way to the state that operators want, on a clock that the test moves."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control.state_follower import LONGEST_RETRY_SECONDS, StateFollower
 from tokenloom.v1.coordinator_pb2 import DesiredState, EngineSetting, StateProgress
 from tokenloom.v1.engine_pb2 import PAUSE_MODE_KEEP, PAUSE_MODE_WAIT, WAKE_TAG_WEIGHTS, PauseMode, WakeTag
-from tokenloom.v1.types_pb2 import ENGINE_ROLE_DECODE, EngineRole
+from tokenloom.v1.types_pb2 import ENGINE_ROLE_DECODE
 
 PAUSED = DesiredState(revision=2, pause_mode=PAUSE_MODE_WAIT, clear_cache=True)
 RUNNING = DesiredState(revision=3)
@@ -27,13 +28,27 @@ class Engine:
         self.quiet = asyncio.Event()
         self.quiet.set()
 
-    async def set_role(self, role: EngineRole) -> None:
-        self.calls.append(("role", role))
+    async def inherit(self, setting: EngineSetting) -> bool:
+        if setting.role:
+            self.calls.append(("role", setting.role))
+        if setting.weights_path:
+            await self.load_weights(setting.weights_path)
+        return bool(setting.weights_path)
 
     async def load_weights(self, path: str) -> None:
         self.calls.append(("weights", path))
         if self.failures:
             raise self.failures.pop()
+
+    def starts_with(self, weights: Collection[bytes]) -> bool:
+        return b"own" in weights
+
+    def is_paused(self) -> bool:
+        return self.is_asleep
+
+    async def idle(self) -> None:
+        self.calls.append("idle")
+        await self.quiet.wait()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         self.calls.append(("pause", mode, clear_cache))
@@ -171,3 +186,45 @@ async def test_how_it_falls_asleep(
     state = DesiredState(revision=2, pause_mode=PAUSE_MODE_KEEP, sleep_level=level, awake=awake, engines=engines)
     await made.take(state)
     assert made.engine.calls == calls
+
+
+def with_weights(revision: int, version: int = 2, **fields: Any) -> DesiredState:
+    return DesiredState(
+        revision=revision, weights_path="/new", weights_version=version, replaced_weights=[b"own"], **fields
+    )
+
+
+async def test_weights_are_loaded_when_no_request_is_there_and_once_for_each_version(made: Follower) -> None:
+    made.engine.quiet.clear()
+    await made.take(with_weights(2))
+    assert (made.engine.calls, made.progress.reached) == (["idle"], 0)
+    made.engine.quiet.set()
+    await settle()
+    load = ["idle", ("pause", PAUSE_MODE_WAIT, False), ("weights", "/new"), "run"]
+    assert (made.engine.calls, made.progress.reached) == (load, 2)
+    await made.take(with_weights(3, pause_mode=PAUSE_MODE_KEEP))
+    await made.take(with_weights(4))
+    assert made.engine.calls[4:] == [("pause", PAUSE_MODE_KEEP, False), "run"]
+    await made.take(with_weights(5, version=5))
+    assert made.engine.calls[6:] == load
+
+
+async def test_an_engine_that_was_started_with_other_weights_since_keeps_them(made: Follower) -> None:
+    state = with_weights(2)
+    state.replaced_weights[:] = [b"others"]
+    await made.take(state)
+    assert (made.engine.calls, made.progress.reached) == (["run"], 2)
+
+
+async def test_weights_in_a_pause_and_in_a_sleep(made: Follower) -> None:
+    await made.take(with_weights(2, pause_mode=PAUSE_MODE_KEEP))
+    assert made.engine.calls == [
+        ("pause", PAUSE_MODE_KEEP, False),
+        ("weights", "/new"),
+        ("pause", PAUSE_MODE_KEEP, False),
+    ]
+    made.engine.is_asleep = True
+    made.engine.calls.clear()
+    awake = {"sleep_level": 2, "awake": [WAKE_TAG_WEIGHTS], "pause_mode": PAUSE_MODE_KEEP}
+    await made.take(with_weights(3, version=3, **awake))
+    assert made.engine.calls == [("weights", "/new"), ("wake", [WAKE_TAG_WEIGHTS])]

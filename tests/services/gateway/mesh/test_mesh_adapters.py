@@ -182,3 +182,21 @@ async def test_engines_without_adapters_take_no_part(operated: Operated) -> None
         response = await operated.http.post("/v1/load_lora_adapter", json=PIRATE, headers=ADMIN)
         refused = response.json()
     assert "start the engines with --enable-lora" in refused["error"]["message"]
+
+
+async def test_an_unload_stands_though_engines_are_lost_and_the_coordinator_was_restarted(operated: Operated) -> None:
+    await operated.post("load", **PIRATE)
+    coordinator = operated.mesh.coordinator
+    coordinator.taken_over = [coordinator.adapters["pirate"]]
+    for engine in operated.engines.values():
+        engine.error = errors.Unavailable("gone")
+    answer = await operated.post("unload", 202, lora_name="pirate")
+    assert (answer["engines"], list(answer["converging"])) == ([], ["e0", "e1"])
+    assert not coordinator.taken_over
+    assert "pirate" not in coordinator.adapters
+
+
+async def test_a_coordinator_that_is_restarted_is_asked_again(operated: Operated) -> None:
+    operated.mesh.coordinator.failures = [errors.Unavailable("restarting")]
+    await operated.post("load", **PIRATE)
+    assert "pirate" in operated.mesh.coordinator.adapters

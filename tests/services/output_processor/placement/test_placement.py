@@ -19,7 +19,12 @@ from tests.services.output_processor.fakes import (
 )
 from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.request.prefix_schedule import SESSION_HASHES
-from tokenloom.services.output_processor.placement.engine_link import IDLE_SECONDS, EngineAttempt, EngineLinks
+from tokenloom.services.output_processor.placement.engine_link import (
+    IDLE_SECONDS,
+    EngineAttempt,
+    EngineLink,
+    EngineLinks,
+)
 from tokenloom.services.output_processor.placement.engine_search import EngineSearch, Lifetime
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
@@ -45,6 +50,13 @@ def without_time() -> EngineSearch:
     lifetime = Lifetime(Submit(), 0.0)
     lifetime.give_up_at = 0.0
     return EngineSearch(RetryBudget(asyncio.get_running_loop().time), lifetime)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_request_without_a_token_goes_on_with_other_weights(socket_dir: Path, has_begun: bool) -> None:
+    link = EngineLink(engine("a", socket_dir), make_hello("op", 3), Channels(), hang_seconds=60)
+    replaced = Unavailable("the engine's weights were replaced; reconnect")
+    assert without_time().refused(EngineAttempt(link), replaced, has_begun=has_begun) is not has_begun
 
 
 @asynccontextmanager
@@ -191,7 +203,7 @@ async def test_an_engine_that_refused_is_left_out_while_the_coordinator_is_away(
         attempt = await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, without_time())
         placer.release(attempt)
         left = {"a": "b", "b": "a"}[attempt.link.key.engine_id]
-        assert refused.refused(attempt, ResourceExhausted("full"))
+        assert refused.refused(attempt, ResourceExhausted("full"), has_begun=False)
         assert await placed(refused) == left
         assert {await placed(without_time()) for _ in range(4)} == {left}
         now = LEFT_OUT_SECONDS

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from tokenloom.model_files.sentence_texts import SentenceTexts
-from tokenloom.request import errors
+from tokenloom.request import errors, packed_ids
 from tokenloom.request.prefix_schedule import prefix_hashes
 from tokenloom.v1.tokenizer_pb2 import (
     DecodeRequest,
@@ -199,14 +199,17 @@ class TextEncoder:
             encoded = encode()
         except BaseException as error:
             raise _contained(error) from error
+        ids = encoded.token_ids
+        is_packed = request.takes_packed_ids and packed_ids.LONG_PROMPT < len(ids) <= packed_ids.MOST_IDS
         prompt = TokenizedPrompt(
-            token_ids=encoded.token_ids,
+            token_ids=() if is_packed else ids,
+            packed_token_ids=packed_ids.pack(ids) if is_packed else b"",
             token_strings=encoded.strings,
             first_part_tokens=encoded.first_part_tokens,
             skipped_tokens=encoded.skipped_tokens,
         )
         if request.want_hashes:
-            hashes = prefix_hashes(encoded.token_ids, self._block_size, request.cache_salt)
+            hashes = prefix_hashes(ids, self._block_size, request.cache_salt)
             prompt.block_hash_prefixes.extend(hashes)
         return prompt
 

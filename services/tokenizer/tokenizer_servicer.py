@@ -14,6 +14,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from tokenloom.request import errors
+from tokenloom.request.packed_ids import num_ids
 from tokenloom.services.runtime.fair_stage import FairStage
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
 from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
@@ -112,7 +113,7 @@ class TokenizerServicer(TokenizerServicerBase):
             else:
                 response = EncodeResponse.FromString(await self._processes.run(EncodeJob(request.SerializeToString())))
         self._metrics.encode.observe(time.monotonic() - started)
-        self._metrics.tokens.inc(sum(len(prompt.token_ids) for prompt in response.prompts))
+        self._metrics.tokens.inc(sum(map(num_ids, response.prompts)))
         return response
 
     async def EncodeChat(self, request: EncodeChatRequest, context: _Context) -> EncodeChatResponse:
@@ -129,7 +130,7 @@ class TokenizerServicer(TokenizerServicerBase):
                 response = EncodeChatResponse.FromString(await self._processes.run(_encode_job(request, rendered)))
         self._metrics.encode_chat.observe(time.monotonic() - started)
         response.prompt.reasoning_start = getattr(types_pb2, f"REASONING_START_{rendered.reasoning_start}")
-        self._metrics.tokens.inc(len(response.prompt.token_ids))
+        self._metrics.tokens.inc(len(response.prompt.token_ids) or num_ids(response.prompt))
         return response
 
     async def Decode(self, request: DecodeRequest, context: _Context) -> DecodeResponse:
@@ -158,6 +159,7 @@ def _encode_job(request: EncodeChatRequest, rendered: Rendered) -> EncodeJob:
         want_hashes=request.want_hashes,
         cache_salt=request.cache_salt,
         want_token_strings=request.want_token_strings,
+        takes_packed_ids=request.takes_packed_ids,
     )
     return EncodeJob(wishes.SerializeToString(), rendered.text, dict(rendered.masks))
 

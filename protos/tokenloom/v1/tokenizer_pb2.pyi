@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TokenizedPrompt(_message.Message):
-    __slots__ = ("token_ids", "block_hash_prefixes", "token_strings", "first_part_tokens", "plain_text_tokens", "reasoning_start", "skipped_tokens")
+    __slots__ = ("token_ids", "block_hash_prefixes", "token_strings", "first_part_tokens", "plain_text_tokens", "reasoning_start", "skipped_tokens", "packed_token_ids")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASH_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_STRINGS_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class TokenizedPrompt(_message.Message):
     PLAIN_TEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONING_START_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PACKED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_hash_prefixes: _containers.RepeatedScalarFieldContainer[int]
     token_strings: _containers.RepeatedScalarFieldContainer[str]
@@ -23,10 +24,11 @@ class TokenizedPrompt(_message.Message):
     plain_text_tokens: _containers.RepeatedScalarFieldContainer[str]
     reasoning_start: _types_pb2.ReasoningStart
     skipped_tokens: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., token_strings: _Optional[_Iterable[str]] = ..., first_part_tokens: _Optional[int] = ..., plain_text_tokens: _Optional[_Iterable[str]] = ..., reasoning_start: _Optional[_Union[_types_pb2.ReasoningStart, str]] = ..., skipped_tokens: _Optional[int] = ...) -> None: ...
+    packed_token_ids: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., token_strings: _Optional[_Iterable[str]] = ..., first_part_tokens: _Optional[int] = ..., plain_text_tokens: _Optional[_Iterable[str]] = ..., reasoning_start: _Optional[_Union[_types_pb2.ReasoningStart, str]] = ..., skipped_tokens: _Optional[int] = ..., packed_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("texts", "add_special_tokens", "want_hashes", "cache_salt", "want_token_strings", "second_texts", "max_tokens", "keep_first", "prompt_name", "tenant")
+    __slots__ = ("texts", "add_special_tokens", "want_hashes", "cache_salt", "want_token_strings", "second_texts", "max_tokens", "keep_first", "prompt_name", "tenant", "takes_packed_ids")
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WANT_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +39,7 @@ class EncodeRequest(_message.Message):
     KEEP_FIRST_FIELD_NUMBER: _ClassVar[int]
     PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PACKED_IDS_FIELD_NUMBER: _ClassVar[int]
     texts: _containers.RepeatedScalarFieldContainer[str]
     add_special_tokens: bool
     want_hashes: bool
@@ -47,7 +50,8 @@ class EncodeRequest(_message.Message):
     keep_first: bool
     prompt_name: str
     tenant: str
-    def __init__(self, texts: _Optional[_Iterable[str]] = ..., add_special_tokens: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ..., second_texts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., keep_first: _Optional[bool] = ..., prompt_name: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    takes_packed_ids: bool
+    def __init__(self, texts: _Optional[_Iterable[str]] = ..., add_special_tokens: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ..., second_texts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., keep_first: _Optional[bool] = ..., prompt_name: _Optional[str] = ..., tenant: _Optional[str] = ..., takes_packed_ids: _Optional[bool] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
     __slots__ = ("prompts",)
@@ -56,7 +60,7 @@ class EncodeResponse(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[_Union[TokenizedPrompt, _Mapping]]] = ...) -> None: ...
 
 class EncodeChatRequest(_message.Message):
-    __slots__ = ("messages_json", "tools_json", "template_kwargs_json", "add_generation_prompt", "want_hashes", "cache_salt", "want_token_strings", "continue_final_message", "tenant")
+    __slots__ = ("messages_json", "tools_json", "template_kwargs_json", "add_generation_prompt", "want_hashes", "cache_salt", "want_token_strings", "continue_final_message", "tenant", "takes_packed_ids")
     MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +70,7 @@ class EncodeChatRequest(_message.Message):
     WANT_TOKEN_STRINGS_FIELD_NUMBER: _ClassVar[int]
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PACKED_IDS_FIELD_NUMBER: _ClassVar[int]
     messages_json: bytes
     tools_json: bytes
     template_kwargs_json: bytes
@@ -75,7 +80,8 @@ class EncodeChatRequest(_message.Message):
     want_token_strings: bool
     continue_final_message: bool
     tenant: str
-    def __init__(self, messages_json: _Optional[bytes] = ..., tools_json: _Optional[bytes] = ..., template_kwargs_json: _Optional[bytes] = ..., add_generation_prompt: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., tenant: _Optional[str] = ...) -> None: ...
+    takes_packed_ids: bool
+    def __init__(self, messages_json: _Optional[bytes] = ..., tools_json: _Optional[bytes] = ..., template_kwargs_json: _Optional[bytes] = ..., add_generation_prompt: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., tenant: _Optional[str] = ..., takes_packed_ids: _Optional[bool] = ...) -> None: ...
 
 class EncodeChatResponse(_message.Message):
     __slots__ = ("prompt",)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from tokenloom.request.packed_ids import num_ids
+
 from ..encoding.sse import encode_json
 from ..formats.tool_request import read_tools
 from ..http.http_exchange import HttpExchange
@@ -40,7 +42,7 @@ class CountTokens:
             chat = await self.parser.read(received.data, partial(self._chat, lines))
         async with limited(self.timeout):
             encoded = await self.tokenizers.encode_chat(chat, tenant=exchange.tenant.name)
-        await exchange.respond(200, encode_json({"input_tokens": len(encoded.prompt.token_ids)}))
+        await exchange.respond(200, encode_json({"input_tokens": num_ids(encoded.prompt)}))
 
     def _chat(self, lines: Sequence[VolatileLine] | None, body: Body) -> Chat:
         self.names.find(body.get("model"))

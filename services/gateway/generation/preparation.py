@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias, cast
 
-from tokenloom.request import bad_words, errors, validation
+from tokenloom.request import bad_words, errors, packed_ids, validation
 from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.request.prefix_schedule import MAX_BLOCKS, block_hashes, shortened
@@ -141,7 +141,10 @@ class Preparer:
         prompts: list[EncodedPrompt]
         if isinstance(request.prompts, Chat):
             chat = self._tokenizers.encode_chat(request.prompts, hash_salt=salt, tenant=request.tenant.name)
-            prompts = [(await chat).prompt]
+            encoded = (await chat).prompt
+            if encoded.packed_token_ids:
+                await _unpack(encoded, keep, request.prompt_field, limits)
+            prompts = [encoded]
         else:
             prompts = await self._encode(request, request.prompts, keep, salt, limits)
         if keep is not None:
@@ -191,9 +194,16 @@ class Preparer:
         """Return the token ids of prompts that are no chat. ``keep``: how many of each are kept; None: all."""
         if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
             encoding = self._tokenizers.encode(
-                texts, add_special_tokens=request.add_special_tokens, hash_salt=salt, tenant=request.tenant.name
+                texts,
+                add_special_tokens=request.add_special_tokens,
+                hash_salt=salt,
+                takes_packed_ids=True,
+                tenant=request.tenant.name,
             )
-            return list((await encoding).prompts)
+            encoded = (await encoding).prompts
+            for each in encoded:
+                await _unpack(each, keep, request.prompt_field, limits)
+            return list(encoded)
         read: list[EncodedPrompt] = []
         for prompt in prompts:
             if read:
@@ -343,6 +353,29 @@ def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimi
         # Refuse it for its length before its items are looked at.
         validation.check_prompt(cast(Sequence[int], prompt), types_pb2.SamplingParams(), limits, field=field)
     return tokenizer_pb2.TokenizedPrompt(token_ids=narrow_token_ids(field, prompt))
+
+
+async def unpack(prompt: tokenizer_pb2.TokenizedPrompt, ids: Sequence[int]) -> None:
+    """Give a packed prompt these ids of it, in pieces, because they become integers of Python."""
+    for start in range(0, len(ids), TOKENS_PER_TURN):
+        prompt.token_ids.extend(ids[start : start + TOKENS_PER_TURN])
+        await asyncio.sleep(0)
+    prompt.ClearField("packed_token_ids")
+
+
+async def _unpack(
+    prompt: tokenizer_pb2.TokenizedPrompt, keep: int | None, field: str, limits: types_pb2.ModelLimits
+) -> None:
+    """Unpack the ids of a prompt that are kept; None: all. Raises ``ContextLengthExceeded`` if they are too many."""
+    if not prompt.packed_token_ids:
+        return
+    ids = packed_ids.ids_of(prompt)
+    if keep is None and len(ids) >= limits.max_model_len:  # refused for its length before its items are looked at
+        validation.check_prompt(range(len(ids)), types_pb2.SamplingParams(), limits, field=field)
+    if keep is not None and len(ids) > keep:
+        ids = ids[-keep:]
+        prompt.ClearField("block_hash_prefixes")  # they are those of another beginning
+    await unpack(prompt, ids)
 
 
 def _continued(before: Sequence[int], prompt: EncodedPrompt) -> EncodedPrompt:

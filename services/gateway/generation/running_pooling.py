@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tokenloom.request import errors, validation
+from tokenloom.request import errors, packed_ids, validation
 from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.request.prompt_embeds import FIELD as EMBEDS_FIELD
 from tokenloom.services.runtime.fair_stage import FairStage
@@ -16,7 +16,7 @@ from ..mesh.tokenizer_client import MAX_WAITING, TokenizerClient
 from ..records.generate_request import Chat, EmbeddedPrompt
 from ..records.pooling_input import PoolingInput, task_name, task_names
 from .admission import AdmittedRequest
-from .preparation import RequestContext, cache_salt, check_sizes
+from .preparation import RequestContext, cache_salt, check_sizes, unpack
 
 MAX_RESULT_BYTES = 256 << 20
 """Limits the results of one call: 2,048 vectors of 32,768 numbers, or 65,536 token vectors of 1,024."""
@@ -234,9 +234,18 @@ async def encode(pooling: PoolingInput, tokenizers: TokenizerClient, limits: typ
     prompts = await _encode(pooling, tokenizers, keep)
     for start in range(0, len(prompts), _CHECKED_AT_ONCE):
         for prompt in prompts[start : start + _CHECKED_AT_ONCE]:
+            if prompt.packed_token_ids:
+                await _unpack(prompt, limits, request.prompt_field)
             validation.check_pooling_prompt(prompt.token_ids, limits, field=request.prompt_field)
         await asyncio.sleep(0)
     return prompts
+
+
+async def _unpack(prompt: tokenizer_pb2.TokenizedPrompt, limits: types_pb2.ModelLimits, field: str) -> None:
+    ids = packed_ids.ids_of(prompt)
+    if len(ids) > limits.max_model_len:  # refused for its length before its items are looked at
+        validation.check_pooling_prompt(range(len(ids)), limits, field=field)
+    await unpack(prompt, ids)
 
 
 async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int) -> Prompts:
@@ -246,7 +255,7 @@ async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int)
     if isinstance(request.prompts, Chat):
         encoding = tokenizers.encode_chat(request.prompts, hash_salt=cache_salt(request), tenant=request.tenant.name)
         chat = (await encoding).prompt
-        return [_cut(chat.token_ids, pooling, keep) if keep else chat]
+        return [_cut(packed_ids.ids_of(chat), pooling, keep) if keep else chat]
     texts: list[str] = []
     lists: list[tokenizer_pb2.TokenizedPrompt] = []
     for number, prompt in enumerate(request.prompts):
@@ -273,6 +282,7 @@ async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int)
             max_tokens=keep,
             keep_first=pooling.keep_first,
             prompt_name=pooling.prompt_name if pooling.makes_vectors else None,
+            takes_packed_ids=True,
             tenant=request.tenant.name,
         )
         for start in range(0, len(texts), _TEXTS_PER_CALL)

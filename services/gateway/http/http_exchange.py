@@ -71,8 +71,9 @@ FAREWELL_SECONDS = 1.0
 _ANY_TYPE = "/api/"
 PIECE_BYTES = 256 << 10
 """Bytes of an answer that are shaped or written in one turn of the event loop."""
-_BLOCKS_PER_TURN = 32
-"""A small block may take long to make too."""
+_TURN_SECONDS = 0.001
+"""An answer's blocks are made for so long in one turn of the event loop: a token of another request waits for a turn of
+each large answer."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
@@ -302,15 +303,16 @@ async def respond_in_pieces(exchange: HttpExchange, body: Iterator[bytes], heade
     error that is raised meanwhile has a status of its own."""
     pieces: list[bytes] = []
     blocks, size = [], 0
-    for number, block in enumerate(body, 1):
+    began = time.perf_counter()
+    for block in body:
         blocks.append(block)
-        if not number % _BLOCKS_PER_TURN:
-            await asyncio.sleep(0)
         size += len(block)
         if size > PIECE_BYTES:
             pieces.append(b"".join(blocks))
             blocks, size = [], 0
+        if time.perf_counter() - began > _TURN_SECONDS:
             await asyncio.sleep(0)
+            began = time.perf_counter()
     if not pieces:
         await exchange.respond(200, b"".join(blocks), headers=headers)
         return

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
-from tokenloom.request import errors, wire_errors
+from tokenloom.request import errors, packed_ids, wire_errors
 from tokenloom.services.runtime.fair_stage import FairStage
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
@@ -56,6 +56,8 @@ _Request: TypeAlias = tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequ
 MAX_WRONG = 3
 """Wrong answers to one call after which it ends."""
 _ANY_TOKEN = 1 << 32
+_MAX_PACKED_BYTES = 8 << 20
+"""Texts of more bytes are not packed: each byte may be a token, of four bytes, and a message may have 64 MiB."""
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How gRPC ends calls whose connection was lost."""
 
@@ -126,12 +128,13 @@ class TokenizerClient:
         max_tokens: int = 0,
         keep_first: bool = False,
         prompt_name: str | None = None,
+        takes_packed_ids: bool = False,
         tenant: str = "",
     ) -> Awaitable[tokenizer_pb2.EncodeResponse]:
         """Return token ids of each text, with block hashes under the tenant's ``hash_salt``; None: without hashes.
 
         The call waits for a turn of the ``tenant``; empty: the gateway's own. ``second_texts``, ``max_tokens``,
-        ``keep_first``, ``prompt_name``: as in ``EncodeRequest``.
+        ``keep_first``, ``prompt_name``, ``takes_packed_ids``: as in ``EncodeRequest``.
         """
         request = tokenizer_pb2.EncodeRequest(
             texts=texts,
@@ -143,6 +146,7 @@ class TokenizerClient:
             max_tokens=max_tokens,
             keep_first=keep_first,
             prompt_name=prompt_name,
+            takes_packed_ids=takes_packed_ids and sum(map(len, texts)) <= _MAX_PACKED_BYTES,
             tenant=tenant,
         )
         return self._call("Encode", request)
@@ -150,7 +154,7 @@ class TokenizerClient:
     def encode_chat(
         self, chat: Chat, *, hash_salt: bytes | None = None, want_token_strings: bool = False, tenant: str = ""
     ) -> Awaitable[tokenizer_pb2.EncodeChatResponse]:
-        """Return token ids of a rendered conversation, with block hashes as :meth:`encode` does."""
+        """Return token ids of a rendered conversation, packed if it is long, with block hashes as :meth:`encode`."""
         request = tokenizer_pb2.EncodeChatRequest(
             messages_json=chat.messages_json,
             tools_json=chat.tools_json,
@@ -160,6 +164,7 @@ class TokenizerClient:
             want_hashes=hash_salt is not None,
             cache_salt=hash_salt or b"",
             want_token_strings=want_token_strings,
+            takes_packed_ids=len(chat.messages_json) <= _MAX_PACKED_BYTES,
             tenant=tenant,
         )
         return self._call("EncodeChat", request)
@@ -200,7 +205,11 @@ class TokenizerClient:
                     try:
                         stub = self._stubs[address]
                         answer = await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
-                        if self._fits(request, answer):
+                        if stage is self._short:
+                            fits = self._fits(request, answer)
+                        else:  # off the event loop: it takes milliseconds, and the first one imports numpy
+                            fits = await asyncio.to_thread(self._fits, request, answer)
+                        if fits:
                             return answer
                         self._note_wrong(address)
                         retries = retries or CallRetries(self._budget)
@@ -226,6 +235,10 @@ class TokenizerClient:
             num_tokens = len(prompt.token_ids)
             if num_tokens and max(prompt.token_ids) >= size:
                 return False
+            if packed := prompt.packed_token_ids:
+                if num_tokens or not packed_ids.are_ids(packed, size):
+                    return False
+                num_tokens = len(packed) // packed_ids.ID_BYTES
             if max(prompt.first_part_tokens, prompt.skipped_tokens) > num_tokens:
                 return False
             if request.want_token_strings and len(prompt.token_strings) != num_tokens:

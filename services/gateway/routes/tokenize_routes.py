@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from tokenloom.request import errors
 from tokenloom.request.narrowing import narrow_token_ids
+from tokenloom.request.packed_ids import ids_of
 from tokenloom.v1 import tokenizer_pb2
 
 from ..encoding.sse import encode_json
@@ -87,6 +88,7 @@ class TokenizeRoutes:
             [request.what],
             add_special_tokens=request.add_special_tokens,
             want_token_strings=request.want_token_strings,
+            takes_packed_ids=True,
             tenant=tenant,
         )
         return encoded.prompts[0]
@@ -116,8 +118,9 @@ def _answer(
     prompt: tokenizer_pb2.TokenizedPrompt, max_model_len: int | None, strings: Sequence[str] | None
 ) -> Iterator[bytes]:
     """Yield the answer's JSON in blocks: millions of ids in one kept the event loop busy for 0.1 s."""
-    yield b'{"count":%d,"max_model_len":%b,"tokens":' % (len(prompt.token_ids), encode_json(max_model_len))
-    yield from _array(prompt.token_ids)
+    token_ids = ids_of(prompt)
+    yield b'{"count":%d,"max_model_len":%b,"tokens":' % (len(token_ids), encode_json(max_model_len))
+    yield from _array(token_ids)
     yield b',"token_strs":'
     yield from [b"null"] if strings is None else _array(strings)
     yield b',"plain_text_tokens":%b}' % encode_json(list(prompt.plain_text_tokens))

@@ -15,7 +15,7 @@ import httpx
 from tests.loop_clock import pass_time
 from tests.plain_text import PLAIN_TEXT
 from tests.ready_channel import ready_channel
-from tokenloom.request import errors, wire_errors
+from tokenloom.request import errors, packed_ids, wire_errors
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
@@ -113,8 +113,10 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         """Its one block hash is the sum of its bytes and of the salt's."""
         hashes = [sum(data) + sum(request.cache_salt)] if request.want_hashes else []
         strings = map(chr, data) if request.want_token_strings else ()
+        is_packed = request.takes_packed_ids and len(data) > packed_ids.LONG_PROMPT
         return tokenizer_pb2.TokenizedPrompt(
-            token_ids=data,
+            token_ids=b"" if is_packed else data,
+            packed_token_ids=packed_ids.pack(data) if is_packed else b"",
             block_hash_prefixes=hashes,
             token_strings=strings,
             reasoning_start=self.reasoning_start,

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tests.ready_channel import ready_channel
 from tokenloom.model_files.checkpoint import load_tokenizer, tokenizer_fingerprint
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.request import packed_ids
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prefix_schedule import block_hashes, scheduled
 from tokenloom.services.runtime.host.service import running
@@ -65,6 +66,22 @@ async def test_hashes_only_when_asked_for_and_fewer_of_later_blocks(stub: "Token
     assert len(hashes) > 256
     assert list(prompt.block_hash_prefixes) == scheduled(hashes)
     assert len(prompt.block_hash_prefixes) < 256
+
+
+async def test_a_long_prompt_is_packed_for_callers_that_take_it(
+    stub: "TokenizerAsyncStub", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_ids, "LONG_PROMPT", 100)
+    text = "1 2 " * 100
+    (listed,) = (await stub.Encode(EncodeRequest(texts=[text], want_hashes=True))).prompts
+    packed, short = (
+        await stub.Encode(EncodeRequest(texts=[text, "1"], want_hashes=True, takes_packed_ids=True))
+    ).prompts
+    assert listed.token_ids
+    assert not packed.token_ids
+    assert list(packed_ids.ids_of(packed)) == list(listed.token_ids)
+    assert packed.block_hash_prefixes == listed.block_hash_prefixes
+    assert not short.packed_token_ids
 
 
 async def test_encode_chat_renders_then_encodes(stub: "TokenizerAsyncStub", tokenizer: Tokenizer) -> None:

@@ -11,7 +11,9 @@ import pytest
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request import errors, wire_errors
+from tokenloom.request.packed_ids import pack
 from tokenloom.services.gateway.mesh.tokenizer_client import (
+    LONG_BYTES,
     LOST_IN_A_ROUND,
     MAX_CALLS,
     MAX_LOST_ROUNDS,
@@ -237,9 +239,11 @@ class LyingReplica:
     def __init__(self, answer: tokenizer_pb2.EncodeResponse) -> None:
         self.answer = answer
         self.calls = 0
+        self.asked = tokenizer_pb2.EncodeRequest()
 
-    async def Encode(self, request: object, metadata: object) -> tokenizer_pb2.EncodeResponse:
+    async def Encode(self, request: tokenizer_pb2.EncodeRequest, metadata: object) -> tokenizer_pb2.EncodeResponse:
         self.calls += 1
+        self.asked = request
         return self.answer
 
 
@@ -247,6 +251,11 @@ LIES = {
     "none": tokenizer_pb2.EncodeResponse(),
     "two": tokenizer_pb2.EncodeResponse(prompts=[*RIGHT.prompts, *RIGHT.prompts]),
     "token": tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenizedPrompt(token_ids=[1, 256])]),
+    "packed": tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenizedPrompt(packed_token_ids=pack([1, 256]))]),
+    "torn": tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenizedPrompt(packed_token_ids=b"12345")]),
+    "both": tokenizer_pb2.EncodeResponse(
+        prompts=[tokenizer_pb2.TokenizedPrompt(token_ids=[1], packed_token_ids=pack([1]))]
+    ),
     "part": tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenizedPrompt(token_ids=[1], first_part_tokens=2)]),
 }
 
@@ -263,6 +272,20 @@ async def test_an_answer_that_cannot_be_is_asked_for_elsewhere(lie: str) -> None
     await client.encode(["text"])
     await client.encode(["text"])
     assert liar.calls == MAX_WRONG_FRAMES + 1
+
+
+async def test_packed_ids_are_taken_and_only_where_a_message_has_room() -> None:
+    packed = tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenizedPrompt(packed_token_ids=pack([1, 255]))])
+    replica = LyingReplica(packed)
+    client = client_of({"unix:/0": replica})
+    client.info = tokenizer_pb2.GetTokenizerInfoResponse(vocab_size=256)
+    long = "a" * (LONG_BYTES + 1)
+    assert await client.encode([long], takes_packed_ids=True) == packed
+    assert replica.asked.takes_packed_ids
+    await client.encode([long])
+    assert not replica.asked.takes_packed_ids
+    await client.encode(["a" * (9 << 20)], takes_packed_ids=True)
+    assert not replica.asked.takes_packed_ids
 
 
 async def test_a_text_that_no_replica_answers_rightly_ends_typed() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.services.gateway.fakes import FakeMesh
 from tests.services.gateway.pooling.conftest import CLASSIFY, EMBED
+from tokenloom.request import packed_ids
+from tokenloom.services.gateway.generation import running_pooling
 from tokenloom.v1 import types_pb2
 
 
@@ -52,6 +54,15 @@ async def test_parameters_reach_the_engine(mesh: FakeMesh, http: httpx.AsyncClie
     assert (request.submit.pooling_params, list(request.submit.prompt.token_ids)) == (params, [97, 98, 99])
     assert request.submit.HasField("timeout")
     assert request.submit.prompt.cache_salt
+
+
+async def test_a_long_input_comes_packed(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_ids, "LONG_PROMPT", 4)
+    assert await embed(http, input=["abc", "abcdef"]) == [[3, 97], [6, 97]]
+    monkeypatch.setattr(running_pooling, "check_sizes", lambda *_: None)  # as if the longest token were not known
+    response = await http.post("/v1/embeddings", json={"input": "a" * 600})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
 async def test_inputs_are_cut(http: httpx.AsyncClient) -> None:

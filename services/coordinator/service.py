@@ -2,7 +2,9 @@
 for the lease."""
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import Gauge
@@ -46,6 +48,44 @@ async def _follow(predecessor: Predecessor, channels: Channels, address: str) ->
         await watch_registry(CoordinatorStub(channel), predecessor.take, without_loads=True)
 
 
+AHEAD_MILLISECONDS = 3_600_000
+"""The bound in the file is so far ahead: it is written once in an hour, and not with each number."""
+
+
+class RisingClock:
+    """Returns milliseconds since 1970 that are never below those of the process before, though the wall clock was set
+    back meanwhile: a coordinator knows only the numbers of engines that have joined it.
+
+    A file holds a bound of what was returned.
+    """
+
+    def __init__(self, read: Callable[[], int], path: Path | None) -> None:
+        """``read``: the wall clock. ``path``: of the file; None: nothing is kept."""
+        self._read = read
+        self._path = path
+        self._least = self._bound = 0
+        if path is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._least = self._bound = int(path.read_text())
+
+    def __call__(self) -> int:
+        now = max(self._read(), self._least)
+        if now >= self._bound:
+            self._bound = now + AHEAD_MILLISECONDS
+            self._keep()
+        return now
+
+    def _keep(self) -> None:
+        if self._path is None:
+            return
+        draft = self._path.with_name(f".{self._path.name}.new")
+        try:
+            draft.write_text(str(self._bound))
+            draft.replace(self._path)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self._path, error.strerror)
+
+
 class CoordinatorService:
     """Connects registry and servicer. No tokens pass the coordinator and its state is soft, so nothing is drained.
 
@@ -76,6 +116,8 @@ class CoordinatorService:
         host.spawn(lease.keep(), name="lease")
 
     async def start(self, host: Host) -> None:
+        state = self._settings.state_file
+        numbers = None if state is None else state.with_suffix(".numbers")
         clock = StallAwareClock(asyncio.get_running_loop().time)
         registry = Registry(
             host.epoch,
@@ -85,7 +127,7 @@ class CoordinatorService:
             predecessor=self._predecessor,
             prefix_index_bytes=self._settings.prefix_index_mib << 20,
             fall_backs=host.fall_backs,
-            wall_milliseconds=host.clock.wall_milliseconds,
+            wall_milliseconds=RisingClock(host.clock.wall_milliseconds, numbers),
         )
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)
         engines.set_function(lambda: len(registry))

@@ -15,6 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.mesh.harness import VOCAB_SIZE
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+
 LINES = 200
 SOON = 60.0
 WHOLE, FULL, TORN, BROKEN = b"0", b"N", b"T", b"E"
@@ -140,3 +143,36 @@ def test_what_a_disk_refuses_is_typed_and_what_clients_end_stays_ended(serve: An
         left = {each["id"] for each in client.ask("GET", "/v1/files")[1]["data"] if each["purpose"] == "batch"}
         assert left == {files[0]["id"], batches[0][0]["id"]}
         assert client.answers()
+
+
+def hits(mesh: Any) -> float:
+    """Prompt tokens whose KV came from the offload file."""
+    (address,) = (part["metrics"] for part in mesh.ps() if part["service"] == "engine")
+    text = httpx.get(f"http://{address}/metrics").text
+    lines = [line for line in text.splitlines() if line.startswith("vllm:external_prefix_cache_hits_total")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def test_an_offload_file_on_such_a_disk_costs_a_recompute_and_no_token(serve: Any, disk: FaultyDisk) -> None:
+    offload = ("--num-kv-blocks", "40", "--kv-offload-path", str(disk.batches), "--kv-offload-bytes", "64000000")
+    disk.batches.mkdir()
+    mesh = serve("--worker", "hash", *offload, **disk.environment | {"TOKENLOOM_HASH_STEP_SECONDS": "0"})
+    prompts = [[2 + number] * 200 for number in range(8)]  # more than the pool holds at once
+
+    with httpx.Client(base_url=mesh.url, timeout=SOON) as client:
+
+        def ask_all() -> None:
+            for prompt in prompts:
+                body = {"model": "tokenloom-demo", "prompt": prompt, "max_tokens": 4, "return_token_ids": True}
+                choice = client.post("/v1/completions", json=body).json()["choices"][0]
+                assert choice["token_ids"] == expected_tokens(prompt, 4, VOCAB_SIZE)
+
+        before = {process.pid for process in mesh.family()}
+        for mode in (WHOLE, FULL, TORN, BROKEN, WHOLE):
+            disk.be(mode)
+            known = hits(mesh)
+            for _ in range(2):
+                ask_all()
+            if mode == WHOLE:
+                assert hits(mesh) > known, "the file is used again"
+        assert {process.pid for process in mesh.family()} == before, "no part ends for it"

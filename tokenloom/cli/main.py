@@ -1,6 +1,7 @@
 """The command ``tokenloom`` with its subcommands."""
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -66,7 +67,11 @@ def main() -> None:
     streams.prepare()
     status: str | int | None = 0
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         app()
+    except KeyboardInterrupt:  # while the command's modules are imported; later the command ends as it is interrupted
+        status = 130
     except SystemExit as end:
         status = end.code
     except OSError as error:  # before the command began, or while it wrote its own error

@@ -89,6 +89,7 @@ class CoordinatorLink:
         """Set when the engine has joined and is in the state that is wanted, for the first time."""
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
         self._refusal = ""
+        self._absence = ""  # why it is not joined
 
     def set_role(self, role: types_pb2.EngineRole) -> None:
         """Report to the coordinator which legs the engine takes."""
@@ -118,7 +119,8 @@ class CoordinatorLink:
             joined_at = loop.time()
             try:
                 await self._join(stub.Join(), commands)
-            except Exception as cause:  # of any kind: an engine that joins again serves on meanwhile
+            except Exception as failure:  # of any kind: an engine that joins again serves on meanwhile
+                cause = failure
                 is_silent, is_answer = isinstance(cause, TimeoutError), isinstance(cause, grpc.aio.AioRpcError)
                 error = Unavailable("the coordinator did not answer") if is_silent else of_exception(cause)
             if self._is_outdated:
@@ -134,8 +136,11 @@ class CoordinatorLink:
             self._note_refusal(error.message if is_refused else "", commands)
             if loop.time() - joined_at > MAX_BACKOFF_SECONDS:
                 backoff = MIN_BACKOFF_SECONDS
-            if not is_refused:  # the fall-back says that once, and not every second for as long as the name is held
-                log.info("not in the coordinator's registry (%s); joining again", error.message)
+            # What clients are not shown helps here, such as a name that cannot be resolved.
+            reason = (cause.details() if isinstance(cause, grpc.aio.AioRpcError) else "") or error.message
+            if not is_refused and reason != self._absence:  # of a refusal the fall-back says so
+                self._absence = reason  # not every second for as long as it lasts
+                log.info("not in the coordinator's registry (%s); joining again until it succeeds", reason)
             await self._wait_to_join(backoff)
             backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
 
@@ -165,6 +170,7 @@ class CoordinatorLink:
                 answer = await _read(call)
             check_hello(answer.hello)
             log.info("joined coordinator %s", answer.hello.peer_id)
+            self._absence = ""
             self._note_refusal("", commands)
             self._obey_answer(answer, commands)
             await first_of(self._write_reports(call), self._read_commands(call, commands))

@@ -1,5 +1,7 @@
 """Describes an engine to its peers, to the coordinator and to operators."""
 
+import contextlib
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -48,9 +50,7 @@ class Identity:
             **pooling_limits(ready.pooling),
         )
         self.facts = coordinator_pb2.JoinFacts(
-            # A supervisor gives each of its parts a state file of its own, and starts the next process of a part when
-            # the one before has ended.
-            supervisor=f"{socket.gethostname()}:{settings.state_file}" if settings.state_file else "",
+            supervisor=supervisor_of(settings.state_file) if settings.state_file else "",
             start_weights=fingerprint.weights,
         )
         self._engine_id = settings.instance_id
@@ -86,6 +86,20 @@ class Identity:
             computes_in_waves=self._ready.has_waves,
             weight_bytes=self._weight_bytes,
         )
+
+
+def supervisor_of(state_file: Path, boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
+    """Return what no other supervisor of an engine has. A supervisor gives each of its parts a state file of its own,
+    and starts the next process of a part when the one before has ended."""
+    # Containers of one host, and hosts of one name, may have the same path: the boot tells hosts apart, and the
+    # directory's number, with that of the processes' namespace, tells containers apart.
+    known = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # without /proc
+        known += boot_id.read_text().strip(), os.readlink("/proc/self/ns/pid")
+    with contextlib.suppress(OSError):
+        about = state_file.parent.stat()
+        known.append(f"{about.st_dev}:{about.st_ino}")
+    return ":".join((*known, str(state_file)))
 
 
 def pooling_limits(pooling: ModelPooling) -> dict[str, Any]:

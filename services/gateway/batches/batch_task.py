@@ -191,7 +191,11 @@ class BatchTask:
         most = self._context.limits.lines
         lines = InputLines(file, self.batch.endpoint, self._context.limits.line_bytes)
 
+        stored = self._context.files.get(self.batch.input_file_id, self.batch.tenant)
+
         def count() -> int:
+            if stored.is_damaged(file):
+                raise BatchFailed("damaged_file", "the input file is damaged on the gateway's disk; upload it again")
             number = lines.count(most)
             file.seek(0, os.SEEK_SET)
             return number

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.services.runtime.tasks import completed
@@ -177,3 +177,16 @@ def write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+_PIECE_BYTES = 1 << 20
+
+
+def checksum_of(file: BinaryIO) -> int:
+    """Return the CRC-32 of a file from its beginning on, which is its position again afterwards. Raises ``OSError``."""
+    file.seek(0)
+    total = 0
+    while piece := file.read(_PIECE_BYTES):
+        total = zlib.crc32(piece, total)
+    file.seek(0)
+    return total

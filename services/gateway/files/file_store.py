@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 from uuid import uuid4
 
 import msgspec
@@ -15,7 +15,7 @@ from msgspec import Struct
 from tokenloom.request.errors import FailedPrecondition, NotFound, PayloadTooLarge
 from tokenloom.request.limits import AdmissionLimit, Reservation
 
-from .disk import Disk, sealed, sync_directory, unsealed, write_atomically
+from .disk import Disk, checksum_of, sealed, sync_directory, unsealed, write_atomically
 
 MAX_NAME = 255
 """Limits the characters of a file's name; it is shown and never used as a path."""
@@ -31,6 +31,7 @@ class StoredFile(Struct, frozen=True, kw_only=True):
         created: When it was stored, in seconds since 1970.
         name: The client's name for it.
         purpose: ``batch``, or ``batch_output`` for results.
+        crc32: Of the data; None: an older gateway has stored it.
     """
 
     id: str
@@ -39,6 +40,11 @@ class StoredFile(Struct, frozen=True, kw_only=True):
     created: int
     name: str
     purpose: str
+    crc32: int | None = None
+
+    def is_damaged(self, data: BinaryIO) -> bool:
+        """Return whether this is not what was stored. Reads all of it. Raises ``OSError``."""
+        return self.crc32 is not None and checksum_of(data) != self.crc32
 
     def to_object(self) -> dict[str, Any]:
         """Return OpenAI's object."""
@@ -262,10 +268,13 @@ class FileStore:
 
         def store() -> StoredFile | None:
             try:
-                size = path.stat().st_size
+                with path.open("rb") as data:
+                    size, crc32 = os.fstat(data.fileno()).st_size, checksum_of(data)
             except FileNotFoundError:
                 return None
-            file = StoredFile(id=file_id, tenant=tenant, size=size, created=created, name=name, purpose=purpose)
+            file = StoredFile(
+                id=file_id, tenant=tenant, size=size, created=created, name=name, purpose=purpose, crc32=crc32
+            )
             # The description comes first: without the data it is dropped after a crash, and the call is repeated.
             write_atomically(self.path(file_id + _DESCRIPTION), sealed(msgspec.json.encode(file)))
             os.replace(path, self.path(file_id))

@@ -1,12 +1,14 @@
 """Serves ``/v1/files``."""
 
 import contextlib
+import logging
 import os
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from tokenloom.request.errors import InvalidArgument, NotFound, Unavailable
+from tokenloom.request.errors import Internal, InvalidArgument, NotFound, Unavailable
 
 from ..encoding.sse import encode_json
 from ..http.http_exchange import HttpExchange, UnsupportedEncoding
@@ -16,6 +18,8 @@ from .disk import Disk
 from .file_store import MAX_NAME, FileRoom, FileStore, StoredFile, new_file_id
 from .multipart import Upload, boundary_of
 from .page_query import MAX_ITEMS, PageQuery
+
+log = logging.getLogger(__name__)
 
 PURPOSE = "batch"
 """The only purpose of uploads."""
@@ -93,18 +97,23 @@ class FilesApi:
         """Send what a file holds, piece by piece."""
         file = self.store.get(id_of(exchange), exchange.tenant.name)
         try:
-            async with self._opened(self.store.path(file.id), os.O_RDONLY) as descriptor:
-                await self._send(exchange, file, descriptor)
+            opened = self.disk.opened(lambda: self.store.path(file.id).open("rb"), lambda data: data.close())
+            async with opened as data:
+                await self._send(exchange, file, data)
         except FileNotFoundError:  # it was deleted before it was open
             raise NotFound(f"no file {file.id!r} is stored here") from None
         except OSError as error:
             raise storage_fails(error) from error
 
-    async def _send(self, exchange: HttpExchange, file: StoredFile, descriptor: int) -> None:
+    async def _send(self, exchange: HttpExchange, file: StoredFile, data: BinaryIO) -> None:
+        # Before the first byte: an answer that has begun can only be cut off, and some clients keep what they have.
+        if await self.disk.run(lambda: file.is_damaged(data)):
+            log.error("%s is not served and left as it is: its content does not have its checksum", file.id)
+            raise Internal(f"the content of {file.id} is damaged on the gateway's disk; upload it again")
         length = str(file.size).encode()
         await exchange.start(200, [(b"content-type", b"application/octet-stream"), (b"content-length", length)])
         is_wanted = exchange.method != "HEAD"
-        while is_wanted and (piece := await self.disk.run(lambda: os.read(descriptor, PIECE_BYTES))):
+        while is_wanted and (piece := await self.disk.run(lambda: data.read(PIECE_BYTES))):
             await exchange.write(piece)
         await exchange.finish()
 

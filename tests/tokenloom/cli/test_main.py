@@ -117,3 +117,21 @@ def test_the_supervisor_has_no_torch() -> None:
     """It forks its parts where it has one thread, so that what it has loaded is in each of them."""
     code = "import sys, tokenloom.cli.serve.serving; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_interrupt_while_modules_are_imported_prints_nothing() -> None:
+    """From the first import of the command on, until the command itself handles it."""
+    script = """
+import signal, sys
+sys.argv = ["/usr/bin/tokenloom", "--version"]
+import tokenloom.cli
+assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+from tokenloom.cli import main
+def app():
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.raise_signal(signal.SIGINT)
+main.app = app
+main.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

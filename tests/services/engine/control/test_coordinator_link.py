@@ -400,6 +400,22 @@ class ChannelState:
             await self._changed.wait()
 
 
+async def test_it_waits_for_a_coordinator_whose_name_cannot_be_resolved(caplog: pytest.LogCaptureFixture) -> None:
+    # No name server has to be asked: a label has 63 characters at most.
+    channel, identity = open_channel(f"{'a' * 64}.invalid:1"), FakeIdentity()
+    link = coordinator_link.CoordinatorLink(channel, identity, LoadTracker(4, 4), ENGINE_ROLE_BOTH)  # type: ignore[arg-type]
+    with caplog.at_level("INFO"):
+        joining = asyncio.create_task(link.run(NO_COMMANDS))
+        async with asyncio.timeout(30):
+            while "joining again" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    assert "invalid:1" in caplog.text, "what cannot be resolved"
+    assert not joining.done()
+    joining.cancel()
+    await asyncio.wait([joining])
+    await channel.close()
+
+
 async def test_it_joins_again_as_soon_as_the_channel_is_connected() -> None:
     states = grpc.ChannelConnectivity
     channel: Any = ChannelState(states.TRANSIENT_FAILURE)

@@ -236,6 +236,16 @@ async def test_files_that_are_no_batch(socket_dir: Path, tmp_path: Path, text: s
         assert (batch["output_file_id"], batch["error_file_id"]) == (None, None)
 
 
+async def test_an_input_that_was_damaged_runs_no_batch(socket_dir: Path, tmp_path: Path) -> None:
+    async with FakeMesh(socket_dir).gateway(batch_dir=tmp_path) as mesh, mesh.http() as http:
+        file_id = await upload(http, line("1"), line("2"))
+        path = tmp_path / "files" / file_id
+        path.write_bytes(path.read_bytes().replace(b'"1"', b'"7"'))
+        batch = await ended(http, await create(http, file_id))
+        assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "damaged_file")
+        assert batch["output_file_id"] is None
+
+
 async def test_the_next_gateway_resumes(socket_dir: Path, tmp_path: Path) -> None:
     options = {"batch_dir": tmp_path / "batches", "batch_concurrency": 2, "drain_timeout": 0.1}
     async with FakeMesh(socket_dir).gateway(**options) as mesh, mesh.http() as http:

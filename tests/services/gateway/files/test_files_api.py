@@ -202,6 +202,16 @@ async def test_damaged_files_are_not_served_and_left_for_the_operator(
     assert caplog.text.count("is not served and left as it is") == len(damaged)
 
 
+async def test_content_that_was_damaged_is_not_sent(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    file = (await http.post("/v1/files", **form())).json()
+    path = tmp_path / "batches" / "files" / file["id"]
+    path.write_bytes(b"\x01" + CONTENT[1:])
+    response = await http.get(f"/v1/files/{file['id']}/content")
+    assert (response.status_code, "upload it again" in response.text) == (500, True)
+    path.write_bytes(CONTENT)
+    assert (await http.get(f"/v1/files/{file['id']}/content")).content == CONTENT
+
+
 async def test_files_of_an_older_gateway_have_no_checksum(socket_dir: Path, tmp_path: Path) -> None:
     options = limits(tmp_path)
     async with FakeMesh(socket_dir).gateway(**options) as mesh, mesh.http(headers=KEYS) as http:
@@ -209,9 +219,11 @@ async def test_files_of_an_older_gateway_have_no_checksum(socket_dir: Path, tmp_
     path = tmp_path / "batches" / "files" / f"{file['id']}.json"
     described = json.loads(path.read_bytes())
     assert described.pop("description_crc32")
+    assert described.pop("crc32")
     path.write_text(json.dumps(described))
     async with FakeMesh(socket_dir).gateway(**options) as mesh, mesh.http(headers=KEYS) as http:
         assert (await http.get("/v1/files")).json()["data"] == [file]
+        assert (await http.get(f"/v1/files/{file['id']}/content")).content == CONTENT
 
 
 async def test_without_a_directory_the_answer_names_the_flag(socket_dir: Path) -> None:

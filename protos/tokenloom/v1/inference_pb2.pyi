@@ -15,10 +15,41 @@ class ToolChoiceMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_CHOICE_MODE_NONE: _ClassVar[ToolChoiceMode]
     TOOL_CHOICE_MODE_AUTO: _ClassVar[ToolChoiceMode]
     TOOL_CHOICE_MODE_REQUIRED: _ClassVar[ToolChoiceMode]
+
+class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_CAUSE_UNSPECIFIED: _ClassVar[MissCause]
+    MISS_CAUSE_NEW_PREFIX: _ClassVar[MissCause]
+    MISS_CAUSE_MESSAGE_CHANGED: _ClassVar[MissCause]
+    MISS_CAUSE_TOOLS_CHANGED: _ClassVar[MissCause]
+    MISS_CAUSE_TEMPLATE_CHANGED: _ClassVar[MissCause]
+    MISS_CAUSE_VOLATILE_LINE: _ClassVar[MissCause]
+    MISS_CAUSE_REASONING_DROPPED: _ClassVar[MissCause]
+    MISS_CAUSE_ARGUMENTS_RESERIALISED: _ClassVar[MissCause]
+    MISS_CAUSE_RETOKENISED: _ClassVar[MissCause]
+    MISS_CAUSE_BLANKS_CHANGED: _ClassVar[MissCause]
+    MISS_CAUSE_SALT_CHANGED: _ClassVar[MissCause]
+    MISS_CAUSE_ADAPTER_CHANGED: _ClassVar[MissCause]
+    MISS_CAUSE_EVICTED: _ClassVar[MissCause]
+    MISS_CAUSE_OTHER_ENGINE: _ClassVar[MissCause]
 TOOL_CHOICE_MODE_UNSPECIFIED: ToolChoiceMode
 TOOL_CHOICE_MODE_NONE: ToolChoiceMode
 TOOL_CHOICE_MODE_AUTO: ToolChoiceMode
 TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode
+MISS_CAUSE_UNSPECIFIED: MissCause
+MISS_CAUSE_NEW_PREFIX: MissCause
+MISS_CAUSE_MESSAGE_CHANGED: MissCause
+MISS_CAUSE_TOOLS_CHANGED: MissCause
+MISS_CAUSE_TEMPLATE_CHANGED: MissCause
+MISS_CAUSE_VOLATILE_LINE: MissCause
+MISS_CAUSE_REASONING_DROPPED: MissCause
+MISS_CAUSE_ARGUMENTS_RESERIALISED: MissCause
+MISS_CAUSE_RETOKENISED: MissCause
+MISS_CAUSE_BLANKS_CHANGED: MissCause
+MISS_CAUSE_SALT_CHANGED: MissCause
+MISS_CAUSE_ADAPTER_CHANGED: MissCause
+MISS_CAUSE_EVICTED: MissCause
+MISS_CAUSE_OTHER_ENGINE: MissCause
 
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "text", "token_ids", "chat", "parts", "sampling_params", "stop", "include_stop_str_in_output", "skip_special_tokens", "user_request_id", "priority", "ignore_eos", "return_timeline", "n", "bad_words", "spaces_between_special_tokens", "detokenize", "stream_interval", "truncate_prompt_tokens", "add_special_tokens", "return_prompt_token_ids", "beam_search", "resumable", "data_parallel_rank")
@@ -249,16 +280,28 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., function: _Optional[_Union[FunctionCall, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "cache_miss")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_MISS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
+    cache_miss: CacheMiss
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., cache_miss: _Optional[_Union[CacheMiss, _Mapping]] = ...) -> None: ...
+
+class CacheMiss(_message.Message):
+    __slots__ = ("cause", "token", "missed_tokens")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MISSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    cause: MissCause
+    token: int
+    missed_tokens: int
+    def __init__(self, cause: _Optional[_Union[MissCause, str]] = ..., token: _Optional[int] = ..., missed_tokens: _Optional[int] = ...) -> None: ...
 
 class PoolInput(_message.Message):
     __slots__ = ("text", "token_ids")

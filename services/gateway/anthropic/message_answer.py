@@ -6,7 +6,7 @@ from typing import Any
 from tokenloom.v1 import output_processor_pb2
 
 from ..assistant.message_plans import CallDelta, MessageDelta, OutputReader, TextDelta
-from ..encoding.sse import encode_json
+from ..encoding.sse import cache_miss, encode_json
 from ..formats.call_arguments import read_arguments
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
@@ -99,7 +99,7 @@ class MessageAnswer:
             reason = "tool_calls"
         return _STOP_REASONS[reason], None
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, object]:
         """Return the tokens; those of the prompt that were cached are counted separately, as in Anthropic's API."""
         usage = self._generation.usage
         return {
@@ -107,6 +107,7 @@ class MessageAnswer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
+            **cache_miss(usage),
         }
 
 

@@ -63,13 +63,30 @@ def usage_object(usage: inference_pb2.Usage) -> dict[str, object]:
     details: dict[str, object] = {}
     if usage.HasField("reasoning_tokens"):
         details["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    cached: dict[str, object] = {"cached_tokens": usage.cached_tokens}
+    if usage.HasField("cache_miss"):
+        cached |= cache_miss(usage)
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": cached,
         **details,
     }
+
+
+def cause_name(cause: inference_pb2.MissCause) -> str:
+    """Return the name of a cause for clients and dashboards."""
+    return inference_pb2.MissCause.Name(cause).removeprefix("MISS_CAUSE_").lower()
+
+
+def cache_miss(usage: inference_pb2.Usage) -> dict[str, object]:
+    """Return why a turn did not find in the cache what an earlier one had left there, as a member; empty if it did."""
+    if not usage.HasField("cache_miss"):
+        return {}
+    miss = usage.cache_miss
+    members = {"cause": cause_name(miss.cause), "token": miss.token, "missed_tokens": miss.missed_tokens}
+    return {"cache_miss": members}
 
 
 def timeline_object(timeline: types_pb2.Timeline, total_ns: int) -> dict[str, object]:

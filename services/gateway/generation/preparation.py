@@ -23,6 +23,8 @@ from ..records.pooling_input import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from ..tenants.tenant import SALT_BYTES
 from .beam_run import BeamPlan, plan_beams
+from .open_turn import OpenTurn, TurnComparer
+from .past_turns import MAX_CHAT_BYTES, PastTurns
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
 """The latter for prompts with embeddings."""
@@ -74,6 +76,8 @@ class Prepared:
     """Returns nanoseconds, as ``started_ns``."""
     beams: BeamPlan | None = None
     """How to search; None: the outputs are sampled."""
+    turn: OpenTurn | None = None
+    """How the prompt differs from the turn before it; None: it is no turn of a conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,7 @@ class RequestContext:
         random: Draws the ids of requests, and the seeds of those that have none.
         clock: Returns nanoseconds.
         tracer: Makes the spans of requests; None: they are not traced.
+        replays_ids: Put generated tokens in the place of those of a fresh tokenization.
     """
 
     model: str = ""
@@ -97,6 +102,7 @@ class RequestContext:
     random: Random
     clock: Callable[[], int]
     tracer: Tracer | None = None
+    replays_ids: bool = False
 
     def draw_id(self) -> str:
         """Return the random id of a request."""
@@ -118,6 +124,8 @@ class Preparer:
         self._links = links
         self._tokenizers = links.tokenizers
         self._context = context
+        self.past_turns = PastTurns(lambda: context.clock() / 1e9)
+        self._turns = TurnComparer(self.past_turns, replays_ids=context.replays_ids)
 
     async def prepare(self, request: GenerateRequest) -> Prepared:
         """Wait for an engine and a tokenizer where none serves: the deadline of the request cancels the wait.
@@ -139,12 +147,16 @@ class Preparer:
         # A chat's call is awaited here, and not in a coroutine of its own: each coroutine between the request's task
         # and the call runs whenever the task wakes.
         prompts: list[EncodedPrompt]
+        turn: OpenTurn | None = None
         if isinstance(request.prompts, Chat):
-            chat = self._tokenizers.encode_chat(request.prompts, hash_salt=salt, tenant=request.tenant.name)
-            encoded = (await chat).prompt
-            if encoded.packed_token_ids:
-                await _unpack(encoded, keep, request.prompt_field, limits)
-            prompts = [encoded]
+            chat = request.prompts
+            encoding = self._tokenizers.encode_chat(chat, hash_salt=salt, tenant=request.tenant.name)
+            rendered = (await encoding).prompt
+            if packed := rendered.packed_token_ids:
+                await _unpack(rendered, keep, request.prompt_field, limits)
+            prompts = [rendered]
+            if (chat.tools_json or chat.has_answers or request.session) and keep is None:
+                turn = await self._open_turn(request, chat, rendered, packed, salt, info.eos_token_ids)
         else:
             prompts = await self._encode(request, request.prompts, keep, salt, limits)
         if keep is not None:
@@ -152,6 +164,8 @@ class Preparer:
         if request.before:
             prompts = [_continued(request.before, prompt) for prompt in prompts]
         await add_hashes(prompts, view.block_size, salt)
+        if turn is not None:
+            turn.hashes = rendered.block_hash_prefixes
         if request.bad_words:
             await self._forbid(request, sampling, limits)
         tokenize_ns = context.clock() - started_ns
@@ -181,7 +195,29 @@ class Preparer:
             tokenize_ns=tokenize_ns,
             clock=context.clock,
             beams=beams,
+            turn=turn,
         )
+
+    async def _open_turn(
+        self,
+        request: GenerateRequest,
+        chat: Chat,
+        prompt: tokenizer_pb2.TokenizedPrompt,
+        packed: bytes,
+        salt: bytes,
+        ends: Sequence[int],
+    ) -> OpenTurn | None:
+        """Compare the prompt of a conversation with the turn before it; None if its turns are not remembered.
+        ``packed``: its ids as the tokenizer has packed them; empty: it has not."""
+        block_size, tenant = self._links.view.block_size, request.tenant.name
+        if not block_size or request.num_samples > 1 or len(chat.messages_json) > MAX_CHAT_BYTES:
+            return None
+
+        async def decode(token_ids: Sequence[int]) -> str:
+            return (await self._tokenizers.decode(token_ids, skip_special_tokens=False, tenant=tenant)).text
+
+        keys = salt, b"" if request.adapter is None else request.adapter.digest
+        return await self._turns.open(chat, prompt, packed, tenant, keys, block_size, ends, decode)
 
     async def _encode(
         self,

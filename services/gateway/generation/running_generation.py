@@ -16,6 +16,7 @@ from ..metrics.usage_counts import Used
 from ..records.request_ids import NEW, ResumeToken
 from .beam_run import BeamRun, BeamTexts
 from .charge import Charge
+from .past_turns import PastTurn
 from .preparation import Prepared
 
 
@@ -38,6 +39,7 @@ class RunningGeneration:
         finished: By output, how it ended.
         completion_tokens: By output.
         charge: What was counted of the request, by all its calls; None: nothing yet, and no other call can have it.
+        turn: How the prompt differs from the turn before it; None: it is no turn of a conversation.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class RunningGeneration:
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
         self.charge: Charge | None = None
+        self.turn = prepared.turn
         self._submits, self._beams = submits, prepared.beams
         self._clock = prepared.clock
         self._started_ns, self._tokenize_ns = prepared.started_ns, prepared.tokenize_ns
@@ -102,7 +105,7 @@ class RunningGeneration:
     @property
     def usage(self) -> inference_pb2.Usage:
         """The tokens of all prompts, so far."""
-        return inference_pb2.Usage(
+        usage = inference_pb2.Usage(
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(self.completion_tokens),
             cached_tokens=sum(
@@ -112,6 +115,18 @@ class RunningGeneration:
             ),
             reasoning_tokens=None if self.reasoning is None else self.reasoning.total,
         )
+        if self.turn is not None and self.finished and (miss := self.turn.miss(self.finished[0])) is not None:
+            usage.cache_miss.CopyFrom(miss)
+        return usage
+
+    @property
+    def ended_turn(self) -> PastTurn | None:
+        """The turn with its answer; None: it has none, or the request is no turn of a conversation."""
+        collector = self._collector
+        if self.turn is None or not self.finished or not isinstance(collector, Collector):
+            return None
+        num_reasoning = 0 if self.reasoning is None else self.reasoning.total
+        return self.turn.ended(self.request_id, collector.token_ids(0), self.finished[0], num_reasoning)
 
     @property
     def fingerprint(self) -> bytes:

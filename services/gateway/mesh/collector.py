@@ -70,6 +70,10 @@ class Collector:
         """Return how many tokens of an index arrived."""
         return len(self._token_ids[index])
 
+    def token_ids(self, index: int) -> "array[int]":
+        """Return the tokens of an index that arrived."""
+        return self._token_ids[index]
+
     def journal(self, index: int, sample_index: int) -> output_processor_pb2.SampleJournal:
         """Return what arrived of an index, as an output processor needs it to continue the sample from there."""
         return output_processor_pb2.SampleJournal(

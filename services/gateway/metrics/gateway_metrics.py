@@ -10,6 +10,7 @@ from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import TracedHistogram
 from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
+from ..encoding.sse import cause_name
 from ..tenants.tenant import Tenant
 from .usage_counts import AdapterUsage, KeyUsage, Used
 
@@ -174,10 +175,25 @@ class GatewayMetrics:
             buckets=process_metrics.REQUEST_SECONDS,
             registry=registry,
         )
+        self.missed_tokens: dict[str, int] = {}  # by cause, for the page
+        self._misses, self._missed_tokens = (
+            Counter(f"tokenloom_gateway_cache_{name}", text, ["model_name", "cause"], registry=registry)
+            for name, text in (
+                ("misses", "Turns of conversations that did not find what an earlier turn had left in the cache."),
+                ("missed_tokens", "Prompt tokens of these turns that the earlier turn would have spared."),
+            )
+        )
         self._sizes = RequestSizes(registry, labels)
-        self._model_name = model_name
         self._key_usage = key_usage
         self._adapter_usage = adapter_usage
+
+    def observe_miss(self, miss: inference_pb2.CacheMiss) -> None:
+        """Observe what a turn of a conversation missed in the cache; without a cause it missed nothing."""
+        if miss.cause:
+            cause = cause_name(miss.cause)
+            self.missed_tokens[cause] = self.missed_tokens.get(cause, 0) + miss.missed_tokens
+            self._misses.labels(self._model_name, cause).inc()
+            self._missed_tokens.labels(self._model_name, cause).inc(miss.missed_tokens)
 
     def observe_pooled(
         self, task: str, usage: inference_pb2.Usage, tenant: Tenant, num_prompts: int, seconds: float

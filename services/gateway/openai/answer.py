@@ -86,7 +86,8 @@ class AnswerBase:
     def timeline(self) -> dict[str, object]:
         if not self.options.return_timeline:
             return {}
-        return {"timeline": sse.timeline_object(self.generation.timeline, self.generation.total_ns)}
+        timeline = sse.timeline_object(self.generation.timeline, self.generation.total_ns)
+        return {"timeline": timeline | sse.cache_miss(self.generation.usage)}
 
     @property
     def usage(self) -> inference_pb2.Usage:

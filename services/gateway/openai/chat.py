@@ -140,9 +140,10 @@ def read_chat(
     """Return a conversation for the tokenizer. Raises ``InvalidArgument`` naming the part below ``where``."""
     if not messages:
         raise errors.InvalidArgument(f"{where} must not be empty", where)
-    turns = []
+    turns, has_answers = [], False
     for index, message in enumerate(messages):
         turns.append(_message(f"{where}[{index}]", message))
+        has_answers = has_answers or message["role"] == "assistant"
     if continue_final_message and add_generation_prompt:
         conflict = "continue_final_message excludes add_generation_prompt, which begins another turn"
         raise errors.InvalidArgument(conflict, "continue_final_message")
@@ -152,6 +153,7 @@ def read_chat(
         template_kwargs_json=sse.encode_json(template_kwargs) if template_kwargs else b"",
         add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
         continue_final_message=bool(continue_final_message),
+        has_answers=has_answers,
     )
 
 

@@ -38,10 +38,19 @@ class MessageErrorResponse(msgspec.Struct):
     error: Annotated[MessageErrorObject, Meta(description="What went wrong.")]
 
 
-class PromptTokensDetails(msgspec.Struct):
+class CacheMiss(msgspec.Struct):
+    """Why a turn of a conversation did not find in the cache what an earlier turn had left there."""
+
+    cause: Annotated[str, Meta(description="The cause, such as message_changed, reasoning_dropped or evicted.")]
+    token: Annotated[int, Meta(description="Position of the first token that differs or is in no cache any more.")]
+    missed_tokens: Annotated[int, Meta(description="Tokens that the earlier turn would have spared.")]
+
+
+class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
     """Counts of prompt tokens."""
 
     cached_tokens: Annotated[int, Meta(description="Prompt tokens found in a prefix cache.")]
+    cache_miss: Annotated[CacheMiss | None, Meta(description="Only if an earlier turn was missed.")] = None
 
 
 class CompletionTokensDetails(msgspec.Struct):

@@ -33,6 +33,8 @@ class Interval(NamedTuple):
     prompt_tokens_per_second: float
     hit_share: float | None
     """Share of the prompt tokens of finished requests that were in a prefix cache, 0 to 1."""
+    missed: dict[str, int]
+    """Prompt tokens of conversations that an earlier turn would have spared, by why they were computed again."""
     refused: dict[str, int]
     """Requests that ended in an error, by its reason."""
     running: int
@@ -52,6 +54,7 @@ class _Totals:
     prompt_tokens: int
     finished_prompt_tokens: int
     cached_tokens: int
+    missed: dict[str, int]
     refused: dict[str, int]
 
 
@@ -92,6 +95,7 @@ class Traffic:
             prompt_tokens=metrics.prompt_tokens.value,
             finished_prompt_tokens=metrics.kv_flow.num_prompt_tokens,
             cached_tokens=metrics.kv_flow.num_cached_tokens,
+            missed=dict(metrics.missed_tokens),
             refused=self._counts.refused(),
         )
 
@@ -106,11 +110,8 @@ class Traffic:
             output_tokens_per_second=round((after.output_tokens - before.output_tokens) / seconds, 2),
             prompt_tokens_per_second=round((after.prompt_tokens - before.prompt_tokens) / seconds, 2),
             hit_share=round(cached / finished, 4) if finished else None,
-            refused={
-                reason: count - before.refused.get(reason, 0)
-                for reason, count in after.refused.items()
-                if count > before.refused.get(reason, 0)
-            },
+            missed=_gained(before.missed, after.missed),
+            refused=_gained(before.refused, after.refused),
             running=load.num_running,
             waiting=load.num_waiting,
             kv_usage=round(load.kv_usage, 4),
@@ -140,6 +141,10 @@ class Traffics:
 
     def _of(self, mesh: ServedMesh) -> Traffic:
         return Traffic(mesh.metrics, self._counts, mesh.view.load)
+
+
+def _gained(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    return {name: gained for name, count in after.items() if (gained := count - before.get(name, 0)) > 0}
 
 
 def _quantiles(

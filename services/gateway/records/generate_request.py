@@ -28,6 +28,8 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     """End within the last turn, so that the model continues it."""
+    has_answers: bool = False
+    """Whether a turn of it is the assistant's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,13 @@ def settled(body: Mapping[str, Any], lines: Sequence[VolatileLine]) -> tuple[Map
     return body, tuple(found)
 
 
+def steady(text: str) -> str:
+    """Return a text without any of the lines, to compare it with another one."""
+    for line in VOLATILE_LINES:
+        text = line.pattern.sub("", text)
+    return text
+
+
 def _settle(texts: list[str], lines: Sequence[VolatileLine]) -> tuple[str, ...]:
     """Change the texts of a system prompt; return the names of the lines that they had."""
     found: dict[str, None] = {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..assistant.message_plans import OutputReader
-from ..encoding.sse import KEEP_ALIVE, encode_json
+from ..encoding.sse import KEEP_ALIVE, cache_miss, encode_json
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
@@ -120,7 +120,7 @@ class ResponseAnswer:
         usage = self._generation.usage
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, **cache_miss(usage)},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -142,6 +142,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "not meant for the model and moves the others to the end of the system prompt, so that the rest is cached, and "
         "names them in the response header x-tokenloom-volatile; keep leaves prompts as they are.",
     ] = "move"
+    replay_ids: Annotated[
+        bool,
+        "Put the tokens that the model generated into the prompts of the turns after them, wherever the client sends "
+        "the same answer back and a fresh tokenization gives others, so that more is cached. An answer then depends on "
+        "what this gateway remembers of the conversation. By default every prompt is tokenized from its text.",
+    ] = False
     access_log: Annotated[
         bool,
         "Log a line for each request that has ended: ids, status, sizes and times, without prompts and keys. "

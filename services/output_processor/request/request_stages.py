@@ -195,6 +195,9 @@ class RequestStages:
         )
         if attempt.session is not None:
             request.session.CopyFrom(attempt.session)
+            if not output.token_ids:  # what was cached is counted of the first attempt too
+                output.timeline.past_tokens = attempt.session.past_tokens
+                output.timeline.kv_elsewhere = attempt.session.moved
         attempt.num_accepted = len(accepted)
         try:
             attempt.link.add(request, attempt, self)

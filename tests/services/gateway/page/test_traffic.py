@@ -8,6 +8,7 @@ from tokenloom.services.gateway.mesh.mesh_view import MeshLoad
 from tokenloom.services.gateway.metrics.gateway_metrics import GatewayMetrics
 from tokenloom.services.gateway.metrics.usage_counts import AdapterUsage, KeyUsage
 from tokenloom.services.gateway.page.traffic import INTERVAL_SECONDS, NUM_INTERVALS, Traffic
+from tokenloom.v1 import inference_pb2
 
 LOAD = MeshLoad(num_running=1, num_waiting=2, kv_usage=0.5)
 
@@ -27,6 +28,8 @@ async def test_an_interval_compares_the_counters() -> None:
         metrics.generation_tokens.inc(50)
         metrics.inter_token_latency.observe(0.02)
         counts.count("/v1/completions", 503, "RESOURCE_EXHAUSTED")
+        metrics.observe_miss(inference_pb2.CacheMiss(cause=inference_pb2.MISS_CAUSE_EVICTED, missed_tokens=32))
+        metrics.observe_miss(inference_pb2.CacheMiss())
         pass_time(10.0)
         traffic.end_interval()
     traffic.end_interval()
@@ -37,6 +40,7 @@ async def test_an_interval_compares_the_counters() -> None:
     assert columns["itl_p50_ms"] == [15.0, 15.0, None]
     assert columns["hit_share"] == [None, None, None]
     assert columns["refused"] == [{"RESOURCE_EXHAUSTED": 1}, {"RESOURCE_EXHAUSTED": 1}, {}]
+    assert columns["missed"] == [{"evicted": 32}, {"evicted": 32}, {}]
     assert columns["interval_seconds"] == INTERVAL_SECONDS
 
 

@@ -14,11 +14,14 @@ const named = (reasons) =>
 
 export const startTraffic = () => {
   let refused = [];
+  let missed = [];
   const charts = [
     { title: "Time to first token", format: milliseconds, series: ["p50", "p95"], names: ["ttft_p50_ms", "ttft_p95_ms"] },
     { title: "Between tokens", format: milliseconds, series: ["p50", "p95"], names: ["itl_p50_ms", "itl_p95_ms"] },
     { title: "Output tokens/s", format: count, series: ["tokens/s"], names: ["output_tokens_per_second"] },
     { title: "Prefix hits", format: percent, series: ["share"], names: ["hit_share"], top: 1 },
+    { title: "Missed in the cache", format: count, series: ["tokens"], names: ["missed"], bars: true,
+      about: (at) => named(missed[at] ?? {}) },
     { title: "Queue of the mesh", format: count, series: ["running", "waiting"], names: ["running", "waiting"] },
     { title: "Refused", format: count, series: ["requests"], names: ["refused"], bars: true,
       about: (at) => named(refused[at] ?? {}) },
@@ -26,8 +29,8 @@ export const startTraffic = () => {
   byId("charts").append(...charts.map(({ chart }) => chart.root));
 
   const show = (traffic) => {
-    refused = traffic.refused;
-    const columns = { ...traffic, refused: refused.map(total) };
+    ({ refused, missed } = traffic);
+    const columns = { ...traffic, refused: refused.map(total), missed: missed.map(total) };
     const newest = refused.length - 1;
     const times = refused.map((_, at) => new Date(1000 * (traffic.ended_at - (newest - at) * traffic.interval_seconds)));
     const slots = Math.max(times.length, MIN_SLOTS);

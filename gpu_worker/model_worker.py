@@ -20,7 +20,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.process.control_groups import resident_bytes
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from .attention.attention_backend import AttentionBackend
+from .attention.attention_backend import TOKENWISE, AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import make_kv_pool
 from .attention.context_backend import ContextBackend
@@ -32,6 +32,7 @@ from .device.cpu_watch import bind_to
 from .device.pool_pages import PoolPages
 from .device.profiler import Profiler
 from .kernels.levels import limit_level
+from .layers.linear import check_products
 from .lora.slots import LoraSlots
 from .model_runner import ModelRunner, RunnerParts
 from .model_slot import ModelSlot
@@ -69,6 +70,7 @@ class ModelWorker:
         check_device(config, platform)
         check_options(config)
         self._config = config
+        self._attention = TOKENWISE if config.worker.batch_invariant else config.worker.attention_backend
         self._platform = platform
         self._ranks = ONLY_RANK
         self._num_sharing = num_sharing(config, is_on_host=platform.pool_is_on_host)
@@ -101,7 +103,7 @@ class ModelWorker:
         loader = ModelLoader(
             dtype=config.dtype,
             device=self._device,
-            ops=make_ops(config.attention_backend, self._device),
+            ops=make_ops(self._attention, self._device),
             quantization=config.quantization,
             model_impl=config.model_impl,
             max_model_len=self._config.max_model_len,
@@ -110,6 +112,8 @@ class ModelWorker:
         )
         if self._config.cache.dtype != "auto":
             check_kv_dtype(loader.read_config(Path(config.model)), self._config.cache.dtype)
+        if config.batch_invariant:
+            check_products(loader.read_config(Path(config.model)).dtype)
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
         if self._loras is not None:
@@ -426,7 +430,7 @@ class ModelWorker:
         return make_recorded_steps(self._backend, self._platform, batch, most_tokens, eager=eager)
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
-        name, block_size = self._config.worker.attention_backend, self._config.cache.block_size
+        block_size = self._config.cache.block_size
         if model_config.shard.spreads_context:
             return ContextBackend(model_config, block_size, self._device, self._ranks.group)
-        return make_attention_backend(name, model_config, block_size, self._device)
+        return make_attention_backend(self._attention, model_config, block_size, self._device)

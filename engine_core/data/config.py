@@ -157,6 +157,12 @@ class WorkerConfig(Struct, frozen=True):
         "Compute every step operation by operation; by default a CPU runs decode steps from recordings of their kernel "
         "calls, and a GPU from graphs, which gives the same tokens sooner.",
     ] = False
+    batch_invariant: Annotated[
+        bool,
+        "Give the logits and log probabilities of a request the same bits whatever else is in the batch, however its "
+        "prompt is cut, with a cached prefix or without: as one order of sums for each token, with the C++ kernels of "
+        "a CPU. Long prompts take longer.",
+    ] = False
     profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
 
 

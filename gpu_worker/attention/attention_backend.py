@@ -42,6 +42,10 @@ class ScoreRule:
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
+TOKENWISE = "tokenwise"
+"""Names the attention and the operations of batch-invariant engines: the sums of a token are in an order that no other
+token changes. The option ``batch_invariant`` chooses it, not ``attention_backend``."""
+
 FP8_KV = torch.float8_e4m3fn
 """The dtype of a KV cache of 8-bit floats."""
 

@@ -5,8 +5,8 @@ import torch
 from ..checkpoint.model_config import ModelConfig
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
 from ..kernels.library import uses_triton
-from .attention_backend import AttentionBackend
-from .cpu_backend import CPUBackend
+from .attention_backend import TOKENWISE, AttentionBackend
+from .cpu_backend import CPUBackend, TokenwiseBackend
 from .latent_backend import LatentBackend, LatentCPUBackend
 from .torch_backend import ReferenceBackend, TorchBackend
 from .varied_backend import VariedBackend
@@ -18,11 +18,16 @@ def make_attention_backend(name: str, config: ModelConfig, block_size: int, devi
     """Return the backend ``name`` for a model.
 
     ``auto`` means ``cpu`` on a CPU, ``triton`` on a GPU and ``torch`` on other devices. If the kernels of ``cpu`` or
-    ``triton`` cannot be had or do not know the model's shapes, ``torch`` replaces them. Raises ``ValueError`` for an
+    ``triton`` cannot be had or do not know the model's shapes, ``torch`` replaces them. Nothing replaces ``tokenwise``,
+    the name in batch-invariant engines: then it raises :class:`KernelsUnavailable`. Raises ``ValueError`` for an
     unknown name, and for a backend of another device.
     """
     if config.kv_shapes or any(config.attention_chunks):
         return VariedBackend(config, block_size, lambda part: make_attention_backend(name, part, block_size, device))
+    if name == TOKENWISE:
+        if config.latent is not None:
+            return LatentCPUBackend(config, block_size, device, name=name)
+        return TokenwiseBackend(config, block_size, device)
     if config.latent is not None and name in NAMES and (name != "cpu" or device.type == "cpu") and name != "triton":
         return _make_latent(name, config, block_size, device)
     match name:

@@ -1,5 +1,6 @@
 """Computes attention with the C++ kernels: without a gather, without padding, in one call per layer."""
 
+import sys
 from ctypes import CDLL, byref
 from dataclasses import dataclass
 from typing import Self
@@ -9,11 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..checkpoint.local_config import kernel_lack
 from ..checkpoint.model_config import ModelConfig
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import AttentionArgs, load_attention
 from ..kernels.threads import kernel_threads
-from .attention_backend import IntArray, KVCache, ScoreRule
+from .attention_backend import TOKENWISE, IntArray, KVCache, ScoreRule
 from .cache import LocalBackend, padded, pointers, token_rows
 from .shared_prefix import Int32s, SharedPrefixes, SharedPrefixFinder
 
@@ -55,10 +57,6 @@ def _int32(values: IntArray) -> npt.NDArray[np.int32]:
     return np.array(values, dtype=np.int32, order="C")
 
 
-_LANES = 16
-"""The kernel processes this many positions at a time. The block size must be a multiple of it."""
-_MOST_GROUPED_HEADS = 32
-"""Most query heads that may share a KV head."""
 _FEWEST_ROWS = 24
 """Reading a shared prefix once pays from this many query heads of a KV head on, counted over all members."""
 _WIDEST_WINDOW = 1 << 30
@@ -71,12 +69,12 @@ class CPUBackend(LocalBackend):
     """
 
     name = "cpu"
+    span = 0
+    """Positions of the pieces into which the kernel cuts a token's attention; 0: as many as suit the batch."""
 
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native") -> None:
-        if block_size % _LANES:
-            raise KernelsUnavailable(f"block size {block_size} is not a multiple of {_LANES}")
-        if config.num_heads > config.num_kv_heads * _MOST_GROUPED_HEADS:
-            raise KernelsUnavailable(f"more than {_MOST_GROUPED_HEADS} query heads share a KV head")
+        if lack := kernel_lack(config, block_size):
+            raise KernelsUnavailable(lack)
         super().__init__(config, block_size, device)
         self._march = march
         self._is_int8 = config.kv_dtype == torch.int8
@@ -96,6 +94,34 @@ class CPUBackend(LocalBackend):
         foreign_tails: IntArray | None = None,
     ) -> "CPUPlan":
         return CPUPlan(self, PlanArrays.copied(cu_query_lens, seq_lens, block_tables, slot_mapping, self.prefixes))
+
+
+class TokenwiseBackend(CPUBackend):
+    """Makes plans to which each token is a request of its own, so that its attention has the same bits in every batch
+    and chunk, with a cached prefix or without."""
+
+    name = TOKENWISE
+    # The order of a token's sums follows from its own position alone: pieces are counted from its first position on,
+    # and no tile of a prompt and no shared prefix joins it with other tokens. Longer pieces would leave threads idle
+    # beside a single long request, shorter ones make more partial results of a prompt.
+    span = 1024
+
+    def __init__(self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native") -> None:
+        super().__init__(config, block_size, device, march)
+        self.prefixes = SharedPrefixFinder(block_size, sys.maxsize)
+
+    def plan(
+        self,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+        foreign_tails: IntArray | None = None,
+    ) -> "CPUPlan":
+        counts = np.diff(cu_query_lens)
+        requests, tokens = np.repeat(np.arange(len(counts)), counts), np.arange(cu_query_lens[-1] + 1)
+        lengths = tokens[1:] + (seq_lens - cu_query_lens[1:])[requests]
+        return super().plan(tokens, lengths, block_tables[requests], slot_mapping)
 
 
 class CPUPlan:
@@ -121,6 +147,7 @@ class CPUPlan:
             num_kv_heads=config.num_kv_heads,
             block_size=backend.block_size,
             table_stride=tables.shape[1],
+            span=backend.span,
             is_bf16=self._is_bf16,
             num_threads=kernel_threads(),
         )

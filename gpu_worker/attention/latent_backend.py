@@ -5,32 +5,51 @@ wants it, or the query is multiplied by the matrix of the keys instead and the r
 so that a decode reads each compressed vector once for all heads.
 """
 
+from collections.abc import Callable
 from ctypes import byref
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoint.local_config import kernel_lack
 from ..checkpoint.model_config import LatentSwitches, ModelConfig
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import LatentArgs, load_latent
 from ..kernels.threads import kernel_threads
-from .attention_backend import IntArray, KVCache
+from .attention_backend import TOKENWISE, IntArray, KVCache
 from .cache import LocalBackend
+
+PerHead: TypeAlias = Callable[[Tensor], Tensor]
+"""Multiplies [T, heads, in] by a matrix of each head. Returns [T, heads, out]."""
+
+
+def per_head(matrices: Tensor) -> PerHead:
+    """Return the product with ``matrices`` [heads, in, out], with PyTorch."""
+    return lambda rows: torch.bmm(rows.transpose(0, 1).contiguous(), matrices).transpose(0, 1)
 
 
 class LatentProjection:
     """Holds one layer's matrix from compressed vectors to the keys and values of each head."""
 
-    def __init__(self, weight: Tensor, latent: LatentSwitches, scale: float) -> None:
-        """``weight`` [num_heads * (key_size + value_size), rank]; ``scale``: the factor on query times key."""
+    def __init__(
+        self,
+        weight: Tensor,
+        latent: LatentSwitches,
+        scale: float,
+        multiplier: Callable[[Tensor], PerHead] = per_head,
+    ) -> None:
+        """``weight`` [num_heads * (key_size + value_size), rank]; ``scale``: the factor on query times key;
+        ``multiplier``: as :func:`per_head`."""
         self.latent = latent
         self.scale = scale
         heads = weight.view(-1, latent.key_size + latent.value_size, latent.rank)
         # Apart: PyTorch multiplies by a view of both in a tenth of the speed (128 heads: 10.5 ms instead of 2.2).
         self._keys, self._values = heads[:, : latent.key_size].contiguous(), heads[:, latent.key_size :].contiguous()
+        self._absorb, self._expand_values = multiplier(self._keys), multiplier(self._values.transpose(1, 2))
 
     @property
     def num_heads(self) -> int:
@@ -38,11 +57,11 @@ class LatentProjection:
 
     def absorb(self, query: Tensor) -> Tensor:
         """Turn [T, num_heads, key_size] queries into queries of compressed vectors, [T, num_heads, rank]."""
-        return torch.bmm(query.transpose(0, 1).contiguous(), self._keys).transpose(0, 1)
+        return self._absorb(query)
 
     def values(self, mixed: Tensor) -> Tensor:
         """Turn [T, num_heads, rank] weighted sums of compressed vectors into [T, num_heads, value_size] of values."""
-        return torch.bmm(mixed.transpose(0, 1).contiguous(), self._values.transpose(1, 2)).transpose(0, 1)
+        return self._expand_values(mixed)
 
     def expand(self, latents: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
         """Return the keys [heads, s, query_size] and values [heads, s, value_size] of compressed vectors with their
@@ -118,7 +137,7 @@ class LatentPlan:
         slot_mapping: IntArray,
     ) -> None:
         self._device = backend.device
-        self._is_reference = backend.name == "reference"
+        self._expands = backend.name not in ("reference", TOKENWISE)
         self._work: tuple[list[LatentSpan], list[LatentSpan], Tensor] | None = None
         self._slots = torch.from_numpy(slot_mapping.astype(np.int64)).to(self._device)
         starts, lengths = cu_query_lens.tolist(), seq_lens.tolist()
@@ -163,7 +182,7 @@ class LatentPlan:
         """Return the requests whose keys are expanded, the others, and the rows of the others. All layers share it."""
         parts: tuple[list[LatentSpan], list[LatentSpan]] = ([], [])
         for span in self.spans:
-            expands = not self._is_reference and projection.expands(span.count, span.seq_len)
+            expands = self._expands and projection.expands(span.count, span.seq_len)
             parts[0 if expands else 1].append(span)
         rows = [torch.arange(span.rows.start, span.rows.stop) for span in parts[1]]
         return *parts, torch.cat(rows or [torch.zeros(0, dtype=torch.int64)]).to(self._device)
@@ -237,26 +256,21 @@ class LatentPlan:
         return torch.cat(parts, dim=1)
 
 
-_RUN = 16
-"""The kernel takes so many positions to lie in one block."""
-_RANKS = 64
-"""It computes whole groups of so many elements."""
-
-
 class LatentCPUBackend(LatentBackend):
     """Makes plans that absorb queries with the C++ kernel.
 
     Raises :class:`KernelsUnavailable` without a compiler, and for shapes that the kernel does not support.
     """
 
-    def __init__(self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native") -> None:
-        super().__init__(config, block_size, device, "cpu")
+    def __init__(
+        self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native", name: str = "cpu"
+    ) -> None:
+        """``name``: ``tokenwise`` absorbs every query."""
+        super().__init__(config, block_size, device, name)
         latent = config.latent
         assert latent is not None
-        if block_size % _RUN:
-            raise KernelsUnavailable(f"block size {block_size} is not a multiple of {_RUN}")
-        if latent.rank % _RANKS or latent.rope_size % 2:
-            raise KernelsUnavailable(f"compressed vectors of {latent.rank} elements are no multiple of {_RANKS}")
+        if lack := kernel_lack(config, block_size):
+            raise KernelsUnavailable(lack)
         self.kernels = load_latent(latent.rank, latent.rope_size, march)
 
     @property

@@ -47,6 +47,8 @@ def check_options(config: EngineConfig) -> None:
             f"not {context}"
         )
     _check_balancing(parallel)
+    if config.worker.batch_invariant:
+        _check_order(config)
     if config.cache.block_size % context:
         raise ValueError(f"block_size: {config.cache.block_size} tokens cannot be spread evenly over {context} workers")
     if parallel.world_size == 1 and not parallel.spreads_experts_over_engines:
@@ -77,6 +79,51 @@ def check_kv_dtype(config: ModelConfig, dtype: KVCacheDtype) -> None:
             f"kv_cache_dtype: {dtype} is not supported for compressed vectors (MLA), which take a few hundred numbers "
             "a token and layer as they are; leave it out"
         )
+
+
+_RUN = 16
+"""Positions that the kernels of attention take to lie in one block."""
+_MOST_GROUPED_HEADS = 32
+"""Most query heads that may share a KV head in them."""
+_RANKS = 64
+"""Elements of compressed vectors that they compute together."""
+
+
+def kernel_lack(config: ModelConfig, block_size: int) -> str:
+    """Return why the C++ kernels do not compute a model's attention over such blocks; empty: they do."""
+    latent = config.latent
+    if block_size % _RUN:
+        return f"block size {block_size} is not a multiple of {_RUN}"
+    if latent is not None and (latent.rank % _RANKS or latent.rope_size % 2):
+        return f"compressed vectors of {latent.rank} elements are no multiple of {_RANKS}"
+    if latent is None and config.num_heads > config.num_kv_heads * _MOST_GROUPED_HEADS:
+        return f"more than {_MOST_GROUPED_HEADS} query heads share a KV head"
+    return ""
+
+
+def check_batch_invariant(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ``ValueError`` naming what has no order of sums that is the same in every batch."""
+    lack = kernel_lack(model, config.cache.block_size)
+    if model.has_class_head or not model.has_output:
+        lack = "the model writes no text, and it is log probabilities that are kept"
+    if lack:
+        raise ValueError(f"batch_invariant: {lack}")
+
+
+def _check_order(config: EngineConfig) -> None:
+    """Raise ``ValueError`` naming an option with which the last bits would follow the batch."""
+    worker, parallel = config.worker, config.parallel
+    several = parallel.world_size > 1 or parallel.spreads_experts_over_engines
+    options = {
+        f"attention_backend {worker.attention_backend} follows the batch": worker.attention_backend
+        not in ("auto", "cpu"),
+        "transformers' modules follow the batch: leave out model_impl": worker.model_impl == "transformers",
+        "vectors of prompts follow the chunks: choose runner auto or generate": worker.runner == "pooling",
+        "drafts are verified in other sums: leave out speculative_config": config.speculative is not None,
+        "it is not supported with several workers yet; use one worker": several,
+    }
+    if reason := next((name for name, is_set in options.items() if is_set), None):
+        raise ValueError(f"batch_invariant: {reason}")
 
 
 def check_chunks(config: ModelConfig, block_size: int) -> None:
@@ -133,6 +180,8 @@ def check_apart(config: EngineConfig, kind: str) -> None:
     """Raise ``ValueError`` naming an option that is not supported with KV in the memory of a device of this kind."""
     if config.kv.offload_path:
         raise ValueError(f"kv_offload_path: KV on {kind} is not offloaded to files yet")
+    if config.worker.batch_invariant:
+        raise ValueError(f"batch_invariant: products on {kind} follow the batch: choose --device cpu")
     if config.worker.quantization not in (None, "fp8"):
         raise ValueError(f"quantization: {config.worker.quantization} is not supported on {kind}: choose fp8")
     if config.cache.dtype not in ("auto", "fp8"):

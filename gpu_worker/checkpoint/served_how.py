@@ -41,6 +41,7 @@ from .gguf.config import described_by, read_model
 from .load_config import check_quantization, load_model_config, read_dtype
 from .local_config import (
     NO_INT8_SHAPES,
+    check_batch_invariant,
     check_chunks,
     check_device_options,
     check_kv_dtype,
@@ -66,6 +67,9 @@ class ServedHow:
     """What the built-in code lacks, though it has the class."""
     is_tried: bool = True
     """Whether the answer was found for this version of transformers; otherwise the engine decides."""
+
+
+_UNORDERED = {"encoder": "encoders", "transformers": "transformers' modules, which compute this model,"}
 
 
 def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
@@ -94,6 +98,8 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     if found.config is None:
         _check_dtype(path, worker.dtype)
     place = place_of(config.parallel)
+    if worker.batch_invariant and found.by != "built in":
+        raise ValueError(f"batch_invariant: {_UNORDERED[found.by]} follow the batch")
     if found.by == "transformers":
         if config.lora.enable:
             raise ValueError(
@@ -113,6 +119,8 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         local_config(found.config, place)
         check_kv_dtype(found.config, config.cache.dtype)
         check_chunks(found.config, config.cache.block_size)
+        if worker.batch_invariant:
+            check_batch_invariant(config, found.config)
     _check_context(config.max_model_len, found.config.max_model_len)
     return found
 

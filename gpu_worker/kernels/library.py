@@ -27,7 +27,9 @@ class AttentionArgs(Structure):
 
     _fields_ = [
         *_fields(_P, "query key value out block_tables query_starts seq_lens members group_starts shared_lens sinks"),
-        *_fields(_I64, "num_groups num_requests num_heads num_kv_heads block_size table_stride query_stride window"),
+        *_fields(
+            _I64, "num_groups num_requests num_heads num_kv_heads block_size table_stride query_stride window span"
+        ),
         *_fields(_F, "scale softcap"),
         *_fields(_I32, "is_bf16 num_threads"),
     ]

@@ -96,6 +96,14 @@ def make_unquantized(parts: Sequence[Tensor], bias: Tensor | None) -> Linear:
         return make_plain(parts, bias)
 
 
+def check_products(dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` unless kernels compute the products with weights of ``dtype``, whose rows depend on no other
+    rows; those of PyTorch choose how to add by the number of rows."""
+    layer = make_unquantized([torch.ones(1, 64, dtype=dtype)], None)
+    if not isinstance(layer, PanelLinear):
+        raise ValueError(f"batch_invariant: PyTorch computes products of {dtype} on this processor: choose float32")
+
+
 def make_plain(parts: Sequence[Tensor], bias: Tensor | None) -> Linear:
     """Make a layer of the same parts that PyTorch computes."""
     return PlainLinear(_merge(parts), bias)

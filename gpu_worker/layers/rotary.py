@@ -80,18 +80,25 @@ ComputeRotation = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 class RotaryEmbedding:
     """Computes the cosines and sines of a step once, for all its layers."""
 
-    def __init__(self, config: RopeConfig, device: torch.device, compute: ComputeRotation) -> None:
-        """``compute``: that of the model's operations."""
+    def __init__(
+        self,
+        config: RopeConfig,
+        device: torch.device,
+        compute: ComputeRotation,
+        log1p: Callable[[Tensor], Tensor] = torch.log1p,
+    ) -> None:
+        """``compute``: that of the model's operations; ``log1p``: as they compute that."""
         self._frequencies = inverse_frequencies(config).to(device)
         self._attention_factor = config.attention_factor
-        self._compute = compute
+        self._compute, self._log1p = compute, log1p
         self._query = config.scaling if isinstance(config.scaling, QueryScaling) else None
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Turn [T] positions into (cos, sin), each [T, 1, head_size / 2] float32. Where queries are scaled and nothing
         rotates, the first has the factors."""
         if self._query is not None:
-            grown = torch.log1p(torch.floor((positions.float() + 1.0) / self._query.period)) * self._query.factor + 1.0
+            periods = torch.floor((positions.float() + 1.0) / self._query.period)
+            grown = self._log1p(periods) * self._query.factor + 1.0
             factors = grown[:, None, None].expand(-1, 1, len(self._frequencies))
             return factors, torch.zeros_like(factors)
         return self._compute(positions, self._frequencies, self._attention_factor)

@@ -79,7 +79,7 @@ def load_model(
     with parallel_build(kernels), opened as checkpoint:
         model: LanguageModel
         if config.family in ("gpt2", "opt"):
-            model = LearnedPositionsModel(checkpoint, config, stage)
+            model = LearnedPositionsModel(checkpoint, config, ops or TorchOps(), stage)
         else:
             model = DecoderModel(checkpoint, config, ops or TorchOps(), device, stage)
         if ranks.place.is_whole:  # other ranks read the rest, and :meth:`ModelLoader.load` has checked the whole

@@ -87,12 +87,13 @@ class GatedAttention(Attention):
         sizes = [config.shard.part(config.num_heads * config.head_size)]
         names = [f"{prefix}.gate_proj"]
         self._gate = load_linear(checkpoint, names, config.hidden_size, sizes, False, config.quantization)
+        self._sigmoid = ops.rowwise(torch.sigmoid)
 
     def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         query = self._ops.rotate_and_write(heads, self._head_norm, rotation, kv_cache, plan)
         attended = plan.attend(query, kv_cache, self._rule).flatten(1)
-        return self._out(attended * self._gate(x).sigmoid())
+        return self._out(attended * self._sigmoid(self._gate(x)))
 
 
 class InterleavedAttention(Attention):
@@ -292,9 +293,9 @@ class DecoderModel:
         """``stage`` joins the layers to those of other stages; None: they are all layers of the model."""
         self.config = config
         self._stage = stage
-        self._ops = ops
+        self._ops, self._tanh = ops, ops.rowwise(torch.tanh_)
         ropes = list(dict.fromkeys(config.ropes))
-        self._rotaries = [RotaryEmbedding(rope, device, ops.rotation) for rope in ropes]
+        self._rotaries = [RotaryEmbedding(rope, device, ops.rotation, ops.rowwise(torch.log1p)) for rope in ropes]
         self._rotary_of_layer = [ropes.index(rope) for rope in config.ropes]
         experts = config.experts
         self.routes: ExpertRoutes | None = None
@@ -365,7 +366,7 @@ class DecoderModel:
         if self.config.logit_scale != 1.0:
             logits.mul_(self.config.logit_scale)
         softcap = self.config.logit_softcap
-        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+        return logits if softcap is None else self._tanh(logits.div_(softcap)).mul_(softcap)
 
 
 def expert_layers(model: LanguageModel) -> list[Experts]:

@@ -1,5 +1,6 @@
 """Computes MLPs of which each token uses a few, chosen by a router."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,7 @@ class Experts:
         self._switches = experts
         self._device = checkpoint.device
         self._routes = routes
+        self._sigmoid = ops.rowwise(torch.sigmoid)
         is_biased = config.traits.has_mlp_bias
         router = f"{prefix}.router" if is_biased or experts.scales_inputs else f"{prefix}.gate"
         self._router = load_linear(checkpoint, [router], config.hidden_size, [experts.count], is_biased)
@@ -179,23 +181,28 @@ class Experts:
         """Return the weights, float32, and the numbers of each token's experts, both [T, per_token]."""
         logits = self._router(x, torch.float32)
         if self._switches.router is not None:
-            return choose_in_groups(logits, self._score_bias, self._switches, self._switches.router)
+            router, sigmoid = self._switches.router, self._sigmoid
+            return choose_in_groups(logits, self._score_bias, self._switches, router, sigmoid)
         if self._switches.scales_inputs:
             best, chosen = logits.topk(self._switches.per_token, dim=-1)
-            return best.sigmoid(), chosen
+            return self._sigmoid(best), chosen
         shares = logits.softmax(-1)
         weights, chosen = shares.topk(self._switches.per_token, dim=-1)
         return weights / weights.sum(-1, keepdim=True) if self._switches.normalizes_weights else weights, chosen
 
 
 def choose_in_groups(
-    logits: Tensor, bias: Tensor | None, experts: ExpertSwitches, router: RouterSwitches
+    logits: Tensor,
+    bias: Tensor | None,
+    experts: ExpertSwitches,
+    router: RouterSwitches,
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
 ) -> tuple[Tensor, Tensor]:
     """Return the weights and the numbers of each token's experts, both [T, per_token], from logits [T, count].
 
     ``bias`` [count] is added to the scores for the choice alone (DeepSeek-V3); None: there is none (V2).
     """
-    scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+    scores = logits.softmax(-1) if bias is None else sigmoid(logits)
     ranked = scores if bias is None else scores + bias
     if router.num_groups > 1:
         grouped = ranked.view(len(ranked), router.num_groups, -1)
@@ -225,6 +232,7 @@ class _Shared:
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, size: int) -> None:
         self._mlp = MLP(checkpoint, f"{prefix}.shared_expert", config, ops, size, sums=False)
         self._gate = load_linear(checkpoint, [f"{prefix}.shared_expert_gate"], config.hidden_size, [1], bias=False)
+        self._sigmoid = ops.rowwise(torch.sigmoid)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._gate(x).sigmoid() * self._mlp(x)
+        return self._sigmoid(self._gate(x)) * self._mlp(x)

@@ -37,7 +37,7 @@ class LatentAttention:
         self._norm = checkpoint.take(f"{prefix}.kv_a_layernorm.weight", latent.rank)
         rows = part(config.num_heads * (latent.key_size + latent.value_size))
         weight = checkpoint.take(f"{prefix}.kv_b_proj.weight", rows, latent.rank)
-        self._projection = LatentProjection(weight, latent, config.attention_scales[layer])
+        self._projection = LatentProjection(weight, latent, config.attention_scales[layer], ops.per_head)
         values, out_bias = part(config.num_heads * latent.value_size), config.attention_output_bias
         self._out = load_linear(checkpoint, [f"{prefix}.o_proj"], values, [hidden], out_bias, quantization)
 

@@ -11,6 +11,7 @@ from ..layers.activation import ACTIVATIONS
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
 from ..layers.linear import Linear, load_conv1d, load_linear, make_output
 from ..layers.norm import LayerNorm, load_layer_norm
+from ..ops.ops import Ops
 from ..parallel.ranks import Stage
 from ..parallel.sharding import joined
 from .model import replace_layers
@@ -44,6 +45,7 @@ class Block:
         down: Linear,
         norms: tuple[LayerNorm, LayerNorm],
         config: ModelConfig,
+        ops: Ops,
     ) -> None:
         """``norms``: that of attention, and that of the MLP."""
         self._attention = attention
@@ -51,7 +53,7 @@ class Block:
         self._down = down
         self._attention_norm, self._mlp_norm = norms
         self._norm_before = config.opt is None or config.opt.norm_before
-        self._activation = ACTIVATIONS[config.hidden_act]
+        self._activation = ops.rowwise(ACTIVATIONS[config.hidden_act])
 
     def __call__(self, x: Tensor, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         if self._norm_before:
@@ -67,9 +69,9 @@ class Block:
 class LearnedPositionsModel:
     """Computes the whole model (see :class:`~.model.LanguageModel`)."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, stage: Stage | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, stage: Stage | None = None) -> None:
         """``stage``: as in :class:`~.decoder.DecoderModel`."""
-        self.config = config
+        self.config, self._ops = config, ops
         self._stage = stage
         self._blocks: list[Block] = []
         self._project_in: Linear | None = None
@@ -102,7 +104,8 @@ class LearnedPositionsModel:
             down = load_conv1d(checkpoint, f"{name}.mlp.c_proj", inner, hidden, quantization)
             # Causal masks that older checkpoints stored.
             checkpoint.skip((f"{name}.attn.bias", f"{name}.attn.masked_bias"))
-            return Block(SelfAttention(qkv, out, config, layer), up, down, (norms[0], norms[1]), config)
+            attention = SelfAttention(qkv, out, config, layer)
+            return Block(attention, up, down, (norms[0], norms[1]), config, self._ops)
 
         replace_layers(self._blocks, config.num_layers, load)
         self._norm = load_layer_norm(checkpoint, f"{prefix}ln_f", hidden, config.norm_eps)
@@ -138,7 +141,8 @@ class LearnedPositionsModel:
             mlp_norm = load_norm(f"{name}.final_layer_norm")
             up = load_linear(checkpoint, [f"{name}.fc1"], hidden, [inner], config.mlp_bias, quantization)
             down = load_linear(checkpoint, [f"{name}.fc2"], inner, [hidden], config.mlp_bias, quantization)
-            return Block(SelfAttention(qkv, out, config, layer), up, down, (attention_norm, mlp_norm), config)
+            attention = SelfAttention(qkv, out, config, layer)
+            return Block(attention, up, down, (attention_norm, mlp_norm), config, self._ops)
 
         replace_layers(self._blocks, config.num_layers, load)
         self._norm = load_norm(f"{prefix}.final_layer_norm") if opt.final_norm else None

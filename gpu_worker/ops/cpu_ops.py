@@ -1,5 +1,6 @@
 """Runs the operations as C++ kernels: each reads its data once and computes in float32 between load and store."""
 
+from collections.abc import Callable
 from ctypes import byref
 
 import torch
@@ -10,6 +11,8 @@ from ..attention.cache import pointers
 from ..checkpoint.model_config import SCALE_BYTES
 from ..kernels.library import HeadsArgs, load_fused
 from ..kernels.threads import kernel_threads
+from ..layers.activation import ACTIVATIONS
+from ..layers.panel_linear import PanelLinear
 from .ops import HeadNorm, Rotation
 from .torch_ops import TorchOps
 
@@ -105,6 +108,35 @@ class CPUOps(TorchOps):
         )
         self._kernels.rotate_and_write(byref(args))
         return heads[:, :num_heads]
+
+
+_PIECE = 1 << 14
+"""Elements of a row that PyTorch computes in one call. It divides longer rows by the number of its threads."""
+
+
+class TokenwiseOps(CPUOps):
+    """Computes every row in an order that does not depend on the other rows, for batch-invariant engines."""
+
+    # PyTorch computes whole vectors of elements with one algorithm and the rest of a tensor, or of a thread's part,
+    # with another: the place of a row among all rows decided the last bits of its sigmoids.
+    def rowwise(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def compute(x: Tensor) -> Tensor:
+            if not x.numel():
+                return function(x)
+            pieces = [piece for row in x.reshape(len(x), -1) for piece in row.split(_PIECE)]
+            return torch.cat([function(piece) for piece in pieces]).view(x.shape)
+
+        return compute
+
+    def per_head(self, matrices: Tensor) -> Callable[[Tensor], Tensor]:
+        layers = [PanelLinear(matrix.t().contiguous()) for matrix in matrices]
+        return lambda rows: torch.stack([layer(rows[:, head]) for head, layer in enumerate(layers)], dim=1)
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation in _GATES:
+            return super().gate(gate_up, activation)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.rowwise(ACTIVATIONS[activation])(gate) * up
 
 
 def _is_bf16(tensor: Tensor) -> bool:

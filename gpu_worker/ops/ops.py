@@ -1,5 +1,6 @@
 """Defines the operations of a decoder layer that are worth fusing. Models call these and know no backend."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -38,6 +39,13 @@ class Ops(Protocol):
 
     def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
         """Return :meth:`gate` of what ``linear``, whose outputs are gates and ups, computes of x [T, in]."""
+
+    def rowwise(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return what computes ``function`` of each element of [n, ...]: the function itself, or in a way that gives a
+        row the same bits whatever the other rows are. Layers ask for it when they load."""
+
+    def per_head(self, matrices: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what multiplies [T, heads, in] by ``matrices`` [heads, in, out], to [T, heads, out]."""
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         """Return the cosines and sines, times ``factor``, of the angles that ``frequencies`` [head_size / 2] float32

@@ -1,8 +1,11 @@
 """Runs the operations with PyTorch, rounding as transformers does."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
+from ..attention.latent_backend import per_head
 from ..checkpoint.weights import Linear
 from ..layers.activation import gated
 from ..layers.norm import rms_norm
@@ -30,6 +33,12 @@ class TorchOps:
 
     def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
         return self.gate(linear(x), activation)
+
+    def rowwise(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return function
+
+    def per_head(self, matrices: Tensor) -> Callable[[Tensor], Tensor]:
+        return per_head(matrices)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         return rotation(positions, frequencies, factor)

@@ -277,8 +277,10 @@ async def _measure(mesh: Mesh, name: str, case: Case, seconds: float, stalls: St
 async def _full_step(http: httpx.AsyncClient) -> float:
     """Return the seconds of a prompt that fills a step, beyond those of a short one."""
     seconds = []
-    for length in (16, 2048, 16, 2048, 16, 2048):
-        body = {"model": DEMO_MODEL_NAME, "prompt": [300 + (length + n) % 1500 for n in range(length)], "max_tokens": 1}
+    for number, length in enumerate((16, 2048, 16, 2048, 16, 2048)):
+        # Another prompt each time: a cached one is no step, and made the limit 30 to 100 ms too low.
+        prompt = [300 + (number * 7919 + n * 31) % 1500 for n in range(length)]
+        body = {"model": DEMO_MODEL_NAME, "prompt": prompt, "max_tokens": 1}
         began = time.monotonic()
         await http.post("/v1/completions", json=body, headers=_key(NEIGHBOUR))
         seconds.append(time.monotonic() - began)

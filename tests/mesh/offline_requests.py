@@ -324,14 +324,14 @@ def _values(row: dict[int, Logprob]) -> dict[int, float]:
 
 
 @asynccontextmanager
-async def both(directory: Path, parser: str) -> AsyncIterator[tuple[httpx.AsyncClient, LLM]]:
+async def both(directory: Path, parser: str, **options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, LLM]]:
     """Start a mesh, whose sockets are in ``directory``, and an ``LLM`` with the same engine. ``parser``: of the model's
-    reasoning."""
+    reasoning. ``options``: more of the engine's."""
     torch.set_num_threads(1)
-    engine = {"worker": "model", "reasoning_parser": parser, **ENGINE}
-    llm = await asyncio.to_thread(lambda: LLM(DEMO_MODEL_NAME, reasoning_parser=parser, **ENGINE))
+    engine = {"reasoning_parser": parser, **ENGINE, **options}
+    llm = await asyncio.to_thread(lambda: LLM(DEMO_MODEL_NAME, **engine))
     try:
-        mesh = Mesh(directory, engine=engine, gateway={"reasoning_parser": parser})
+        mesh = Mesh(directory, engine={"worker": "model", **engine}, gateway={"reasoning_parser": parser})
         async with mesh.running(), mesh.http() as http:
             yield http, llm
     finally:

@@ -41,3 +41,12 @@ async def test_log_probabilities_of_requests_that_run_alone_are_the_same_numbers
     for each in asked:
         each.fields.update(logprobs=2, skip_reading_prefix_cache=True, n=1)
     assert await compared(*engines, asked, 0.0, at_once=1) == {}
+
+
+async def test_log_probabilities_of_batch_invariant_engines_are_the_same_numbers(socket_dir: Path) -> None:
+    """Though requests run together, in other batches and chunks on both sides, and find other prefixes in the cache."""
+    asked = [draw(seed) for seed in range(4000, 4030)]
+    for each in asked:
+        each.fields.update(logprobs=2)
+    async with both(socket_dir, "auto", batch_invariant=True) as engines:
+        assert await compared(*engines, asked, 0.0) == {}

@@ -28,6 +28,7 @@ response header `x-tokenloom-ignored`.
 | a batch file | `vllm run-batch -i IN -o OUT --model MODEL` | `tokenloom run-batch -i IN -o OUT --model MODEL` |
 | measure a server | `vllm bench serve` | `tokenloom bench serve` |
 | in Python | `from vllm import LLM, SamplingParams` | `from tokenloom import LLM, SamplingParams` |
+| the same bits in every batch | `VLLM_BATCH_INVARIANT=1` | `--batch-invariant`, `TOKENLOOM_BATCH_INVARIANT=1` |
 | health, metrics | `/health`, `/metrics` on the server's port | the same on the gateway's port |
 
 What differs on purpose:

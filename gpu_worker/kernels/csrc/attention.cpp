@@ -75,7 +75,8 @@ class Call {
     const int64_t wanted = 4 * a.num_threads;
     takes_all_heads = can_take_all_heads() && positions >= wanted * SHORTEST_PIECE;
     const int64_t fair = positions * (takes_all_heads ? 1 : a.num_kv_heads) / wanted;
-    const int span = std::max<int64_t>((fair + SHORTEST_PIECE - 1) / SHORTEST_PIECE, 1) * SHORTEST_PIECE;
+    const int suiting = std::max<int64_t>((fair + SHORTEST_PIECE - 1) / SHORTEST_PIECE, 1) * SHORTEST_PIECE;
+    const int span = a.span ? a.span : suiting;
     for (int r = 0; r < a.num_requests; ++r) is_decode(r) ? cut_decode(r, span) : cut_prefill(r);
     for (int g = 0; g < a.num_groups; ++g) cut_group(g);
     // Stable: neighbouring heads, whose keys and values lie side by side, follow each other.

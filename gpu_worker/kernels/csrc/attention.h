@@ -46,6 +46,7 @@ struct AttentionArgs {
   const float* sinks;           // [num_heads] a score each that weighs no value; null: none
   int64_t num_groups, num_requests, num_heads, num_kv_heads, block_size, table_stride, query_stride;
   int64_t window;  // 0: none
+  int64_t span;    // positions of a piece of a decode; 0: as many as suit the batch
   float scale, softcap;  // softcap: as SOFTCAP says
   int32_t is_bf16, num_threads;
 };

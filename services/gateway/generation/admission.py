@@ -4,6 +4,7 @@ wait for its first token, to decide whether it is admitted."""
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random, SystemRandom
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 UNMEASURED_WAITING: Final = 256
 """Requests that may wait before any rate was measured, if not more of them run: few enough to be answered by any
 engine, and more than a mesh without load ever refuses."""
+POOLED_AT_ONCE: Final = 256
+"""Prompts of all pooling calls that are in work at the same time; tenants take turns. The others wait here."""
 SPARE_SEATS: Final = 0.75
 """Part of the engines' seats that may be taken when a sheddable request begins: it cannot be moved away under the
 policy fcfs, so seats stay free for requests that come later."""
@@ -53,6 +56,8 @@ class WaitEstimator:
         self._other_live = self._other_tokens = 0
         self.live = 0
         """Outputs of this gateway in work."""
+        self.pooled = 0
+        """Those among them that are vectors or scores."""
         self.pending = 0
         """Outputs among them that have no first token yet."""
         self.pending_tokens = 0
@@ -63,23 +68,27 @@ class WaitEstimator:
         self._capacity = capacity
         # Own requests are counted exactly and at once. Read from the snapshot, which is up to 0.2 s old, a burst would
         # be admitted as a whole before the first of it shows there.
-        self._other_live = max(capacity.live - self.live, 0)
+        self._other_live = max(capacity.live - self._num_sent(), 0)
         self._other_tokens = max(capacity.waiting_tokens - self.pending_tokens, 0)
 
-    def wait_seconds(self) -> float:
-        """Return how long a request that came now would wait. It is 0 while the capacity is not known."""
+    def _num_sent(self) -> int:
+        """Return how many outputs are at the engines, or on their way."""
+        return self.live - max(self.pooled - POOLED_AT_ONCE, 0)
+
+    def wait_seconds(self, timeout: float = math.inf) -> float:
+        """Return how long a request that came now would wait, and may take. It is 0 while the capacity is not known."""
         capacity = self._capacity
         if not capacity.seats:
             return 0.0
         for_compute = for_seat = 0.0
         if capacity.prefill_tokens_per_second:
             for_compute = (self.pending_tokens + self._other_tokens) / capacity.prefill_tokens_per_second
-        num_before = self.live + self._other_live + 1 - capacity.seats
+        num_before = self._num_sent() + self._other_live + 1 - capacity.seats
         if num_before > 0:
             # A mesh that has just started has no rates yet. Taking its seats for all that it can start in the allowed
             # time, it refused its first small queue.
             is_unknown = not (capacity.starts_per_second or capacity.prefill_tokens_per_second)
-            unmeasured = max(capacity.seats, UNMEASURED_WAITING) / self._max_seconds
+            unmeasured = max(capacity.seats, UNMEASURED_WAITING) / min(self._max_seconds, timeout)
             starts = unmeasured if is_unknown else capacity.starts_per_second
             for_seat = num_before / starts if starts else 0.0
         # The longer, not the sum: prompts before a request are computed while it waits for a seat.
@@ -101,7 +110,7 @@ class WaitEstimator:
             return
         if self.pending * queue_share < self._always_queued:
             return
-        wait, allowed = self.wait_seconds() * queue_share, min(self._allowed_seconds(priority), timeout)
+        wait, allowed = self.wait_seconds(timeout) * queue_share, min(self._allowed_seconds(priority), timeout)
         if wait <= allowed:
             return
         # Spread, so that clients that were refused in one burst do not come back in one.
@@ -114,7 +123,7 @@ class WaitEstimator:
 
     def _check_spare(self) -> None:
         """Raise ``ResourceExhausted`` unless a request could begin at once, and would leave seats for others."""
-        seats, num_live = self._capacity.seats, self.live + self._other_live
+        seats, num_live = self._capacity.seats, self._num_sent() + self._other_live
         has_seat = not seats or num_live + 1 <= max(seats * SPARE_SEATS, 1)
         if has_seat and self.wait_seconds() <= SPARE_SECONDS:
             return
@@ -213,7 +222,9 @@ class RequestAdmission:
             raise
         self._idle.clear()
         self._num_admitted += 1
-        leave = partial(self._leave, num_outputs, is_new=self._num_old is not None)
+        num_pooled = num_outputs if most_at_once else 0
+        self._estimator.pooled += num_pooled
+        leave = partial(self._leave, num_outputs, num_pooled, is_new=self._num_old is not None)
         num_tokens = estimate_prompt_tokens(request)
         return AdmittedRequest(share, self._estimator, seats, leave, num_tokens=num_tokens, grammar=grammar)
 
@@ -233,7 +244,7 @@ class RequestAdmission:
         if self._num_old:
             await self._old_ended.wait()
 
-    def _leave(self, num_outputs: int, *, is_new: bool) -> None:
+    def _leave(self, num_outputs: int, num_pooled: int, *, is_new: bool) -> None:
         """Subtract a request that has ended. ``is_new``: it came after :meth:`end_of_present`."""
         self._num_admitted -= 1
         if self._num_old and not is_new:
@@ -241,6 +252,7 @@ class RequestAdmission:
             if not self._num_old:
                 self._old_ended.set()
         self._estimator.end(num_outputs)
+        self._estimator.pooled -= num_pooled
         if not self._num_admitted:  # other meshes of this gateway may have outputs in work
             self._idle.set()
 

@@ -13,6 +13,7 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers
 from tokenloom.v1 import types_pb2
 
 from ..mesh.mesh_view import MeshLoad
+from ..mesh.tokenizer_client import limited
 from ..metrics.gateway_metrics import GatewayMetrics
 from ..records.generate_request import GenerateRequest
 from ..records.pooling_input import PoolingInput, task_name
@@ -164,7 +165,7 @@ class Generator:
         Raises as :meth:`open`.
         """
         started_ns, request = self._context.clock(), pooling.request
-        limits = self.limits()
+        limits = await self.wait_limits(request.timeout)
         check_task(pooling.params, limits)
         task = task_name(pooling.params.task)
         async with self._call(request, trace_headers, task) as call:
@@ -190,6 +191,13 @@ class Generator:
     def limits(self) -> types_pb2.ModelLimits:
         """Return the limits of the model. Raises ``Unavailable`` before the first engine serves."""
         return self._links.limits()
+
+    async def wait_limits(self, timeout: float | None = None) -> types_pb2.ModelLimits:
+        """Return the limits of the model, once an engine serves. Raises ``DeadlineExceeded`` after ``timeout`` seconds,
+        and after those that any request may take."""
+        view, most = self._links.view, self._context.default_timeout
+        async with limited(min(timeout or most, most)):
+            return view.limits or await view.wait_limits()
 
     def cancel(self, request_id: str, tenant: str) -> None:
         """End a request that its client can resume, at this gateway or any other one. It need not be known."""

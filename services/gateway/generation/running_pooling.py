@@ -15,16 +15,13 @@ from ..mesh.pooled_outputs import PooledOutputs, PooledResult
 from ..mesh.tokenizer_client import MAX_WAITING, TokenizerClient
 from ..records.generate_request import Chat, EmbeddedPrompt
 from ..records.pooling_input import PoolingInput, task_name, task_names
-from .admission import AdmittedRequest
+from .admission import POOLED_AT_ONCE, AdmittedRequest
 from .preparation import RequestContext, cache_salt, check_sizes, unpack
 
 MAX_RESULT_BYTES = 256 << 20
 """Limits the results of one call: 2,048 vectors of 32,768 numbers, or 65,536 token vectors of 1,024."""
 MOST_AT_ONCE = 256
 """Prompts of one call that are in work at the same time: enough to fill the batches of several engines."""
-# With 256 of each of four calls, another tenant's completions waited behind 1,024 texts at each service of the road.
-ALL_AT_ONCE = 256
-"""Prompts of all calls that are in work at the same time; tenants take turns."""
 _MAX_TOKENS = 1 << 30
 """Of these prompts, and of one more of each call: more than all bodies together hold."""
 _SENT_AT_ONCE = 16
@@ -36,7 +33,8 @@ _MAX_ROUNDS = 3
 
 def pooling_stage() -> FairStage:
     """Return the stage at which the prompts of all calls take turns, charged by their tokens."""
-    return FairStage(ALL_AT_ONCE, "prompts to pool", max_waiting=MAX_WAITING, max_cost=_MAX_TOKENS)
+    # With 256 of each of four calls, another tenant's completions waited behind 1,024 texts at each service.
+    return FairStage(POOLED_AT_ONCE, "prompts to pool", max_waiting=MAX_WAITING, max_cost=_MAX_TOKENS)
 
 
 class RunningPooling:

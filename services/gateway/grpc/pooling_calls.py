@@ -58,7 +58,7 @@ class PoolingCall:
             [request.query],
             list(request.documents),
             self._generate_request((), "documents", request.options, context),
-            self.generator.limits(),
+            await self.generator.wait_limits(context.time_remaining()),
             fields=("query", "documents"),
             use_activation=request.use_activation if request.HasField("use_activation") else None,
         )

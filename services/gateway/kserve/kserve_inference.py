@@ -146,11 +146,11 @@ EMBEDDING = "embedding"
 _PARAMETERS = ("dimensions", "normalize", "truncate_prompt_tokens")
 
 
-def asks_for_embedding(request: pb.ModelInferRequest, limits: types_pb2.ModelLimits | None) -> bool:
+def asks_for_embedding(request: pb.ModelInferRequest, limits: types_pb2.ModelLimits) -> bool:
     """Return whether a request asks for vectors: it names the output, or the model generates no text."""
     if any(output.name == EMBEDDING for output in request.outputs):
         return True
-    return limits is not None and limits.HasField("generates") and not limits.generates
+    return limits.HasField("generates") and not limits.generates
 
 
 def read_embedding(

@@ -112,7 +112,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     async def _embedding(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse | None:
         """Return the vectors that a request asks for; None if it asks for text."""
         mesh, adapter = self._meshes.find(request.model_name)
-        if not asks_for_embedding(request, mesh.health.limits()):
+        if not asks_for_embedding(request, await mesh.generator.wait_limits(context.time_remaining())):
             return None
         pooling_input = read_embedding(request, call_tenant(), adapter, context.time_remaining())
         async with mesh.generator.pool(pooling_input) as pooling:

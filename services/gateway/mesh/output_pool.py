@@ -13,7 +13,7 @@ from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget
-from tokenloom.services.runtime.streams.slotted_stream import INITIAL_CREDIT
+from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN, INITIAL_CREDIT
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
@@ -42,6 +42,9 @@ class OutputPool:
 
     A request whose output processor is lost, or ends it with ``TryElsewhere``, continues on another one. It waits while
     none is connected; the time limit of the client's request ends the wait. Fulfils ``StreamOwner``.
+
+    Attributes:
+        vocab_size: Of the model; higher than any until an engine has said it.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class OutputPool:
         max_kept_bytes: Limits the prompts that are kept for requests in work.
         on_moved: Called for each request that is sent again.
         """
+        self.vocab_size = ANY_TOKEN
         self._members = members
         self._peer_id = peer_id
         self._epoch = epoch

@@ -33,8 +33,8 @@ class FrameRows:
         token_ids: The tokens of all rows, one after the other.
     """
 
-    def __init__(self, frame: ProcessFrame) -> None:
-        """Raises ``WrongFrame`` when the columns do not fit together."""
+    def __init__(self, frame: ProcessFrame, vocab_size: int) -> None:
+        """Raises ``WrongFrame`` when the columns do not fit together, and for tokens that the model does not have."""
         self.token_ids = list(frame.token_ids)
         self._slots, self._texts, self._token_indices = frame.slot, frame.text, frame.token_index
         self._samples = frame.sample_index or [0] * len(self._slots)
@@ -42,6 +42,8 @@ class FrameRows:
         columns = (self._slots, self._samples, self._texts, self._token_indices, self._counts)
         if len(set(map(len, columns))) != 1 or sum(self._counts) != len(self.token_ids):
             raise WrongFrame("a frame's columns differ in length")
+        if self.token_ids and max(self.token_ids) >= vocab_size:
+            raise WrongFrame(f"token {max(self.token_ids)} is not below {vocab_size}")
 
     def __bool__(self) -> bool:
         return bool(self._slots)
@@ -63,7 +65,13 @@ class StreamNotNeeded(errors.Unavailable):
 
 
 class StreamOwner(Protocol):
-    """Places requests on streams, and receives those that have to move to another one."""
+    """Places requests on streams, and receives those that have to move to another one.
+
+    Attributes:
+        vocab_size: Of the model; no token of an answer is above it.
+    """
+
+    vocab_size: int
 
     def on_open(self) -> None:
         """Called when requests may be sent on a stream."""
@@ -149,12 +157,13 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         """Hand a frame's columns to their collectors, and grant credit for it. Yields between the first tokens of
         answers, which are at the beginning of a frame, and what follows them.
 
-        Raises ``WrongFrame`` for columns that do not fit together, and for output that a request cannot have.
+        Raises ``WrongFrame`` for columns that do not fit together, for tokens that the model does not have, and for
+        output that a request cannot have.
         """
         # The heads of new answers are written before a whole frame is dealt: 0.3 instead of 1.2 ms pass from the
         # frame's arrival to the head, and the client does not have 63 other events to read first.
         self.leaving = self.leaving or frame.leaving
-        rows = FrameRows(frame)
+        rows = FrameRows(frame, self._owner.vocab_size)
         logprobs_of = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
         ending = {(finished.slot, finished.sample_index) for finished in frame.finished}
         start, has_begun = 0, False

@@ -17,7 +17,7 @@ from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
-from tokenloom.services.runtime.streams.slotted_stream import MAX_WRONG_FRAMES
+from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN, MAX_WRONG_FRAMES
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -55,7 +55,6 @@ happen, until it ends, because the text itself may end them."""
 _Request: TypeAlias = tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest | tokenizer_pb2.DecodeRequest
 MAX_WRONG = 3
 """Wrong answers to one call after which it ends."""
-_ANY_TOKEN = 1 << 32
 _MAX_PACKED_BYTES = 8 << 20
 """Texts of more bytes are not packed: each byte may be a token, of four bytes, and a message may have 64 MiB."""
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -230,7 +229,7 @@ class TokenizerClient:
         if isinstance(request, tokenizer_pb2.DecodeRequest):
             return True
         prompts = [answer.prompt] if isinstance(request, tokenizer_pb2.EncodeChatRequest) else answer.prompts
-        size = self.info.vocab_size if self.info is not None and self.info.vocab_size else _ANY_TOKEN
+        size = self.info.vocab_size if self.info is not None and self.info.vocab_size else ANY_TOKEN
         for prompt in prompts:
             num_tokens = len(prompt.token_ids)
             if num_tokens and max(prompt.token_ids) >= size:

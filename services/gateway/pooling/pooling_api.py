@@ -133,6 +133,8 @@ class PoolingEndpoint:
 
     async def __call__(self, exchange: HttpExchange) -> None:
         with await exchange.read_body(self.max_body_bytes) as received:
+            with exchange.until_disconnected():
+                await self.generator.wait_limits()  # what a body may ask for follows from them
             pooling_input, shape, ignored = await self.parser.read(received.data, partial(self._read, exchange.tenant))
         if exchange.internal_tenant is not None:
             pooling_input = replace(pooling_input, request=replace(pooling_input.request, is_sheddable=True))

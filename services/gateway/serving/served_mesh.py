@@ -9,6 +9,7 @@ from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_o
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
+from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from ..assistant.message_plans import MessagePlans
@@ -16,7 +17,7 @@ from ..generation.admission import RequestAdmission, WaitEstimator
 from ..generation.generator import Generator
 from ..generation.preparation import MeshLinks, RequestContext
 from ..generation.resumable import ResumableRequests, UnattendedMetrics
-from ..mesh.mesh_view import MeshView
+from ..mesh.mesh_view import Capacity, MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics.gateway_metrics import GatewayMetrics
@@ -93,7 +94,13 @@ async def connect(
     # with the tokenizer's information.
     info = await tokenizers.wait_known()
     estimator = WaitEstimator(settings.max_queue_seconds, host.random, always_queued=settings.always_queued)
-    view.follow_capacity(info.fingerprint, estimator.observe)
+
+    def observe(capacity: Capacity) -> None:
+        estimator.observe(capacity)
+        if view.limits is not None:
+            outputs.vocab_size = view.limits.vocab_size or ANY_TOKEN
+
+    view.follow_capacity(info.fingerprint, observe)
     outputs.start(host, info.fingerprint)
     names = spec.names or (info.fingerprint.model,)
     model = names[0]

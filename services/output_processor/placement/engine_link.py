@@ -17,6 +17,7 @@ from tokenloom.services.runtime.peers.hello import check_hello
 from tokenloom.services.runtime.placement.pool import longest_request
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.streams.slotted_stream import (
+    ANY_TOKEN,
     MAX_WRONG_FRAMES,
     ClientStream,
     WrongFrame,
@@ -52,8 +53,6 @@ IDLE_SECONDS = 60.0
 keeping one costs both sides a few pings a second."""
 
 
-_ANY_TOKEN = 1 << 32
-"""Is above every token of an engine that does not say how many it has."""
 _MAX_WRONG_ENGINES = 256
 """Limits the incarnations whose wrong frames are remembered."""
 
@@ -137,7 +136,7 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
         self.key = EngineKey(identity.engine_id, identity.epoch)
         self.longest_request = longest_request(identity)
         """Tokens of one request that the engine holds at most."""
-        self._vocab_size = identity.limits.vocab_size or _ANY_TOKEN
+        self._vocab_size = identity.limits.vocab_size or ANY_TOKEN
         self.error: errors.TokenloomError | None = None
         """Why the link is dead; None while it is not."""
         self.may_compute = False

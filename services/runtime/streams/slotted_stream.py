@@ -34,6 +34,8 @@ class WrongFrame(Unavailable):
     reason = Unavailable.reason
 
 
+ANY_TOKEN = 1 << 32
+"""Is above every token of a model that is not known yet."""
 MAX_WRONG_FRAMES = 2
 """After so many, a peer gets no requests that another one can run, until it is restarted."""
 

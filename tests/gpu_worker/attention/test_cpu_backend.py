@@ -4,13 +4,25 @@ import platform
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, rules, run, run_rule, shape
+from tests.gpu_worker.attention.steps import (
+    BATCHES,
+    BLOCK_SIZE,
+    CPU,
+    HEAD_SIZE,
+    Step,
+    make_step,
+    rules,
+    run,
+    run_rule,
+    shape,
+)
 from tests.pairwise import pairs
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
-from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
+from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend, TokenwiseBackend
 from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 
@@ -159,3 +171,61 @@ def test_a_plan_keeps_no_reference_to_its_arrays():
 def test_shapes_that_the_kernel_does_not_know(block_size, entries):
     with pytest.raises(KernelsUnavailable):
         CPUBackend(shape(1, **entries), block_size, CPU)
+
+
+def differing_parts(backend: CPUBackend, step: Step, rule: ScoreRule) -> int:
+    """Count the parts of a step, of one token and of several, that have other bits when each is a step by itself."""
+    whole, cache = run_rule(backend, step, rule)
+    starts, ends = step.arrays["cu_query_lens"].tolist(), step.arrays["seq_lens"].tolist()
+    count = 0
+    for request, (begin, end, length) in enumerate(zip(starts, starts[1:], ends, strict=False)):
+        for first, stop in ((begin, (begin + end + 1) // 2), ((begin + end) // 2, end), (end - 1, end)):
+            plan = backend.plan(
+                np.array([0, stop - first]),
+                np.array([length - (end - stop)]),
+                step.arrays["block_tables"][request : request + 1],
+                step.arrays["slot_mapping"][first:stop],
+            )
+            found = plan.attend(step.query[first:stop], cache, rule)
+            count += not torch.equal(found.view(torch.uint8), whole[first:stop].contiguous().view(torch.uint8))
+    return count
+
+
+TOKENWISE = ALL | SHARED | {"chunks behind long prompts": ([40, 1, 30, 1], [2100, 2100, 1030, 1024])}
+KERNELS = [
+    ((4, 2, 16), None, "plain"),
+    ((8, 2, 64), None, "plain"),
+    ((6, 1, 128), None, "plain"),
+    ((4, 2, 32), None, "both"),
+    ((4, 2, 32), torch.int8, "plain"),
+    ((32, 4, 32), torch.int8, "both"),
+]
+"""Query heads, KV heads and the head size, with a kernel for decodes or of so many heads that a token is a tile; the
+dtype of the cache; and the rule. Other tests build the same kernels."""
+
+
+@pytest.mark.parametrize(
+    ("batch", "kernel", "dtype", "window"),
+    pairs(TOKENWISE, KERNELS, [torch.float32, torch.bfloat16], [None, 40, 200]),
+)
+def test_a_token_of_a_batch_invariant_engine_has_the_same_bits_in_every_batch(batch, kernel, dtype, window):
+    (num_heads, num_kv_heads, head_size), kv_dtype, rule = kernel
+    config = shape(num_kv_heads, dtype, num_heads, head_size, kv_dtype)
+    step = make_step(*TOKENWISE[batch], num_heads, config)
+    if batch in SHARED:
+        step.arrays["block_tables"][:, :9] = step.arrays["block_tables"][0, :9]
+    chosen = {"plain": ScoreRule(head_size**-0.5, window), **rules(num_heads, window)}[rule]
+    backend = TokenwiseBackend(config, BLOCK_SIZE, CPU)
+    assert differing_parts(backend, step, chosen) == 0
+    found, expected = (run_rule(each, step, chosen)[0] for each in (backend, ReferenceBackend(config, BLOCK_SIZE, CPU)))
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("batch", ["chunks of longer prompts", *LONG, "decodes that share a prefix"])
+def test_a_token_of_other_engines_has_not(batch):
+    config = shape(2)
+    step = make_step(*TOKENWISE[batch], 4, config)
+    if batch in SHARED:
+        step.arrays["block_tables"][:, :9] = step.arrays["block_tables"][0, :9]
+    assert differing_parts(CPUBackend(config, BLOCK_SIZE, CPU), step, ScoreRule(HEAD_SIZE**-0.5)) > 0

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenloom.gpu_worker.attention.attention_backend import TOKENWISE
 from tokenloom.gpu_worker.attention.latent_backend import LatentBackend, LatentCPUBackend, LatentProjection
 from tokenloom.gpu_worker.checkpoint.model_config import LatentSwitches
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.kernels.levels import available_levels
+from tokenloom.gpu_worker.ops.cpu_ops import TokenwiseOps
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -99,6 +101,26 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 def test_equals_heads_with_keys_of_their_own(name: str, dtype: torch.dtype, batch: str) -> None:
     step = Step(*BATCHES[batch], 4, dtype)
     assert_near(step.run(LatentBackend(CONFIG, BLOCK_SIZE, CPU, name)), step.by_hand())
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_token_of_a_batch_invariant_engine_has_the_same_bits_alone(dtype: torch.dtype) -> None:
+    """Also where a prompt's keys would be expanded."""
+    query_lens, seq_lens = [300, 1, 40], [300, 1400, 90]
+    step = Step(query_lens, seq_lens, 5, dtype)
+    step.projection = LatentProjection(step.weight, LATENT, 0.3, TokenwiseOps().per_head)
+    backend = LatentCPUBackend(CONFIG, BLOCK_SIZE, CPU, name=TOKENWISE)
+    whole = step.run(backend)
+    assert_near(whole, step.by_hand())
+    backend.plan(**step.arrays).write_latents(step.latents, step.cache)
+    for request, (end, length) in enumerate(zip(np.cumsum(query_lens).tolist(), seq_lens, strict=True)):
+        for count in (1, min(17, query_lens[request])):
+            rows = slice(end - count, end)
+            tables, slots = step.arrays["block_tables"][request, None], step.arrays["slot_mapping"][rows]
+            plan = backend.plan(np.array([0, count]), np.array([length]), tables, slots)
+            found = plan.attend_latents(step.query[rows], step.rotated[rows], step.cache, step.projection)
+            assert torch.equal(found, whole[rows])
 
 
 @NEEDS_COMPILER

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from tests.parity.vision_checkpoints import BY_MODULES, CONFIGS
-from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig, WorkerConfig
+from tokenloom.engine_core.data.config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from tokenloom.gpu_worker.checkpoint import served_how as module
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how, transformers_types
 
@@ -249,6 +256,36 @@ def test_int8_kv_is_refused_where_layers_have_different_heads(tmp_path: Path) ->
 def test_blocks_end_where_chunks_of_attention_end(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="block_size: 48 tokens do not divide the model's attention chunks of 64"):
         answer(tmp_path, CONFIGS["llama4"], cache=CacheConfig(block_size=48), language_model_only=True)
+
+
+UNORDERED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "an encoder": (of("BertModel", "bert"), {}, "encoders follow the batch"),
+    "modules": (of("PhiForCausalLM", "phi"), {}, "transformers' modules, which compute this model, follow the batch"),
+    "modules by choice": (LLAMA, {"model_impl": "transformers"}, "leave out model_impl"),
+    "vectors": (LLAMA, {"runner": "pooling"}, "choose runner auto or generate"),
+    "another attention": (LLAMA, {"attention_backend": "torch"}, "attention_backend torch follows the batch"),
+    "drafts": (
+        LLAMA,
+        {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2)},
+        "leave out speculative_config",
+    ),
+    "several workers": (LLAMA, {"parallel": ParallelConfig(tensor_parallel_size=2)}, "use one worker"),
+    "short blocks": (LLAMA, {"cache": CacheConfig(block_size=8)}, "block size 8 is not a multiple of 16"),
+    "a model without text": (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, {}, "writes no text"),
+}
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+def test_what_follows_the_batch_is_refused_by_batch_invariant_engines(tmp_path: Path, name: str) -> None:
+    entries, options, reason = UNORDERED[name]
+    with pytest.raises(ValueError, match=f"^batch_invariant: .*{reason}"):
+        answer(tmp_path, entries, batch_invariant=True, **{"runner": "auto", **options})
+
+
+def test_batch_invariant_engines_compute_on_a_cpu(tmp_path: Path) -> None:
+    assert answer(tmp_path, LLAMA, batch_invariant=True, has_gpu=True, device="cpu").by == "built in"
+    with pytest.raises(ValueError, match=r"^batch_invariant: products on cuda follow the batch: choose --device cpu"):
+        answer(tmp_path, LLAMA, batch_invariant=True, has_gpu=True)
 
 
 def test_the_flag_changes_nothing_for_a_model_of_text(tmp_path: Path) -> None:

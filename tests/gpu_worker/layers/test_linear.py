@@ -1,6 +1,7 @@
 """Packed and plain linear layers compute the same."""
 
 import logging
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from tokenloom.gpu_worker.checkpoint.weights import Unpackable
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.layers import panel_linear as packed_linear
-from tokenloom.gpu_worker.layers.linear import PlainLinear, make_linear
-from tokenloom.gpu_worker.layers.panel_linear import PackedLinear, can_pack
+from tokenloom.gpu_worker.layers.linear import PlainLinear, check_products, make_linear
+from tokenloom.gpu_worker.layers.panel_linear import PackedLinear, PanelLinear, can_pack
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.process.fall_backs import FallBacks
 
@@ -126,3 +128,28 @@ def test_a_model_that_int4_takes_whole_is_no_fall_back(
         load_model(save_checkpoint("llama"), "bfloat16", quantization="int4")
     assert not fall_backs.own()
     assert "int4 takes 100% of the weights of linear layers" in caplog.text
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.parametrize("quantization", [None, "int8-dynamic", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (200, 1056)])
+def test_a_row_has_the_same_bits_among_others(outputs, inputs, dtype, quantization):
+    """As batch-invariant engines need it."""
+    check_products(torch.float32)
+    layer = make_linear(random(outputs, inputs).to(dtype), random(outputs).to(dtype), quantization)
+    x = random(300, inputs).to(dtype)
+    whole = layer(x, torch.float32)
+    for rows in (1, 2, 3, 6, 7, 16, 17, 33, 133, 200):
+        for first in (0, 1, 90):
+            assert torch.equal(layer(x[first : first + rows], torch.float32), whole[first : first + rows])
+
+
+def test_products_whose_sums_follow_the_number_of_rows_are_refused(monkeypatch):
+    def fail(*_):
+        raise KernelsUnavailable("no compiler")
+
+    monkeypatch.setattr(linear, "outruns_onednn", lambda _: True)
+    monkeypatch.setattr(linear, "PanelLinear", type("PanelLinear", (PanelLinear,), {"__init__": fail}))
+    with pytest.raises(ValueError, match=r"batch_invariant: PyTorch computes products of torch\.bfloat16"):
+        check_products(torch.bfloat16)

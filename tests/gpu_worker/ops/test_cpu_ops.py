@@ -8,10 +8,11 @@ import torch
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from tokenloom.gpu_worker.attention.attention_backend import TOKENWISE
 from tokenloom.gpu_worker.attention.cache import write_slots
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.ops import ops_choice
-from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
+from tokenloom.gpu_worker.ops.cpu_ops import CPUOps, TokenwiseOps
 from tokenloom.gpu_worker.ops.ops import HeadNorm
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
@@ -123,3 +124,60 @@ def test_torch_takes_the_place_of_missing_kernels(monkeypatch):
 
     monkeypatch.setattr(ops_choice, "CPUOps", fail)
     assert isinstance(make_ops("auto", CPU), TorchOps)
+
+
+def changed_rows(function, x):
+    """Count the rows that have other bits in one of several parts of ``x`` than in the whole."""
+    whole = function(x.clone())
+    parts = [(first, rows) for rows in (1, 2, 33, 200) for first in (0, 1, 90)]
+    return sum(not torch.equal(function(x[i : i + n].clone()), whole[i : i + n]) for i, n in parts)
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh_, torch.log1p])
+@pytest.mark.parametrize("size", [(), (1,), (8,), (60,), (20_000,)])
+def test_rows_of_elements_have_the_same_bits_among_others(function, size):
+    x = random(torch.float32, 300 if size != (20_000,) else 8, *size).abs()
+    computed = TokenwiseOps().rowwise(function)
+    assert changed_rows(computed, x) == 0
+    torch.testing.assert_close(computed(x.clone()), function(x.clone()))
+    assert computed(x[:0]).shape == (0, *size)
+
+
+def test_pytorch_s_rows_of_elements_have_not():
+    assert TorchOps().rowwise(torch.sigmoid) is torch.sigmoid
+    assert changed_rows(torch.sigmoid, random(torch.float32, 300, 1)) > 0
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu", "clamped_swiglu"])
+@pytest.mark.parametrize("size", [40, 1000])
+def test_gates_have_the_same_bits_among_others(activation, size):
+    ops, gate_up = TokenwiseOps(), random(torch.float32, 300, 2 * size)
+    assert changed_rows(lambda rows: ops.gate(rows, activation), gate_up) == 0
+    torch.testing.assert_close(
+        ops.gate(gate_up, activation), TorchOps().gate(gate_up, activation), **TOLERANCE[gate_up.dtype]
+    )
+
+
+@pytest.mark.parametrize("half", [8, 20, 64])
+def test_rotations_have_the_same_bits_among_others(half):
+    ops, frequencies = TokenwiseOps(), 1 / 10000 ** (torch.arange(half) / half)
+    assert changed_rows(lambda rows: torch.cat(ops.rotation(rows, frequencies, 1.0), 1), torch.arange(300) * 37) == 0
+
+
+@dtypes
+def test_products_of_each_head(dtype):
+    matrices, rows = random(dtype, 3, 40, 24), random(dtype, 300, 3, 40)
+    multiply = TokenwiseOps().per_head(matrices)
+    assert changed_rows(multiply, rows) == 0
+    torch.testing.assert_close(multiply(rows), TorchOps().per_head(matrices)(rows), **TOLERANCE[dtype])
+
+
+def test_batch_invariant_engines_need_the_kernels(monkeypatch):
+    assert isinstance(make_ops(TOKENWISE, CPU), TokenwiseOps)
+
+    def fail():
+        raise KernelsUnavailable("no compiler")
+
+    monkeypatch.setattr(ops_choice, "TokenwiseOps", fail)
+    with pytest.raises(ValueError, match="batch_invariant: needs the C\\+\\+ kernels: no compiler"):
+        make_ops(TOKENWISE, CPU)

@@ -21,6 +21,7 @@ from tokenloom.services.output_processor.request.outbox import Outbox
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
+from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN
 from tokenloom.v1.engine_pb2 import Finished
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, Submit, TextOptions
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Prompt, SamplingParams
@@ -32,6 +33,8 @@ VOCABULARIES = [Vocabulary(make()) for make in (byte_level, llama_bpe, gemma_uni
 
 class NoOwner:
     """The test moves the requests itself."""
+
+    vocab_size = ANY_TOKEN
 
     def on_open(self) -> None: ...
 

@@ -43,6 +43,14 @@ def generate_request(num_prompts: int = 1, num_samples: int = 1, grammar: str = 
     return GenerateRequest(["text"] * num_prompts, "prompt", sampling, tenant=NO_TENANT, num_samples=num_samples)
 
 
+async def test_pooling_calls_are_counted_apart() -> None:
+    gate = Gate()
+    place = gate.admission.admit(generate_request(4), 60.0, most_at_once=2)
+    assert (gate.estimator.live, gate.estimator.pooled) == (2, 2)
+    place.close()
+    assert (gate.estimator.live, gate.estimator.pooled) == (0, 0)
+
+
 async def test_a_place_holds_all_and_gives_it_back_once() -> None:
     gate = Gate()
     place = gate.admission.admit(generate_request(2, 2, "a"), 60.0)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tokenloom.request.errors import ResourceExhausted
-from tokenloom.services.gateway.generation.admission import WaitEstimator, estimate_prompt_tokens
+from tokenloom.services.gateway.generation.admission import POOLED_AT_ONCE, WaitEstimator, estimate_prompt_tokens
 from tokenloom.services.gateway.mesh.mesh_view import Capacity
 from tokenloom.services.gateway.records.generate_request import Chat, EmbeddedPrompt, GenerateRequest
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
@@ -151,3 +151,24 @@ def test_few_requests_are_admitted_whatever_the_estimate_says() -> None:
         slow.add(1, 10)
         admitted += 1
     assert admitted == 3
+
+
+def test_of_pooling_calls_only_those_count_that_are_at_the_engines() -> None:
+    """Four calls of 2,000 texts at a new mesh: two of them got 503, as if 1,024 texts waited for seats."""
+    new = estimator(seats=128)
+    for _ in range(4):
+        assert is_admitted(new)
+        new.add(256, 8000)
+        new.pooled += 256
+    assert new.wait_seconds() == pytest.approx((POOLED_AT_ONCE + 1 - 128) / 25.6)
+    new.observe(Capacity(seats=128, live=POOLED_AT_ONCE))
+    assert new.wait_seconds() == pytest.approx((POOLED_AT_ONCE + 1 - 128) / 25.6), "they count once"
+
+
+def test_before_a_rate_is_known_a_shorter_timeout_refuses_no_more() -> None:
+    """With a queue of an hour and a timeout of ten minutes, the first waiting requests were refused."""
+    new = estimator(HOUR, seats=128)
+    new.add(256, 10)
+    assert is_admitted(new, timeout=600)
+    new.add(200, 10)
+    assert not is_admitted(new, timeout=600)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.loop_clock import pass_time, settle
-from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
+from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.request import errors
 from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.output_pool import RETRY_SECONDS
@@ -79,12 +79,13 @@ async def test_an_error_of_a_request_is_its_own(mesh: FakeMesh, http: httpx.Asyn
     "frame",
     [
         ProcessFrame(slot=[1], text=[], token_index=[0], token_ids=[5]),
+        ProcessFrame(slot=[1], text=["a"], token_index=[0], token_ids=[LIMITS.vocab_size]),
         ProcessFrame(slot=[1], text=["a"], token_index=[], token_ids=[5]),
         ProcessFrame(slot=[1], text=["a"], token_index=[0], num_tokens=[2], token_ids=[5]),
         ProcessFrame(slot=[1], text=["a"], token_index=[0], token_ids=[5, 6]),
         ProcessFrame(slot=[1, 1], text=["a", "b"], token_index=[0, 1], num_tokens=[1], token_ids=[5]),
     ],
-    ids=["no text", "no index", "too few ids", "too many ids", "too few counts"],
+    ids=["no text", "no such token", "no index", "too few ids", "too many ids", "too few counts"],
 )
 async def test_columns_that_do_not_fit_end_the_stream(
     mesh: FakeMesh, http: httpx.AsyncClient, frame: ProcessFrame
@@ -157,7 +158,7 @@ async def test_frames_of_a_cancelled_slot_are_dropped(mesh: FakeMesh, http: http
 
 
 async def test_answers_that_begin_are_read_before_others_get_their_tokens() -> None:
-    owner: Any = object()
+    owner: Any = SimpleNamespace(vocab_size=9)
     stream, older, newer = ProcessStream(owner), Collector(1), Collector(1)
     for slot, collector in ((1, older), (2, newer)):
         target: Any = SimpleNamespace(first_index=0, collector=collector, num_samples=1, max_tokens=9)

@@ -5,15 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.loop_clock import pass_time
-from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh
+from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.process.fall_backs import KINDS
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS
 from tokenloom.services.runtime.host.health import LIVENESS, READINESS
 from tokenloom.services.runtime.peers.channels import open_channel
-from tokenloom.v1 import coordinator_pb2, inference_pb2
+from tokenloom.v1 import coordinator_pb2, inference_pb2, types_pb2
 
 
 async def until_missing(http: httpx.AsyncClient, *parts: str) -> None:
@@ -139,10 +140,31 @@ async def test_health_names_the_missing_parts(mesh: FakeMesh, http: httpx.AsyncC
     await until_missing(http)
 
 
-async def test_a_request_before_the_first_engine_waits_for_it(socket_dir: Path) -> None:
+def pool(request: FakeRequest) -> None:
+    request.pool([0.5])
+    request.finish()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/pooling", {"input": "a"}),
+        ("/score", {"queries": "a", "documents": ["b"]}),
+    ],
+)
+async def test_a_request_before_the_first_engine_waits_for_it(
+    socket_dir: Path, path: str, fields: dict[str, object]
+) -> None:
     fake, done = FakeMesh(socket_dir), asyncio.Event()
     fake.coordinator.engines = []
-    fake.outputs.auto = ["x"]
+    fake.coordinator.limits = types_pb2.ModelLimits(
+        max_model_len=512,
+        vocab_size=256,
+        pooling_tasks=[types_pb2.POOLING_TASK_EMBED, types_pb2.POOLING_TASK_SCORE],
+    )
+    fake.outputs.auto, fake.outputs.pool = ["x"], pool
 
     async def run() -> None:
         async with fake.gateway():
@@ -154,7 +176,7 @@ async def test_a_request_before_the_first_engine_waits_for_it(socket_dir: Path) 
             await asyncio.sleep(0.01)
         async with fake.http() as http:
             await until_missing(http, "engine")
-            waiting = asyncio.create_task(http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}))
+            waiting = asyncio.create_task(http.post(path, json={"model": MODEL, **fields}))
             await until_missing(http, "engine")
             assert not waiting.done()
             await fake.coordinator.set_engines("engine-0")

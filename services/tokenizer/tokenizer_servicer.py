@@ -4,9 +4,7 @@ Short calls run in threads, long ones in processes of their own; at both, tenant
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -94,24 +92,18 @@ class TokenizerServicer(TokenizerServicerBase):
             num_threads, "long texts", max_waiting=MAX_LONG_WAITING, max_cost=MAX_LONG_BYTES, leaves_spare=True
         )
 
-    @contextlib.asynccontextmanager
-    async def _turn(self, tenant: str, size: int) -> AsyncIterator[None]:
-        """Hold a place of the tenant among the short or the long texts, as ``size`` bytes say."""
-        stage = self._short if size <= SHORT_BYTES else self._long
-        await stage.begin(tenant, size)
-        try:
-            yield
-        finally:
-            stage.end(tenant, size)
-
     async def Encode(self, request: EncodeRequest, context: _Context) -> EncodeResponse:
         started, size = time.monotonic(), request.ByteSize() + 1
-        async with self._turn(request.tenant, size):
-            if size <= SHORT_BYTES:
+        stage = self._short if size <= SHORT_BYTES else self._long
+        await stage.begin(request.tenant, size)
+        try:
+            if stage is self._short:
                 run = asyncio.get_running_loop().run_in_executor
                 response = await run(self._threads, self._encoder.encode, request)
             else:
                 response = EncodeResponse.FromString(await self._processes.run(EncodeJob(request.SerializeToString())))
+        finally:
+            stage.end(request.tenant, size)
         self._metrics.encode.observe(time.monotonic() - started)
         self._metrics.tokens.inc(sum(map(num_ids, response.prompts)))
         return response
@@ -120,7 +112,9 @@ class TokenizerServicer(TokenizerServicerBase):
         if self._renderer is None:
             raise errors.InvalidArgument("This model has no chat template; send a plain prompt instead.", "messages")
         started, size = time.monotonic(), request.ByteSize() + 1
-        async with self._turn(request.tenant, size):
+        stage = self._short if size <= SHORT_BYTES else self._long
+        await stage.begin(request.tenant, size)
+        try:
             rendered = await self._renderer.render(_job(request))
             if len(rendered.text) <= SHORT_BYTES:
                 run = asyncio.get_running_loop().run_in_executor
@@ -128,6 +122,8 @@ class TokenizerServicer(TokenizerServicerBase):
                 response = EncodeChatResponse(prompt=prompt)
             else:
                 response = EncodeChatResponse.FromString(await self._processes.run(_encode_job(request, rendered)))
+        finally:
+            stage.end(request.tenant, size)
         self._metrics.encode_chat.observe(time.monotonic() - started)
         response.prompt.reasoning_start = getattr(types_pb2, f"REASONING_START_{rendered.reasoning_start}")
         self._metrics.tokens.inc(len(response.prompt.token_ids) or num_ids(response.prompt))
@@ -135,13 +131,17 @@ class TokenizerServicer(TokenizerServicerBase):
 
     async def Decode(self, request: DecodeRequest, context: _Context) -> DecodeResponse:
         started, size = time.monotonic(), request.ByteSize() + 1
-        async with self._turn(request.tenant, size):
-            if size <= SHORT_BYTES:
+        stage = self._short if size <= SHORT_BYTES else self._long
+        await stage.begin(request.tenant, size)
+        try:
+            if stage is self._short:
                 run = asyncio.get_running_loop().run_in_executor
                 response = await run(self._threads, self._encoder.decode, request)
             else:
                 job = EncodeJob(request.SerializeToString(), decodes=True)
                 response = DecodeResponse.FromString(await self._processes.run(job))
+        finally:
+            stage.end(request.tenant, size)
         self._metrics.decode.observe(time.monotonic() - started)
         self._metrics.tokens.inc(len(request.token_ids))
         return response

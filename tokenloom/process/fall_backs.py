@@ -83,7 +83,7 @@ class FallBacks:
     """
 
     def __init__(self, on_change: Callable[[], None] | None = None, beside: "FallBacks | None" = None) -> None:
-        """``beside``: fall-backs that are shown with these; None: there are none."""
+        """``beside``: fall-backs that are shown with these, and have none beside them; None: there are none."""
         self.on_change = on_change
         self._beside = beside
         self._counts: Counter[str] = Counter()
@@ -100,7 +100,7 @@ class FallBacks:
     @property
     def active(self) -> list[FallBack]:
         """Those that are in effect."""
-        found = self._beside.active if self._beside else []
+        found = self._beside.active if self._beside and self._beside._active else []
         if self._active:
             with self._lock:
                 found += [

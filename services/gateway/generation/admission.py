@@ -50,7 +50,7 @@ class WaitEstimator:
         """``max_queue_seconds``: how long a request of priority 0 may wait. ``draw``: spreads the times of retries.
         ``always_queued``: outputs of this gateway that may wait in any case."""
         self._max_seconds = max_queue_seconds
-        self._always_queued = always_queued
+        self.always_queued = always_queued
         self._draw = draw or SystemRandom()
         self._capacity = Capacity()
         self._other_live = self._other_tokens = 0
@@ -108,7 +108,7 @@ class WaitEstimator:
         if is_sheddable:
             self._check_spare()
             return
-        if self.pending * queue_share < self._always_queued:
+        if self.pending * queue_share < self.always_queued:
             return
         wait, allowed = self.wait_seconds(timeout) * queue_share, min(self._allowed_seconds(priority), timeout)
         if wait <= allowed:
@@ -168,6 +168,7 @@ def _estimate(prompt: str | Sequence[object] | EmbeddedPrompt) -> int:
     return len(prompt)
 
 
+_SHUTTING_DOWN = "the gateway is shutting down; retry"
 MAX_PROMPTS = 1024
 """Limit on the prompts of one request."""
 LOG_SECONDS: Final = 10.0
@@ -208,14 +209,20 @@ class RequestAdmission:
         Raises ``Unavailable`` while the gateway drains, ``ResourceExhausted`` when the request would wait for too long,
         ``RateLimitExceeded`` when the tenant is at a limit, ``InvalidArgument`` for too many prompts or samples.
         """
-        self.check_open()
-        share = self._shares.of(request.tenant)
-        num_outputs = _num_at_once(request, share, most_at_once) if most_at_once else _num_outputs(request)
+        if self._draining:
+            raise errors.Unavailable(_SHUTTING_DOWN)
+        share, estimator = self._shares.of(request.tenant), self._estimator
+        if most_at_once:
+            num_outputs = _num_at_once(request, share, most_at_once)
+        else:
+            is_one = request.num_samples == 1 and isinstance(request.prompts, Chat)
+            num_outputs = 1 if is_one else _num_outputs(request)
         seats = share.take_outputs(num_outputs, self._shares.outputs)
         try:
             # Admitted here and nowhere else: while four parts each limited requests by a count, 2,600 at once were
             # admitted up to 2,048, and none was answered in time.
-            self._check_wait(request, share, timeout)
+            if request.is_sheddable or estimator.pending >= estimator.always_queued:
+                self._check_wait(request, share, timeout)
             grammar = _take_grammar(request, share) if request.sampling.HasField("structured_outputs") else None
         except errors.TokenloomError:
             seats.release()
@@ -223,15 +230,15 @@ class RequestAdmission:
         self._idle.clear()
         self._num_admitted += 1
         num_pooled = num_outputs if most_at_once else 0
-        self._estimator.pooled += num_pooled
+        estimator.pooled += num_pooled
         leave = partial(self._leave, num_outputs, num_pooled, is_new=self._num_old is not None)
         num_tokens = estimate_prompt_tokens(request)
-        return AdmittedRequest(share, self._estimator, seats, leave, num_tokens=num_tokens, grammar=grammar)
+        return AdmittedRequest(share, estimator, seats, leave, num_tokens=num_tokens, grammar=grammar)
 
     def check_open(self) -> None:
         """Raise ``Unavailable`` while the gateway drains."""
         if self._draining:
-            raise errors.Unavailable("the gateway is shutting down; retry")
+            raise errors.Unavailable(_SHUTTING_DOWN)
 
     async def drain(self) -> None:
         """Refuse new requests, and return when none is in work."""

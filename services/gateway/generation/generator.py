@@ -115,7 +115,12 @@ class Generator:
         if request.beam_search is not None and token.fingerprint:
             raise errors.InvalidArgument("a beam search can be neither resumed nor repeated by a key", "beam_search")
         async with self._call(request, trace_headers) as call:
-            admitted_call = self._admit(request, token, call.timeout)
+            before = self._resumable.find(token, request.tenant.name) if token.request_id else None
+            if before is None:
+                admitted_call = AdmittedCall(self._admission.admit(request, call.timeout))
+            else:  # the call takes over the hold of one without a client
+                self._admission.check_open()
+                admitted_call = before.succeed()
             # Before anything is awaited: a call that is cancelled while its prompt is encoded must give back, too, what
             # it holds.
             call.held.callback(admitted_call.end)
@@ -235,15 +240,6 @@ class Generator:
                     yield _Call(held, trace, limit, timeout, model)
             except TimeoutError:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
-
-    def _admit(self, request: GenerateRequest, token: ResumeToken, timeout: float) -> AdmittedCall:
-        """Return the call's hold on its request: taken over from a call without a client, or a new one. Raises as
-        :meth:`RequestAdmission.admit`, and ``BodyChanged`` for a request that is known with another body."""
-        before = self._resumable.find(token, request.tenant.name) if token.request_id else None
-        if before is None:
-            return AdmittedCall(self._admission.admit(request, timeout))
-        self._admission.check_open()
-        return before.succeed()
 
     def _settle(self, admitted: AdmittedRequest, generation: RunningGeneration, tenant: Tenant) -> None:
         """Count what a call has used of its request, at its end."""

@@ -163,7 +163,8 @@ class Preparer:
             prompts = [_truncated(prompt, keep) for prompt in prompts]
         if request.before:
             prompts = [_continued(request.before, prompt) for prompt in prompts]
-        await add_hashes(prompts, view.block_size, salt)
+        if turn is not None or keep is not None or request.before or not isinstance(request.prompts, Chat):
+            await add_hashes(prompts, view.block_size, salt)  # otherwise the tokenizer has done it
         if turn is not None:
             turn.hashes = rendered.block_hash_prefixes
         if request.bad_words:

@@ -243,6 +243,14 @@ class OutputPool:
     def _choose(self, request: PendingRequest) -> ProcessStream | None:
         """Return a stream among those that have not refused the request: the one that its id names, otherwise the next
         in turn. A request that may be running already goes where every gateway would send it."""
+        mark = "" if request.refused_by or request.takes_over else mark_in(request.request_id)
+        if mark:
+            for number, link in enumerate(self._links):
+                if link.mark == mark and not link.is_left and (stream := link.stream) is not None:
+                    if stream.leaving or link.address not in self._members.chosen:
+                        break
+                    self._turn = number
+                    return stream
         able = self._able()
         if request.refused_by:
             able = [link for link in able if link.stream not in request.refused_by]
@@ -253,11 +261,7 @@ class OutputPool:
             # share.
             link = min(able, key=lambda link: link.rank(request.request_id))
         else:
-            mark, link = mark_in(request.request_id), able[0]
-            for each in able:
-                if each.mark == mark:
-                    link = each
-                    break
+            link = able[0]
             self._turn = self._links.index(link)
         return link.stream
 

@@ -80,7 +80,7 @@ class RequestStages:
                 Other samples of the prompt may run there.
         """
         self._on_settled = on_settled
-        if (verdict := self._search.verdict()) is not None:
+        if self._lifetime.num_deaths and (verdict := self._search.verdict()) is not None:
             self.fail(verdict)
             return
         # With a single engine every pick chooses it, and the message to the coordinator and back costs 0.6 ms of the

@@ -1,13 +1,16 @@
-"""Reads from a chat template how the model's output calls tools, and which tokens it writes.
+"""Reads from a chat template how the model's output calls tools, where that cannot be derived, and which tokens it
+writes.
 
-The signs are what the template writes for past turns. The names are those of the gateway's parsers, as in vLLM.
+The signs are what the template writes for past turns. The names are those of the table of formats, as in vLLM.
 """
 
 import re
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from tokenloom.request.reasoning import THINK_END, THINK_START
-from tokenloom.request.tool_format import FORMATS
+from tokenloom.request.tool_format import FORMATS, from_json, to_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,6 +26,7 @@ _TOOL_CALL_MARKS = (
     ("<tool_call>", "hermes"),
     ("<|start_header_id|>", "llama3_json"),
     ("<|channel|>", "openai"),
+    ("<|tool_call_argument_begin|>", "kimi_k2"),
 )
 # Marks of families whose tool calls are not JSON.
 _OTHER_TOOL_FORMATS = ("<function=", "<arg_key>", "<invoke ")
@@ -37,6 +41,15 @@ def tool_call_parser(template: str) -> str:
     # The template shows how past calls are written, so no operator has to name the parser. With two formats, or none, a
     # guess would turn text into calls, and the operator chooses.
     return found[0] if len(found) == 1 else ""
+
+
+def described(derived: bytes, tokenizer: "Tokenizer") -> bytes:
+    """Return what was derived of a template, with what the vocabulary says of the marks; empty if nothing was."""
+    if not derived:
+        return b""
+    form = from_json(derived)
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    return to_json(replace(form, keeps_special_tokens=form.keeps_special_tokens or not special.isdisjoint(form.marks)))
 
 
 def special_marks(tokenizer: "Tokenizer") -> list[str]:

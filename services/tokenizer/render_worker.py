@@ -17,10 +17,12 @@ from typing import Any, BinaryIO, TypedDict
 import msgspec
 
 from tokenloom.process.process_guard import wake_with_parent
+from tokenloom.request.tool_format import to_json
 
 from .chat_template import ChatTemplate, MaskingTemplate, TemplateRefused, TemplateTooLong
 from .spelled_tokens import TokenFinder
 from .template_probe import probe_forms
+from .tool_probe import NotDerived, derive
 
 LENGTH = struct.Struct(">I")
 OUT_OF_MEMORY = 3
@@ -52,8 +54,10 @@ class RenderJob(TypedDict):
 
 
 class RenderReply(TypedDict, total=False):
-    """Carries a text with its masks, or one of the other fields; none of them in answer to ``RenderSetup``."""
+    """Carries a text with its masks, or one of the other fields; in answer to ``RenderSetup`` only ``tool_format``."""
 
+    tool_format: bytes
+    """How the template writes calls, as a message carries it; missing if no description fits."""
     text: str
     masks: Mapping[str, str]
     reasoning_start: str
@@ -83,7 +87,7 @@ def main() -> None:
             pack(RenderReply(refused=_printable(str(error) or "Compiling the chat template takes too much memory.")))
         )
         return
-    _write(pack(RenderReply()))
+    _write(pack(_derived(template)))
     while True:
         _limit(0, 0)
         try:
@@ -93,6 +97,13 @@ def main() -> None:
             _write(_answer(masking, job))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
+
+
+def _derived(template: ChatTemplate) -> RenderReply:
+    try:
+        return RenderReply(tool_format=to_json(derive(template)))
+    except (NotDerived, MemoryError, RecursionError):
+        return RenderReply()
 
 
 def _limit(processor_seconds: float, seconds: float) -> None:

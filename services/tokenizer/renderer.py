@@ -81,7 +81,13 @@ class HelperProcess:
 
 
 class RenderProcess(HelperProcess):
-    """Runs one worker."""
+    """Runs one worker.
+
+    Attributes:
+        tool_format: How the template writes calls, as a message carries it; empty if no description fits.
+    """
+
+    tool_format = b""
 
     @classmethod
     async def start(cls, setup: RenderSetup) -> Self:
@@ -101,11 +107,16 @@ class RenderProcess(HelperProcess):
         if "refused" in reply:
             await worker.kill()
             raise errors.InvalidArgument(reply["refused"], "model")
+        worker.tool_format = reply.get("tool_format", b"")
         return worker
 
 
 class Renderer:
-    """Shares a few workers; one that ends, or runs out of time or memory, is replaced when it is next needed."""
+    """Shares a few workers; one that ends, or runs out of time or memory, is replaced when it is next needed.
+
+    Attributes:
+        tool_format: That of the workers, once they have started.
+    """
 
     def __init__(
         self,
@@ -119,6 +130,7 @@ class Renderer:
     ) -> None:
         """``special_tokens``: by the name that the template uses. ``control_tokens``: those that texts of clients do
         not write. ``seconds``: limit of the processor time of each rendering."""
+        self.tool_format = b""
         self._start_worker = start_worker
         self._setup = RenderSetup(
             source=source,
@@ -140,7 +152,9 @@ class Renderer:
         """
         for _ in range(self._idle.qsize()):
             worker = self._idle.get_nowait()
-            self._idle.put_nowait(worker or await self._start_worker(self._setup))
+            worker = worker or await self._start_worker(self._setup)
+            self.tool_format = worker.tool_format
+            self._idle.put_nowait(worker)
 
     async def render(self, job: RenderJob, num_deaths: int = 0) -> Rendered:
         """Return the rendered conversation. The caller limits how many wait. ``num_deaths``: workers that have ended

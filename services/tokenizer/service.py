@@ -52,6 +52,7 @@ class TokenizerService:
                 seconds=settings.render_timeout,
             )
             await self._renderer.start()
+            answer.tool_format_json = output_format.described(self._renderer.tool_format, tokenizer)
         metrics = TokenizerMetrics(host.metrics)
         self._servicer = TokenizerServicer(encoder, self._renderer, self._processes, answer, metrics, settings.threads)
         host.add_servicer(add_TokenizerServicer_to_server, self._servicer)

@@ -42,7 +42,7 @@ ID, INDEX, NAME, HEX, ALNUM = "⟨id⟩", "⟨index⟩", "⟨name⟩", "⟨hex�
 """Places in a text for what differs from call to call: an id, a number, the name, 24 digits, 9 letters or digits."""
 
 
-_MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+_MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 
 
 class ToolFormat(Struct, frozen=True, omit_defaults=True):
@@ -97,7 +97,7 @@ class ToolFormat(Struct, frozen=True, omit_defaults=True):
     @property
     def is_marked(self) -> bool:
         """Whether calls begin with a mark; otherwise the whole output consists of calls."""
-        return bool(self.call[0].strip() or self.section[0].strip("[ \t\r\n"))
+        return bool(self.call[0].strip() or self.section[0].strip("[ \t\r\n") or self.before_name.lstrip()[:1] == "<")
 
     @property
     def binds_arguments(self) -> bool:
@@ -110,7 +110,7 @@ class ToolFormat(Struct, frozen=True, omit_defaults=True):
         if self.syntax == "messages":
             return (f" {self.before_name}",)
         if self.is_marked:
-            return (first_mark(self.section[0].strip() or self.call[0].strip()),)
+            return (first_mark(self.section[0].strip() or self.call[0].strip() or self.before_name.strip()),)
         return tuple(text for text in (self.optional_open, self.before_name) if text)
 
 

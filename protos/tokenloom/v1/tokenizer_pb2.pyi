@@ -110,7 +110,7 @@ class GetTokenizerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTokenizerInfoResponse(_message.Message):
-    __slots__ = ("fingerprint", "vocab_size", "eos_token_ids", "has_chat_template", "default_sampling_params", "max_token_bytes", "tool_call_parser", "reasoning_parser", "special_marks", "max_sentence_tokens")
+    __slots__ = ("fingerprint", "vocab_size", "eos_token_ids", "has_chat_template", "default_sampling_params", "max_token_bytes", "tool_call_parser", "reasoning_parser", "special_marks", "tool_format_json", "max_sentence_tokens")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,7 @@ class GetTokenizerInfoResponse(_message.Message):
     TOOL_CALL_PARSER_FIELD_NUMBER: _ClassVar[int]
     REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_MARKS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_FORMAT_JSON_FIELD_NUMBER: _ClassVar[int]
     MAX_SENTENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     vocab_size: int
@@ -130,5 +131,6 @@ class GetTokenizerInfoResponse(_message.Message):
     tool_call_parser: str
     reasoning_parser: str
     special_marks: _containers.RepeatedScalarFieldContainer[str]
+    tool_format_json: bytes
     max_sentence_tokens: int
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., default_sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_token_bytes: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., special_marks: _Optional[_Iterable[str]] = ..., max_sentence_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., default_sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_token_bytes: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., special_marks: _Optional[_Iterable[str]] = ..., tool_format_json: _Optional[bytes] = ..., max_sentence_tokens: _Optional[int] = ...) -> None: ...

@@ -8,7 +8,7 @@ from functools import partial
 from tokenloom.request import bad_words
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import HARMONY, ReasoningFormat, reasoning_format
-from tokenloom.request.tool_format import FORMATS, REQUIRED, ToolFormat
+from tokenloom.request.tool_format import FORMATS, REQUIRED, ToolFormat, from_json
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 from ..formats.call_parser import ToolParser, new_call_id, open_parser
@@ -237,8 +237,9 @@ class MessagePlans:
 
         An unknown name, as of a newer tokenizer, counts as none.
         """
+        derived = from_json(info.tool_format_json) if tool_parser == AUTO and info.tool_format_json else None
         return cls(
-            FORMATS.get(info.tool_call_parser if tool_parser == AUTO else tool_parser),
+            derived or FORMATS.get(info.tool_call_parser if tool_parser == AUTO else tool_parser),
             reasoning_format(reasoning_parser, info.reasoning_parser),
             frozenset(info.special_marks),
             hides_unused_tools,

@@ -201,7 +201,7 @@ class CallParser:
         if not self._skip_blanks():
             return False
         char = self._text[0]
-        if char == "{" and self._form.syntax != "bare":
+        if char == "{" and self._form.syntax != "bare" and not self._marks.name.startswith("{"):
             names = self._schemas if self._is_bare else None
             self._object, self._step = CallObject("".join(self._raw), names), self._in_object
             return True
@@ -426,11 +426,11 @@ class _Marks:
         self.call = [form.call[0].strip()] if form.call[0].strip() else []
         self.name = form.before_name.strip() if form.syntax not in ("json", "messages") else ""
         self.opening = [*self.section, *self.call]
-        if self.opening and form.syntax == "pairs" and self.name.startswith("<"):
+        if form.syntax in ("named", "pairs") and self.name.startswith("<"):
             self.opening.append(self.name)  # models leave out the mark before it
         closing = form.section[1].strip()
         closing = closing.removeprefix("]").lstrip() if form.is_list else closing
-        self.ends_section = [closing] if closing else []
+        self.ends_section = [first_mark(closing)] if closing else []
         self.ends_call = [form.call[1].strip()] if form.call[1].strip() else []
         after = form.after_arguments.strip() if form.syntax in ("named", "pairs") else ""
         self.after_arguments = [*([after] if after else []), *self.ends_call]

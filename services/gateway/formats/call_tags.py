@@ -31,7 +31,8 @@ def call_tag(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> Tag:
             content += _pairs(form, schema)
         case _:
             content.append({"type": "json_schema", "json_schema": schema})
-    end = f"{form.after_arguments}{form.call[1]}"
+    *places, end = _PLACE.split(f"{form.after_arguments}{form.call[1]}")
+    content += [_place(text) for text in places if text]
     if not content:
         content, end = [_place(end)], ""
     inner = content[0] if len(content) == 1 else {"type": "sequence", "elements": content}

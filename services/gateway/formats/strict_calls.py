@@ -101,8 +101,10 @@ def strict_constraint(request: ToolRequest, form: ToolFormat) -> types_pb2.Struc
         return None
     schemas = [_arguments(tool, []) if _is_strict(tool) else _ANY_OBJECT for tool in request.tools]
     tags = [call_tag(form, tool.name, schema) for tool, schema in zip(request.tools, schemas, strict=True)]
-    if form.section != ("", "") and form.is_marked:
+    if form.section[0] and form.is_marked:
         tags = [section_tag(form, tags, parallel=request.parallel)]
+    for tag in tags:
+        tag["begin"] = tag["begin"].lstrip()
     trigger = first_mark(tags[0]["begin"]) if form.is_marked else form.before_name
     calls: dict[str, Any] = {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
     if not request.parallel:

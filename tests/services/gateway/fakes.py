@@ -60,6 +60,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.reasoning_start = types_pb2.REASONING_START_UNSPECIFIED
         self.tool_call_parser = self.reasoning_parser = ""
         self.special_marks: Sequence[str] = ()
+        self.tool_format_json = b""
         self.max_sentence_tokens = self.skipped_tokens = 0
         self.calls = 0
         self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
@@ -97,6 +98,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
             special_marks=self.special_marks,
+            tool_format_json=self.tool_format_json,
             max_sentence_tokens=self.max_sentence_tokens,
         )
 

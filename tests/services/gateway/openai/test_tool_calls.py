@@ -14,6 +14,7 @@ import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh, FakeRequest
 from tests.services.gateway.openai.test_chat import events, post
+from tokenloom.request.tool_format import FORMATS, to_json
 from tokenloom.v1 import types_pb2
 
 WEATHER = {
@@ -162,6 +163,25 @@ async def test_the_parser_is_chosen_by_the_template(socket_dir: Path) -> None:
         (choice,) = (await post(http, tools=TOOLS)).json()["choices"]
     assert choice["message"]["reasoning"] == "Hm."
     assert len(choice["message"]["tool_calls"]) == 1
+
+
+async def test_what_the_tokenizer_has_derived_comes_first(socket_dir: Path) -> None:
+    fake = FakeMesh(socket_dir)
+    for tokenizer in (fake.tokenizer, fake.second_tokenizer):
+        tokenizer.tool_call_parser = "hermes"
+        tokenizer.tool_format_json = to_json(FORMATS["qwen3_coder"])
+    async with fake.gateway() as mesh, mesh.http() as http:
+        mesh.outputs.auto = (
+            "I ask.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOs",
+            "lo\n</parameter>\n</function>\n</tool_call>",
+        )
+        (choice,) = (await post(http, tools=TOOLS)).json()["choices"]
+        stream = events(await post(http, tools=TOOLS, stream=True))
+    function = choice["message"]["tool_calls"][0]["function"]
+    assert function == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    assert choice["message"]["content"] == "I ask."
+    calls = [call for event in stream for call in event["choices"][0]["delta"].get("tool_calls", ())]
+    assert [call["function"]["arguments"] for call in calls] == ['{"city": "Os', 'lo"}'], "as they are generated"
 
 
 async def test_bad_tools_are_refused(socket_dir: Path) -> None:

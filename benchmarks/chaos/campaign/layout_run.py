@@ -13,8 +13,9 @@ from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 
+from ..clients.batch_client import BatchClient
 from ..clients.exchange import ChaosClient
-from ..clients.grpc_client import GrpcClient
+from ..clients.grpc_client import GrpcClient, SessionClient
 from ..clients.load import Load, LoadOptions
 from ..clients.mix import Case, make_cases
 from ..clients.openai_clients import PlainClient, ResumingClient
@@ -131,6 +132,8 @@ class LayoutRun:
             PlainClient(target.http, DEMO_MODEL_NAME),
             ResumingClient(target.http, DEMO_MODEL_NAME, run),
             GrpcClient(target.grpc),
+            SessionClient(target.grpc),
+            BatchClient(target.http, DEMO_MODEL_NAME),
         ]
 
     def _load_options(self) -> LoadOptions:

@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.mesh import Mesh, MeshOutcome, supervise
 from tokenloom.supervisor.output import LineCopier, WriteLine
+from tokenloom.supervisor.part_spec import PartSpec
 from tokenloom.supervisor.ports import held_ports
 from tokenloom.supervisor.state_dir import mesh_directory
 
@@ -92,7 +93,7 @@ async def run_layout(
     output = LineCopier(write_line)
     with held_ports(options.host, options.gateways, 0, 0) as ports, mesh_directory() as directory:
         async with Links() as links:
-            specs = parts_of(options, Path(directory), ports)
+            specs = [_with_batches(spec, Path(directory)) for spec in parts_of(options, Path(directory), ports)]
             if with_proxies:
                 specs = [spec if spec.service == "gateway" else await links.in_front_of(spec) for spec in specs]
             mesh = Mesh(specs, directory, output, port=ports[0].http, drain_timeout=options.drain_timeout)
@@ -103,6 +104,13 @@ async def run_layout(
 
             with contextlib.closing(output):
                 return await supervise(mesh, once_serving)
+
+
+def _with_batches(spec: PartSpec, directory: Path) -> PartSpec:
+    """Give each gateway a folder of its own for batches."""
+    if spec.service != "gateway":
+        return spec
+    return replace(spec, command=(*spec.command, "--batch-dir", str(directory / f"batches-{spec.index}")))
 
 
 async def _target(mesh: Mesh, links: Links, *, with_proxies: bool) -> Target:

@@ -36,6 +36,9 @@ class ChaosClient(Protocol):
     moves: bool
     """Whether the client calls another gateway when its own is silent."""
 
+    is_special: bool
+    """Whether the client makes only those calls that name it."""
+
     async def send(self, exchange: Exchange) -> None:
         """Fill the exchange's answer. Raises ``RequestFailed``."""
 

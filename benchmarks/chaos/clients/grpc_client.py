@@ -18,6 +18,7 @@ class GrpcClient:
     transport = "grpc"
     resumes = True
     moves = False
+    is_special = False
 
     def __init__(self, gateways: Sequence[str]) -> None:
         """``gateways``: their gRPC addresses."""
@@ -75,6 +76,37 @@ class GrpcClient:
                 logprobs=_logprobs(output.token_ids, output.logprobs),
                 tool_calls=[[call.name, call.arguments] for call in output.tool_calls],
             )
+
+
+class SessionClient:
+    """Continues one prompt over several turns. Its gateway holds the session: with it, the session is lost."""
+
+    name = "gRPC session"
+    transport = "session"
+    resumes = False
+    moves = False
+    is_special = True
+
+    def __init__(self, gateways: Sequence[str]) -> None:
+        """``gateways``: their gRPC addresses."""
+        self._clients = [AsyncClient(address) for address in gateways]
+
+    async def send(self, exchange: Exchange) -> None:
+        options = dict(exchange.case.options)
+        try:
+            async with self._clients[exchange.gateway].session(timeout=exchange.seconds) as session:
+                for number, turn in enumerate(options.pop("turns")):
+                    whole = await session.generate(turn, **options)
+                    (output,) = whole.outputs
+                    exchange.answer.samples[number] = Sample(
+                        token_ids=list(output.token_ids), text=output.text, finish_reason=output.finish_reason
+                    )
+        except errors.TokenloomError as error:
+            raise failure.typed(type(error).__name__, error.message) from None
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
 
 
 def _check_ends(answer: Answer) -> None:

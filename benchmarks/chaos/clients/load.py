@@ -51,7 +51,8 @@ class Load:
         options: LoadOptions,
         rng: random.Random,
     ) -> None:
-        self._clients = clients
+        self._clients = [client for client in clients if not client.is_special]
+        self._by_name = {client.name: client for client in clients}
         self._num_gateways = num_gateways
         self._cases = cases
         self._options = options
@@ -65,8 +66,12 @@ class Load:
         clients = {
             client.transport: client for client in self._clients if not client.resumes or client.transport == "grpc"
         }
-        wanted = [(client, case) for _ in range(PASSES) for client in clients.values() for case in self._cases]
-        wanted = [(client, case) for client, case in wanted if case.call is None or client.transport == "http"]
+        wanted = [
+            (client, case)
+            for _ in range(PASSES)
+            for case in self._cases
+            for client in ([self._by_name[case.client]] if case.client else clients.values())
+        ]
         wrong: list[str] = []
 
         async def send(client: ChaosClient, case: Case) -> None:
@@ -101,9 +106,7 @@ class Load:
 
     async def _one(self, records: list[Record], now: Callable[[], float]) -> None:
         case = self._rng.choice(self._cases)
-        client = self._clients[self._number % len(self._clients)]
-        if case.call is not None:
-            client = next(each for each in self._clients if not each.resumes)
+        client = self._by_name.get(case.client) or self._clients[self._number % len(self._clients)]
         exchange = self._exchange(case, self._limit(client, case))
         sent = now()
         error: RequestFailed | None = None

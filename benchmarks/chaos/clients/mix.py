@@ -15,7 +15,7 @@ _PERSON = {
     "required": ["name", "tags", "age"],
     "additionalProperties": False,
 }
-_TOOLS = [
+TOOLS = [
     {
         "type": "function",
         "function": {
@@ -45,7 +45,9 @@ class Case:
     streamed: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     call: str | None = None
-    """Method and path of a call that only the plain client makes; the options are its body."""
+    """Method and path of a call that one client only makes; the options are its body."""
+    client: str = ""
+    """The name of that client; empty: all make the request in turns."""
 
     @property
     def is_chat(self) -> bool:
@@ -136,7 +138,7 @@ def _chat(rng: random.Random, vocab_size: int, length: int) -> Case:
 
 
 def _tools(rng: random.Random, vocab_size: int, length: int) -> Case:
-    options = {"tools": _TOOLS, "tool_choice": _NAMED_TOOL, "temperature": 0.6, "seed": rng.getrandbits(31)}
+    options = {"tools": TOOLS, "tool_choice": _NAMED_TOOL, "temperature": 0.6, "seed": rng.getrandbits(31)}
     return Case("", message=f"Remember person {rng.randint(1, 999)}.", options={"max_tokens": 400, **options})
 
 

@@ -28,6 +28,7 @@ class PlainClient:
     transport = "http"
     resumes = False
     moves = False
+    is_special = False
 
     def __init__(self, gateways: Sequence[str], model: str) -> None:
         """``gateways``: their HTTP addresses, ``host:port``."""
@@ -38,7 +39,7 @@ class PlainClient:
         address = self._gateways[exchange.gateway]
         try:
             if exchange.case.call is not None:
-                text = await answer_of(partial(_send_json, address), exchange.case, self._model)
+                text = await answer_of(partial(send_json, address), exchange.case, self._model)
                 exchange.answer.sample(0).text = text
                 return
             await call(address, self._model, exchange, EventReader(), {})
@@ -64,6 +65,7 @@ class ResumingClient:
     transport = "http"
     resumes = True
     moves = True
+    is_special = False
 
     def __init__(self, gateways: Sequence[str], model: str, run: str) -> None:
         """``run`` makes the keys of this run unique."""
@@ -135,7 +137,7 @@ async def call(
             take_whole(exchange.answer, await response.body())
 
 
-async def _send_json(address: str, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+async def send_json(address: str, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
     """Make a call and return the JSON of its answer. Raises as :func:`call`."""
     data = b"" if body is None else json.dumps(body).encode()
     async with send(method, address, path, data) as response:

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 
 from tokenloom.model_files.model_path import DEMO_ADAPTERS
 
-from .mix import Case
+from .mix import TOOLS, Case
 
 Send: TypeAlias = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
 """Makes a call of a method, a path and a body, and returns the JSON of its answer."""
@@ -28,7 +28,9 @@ FLAGS = (
 _POLL_SECONDS = 0.1
 _LONG_BYTES = 100_000
 """Of a text that tokenizers encode in a process of its own."""
-_VARYING = frozenset({"id", "created", "created_at", "completed_at", "prompt_tokens_details", "input_tokens_details"})
+_VARYING = frozenset(
+    {"id", "request_id", "created", "created_at", "completed_at", "prompt_tokens_details", "input_tokens_details"}
+)
 _VARYING_ENDS = ("_duration", "input_tokens")  # Anthropic's count leaves out those that a cache had
 
 
@@ -41,7 +43,7 @@ async def answer_of(send: Send, case: Case, model: str) -> str:
     while body.get("background") and answer["status"] in ("queued", "in_progress"):
         await asyncio.sleep(_POLL_SECONDS)
         answer = await send("GET", f"{path}/{answer['id']}", None)
-    return json.dumps(_constant(answer), sort_keys=True)
+    return json.dumps(constant(answer), sort_keys=True)
 
 
 def other_cases(rng: random.Random, vocab_size: int, hidden_size: int, length: int) -> list[Case]:
@@ -63,6 +65,10 @@ def other_cases(rng: random.Random, vocab_size: int, hidden_size: int, length: i
             {"prompt": prompt, "max_tokens": min(length, 16), "temperature": 0, "n": 3, "use_beam_search": True},
         ),
         "reasoning": ("POST /v1/chat/completions", {**generation, "messages": turns, "reasoning_effort": "low"}),
+        "required tool": (
+            "POST /v1/chat/completions",
+            {"messages": turns, "max_tokens": 400, "temperature": 0, "tools": TOOLS, "tool_choice": "required"},
+        ),
         "tokenize": ("POST /tokenize", {"prompt": prompt}),
         "tokenize a long text": ("POST /tokenize", {"prompt": prompt * (_LONG_BYTES // len(prompt))}),
         "tokenize a chat": ("POST /tokenize", {"messages": turns}),
@@ -77,7 +83,21 @@ def other_cases(rng: random.Random, vocab_size: int, hidden_size: int, length: i
             {"messages": turns, "stream": False, "options": {"num_predict": length, "temperature": 0}},
         ),
     }
-    return [Case(name, streamed=False, call=call, options=body) for name, (call, body) in calls.items()]
+    plain = [
+        Case(name, streamed=False, call=call, client="plain HTTP", options=body) for name, (call, body) in calls.items()
+    ]
+    lines = [{**completion, "prompt": text} for text in texts]
+    return [
+        *plain,
+        Case("batch file", streamed=False, call="POST /v1/batches", client="batch", options={"lines": lines}),
+        Case(
+            "session",
+            streamed=False,
+            call="GenerateSession",
+            client="gRPC session",
+            options={"turns": texts, **generation, "max_tokens": max(length // len(texts), 1)},
+        ),
+    ]
 
 
 def _embeds(rng: random.Random, hidden_size: int) -> str:
@@ -87,9 +107,9 @@ def _embeds(rng: random.Random, hidden_size: int) -> str:
     return base64.b64encode(save({"prompt_embeds": rows})).decode()
 
 
-def _constant(value: Any) -> Any:
+def constant(value: Any) -> Any:
     """Return an answer without what differs from call to call: ids, times, and what a cache had."""
     if isinstance(value, dict):
         kept = {name: each for name, each in value.items() if name not in _VARYING and not name.endswith(_VARYING_ENDS)}
-        return {name: _constant(each) for name, each in kept.items()}
-    return [_constant(each) for each in value] if isinstance(value, list) else value
+        return {name: constant(each) for name, each in kept.items()}
+    return [constant(each) for each in value] if isinstance(value, list) else value

@@ -76,6 +76,7 @@ SPLIT = (
     Kind("decode engine", "engine", "decode"),
     Kind("decode core", "engine", "decode", "core_main"),
     Kind("prefill compiler", "engine", "prefill", "compiler_process"),
+    Kind("decode compiler", "engine", "decode", "compiler_process"),
 )
 """The kinds of a mesh with prefill and decode engines, whose workers run within their cores."""
 

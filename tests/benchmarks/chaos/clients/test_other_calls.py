@@ -12,8 +12,8 @@ from benchmarks.chaos.clients.other_calls import answer_of, other_cases
 def test_they_are_a_function_of_the_seed() -> None:
     cases = other_cases(random.Random(1), 1000, 8, 40)
     assert cases == other_cases(random.Random(1), 1000, 8, 40)
-    assert len({case.name for case in cases}) == len(cases) == 17
-    assert all(case.call is not None and not case.streamed for case in cases)
+    assert len({case.name for case in cases}) == len(cases) == 20
+    assert all(case.call and case.client and not case.streamed for case in cases)
 
 
 async def test_a_response_in_the_background_is_awaited_and_ids_are_not_compared() -> None:

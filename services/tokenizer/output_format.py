@@ -5,12 +5,17 @@ The signs are what the template writes for past turns. The names are those of th
 """
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
+from msgspec import Struct, to_builtins
+from msgspec.structs import asdict, replace
 
 from tokenloom.request.reasoning import THINK_END, THINK_START
-from tokenloom.request.tool_format import FORMATS, from_json, to_json
+from tokenloom.request.tool_format import FORMATS, ToolFormat, from_json, to_json
+
+from .chat_template import ChatTemplate
+from .tool_probe import NotDerived, derive, derive_reasoning, write_calls
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,6 +55,55 @@ def described(derived: bytes, tokenizer: "Tokenizer") -> bytes:
     form = from_json(derived)
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     return to_json(replace(form, keeps_special_tokens=form.keeps_special_tokens or not special.isdisjoint(form.marks)))
+
+
+class TemplateReport(Struct, frozen=True, omit_defaults=True):
+    """What is known of how a chat template writes calls and reasoning, for an operator."""
+
+    format: ToolFormat | None = None
+    """What was derived, or the entry of the table; None: a gateway needs ``--tool-call-parser``."""
+    source: str = ""
+    """Where it is from: ``derived``, or the name of the entry."""
+    same_as: str = ""
+    """The entry of the table that describes the same calls."""
+    differs: Mapping[str, str] = {}
+    """Of the entry whose calls begin with the same mark: the members that are others."""
+    reasoning: tuple[str, str] | None = None
+    """What opens and closes the reasoning."""
+    problem: str = ""
+    """Why nothing could be derived."""
+
+    def members(self) -> dict[str, Any]:
+        """Return what is set, as JSON has it."""
+        members: dict[str, Any] = to_builtins(self)
+        return members
+
+
+def report(source: str, special_tokens: Mapping[str, str]) -> TemplateReport:
+    """Return what is known of a template. Raises ``ValueError`` if it is not Jinja."""
+    template = ChatTemplate(source, special_tokens)
+    reasoning = derive_reasoning(template)
+    try:
+        form = derive(template)
+    except NotDerived as error:
+        name = tool_call_parser(source)
+        return TemplateReport(FORMATS.get(name), name, reasoning=reasoning, problem=str(error))
+    near = [name for name, entry in FORMATS.items() if entry.openings == form.openings and entry.syntax == form.syntax]
+    for name in near:
+        if _sample(FORMATS[name]) == _sample(form):
+            return TemplateReport(form, "derived", name, reasoning=reasoning)
+    return TemplateReport(form, "derived", differs=_differences(form, near[0]) if near else {}, reasoning=reasoning)
+
+
+def _sample(form: ToolFormat) -> str:
+    """Return two calls without the blanks that no parser heeds."""
+    return "".join(write_calls(form, [("f", {"a": "x", "b": "y"}), ("g", {})]).split())
+
+
+def _differences(form: ToolFormat, name: str) -> dict[str, str]:
+    entry = asdict(FORMATS[name])
+    found = {key: f"{value!r}, not {entry[key]!r}" for key, value in asdict(form).items() if value != entry[key]}
+    return {"entry": name, **found}
 
 
 def special_marks(tokenizer: "Tokenizer") -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tokenloom.request.tool_format import ALNUM, FORMATS, ID, INDEX, NAME, Syntax, ToolFormat
+from tokenloom.request.tool_format import ALNUM, FORMATS, ID, INDEX, KIND, NAME, Syntax, ToolFormat
 
 from .chat_template import ChatTemplate, TemplateRefused, TemplateTooLong
 
@@ -91,8 +91,7 @@ def _written(form: ToolFormat, name: str, arguments: Mapping[str, Any], at: int)
 
     match form.syntax:
         case "pairs":
-            opening, between, closing = form.pair
-            body = "".join(f"{opening}{key}{between}{_raw(value)}{closing}" for key, value in arguments.items())
+            body = "".join(_pair(form, key, value) for key, value in arguments.items())
         case "python":
             body = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         case "bare":
@@ -103,8 +102,10 @@ def _written(form: ToolFormat, name: str, arguments: Mapping[str, Any], at: int)
     return f"{form.call[0]}{before}{name}{after}{body}{end}{form.call[1]}"
 
 
-def _raw(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _pair(form: ToolFormat, key: str, value: Any) -> str:
+    opening, between, closing = form.pair
+    written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"{opening}{key}{between.replace(KIND, form.kinds[not isinstance(value, str)])}{written}{closing}"
 
 
 def _bare(value: Any, mark: str) -> str:
@@ -151,7 +152,8 @@ class CallProbe:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._reasoning_end = (derive_reasoning(template) or ("", ""))[1]
+        marks = derive_reasoning(template) or template.reasoning_marks
+        self._reasoning_end = marks[1]
         self._prompt = self._render([_user()], add_generation_prompt=True)
         self._said = self._render([_user(), {"role": "assistant", "content": _SAID}])
 
@@ -162,8 +164,7 @@ class CallProbe:
         end = _common_end(self._said.rpartition(_SAID)[2], text[start:])
         region = text[start : len(text) - len(end)]
         # Some templates write an empty reasoning, or the end of one, before calls.
-        thoughts = region.rfind(self._reasoning_end) if self._reasoning_end else -1
-        return region if thoughts < 0 else region[thoughts + len(self._reasoning_end) :]
+        return region.rpartition(self._reasoning_end)[2]
 
     def call_id(self, form: ToolFormat) -> str:
         """Return the form of the ids that the template accepts."""
@@ -213,9 +214,10 @@ class _Shape:
     def form(self) -> ToolFormat:
         """Return the description without its ids."""
         span, one = self._span, self._one
-        pair, arguments, end = ("", "", ""), span.arguments, span.end
+        pair, kinds, arguments, end = ("", "", ""), ("", ""), span.arguments, span.end
         if span.syntax == "pairs":
             pair, arguments, end = self._pair()
+            pair, kinds = self._with_kinds(pair)
         opening, separator, closing, section = self._around(one[: span.name], one[end:])
         section = section[0].lstrip(), section[1]
         call_open, before_name = _split_opening(opening, span.syntax)
@@ -234,6 +236,7 @@ class _Shape:
             self._after_name(one[span.after_name : arguments]),
             after_arguments.replace(_ID, ID),
             pair,
+            kinds,
             _string_mark(one, span),
         )
 
@@ -280,10 +283,24 @@ class _Shape:
         closing = middle[: len(middle) - len(opening)]
         if one[second + len(_KEYS[1]) : last] != between or not (opening.strip() and closing.strip()):
             raise NotDerived("the arguments are not written in one way")
-        if self._probe.region([(_NAMES[0], {_KEYS[0]: 731})]).find(f"{_KEYS[0]}{between}731{closing}") < 0:
-            raise NotDerived("numbers are not written as texts are")
         end = last + len(_VALUES[1])
         return (opening, between, closing), first - len(opening), end + len(closing)
+
+    def _with_kinds(self, pair: tuple[str, str, str]) -> tuple[tuple[str, str, str], tuple[str, str]]:
+        """Return the texts around keys and values, with the place for the kind of a value, and what stands there."""
+        opening, between, closing = pair
+        text = self._probe.region([(_NAMES[0], {_KEYS[0]: 731})])
+        found = re.search(rf"{_KEYS[0]}(.*?)731{re.escape(closing)}", text, re.S)
+        if found is None:
+            raise NotDerived("numbers are not written as texts are")
+        if found[1] == between:
+            return pair, ("", "")
+        start = len(_same(between, found[1]))
+        end = len(_same(between[start:][::-1], found[1][start:][::-1]))
+        kinds = between[start : len(between) - end], found[1][start : len(found[1]) - end]
+        if not (start and end and all(kinds)):
+            raise NotDerived("numbers are not written as texts are")
+        return (opening, f"{between[:start]}{KIND}{between[len(between) - end :]}", closing), kinds
 
 
 def _span(text: str, name: str) -> _Span:
@@ -347,18 +364,20 @@ def _split_closing(text: str, syntax: Syntax, *, has_opening: bool) -> tuple[str
     return text[:start], text[start:]
 
 
+def _same(one: str, other: str) -> str:
+    return "".join(char for char, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
 def _common_start(one: str, other: str) -> str:
     """Return with what two texts begin, without a mark that is not whole."""
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    same = "".join(char for char, _ in pairs)
+    same = _same(one, other)
     is_whole = len(same) in (len(one), len(other))
     return same if is_whole else _CUT_MARK.sub("", same)
 
 
 def _common_end(one: str, other: str) -> str:
     """Return with what two texts end, without a mark that is not whole."""
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
-    same = "".join(char for char, _ in pairs)[::-1]
+    same = _same(one[::-1], other[::-1])[::-1]
     if len(same) in (len(one), len(other)):
         return same
     found = _REST_OF_MARK.match(same)

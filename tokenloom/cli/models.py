@@ -1,4 +1,5 @@
-"""``tokenloom models`` lists the models of a server, or the checkpoints on this machine."""
+"""``tokenloom models`` lists the models of a server or the checkpoints on this machine, and says how the chat templates
+of models write tool calls."""
 
 import json
 from collections.abc import Iterator
@@ -43,18 +44,26 @@ def models(
     folder: Annotated[
         list[Path] | None, typer.Option(help="With --local: also search this folder; may be repeated.")
     ] = None,
+    templates: Annotated[
+        list[Path] | None,
+        typer.Option("--template", help="Say how this chat template writes tool calls instead; may be repeated."),
+    ] = None,
     base_url: BaseUrl = None,
     api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print an array of objects instead of a table.")] = False,
 ) -> None:
-    """List the models of a server or, with --local, the checkpoints on this machine."""
+    """List the models of a server or, with --local, the checkpoints on this machine; or describe chat templates."""
     with reported():
-        if local:
-            rows: list[dict[str, Any]] = [asdict(each) for each in checkpoints(folder or [])]
+        if templates:
+            rows: list[dict[str, Any]] = [_described(path) for path in templates]
+        elif local:
+            rows = [asdict(each) for each in checkpoints(folder or [])]
         else:
             rows = _served(connect(base_url, api_key))
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+    elif templates:
+        typer.echo("\n\n".join(map(_template_lines, rows)))
     else:
         print_tables(_local_table(rows) if local else _served_table(rows))
         for reason in [str(row["reason"]) for row in rows if row.get("reason")]:
@@ -67,6 +76,30 @@ def _served(server: Server) -> list[dict[str, Any]]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise RequestFailed(f"{server.url} answers /v1/models with no list of models")
     return rows
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """Return how a chat template, of a file or a checkpoint, writes calls and reasoning. Raises `RequestFailed`."""
+    from tokenloom.model_files.checkpoint import CheckpointInfo
+    from tokenloom.request.chat_template import read_chat_template
+    from tokenloom.services.tokenizer.output_format import TemplateReport, report
+
+    try:
+        if path.is_dir():
+            info = CheckpointInfo.load(path)
+            found = report(info.chat_template, info.special_tokens)
+        else:
+            found = report(read_chat_template(str(path)), {})
+    except (ValueError, OSError) as error:
+        found = TemplateReport(problem=str(error))
+    return {"template": str(path), **found.members()}
+
+
+def _template_lines(row: dict[str, Any]) -> str:
+    return "\n".join(
+        f"{name:<12} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+        for name, value in row.items()
+    )
 
 
 def checkpoints(folders: list[Path]) -> Iterator[LocalModel]:

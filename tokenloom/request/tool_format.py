@@ -14,6 +14,7 @@ ToolParserName = Literal[
     "none",
     "deepseek_v3",
     "deepseek_v31",
+    "deepseek_v32",
     "functiongemma",
     "gemma4",
     "glm45",
@@ -38,8 +39,9 @@ ToolParserName = Literal[
 ]
 """Values of ``--tool-call-parser``; the names are those of vLLM's parsers."""
 Syntax = Literal["json", "named", "pairs", "python", "bare", "messages"]
-ID, INDEX, NAME, HEX, ALNUM = "⟨id⟩", "⟨index⟩", "⟨name⟩", "⟨hex⟩", "⟨alnum⟩"
-"""Places in a text for what differs from call to call: an id, a number, the name, 24 digits, 9 letters or digits."""
+ID, INDEX, NAME, HEX, ALNUM, KIND = "⟨id⟩", "⟨index⟩", "⟨name⟩", "⟨hex⟩", "⟨alnum⟩", "⟨kind⟩"
+"""Places in a text for what differs from call to call: an id, a number, the name, 24 digits, 9 letters or digits, what
+is said of the kind of a value."""
 
 
 _MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
@@ -67,6 +69,8 @@ class ToolFormat(Struct, frozen=True, omit_defaults=True):
     after_arguments: str = ""
     pair: tuple[str, str, str] = ("", "", "")
     """Of ``pairs``: what stands before a key, between it and its value, and after the value."""
+    kinds: tuple[str, str] = ("", "")
+    """Of ``pairs``: what stands in the place for the kind if the value is a text, and if it is not."""
     string_mark: str = ""
     """Of ``bare``: what stands on both sides of a string instead of quotation marks."""
     optional_open: str = ""
@@ -193,6 +197,15 @@ HERMES = ToolFormat("json", ("", ""), ("<tool_call>\n", "\n</tool_call>"), "\n",
 FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v3": _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```", "\n"),
     "deepseek_v31": _deepseek("", "<｜tool▁sep｜>", "", ""),
+    "deepseek_v32": ToolFormat(
+        "pairs",
+        ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+        before_name='<｜DSML｜invoke name="',
+        after_name='">\n',
+        after_arguments="</｜DSML｜invoke>\n",
+        pair=('<｜DSML｜parameter name="', f'" string="{KIND}">', "</｜DSML｜parameter>\n"),
+        kinds=("true", "false"),
+    ),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "glm45": _arg_keys("\n"),

@@ -366,7 +366,7 @@ class CallParser:
         schema = self._schemas.get(self._name, {})
         match self._form.syntax:
             case "pairs":
-                return PairReader(self._form.pair, self._marks.ends, partial(value_kind, schema))
+                return PairReader(self._form, self._marks.ends, partial(value_kind, schema))
             case "python":
                 return LiteralReader(names=list(schema.get("properties") or ()))
             case "bare":

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenloom.request.tool_format import ID, INDEX, ToolFormat
+from tokenloom.request.tool_format import ID, INDEX, KIND, ToolFormat
 
 from .pairs import ValueKind, value_kind
 
@@ -53,9 +53,10 @@ def _pairs(form: ToolFormat, schema: Mapping[str, Any]) -> list[Tag]:
     required = set(schema.get("required") or ())
     pairs = []
     for key, value in properties.items():
+        kind = form.kinds[value_kind(schema, key) is not ValueKind.TEXT]
         pair = {
             "type": "tag",
-            "begin": f"{form.pair[0]}{key}{form.pair[1]}",
+            "begin": f"{form.pair[0]}{key}{form.pair[1].replace(KIND, kind)}",
             "content": _value(schema, key, value),
             "end": form.pair[2],
         }

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from tokenloom.request.tool_format import KIND, ToolFormat
+
 from .literals import LiteralReader
 from .message_parts import Expected, expected, find_marker
 
@@ -53,10 +55,12 @@ class PairReader:
         ended: Whether the mark after the last pair was read.
     """
 
-    def __init__(self, pair: tuple[str, str, str], closers: Sequence[str], kind_of: Callable[[str], ValueKind]) -> None:
-        """``pair``: as in ``ToolFormat``. ``closers``: what may follow the last pair; it is left in the text."""
+    def __init__(self, form: ToolFormat, closers: Sequence[str], kind_of: Callable[[str], ValueKind]) -> None:
+        """``closers``: what may follow the last pair; it is left in the text."""
         self.ended = False
+        pair = form.pair
         self._open, self._between, self._close = (text.split() for text in pair)
+        self._kinds = form.kinds
         self._after_value = [self._open[0], *closers]
         self._breaks = pair[1].endswith("\n"), pair[2].startswith("\n")  # line breaks around a value
         self._kind_of = kind_of
@@ -110,10 +114,15 @@ class PairReader:
         """Skip the marks that are due; one that is missing is not waited for."""
         while self._due:
             self._text = self._text.lstrip()
-            found = expected(self._text, self._due[:1])
+            due = [self._due[0].replace(KIND, kind) for kind in self._kinds]
+            found = expected(self._text, due)
             if found is Expected.MAYBE:
                 return False
-            self._text = self._text.removeprefix(self._due.pop(0))
+            if isinstance(found, str):
+                self._text = self._text[len(found) :]
+                if due[0] != due[1]:
+                    self._kind = ValueKind.TEXT if found == due[0] else ValueKind.VALUE
+            del self._due[0]
         self._step = self._then
         return True
 

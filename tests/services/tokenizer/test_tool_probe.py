@@ -25,6 +25,7 @@ SAME_AS = {
     "deepseek_v3": "deepseek_v3",
     "deepseek_r1": "deepseek_v3",
     "deepseek_v3_1": "deepseek_v31",
+    "deepseek_v3_2": "deepseek_v32",
     "kimi_k2": "kimi_k2",
     "llama3_1": "llama3_json",
     "llama3_2": "pythonic",

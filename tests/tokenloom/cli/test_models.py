@@ -96,3 +96,27 @@ def test_a_strange_checkpoint_is_none(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
     (tmp_path / "model.safetensors").write_bytes(b"1234")
     assert not [each for each in checkpoints([tmp_path]) if each.path.startswith(str(tmp_path))]
+
+
+def test_templates_are_described(tmp_path: Path) -> None:
+    family = Path(__file__).parents[2] / "services/tokenizer/families/glm4_5.jinja"
+    silent = tmp_path / "silent.jinja"
+    silent.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    arguments = ["models", "--template", str(family), "--template", str(silent), "--template", str(DEMO_MODEL)]
+    glm, none, demo = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert (glm["format"]["syntax"], glm["same_as"], glm["source"]) == ("pairs", "glm45", "derived")
+    assert glm["reasoning"] == ["<think>", "</think>"]
+    assert none == {"template": str(silent), "problem": "the name of a call is not written"}
+    assert demo["same_as"] == "hermes"
+    lines = CliRunner().invoke(app, arguments).stdout.splitlines()
+    assert "same_as      glm45" in lines
+    assert "problem      the name of a call is not written" in lines
+
+
+def test_a_template_that_begins_calls_as_an_entry_shows_what_differs(tmp_path: Path) -> None:
+    other = tmp_path / "other.jinja"
+    family = Path(__file__).parents[2] / "services/tokenizer/families/qwen2_5.jinja"
+    other.write_text(family.read_text().replace('"arguments": ', '"parameters": '))
+    (row,) = json.loads(CliRunner().invoke(app, ["models", "--template", str(other), "--json"]).stdout)
+    assert row["differs"]["entry"] == "hermes"
+    assert "parameters" in row["differs"]["after_name"]

@@ -6,7 +6,7 @@
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -205,6 +205,15 @@ def test_ids_that_the_model_writes_are_those_of_the_calls() -> None:
     assert [call.call_id for call in calls_of(delta)] == ["functions.f:0", "functions.g:1", "new", "new"]
 
 
+def _try(family: str, check: Callable[[Case], None], examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=cases(family))
+    def test(case: Case) -> None:
+        check(case)
+
+    test()
+
+
 def main() -> None:
     """Try many cases, in equal parts for the families and properties."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -214,8 +223,7 @@ def main() -> None:
     each = max(options.examples // (len(options.families) * len(CHECKS)), 1)
     for family in options.families:
         for check in CHECKS:
-            test = given(case=cases(family))(lambda case, check=check: check(case))
-            settings(max_examples=each, deadline=None, suppress_health_check=list(HealthCheck))(test)()
+            _try(family, check, each)
         print(f"{family}: {each * len(CHECKS)} cases", flush=True)
 
 

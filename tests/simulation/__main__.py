@@ -52,7 +52,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--bug", choices=BUGS, help="put a bug back, and run until a seed finds it")
     parser.add_argument("--standby", action="store_true", help="run two coordinators, and kill them at any time")
     parser.add_argument("--administered", action="store_true", help="pause the mesh and put it to sleep meanwhile")
-    parser.add_argument("--chats", action="store_true", help="send chats, and kill what renders them")
+    parser.add_argument("--chats", action="store_true", help="send chats and grammars, and kill what handles them")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 

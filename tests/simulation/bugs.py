@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from tokenloom.engine_core.structured_output import compiler
+from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
 from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.wanted_state import WantedState
@@ -90,7 +92,13 @@ async def _clients_fault(renderer: Renderer, job: RenderJob, status: int, num_de
     raise InvalidArgument("Rendering the conversation took too much memory.")
 
 
-_BUGS: dict[str, dict[tuple[type[Any], str], Any]] = {
+def _schemas_fault(error: BaseException) -> GrammarError:
+    """Take the loss of a process that compiles for a fault of the grammar, which is remembered."""
+    return GrammarError(f"the grammar could not be compiled: {error}")
+
+
+_BUGS: dict[str, dict[tuple[Any, str], Any]] = {
+    "schemas_fault": {(compiler, "_for_clients"): _schemas_fault},
     "no_wait": {(CallRetries, "pause"): _no_wait},
     "clients_fault": {(Renderer, "_again"): _clients_fault},
     "no_retry": {(OutputPool, "on_lost"): _no_retry},
@@ -116,6 +124,6 @@ def reintroduced(name: str) -> Iterator[None]:
         _put(right)
 
 
-def _put(methods: Mapping[tuple[type[Any], str], Any]) -> None:
+def _put(methods: Mapping[tuple[Any, str], Any]) -> None:
     for (where, name), method in methods.items():
         setattr(where, name, method)

@@ -22,6 +22,7 @@ from tokenloom.engine_core.kv_transfer.failpoints import Failpoints
 from tokenloom.engine_core.kv_transfer.kv_service import KVService
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
 
+from .compilers import Compilers
 from .plan import Plan
 
 
@@ -30,10 +31,12 @@ class CoreClient:
 
     Attributes:
         core: The engine core, once started.
+        compilers: Compile its grammars, once started.
         is_hung: While true, the step that runs does not end.
     """
 
     core: EngineCore
+    compilers: Compilers
 
     def __init__(
         self,
@@ -62,6 +65,8 @@ class CoreClient:
         worker = HashWorker(self._config, vocab_size=self._vocab_size, max_model_len=self._config.max_model_len or 128)
         self.core = EngineCore(self._config, UniProcExecutor(worker), kv, lambda: round(loop.time() * 1e9))
         self._calls = CoreCalls(self.core)
+        assert self.core._grammars is not None
+        self.compilers = Compilers(self.core._grammars)
         self.core.on_update(self._wake.set)
         if kv is not None and kv.service is not None:
             self._kv = _KVThread(kv.service)

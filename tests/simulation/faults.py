@@ -108,6 +108,25 @@ async def _no_helper(part: Part, lasts: float) -> None:
     helpers.may_start = True
 
 
+async def _compiler_crash(part: Part, lasts: float) -> None:
+    """The processes that compile for an engine die, idle or at their next grammar, again and again."""
+    assert isinstance(part.service, SimulatedEngine)
+    for _ in range(2):
+        part.service.core.compilers.crash()
+        part.service.core.compilers.num_dying = 1
+        await asyncio.sleep(lasts / 2)
+
+
+async def _no_compiler(part: Part, lasts: float) -> None:
+    """The processes that compile die, and none starts in their place for a while."""
+    assert isinstance(part.service, SimulatedEngine)
+    compilers = part.service.core.compilers
+    compilers.may_start = False
+    compilers.crash()
+    await asyncio.sleep(lasts)
+    compilers.may_start = True
+
+
 async def _slow(mesh: Mesh, fault: Fault) -> None:
     mesh.network.slow_down(fault.target, SLOW_SECONDS)
     await asyncio.sleep(fault.lasts)
@@ -148,4 +167,10 @@ _OF_LINKS: dict[str, Callable[[Mesh, Fault], Awaitable[None]]] = {
 }
 KINDS = (*_OF_PARTS, *_OF_LINKS)
 """Every kind of fault, but those of helpers."""
-_OF_PARTS |= {"helper_crash": _helper_crash, "helper_stop": _helper_stop, "no_helper": _no_helper}
+_OF_PARTS |= {
+    "helper_crash": _helper_crash,
+    "helper_stop": _helper_stop,
+    "no_helper": _no_helper,
+    "compiler_crash": _compiler_crash,
+    "no_compiler": _no_compiler,
+}

@@ -182,10 +182,13 @@ def _bare(error: E) -> E:
 
 def make_generate_request(ask: Ask, timeout: float) -> GenerateRequest:
     """Return the gateway's form of a request. ``timeout``: the seconds that it has left."""
+    sampling = types_pb2.SamplingParams(max_tokens=ask.max_tokens, seed=ask.seed)
+    if ask.has_grammar:
+        sampling.structured_outputs.regex = f"grammar {ask.seed}"
     return GenerateRequest(
         prompts=Chat(json.dumps(ask.prompt).encode()) if ask.is_chat else [ask.prompt],
         prompt_field="prompt",
-        sampling=types_pb2.SamplingParams(max_tokens=ask.max_tokens, seed=ask.seed),
+        sampling=sampling,
         text=output_processor_pb2.TextOptions(stop=ask.stop),
         tenant=NO_TENANT,
         ignore_eos=True,

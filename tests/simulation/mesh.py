@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.scale.takeover.lease_server import LeaseServer
+from tokenloom.engine_core.data.config import StructuredOutputConfig
 from tokenloom.model_files.checkpoint import tokenizer_fingerprint
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
@@ -166,7 +167,9 @@ def _fingerprint() -> Fingerprint:
 @functools.cache
 def _core_config(settings: EngineSettings) -> Any:
     config = settings.engine_config("")
-    return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, model=""))
+    # Grammars are those of the simulated compilers, which read no tokenizer.
+    worker, grammars = msgspec.structs.replace(config.worker, model=""), StructuredOutputConfig()
+    return msgspec.structs.replace(config, worker=worker, structured_output=grammars)
 
 
 def _common(name: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ class Ask:
         gateway: Index of the gateway that it prefers.
         resumes: The client continues its answer on another gateway when its own is lost.
         is_chat: A tokenizer renders and encodes the prompt.
+        has_grammar: Each engine that computes it compiles a grammar of its own for it.
         cut_after: Seconds after which the client's connection to its gateway ends, so that it resumes; None: never.
     """
 
@@ -36,6 +37,7 @@ class Ask:
     resumes: bool = False
     cut_after: float | None = None
     is_chat: bool = False
+    has_grammar: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,8 @@ def with_standby(plan: Plan) -> Plan:
 
 
 def with_chats(plan: Plan) -> Plan:
-    """Return the plan with two tokenizers, of which most requests need one. They and the processes that render for them
-    are killed and stopped, too."""
+    """Return the plan with two tokenizers, of which most requests need one, and with grammars. The tokenizers, and the
+    processes that render for them and that compile for engines, are killed and stopped, too."""
     random = Random(f"chats {plan.seed}")
     pair = replace(plan, num_tokenizers=2)
 
@@ -193,8 +195,13 @@ def with_chats(plan: Plan) -> Plan:
         kind = random.choice(("crash", "drain", "freeze", "helper_crash", "helper_crash", "helper_stop", "no_helper"))
         return Fault(kind, random.uniform(0.0, SECONDS), random.uniform(0.1, 4.0), random.choice(pair.tokenizers))
 
-    asks = [replace(ask, is_chat=random.random() < 0.8) for ask in plan.asks]
+    def of_compilers() -> Fault:
+        kind, lasts = random.choice(("compiler_crash", "compiler_crash", "no_compiler")), random.uniform(0.1, 4.0)
+        return Fault(kind, random.uniform(0.0, SECONDS), lasts, random.choice(plan.engines))
+
+    asks = [replace(ask, is_chat=random.random() < 0.8, has_grammar=random.random() < 0.5) for ask in plan.asks]
     faults = [*plan.faults, *(fault() for _ in range(random.randrange(2, 6)))]
+    faults += [of_compilers() for _ in range(random.randrange(1, 5))]
     return replace(pair, asks=asks, faults=sorted(faults, key=lambda each: each.at))
 
 

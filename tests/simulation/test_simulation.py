@@ -41,11 +41,11 @@ def test_engines_are_in_the_state_that_an_operator_wants(seed: int, has_standby:
 
 @pytest.mark.parametrize("seed", range(CHAT_SEEDS))
 def test_helpers_that_die_cost_no_answer(seed: int) -> None:
-    """Tokenizers, and the processes that render for them, are killed and stopped, or do not start."""
+    """Tokenizers, and the processes that render for them and compile for engines, die, are stopped, or do not start."""
     assert not run_seed(seed, has_chats=True).violations
 
 
-@pytest.mark.parametrize("bug", ["no_wait", "clients_fault"])
+@pytest.mark.parametrize("bug", ["no_wait", "clients_fault", "schemas_fault"])
 def test_a_bug_of_helpers_that_is_put_back_is_found(bug: str) -> None:
     with reintroduced(bug):
         assert any(run_seed(seed, has_chats=True).violations for seed in range(200))

@@ -97,10 +97,11 @@ class RemoteKVState:
 
 
 class SessionReturn(NamedTuple):
-    """Says when the next turn of a session is expected. ``branch``: its line of turns; ``due_ns``: nanoseconds on the
-    clock of the arrivals."""
+    """Says when the next turn of a session is expected. ``branch``: its line of turns; ``began_ns``, ``due_ns``: when
+    this turn arrived and when the next one is likely to, in nanoseconds on the clock of the arrivals."""
 
     branch: int
+    began_ns: int
     due_ns: int
 
 
@@ -294,7 +295,7 @@ class Request:
         self.kv.skip_reading_prefix_cache = params.skip_reading_prefix_cache or self.prompt_logprobs is not None
 
         if message.session is not None:
-            self.kv.session = SessionReturn(message.session.branch, arrival_ns + message.session.return_ns)
+            self.kv.session = SessionReturn(message.session.branch, arrival_ns, arrival_ns + message.session.return_ns)
 
         self.times = RequestTimes(arrival_ns, message.timeout_ns)
         self.first_output_sent = False

@@ -9,7 +9,8 @@ from tokenloom.request.prefix_schedule import hash_block
 
 from ..data.embedding_rows import block_salt
 from ..data.kv_groups import NULL_BLOCK
-from ..data.request import RequestKV
+from ..data.request import RequestKV, SessionReturn
+from .kept_blocks import KeptBlocks
 
 _ALWAYS_HELD = 1 << 62
 
@@ -63,14 +64,26 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self.find: Callable[[bytes], int | None] = self._by_hash.get
         """Returns the block with this content, or None. Finding a block does not hold it."""
-        # Free blocks: those without content are taken first, then cached ones, the longest free first.
+        # Free blocks: those without content are taken first, then cached ones, the longest free first. With sessions
+        # they have the time since which they are free, and those that sessions used are kept apart.
         self._blank = list(range(num_blocks - 1, first - 1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, int | None] = OrderedDict()
+        self.kept = KeptBlocks()
+        """The free cached blocks that turns of sessions have used."""
 
     @property
     def usage(self) -> float:
         """The share of the blocks that are held."""
         return 1.0 - self.num_free / self.num_blocks
+
+    @property
+    def num_blank(self) -> int:
+        """Free blocks without content."""
+        return len(self._blank)
+
+    def content_of(self, block_id: int) -> bytes | None:
+        """Return the hash under which a block is found; None: it is not."""
+        return self._hashes[block_id]
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, the least useful first. The caller has checked ``num_free``."""
@@ -94,7 +107,10 @@ class BlockPool:
         """Add a reference to each of these blocks, which were found; ``release`` takes it back."""
         for block_id in block_ids:
             if not self.ref_counts[block_id]:
-                del self._cached[block_id]
+                try:
+                    del self._cached[block_id]
+                except KeyError:  # a turn of a session used it last
+                    self.kept.remove(block_id)
                 self.num_free -= 1
             self.ref_counts[block_id] += 1
 
@@ -102,6 +118,7 @@ class BlockPool:
         """Give up one reference to each block of a sequence; its last block will be evicted first."""
         # From the tail, so that the end of a prompt is evicted before its beginning. A hit needs an unbroken chain from
         # the first block: a tail whose head is gone could never be found again.
+        free_since = self.kept.now() if self.kept.is_used else None
         for block_id in reversed(block_ids):
             self.ref_counts[block_id] -= 1
             assert self.ref_counts[block_id] >= 0, f"block {block_id} is released twice"
@@ -111,7 +128,16 @@ class BlockPool:
                     self._blank.append(block_id)
                     self.wrong.discard(block_id)
                 else:
-                    self._cached[block_id] = None
+                    self._cached[block_id] = free_since
+
+    def release_turn(self, block_ids: Sequence[int], turn: SessionReturn) -> None:
+        """Give up one reference to each block of a turn of a session, whose next turn is expected."""
+        self.release(block_ids)
+        # What is cached and free now was freed here: until then this turn held it.
+        freed = [block_id for block_id in reversed(block_ids) if block_id in self._cached]
+        for block_id in freed:
+            del self._cached[block_id]
+        self.kept.add(freed, turn)
 
     def register(self, block_id: int, block_hash: bytes) -> bool:
         """Let a held block be found by its content.
@@ -137,6 +163,7 @@ class BlockPool:
                 del self._by_hash[block_hash]
                 self._hashes[block_id] = None
                 self.wrong.add(block_id)
+                self.kept.forget(block_id)
                 for listener in self.listeners:
                     listener.forgot(block_hash)
 
@@ -149,8 +176,10 @@ class BlockPool:
                 if self.ref_counts[block_id]:
                     self.wrong.add(block_id)
                 else:
-                    del self._cached[block_id]
+                    if self._cached.pop(block_id, self) is self:
+                        self.kept.remove(block_id)
                     self._blank.append(block_id)
+                self.kept.forget(block_id)
             for listener in self.listeners:
                 listener.forgot(key)
 
@@ -163,11 +192,17 @@ class BlockPool:
         # again.
         self._blank.extend(reversed(self._cached))
         self._cached.clear()
+        self._blank.extend(self.kept.clear())
         for listener in self.listeners:
             listener.forgot_all()
 
     def _evict_oldest(self) -> int:
-        block_id, _ = self._cached.popitem(last=False)
+        kept = self.kept
+        block_id = kept.evict(self._cached) if kept.num_blocks else None
+        if block_id is None:
+            block_id, _ = self._cached.popitem(last=False)
+        if kept.is_used:
+            kept.forget(block_id)
         block_hash = self._hashes[block_id]
         assert block_hash is not None, "a free block without content is blank"
         del self._by_hash[block_hash]

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from ..data.config import CacheConfig, SchedulerConfig
 from ..data.kv_events import KVEventLog
 from ..data.kv_groups import NULL_BLOCK, KVCacheConfig, KVGroup, KVNeed, first_seen_block
-from ..data.request import RequestKV
+from ..data.request import RequestKV, SessionReturn
 from .block_pool import BlockPool, RequestHasher
 from .prefix_search import FirstGroupEvents, find_prefix, group_key
 
@@ -152,9 +152,13 @@ class KVCacheManager(_PooledKV):
         """Let nothing be hit that a request computed or shared, because it may be wrong."""
         self.pool.forget(request.block_ids)
 
-    def free(self, request: RequestKV) -> None:
-        """Take all blocks of a request back; their content can be hit until the blocks are needed."""
-        self.pool.release(request.block_ids)
+    def free(self, request: RequestKV, turn: SessionReturn | None = None) -> None:
+        """Take all blocks of a request back; their content can be hit until the blocks are needed. ``turn``: of the
+        session whose next turn is likely to hit it; None: nothing says that any request will."""
+        if turn is None:
+            self.pool.release(request.block_ids)
+        else:
+            self.pool.release_turn(request.block_ids, turn)
         request.block_ids = []
         request.num_registered_blocks = 0
         request.num_computed_tokens = 0
@@ -321,9 +325,14 @@ class GroupedKVCacheManager(_PooledKV):
             self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
         return new_block_ids
 
-    def free(self, request: RequestKV) -> None:
-        """Take all blocks of a request back; their content can be hit until the blocks are needed."""
-        self.pool.release(request.block_ids + request.reserved_block_ids)
+    def free(self, request: RequestKV, turn: SessionReturn | None = None) -> None:
+        """Take all blocks of a request back; their content can be hit until the blocks are needed. ``turn``: see
+        :meth:`.KVCacheManager.free`."""
+        table = request.block_ids + request.reserved_block_ids
+        if turn is None:
+            self.pool.release(table)
+        else:
+            self.pool.release_turn(table, turn)
         request.block_ids = []
         request.reserved_block_ids = []
         request.first_kept_blocks = ()

@@ -50,7 +50,7 @@ class EndedRequests:
             self._in_flight.request_ended(request.request_id)
         # A reader may still copy these blocks, or a load fill them; then the transfer frees them when it ends.
         if self._remote is None or not self._remote.request_finished(request):
-            self._kv.free(request.kv)
+            self._kv.free(request.kv, request.kv.session)
         if request.request_id in self._live.by_id:  # otherwise it is refused
             self._live.remove(request)
             if request.adapter and self._adapters is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from ..data.kv_messages import REQUEST_ENDED
 from ..data.messages import EngineCoreOutput, SchedulerStats
-from ..data.request import RemoteKVState, Request, RequestStatus
+from ..data.request import RemoteKVState, Request, RequestKV, RequestStatus
 from ..kv_cache.kv_cache_manager import KVManager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorStats
 
@@ -33,7 +33,7 @@ class RemoteKV:
         self._waiting: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}
         """Loads in progress, including those of ended requests, whose blocks stay allocated until the load ends."""
-        self._held: dict[str, list[int]] = {}
+        self._held: dict[str, RequestKV] = {}
         """Blocks of ended requests that other engines may read."""
         self._blocks_received = 0
         self._bytes_received: Counter[str] = Counter()
@@ -116,7 +116,7 @@ class RemoteKV:
         is_prefilled = request.status is RequestStatus.FINISHED_PREFILLED
         is_held = self.connector.request_finished(request.kv, request.kv.block_ids, is_prefilled=is_prefilled)
         if is_held:
-            self._held[request.request_id] = request.kv.block_ids + request.kv.reserved_block_ids
+            self._held[request.request_id] = request.kv
         return is_held or request.request_id in self._loading
 
     def revoke_oldest(self) -> bool:
@@ -199,7 +199,8 @@ class RemoteKV:
         request.set_status(remote.resume_status)
 
     def _release(self, request_id: str) -> None:
-        self._kv.pool.release(self._held.pop(request_id, []))
+        if (held := self._held.pop(request_id, None)) is not None:
+            self._kv.free(held, held.session)
 
     def _count(self, stats: KVConnectorStats) -> None:
         self._blocks_received += stats.blocks_received

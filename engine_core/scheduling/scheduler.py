@@ -78,6 +78,7 @@ class Scheduler:
         self.max_model_len = kv_cache.max_model_len
         self.kv_events = KVEventLog(cache.block_size) if cache.kv_events else None
         self.kv = make_kv_manager(kv_cache, cache, scheduler, self.kv_events, lends=bool(config.kv.transports))
+        self.kv.pool.kept.now = clock
         self._policy = SchedulingPolicy(scheduler.policy)
         self._live = live = LiveRequests(by_priority=self._policy is SchedulingPolicy.PRIORITY)
         self.requests, self.waiting, self.running = live.by_id, live.waiting, live.running

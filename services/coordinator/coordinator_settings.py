@@ -37,6 +37,9 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
         "there; cost: the seconds that a request is expected to cost there: uncached prompt tokens ahead of it and its "
         "own at the engine's rate, and its share of the batch.",
     ] = PLACEMENT
+    sessions: Annotated[
+        bool, "Send the turns of a session to the engine that has its KV, and let engines keep that for its next turn."
+    ] = True
     settle_seconds: Annotated[
         Annotated[float, Meta(ge=0)],
         "Seconds that a new coordinator waits for the engines to register again; up to 30 more while they still come.",

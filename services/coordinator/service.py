@@ -122,7 +122,11 @@ class CoordinatorService:
         registry = Registry(
             host.epoch,
             clock,
-            policy=Policy(pd_threshold=self._settings.pd_threshold, rule=RULES[self._settings.placement]),
+            policy=Policy(
+                pd_threshold=self._settings.pd_threshold,
+                rule=RULES[self._settings.placement],
+                has_sessions=self._settings.sessions,
+            ),
             settle_seconds=self._settings.settle_seconds,
             predecessor=self._predecessor,
             prefix_index_bytes=self._settings.prefix_index_mib << 20,

@@ -12,7 +12,7 @@ from tokenloom.engine_core.data.config import (
     WorkerConfig,
 )
 from tokenloom.engine_core.data.core_params import DRAWS_NOTHING, CorePoolingParams, CoreSamplingParams, PoolingTask
-from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, SessionTurn
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 
@@ -91,6 +91,7 @@ def make_request(
     salt: bytes = b"",
     priority: int = 0,
     tenant: str = "",
+    session: SessionTurn | None = None,
 ) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=request_id,
@@ -100,6 +101,7 @@ def make_request(
         cache_salt=salt,
         priority=priority,
         tenant=tenant,
+        session=session,
     )
 
 

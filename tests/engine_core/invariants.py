@@ -49,7 +49,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_pool(
         scheduler.kv.pool,
         [request.kv for request in holders],
-        list(remote._held.values()) if remote is not None else (),
+        [kv.block_ids + kv.reserved_block_ids for kv in remote._held.values()] if remote is not None else (),
     )
     _check_content(scheduler)
 
@@ -88,7 +88,8 @@ def check_pool(pool: BlockPool, holders: Iterable[RequestKV], lent: Iterable[lis
         assert pool.ref_counts[NULL_BLOCK] > 1 << 60
     assert pool.wrong <= held.keys()
     assert pool.ref_counts[first:] == [held[block_id] for block_id in range(first, first + pool.num_blocks)]
-    free = [*reversed(pool._blank), *pool._cached]
+    free = [*reversed(pool._blank), *pool._cached, *pool.kept._kept_in]
+    assert len(pool.kept._kept_in) == pool.kept.num_blocks
     assert len(free) == pool.num_free == pool.num_blocks - len(held)
     assert set(free) == set(range(first, first + pool.num_blocks)) - set(held)
     registered = {block_id: block_hash for block_id, block_hash in enumerate(pool._hashes) if block_hash is not None}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from tests.engine_core.helpers import VOCAB_SIZE
-from tokenloom.engine_core.data.messages import FinishReason
+from tokenloom.engine_core.data.messages import FinishReason, SessionTurn
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 
@@ -64,6 +64,7 @@ class Arrival:
     stop: tuple[int, ...]
     salt: bytes
     priority: int
+    session: SessionTurn | None
 
 
 ARRIVALS = st.builds(
@@ -75,4 +76,5 @@ ARRIVALS = st.builds(
     stop=st.sampled_from([(), (), (1,), tuple(range(0, VOCAB_SIZE, 9))]),
     salt=st.sampled_from([b"", b"", b"tenant"]),
     priority=st.integers(-1, 2),
+    session=st.sampled_from([None, None, SessionTurn(1, 0), SessionTurn(2, 1_000_000), SessionTurn(3, 10**12)]),
 )

@@ -24,10 +24,12 @@ class Policy:
     Attributes:
         pd_threshold: Uncached prompt tokens below which an engine that decodes does the whole request; 0: none does.
         rule: What a leg costs on an engine.
+        has_sessions: Whether the turns of sessions are recognised.
     """
 
     pd_threshold: int
     rule: Rule
+    has_sessions: bool = True
 
 
 def check_request(request: PickRequest) -> None:

@@ -302,7 +302,7 @@ class Registry:
         excluded = self._rows(request.exclude) if request.exclude else []
         path = self.prefixes.find(request.block_hash_prefixes) if request.block_hash_prefixes else None
         cached = None if path is None else self._cached_tokens(path, request.prompt_tokens)
-        turn = self.sessions.find(request)
+        turn = self.sessions.find(request) if self._placement.policy.has_sessions else None
         home = None if turn is None else self._home(turn, request)
         if near is not None and (home is None or home.row not in pool.rows or home.row in near.rows):
             row, whole = self._placement.choose_near(near, pool, request, excluded, cached, home)

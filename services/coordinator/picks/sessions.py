@@ -28,10 +28,11 @@ TURNS = 16
 """Turns of a line at whose ends another line may begin."""
 FORGET_SECONDS = 1800.0
 """A session whose next turn has not come after so long is forgotten."""
-FIRST_INTERVAL = 30.0
+_LEAST_INTERVAL = 0.001  # seconds
+FIRST_INTERVAL = 20.0
 """Seconds until the second turn of a session, as long as its tenant's sessions have shown no interval."""
 _NEW_SHARE = 0.25
-"""Weight of the latest interval in the mean."""
+"""Weight of the latest interval in the mean of a session's intervals."""
 _MAX_LOST = 4
 """Lines that an id may begin without a second turn before it counts as one that says nothing, such as the name of an
 application that all its requests carry."""
@@ -211,10 +212,11 @@ class Sessions:
         if request.session and not session.key and request.session not in tenant.sessions:
             session.key = request.session  # its client names it from now on
             tenant.sessions[session.key] = session
-        interval = now - branch.began_at
+        interval = max(now - branch.began_at, _LEAST_INTERVAL)
         for each in (branch, session, tenant):
             before = each.interval
-            each.interval = interval if before is None else before + _NEW_SHARE * (interval - before)
+            # The geometric mean: of tools that mostly take seconds and now and then minutes, it says seconds.
+            each.interval = interval if before is None else before * (interval / before) ** _NEW_SHARE
         branch.num_turns += 1
         session.num_lost = 0
         branch.began_at = now

@@ -89,7 +89,7 @@ class ResponsesApi:
             created=int(time.time()),
             echo=echo,
             turns=turns,
-            session=fields.prompt_cache_key or session,
+            session=fields.prompt_cache_key or _conversation(fields) or session,
             tenant=tenant.name,
             is_background=is_background,
             is_stored=is_stored,
@@ -106,3 +106,10 @@ class ResponsesApi:
         if previous.cancel is not None:
             raise InvalidArgument("the previous response has not ended", field)
         return [*previous.turns, *new], previous.session or fields.previous_response_id
+
+
+def _conversation(fields: ResponsesRequest) -> str:
+    """Return the id of the conversation that a body names; empty: it names none."""
+    named = fields.conversation
+    found = named.get("id") if isinstance(named, dict) else named
+    return found if isinstance(found, str) else ""

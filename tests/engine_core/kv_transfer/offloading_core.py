@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request, tok
 from tests.engine_core.kv_cache.grouped_hash_worker import GroupedHashWorker
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import KVConfig
-from tokenloom.engine_core.data.messages import EngineCoreOutput
+from tokenloom.engine_core.data.messages import EngineCoreOutput, SessionTurn
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
 from tokenloom.engine_core.kv_transfer.offload_tier import TierLoad
@@ -33,9 +34,10 @@ class OffloadingCore:
         policy: str = "recompute",
         executor: str = "uniproc",
         windows: Sequence[int | None] = (),
+        clock: Callable[[], int] = time.monotonic_ns,
         **config: object,
     ) -> None:
-        """``windows``: those of the groups of layers, if there are several."""
+        """``windows``: those of the groups of layers, if there are several. ``clock``: nanoseconds."""
         base = make_config(
             block_size=BLOCK_SIZE,
             async_scheduling=executor != "uniproc",
@@ -46,14 +48,14 @@ class OffloadingCore:
         worker = HashWorker(self.config, vocab_size=VOCAB_SIZE, max_model_len=256)
         if windows:
             worker = GroupedHashWorker(self.config, windows)
-        self.core = EngineCore(self.config, EXECUTORS[executor](worker), make_core_kv(self.config, ()))
+        self.core = EngineCore(self.config, EXECUTORS[executor](worker), make_core_kv(self.config, ()), clock=clock)
         self._news = threading.Event()
         self.core.on_update(self._news.set)
 
-    def run(self, *prompts: Sequence[int], max_tokens: int = 4) -> list[list[int]]:
-        """Tokens of each prompt, all asked for at once."""
+    def run(self, *prompts: Sequence[int], max_tokens: int = 4, session: SessionTurn | None = None) -> list[list[int]]:
+        """Tokens of each prompt, all asked for at once. ``session``: of which they are turns."""
         for index, prompt in enumerate(prompts):
-            self.core.add_request(make_request(str(index), prompt, max_tokens))
+            self.core.add_request(make_request(str(index), prompt, max_tokens, session=session))
         outputs: dict[str, list[EngineCoreOutput]] = {}
         while self.core.has_requests():
             for output in self.step():

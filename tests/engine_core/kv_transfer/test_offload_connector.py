@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,9 @@ from tests.engine_core.kv_transfer.offloading_core import (
     prompt_of,
     rot,
 )
+from tokenloom.engine_core.data.messages import SessionTurn
+from tokenloom.engine_core.kv_transfer import offload_tier
+from tokenloom.request.prefix_schedule import block_hashes
 
 
 @pytest.fixture
@@ -93,6 +97,73 @@ def test_requests_at_once(make_core: Callable[..., OffloadingCore]) -> None:
     for _ in range(3):
         assert core.run(*prompts) == [expected(prompt) for prompt in prompts]
     assert core.blocks_loaded > 0
+
+
+LONG_SESSION = prompt_of(1, 80)
+TURN = SessionTurn(1, return_ns=100)
+
+
+class Clock:
+    """Nanoseconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def run_others(core: OffloadingCore, clock: Clock) -> None:
+    """Fill what the session leaves of the pool, shortly before its next turn is due."""
+    for seed in range(2, 6):
+        clock.now = 40 + 10 * seed
+        core.run(prompt_of(seed, 4), max_tokens=12)
+        core.settle()
+
+
+def saved_of(core: OffloadingCore, prompt: list[int]) -> list[bool]:
+    connector: Any = core.core._connector
+    return [connector._index.find(each) is not None for each in block_hashes(prompt, BLOCK_SIZE)]
+
+
+@pytest.mark.parametrize("executor", ["uniproc", "late"])
+def test_a_session_is_saved_before_it_is_evicted(make_core: Callable[..., OffloadingCore], executor: str) -> None:
+    clock = Clock()
+    core = make_core(num_blocks=26, executor=executor, clock=clock)
+    core.run(LONG_SESSION, session=TURN)
+    assert not any(saved_of(core, LONG_SESSION))
+    run_others(core, clock)
+    find = core.core.scheduler.kv.pool.find
+    assert all(find(each) is not None for each in block_hashes(LONG_SESSION, BLOCK_SIZE))
+    assert all(saved_of(core, LONG_SESSION)), "its blocks are in the pool and in the file"
+
+
+@pytest.mark.parametrize(("session", "loaded"), [(TURN, 19), (None, 0)])
+def test_a_session_comes_back_whole_after_a_prompt_that_evicts_it_at_once(
+    make_core: Callable[..., OffloadingCore],
+    monkeypatch: pytest.MonkeyPatch,
+    session: SessionTurn | None,
+    loaded: int,
+) -> None:
+    monkeypatch.setattr(offload_tier, "MAX_PENDING_BYTES", 4 * BLOCK_BYTES)
+    clock = Clock()
+    core = make_core(num_blocks=26, budget=128, clock=clock)
+    core.run(LONG_SESSION, session=session)
+    run_others(core, clock)
+    core.run(prompt_of(9, 96))
+    core.settle()
+    assert core.run(LONG_SESSION) == [expected(LONG_SESSION)]
+    assert core.blocks_loaded == loaded, "without a session, what does not fit into the file's queue is dropped"
+
+
+def test_a_short_session_and_one_in_a_pool_with_room_are_not_saved(make_core: Callable[..., OffloadingCore]) -> None:
+    clock = Clock()
+    for num_blocks, prompt in ((26, prompt_of(1, 20)), (80, LONG_SESSION)):
+        core = make_core(num_blocks=num_blocks, clock=clock)
+        clock.now = 1
+        core.run(prompt, session=TURN)
+        run_others(core, clock)
+        assert not any(saved_of(core, prompt))
 
 
 def test_salts_do_not_share(make_core: Callable[..., OffloadingCore]) -> None:

@@ -270,6 +270,7 @@ class CoreMachine(RuleBasedStateMachine):
                 accepted=expected.received,
                 stop=arrival.stop,
                 salt=arrival.salt,
+                session=arrival.session,
                 priority=arrival.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
                 tenant=tenant,
             )

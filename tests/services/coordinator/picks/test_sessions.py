@@ -64,7 +64,7 @@ def test_a_line_is_recognised_without_an_id_from_its_second_turn_on() -> None:
     assert (second.past_tokens, second.return_milliseconds, second.moved) == (LONG * BLOCK_SIZE, 8000, False)
     third = mesh.turn(chain((1, LONG + 10)), B, after=4.0)
     assert third is not None
-    assert (third.branch, third.return_milliseconds, third.moved) == (second.branch, 7000, True)
+    assert (third.branch, third.return_milliseconds, third.moved) == (second.branch, 6727, True)
     assert third.past_tokens == (LONG + 6) * BLOCK_SIZE
 
 
@@ -144,7 +144,7 @@ def test_a_branch_leaves_an_earlier_turn_and_is_expected_like_it() -> None:
     assert trunk is not None
     assert branch.branch != trunk.branch
     assert (branch.moved, trunk.moved) == (False, False), "each goes on where it was"
-    assert branch.return_milliseconds == 6750
+    assert branch.return_milliseconds == 6640
 
 
 def test_another_attempt_and_another_leg_are_no_turns() -> None:

@@ -1,0 +1,149 @@
+"""Orders the free blocks of sessions by when their next turns are likely, and compares them with other free blocks."""
+
+import time
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+
+from ..data.request import SessionReturn
+
+OTHERS_WEIGHT = 4
+"""Blocks that nothing is expected of count as so many times as long unused as they are. A session that does not return
+keeps its blocks for no more than so many times as long as those were kept before there were sessions."""
+MIN_SAVED_BLOCKS = 16
+"""A shorter prompt costs less to compute again than to read back."""
+
+
+class _Kept:
+    """Holds the free blocks of one line of turns, the next to evict first: its end before its beginning."""
+
+    __slots__ = ("blocks", "is_overdue", "turn")
+
+    def __init__(self, turn: SessionReturn) -> None:
+        self.turn = turn
+        """The latest one that ended."""
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+        self.is_overdue = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place among those that are to come, by when, or among those that are overdue, by since when."""
+        return (self.turn.began_ns if self.is_overdue else self.turn.due_ns, self.turn.branch)
+
+
+class KeptBlocks:
+    """Keeps the free blocks that turns of sessions have used.
+
+    The block that is evicted first is the one whose next use is furthest away. A turn that is to come is as far away
+    as the session's intervals say. One that is overdue is as far away as the last one: of gaps with a long tail, such
+    as those in which tools run, what has lasted longer lasts longer still. So is a block that several lines share, for
+    example of a system prompt. All other blocks go in the order of their last use, as without sessions.
+
+    Each block costs O(1), and a line that gets or loses its last one O(log n) of the lines with free blocks.
+    """
+
+    # In simulations of 24 sessions with room for eight, this order computed 66 % of the tokens with gaps of 1 to 120 s
+    # whose logarithms are uniform (least recently used: 64 %), 38 % with short gaps and few long ones (41 %), and 43 %
+    # with gaps that each session has its own mean of (83 %).
+
+    def __init__(self) -> None:
+        self.now: Callable[[], int] = time.monotonic_ns
+        """Returns nanoseconds on the clock of the arrivals; the scheduler puts its own here."""
+        self.is_used = False
+        """Whether there ever was a turn of a session. Before, nothing here costs anything."""
+        self.num_blocks = 0
+        self.unsaved: OrderedDict[int, None] | None = None
+        """Blocks that a connector may save before they are evicted, the longest free first; None: there is none."""
+        self._kept: dict[int, _Kept] = {}  # by branch; those with free blocks only
+        self._to_come: list[tuple[int, int]] = []  # when, and branch, sorted
+        self._overdue: list[tuple[int, int]] = []  # since when, and branch, sorted
+        self._shared: OrderedDict[int, int] = OrderedDict()  # when each was used last
+        self._kept_in: dict[int, _Kept | None] = {}  # by free block; None: it is shared
+        self._users: dict[int, int | None] = {}  # by block: the branch that used it last; None: several have
+
+    def add(self, block_ids: Sequence[int], turn: SessionReturn) -> None:
+        """Keep blocks that became free when a turn ended, the next to evict first."""
+        self.is_used = True
+        self.num_blocks += len(block_ids)
+        users, branch = self._users, turn.branch
+        if (kept := self._kept.pop(branch, None)) is not None:
+            self._unlist(kept)
+            kept.turn = turn
+        else:
+            kept = _Kept(turn)
+        for block_id in block_ids:
+            if users.setdefault(block_id, branch) == branch:
+                kept.blocks[block_id] = None
+                self._kept_in[block_id] = kept
+            else:
+                users[block_id] = self._kept_in[block_id] = None
+                self._shared[block_id] = self.now()
+        if kept.blocks:
+            self._kept[branch] = kept
+            self._list(kept, is_overdue=turn.due_ns <= self.now())
+        if self.unsaved is not None and len(block_ids) >= MIN_SAVED_BLOCKS:
+            self.unsaved.update(dict.fromkeys(block_ids))
+
+    def remove(self, block_id: int) -> None:
+        """Note that a block is not free any more, or that its content is not found any more."""
+        kept = self._kept_in.pop(block_id)
+        self.num_blocks -= 1
+        if self.unsaved:
+            self.unsaved.pop(block_id, None)
+        if kept is None:
+            del self._shared[block_id]
+            return
+        del kept.blocks[block_id]
+        if not kept.blocks:
+            self._unlist(kept)
+            del self._kept[kept.turn.branch]
+
+    def evict(self, others: OrderedDict[int, int | None]) -> int | None:
+        """Take the block whose next use is furthest away; None if that is the first of ``others``. They are free blocks
+        with the time since which each is free, the first one the longest; None: since before there were sessions."""
+        now, block_id, furthest = self.now(), None, -1
+        if others:
+            since = next(iter(others.values()))
+            if since is None:
+                return None
+            furthest = OTHERS_WEIGHT * (now - since)
+        self._pass(now)
+        if self._to_come and (away := self._to_come[-1][0] - now) > furthest:
+            furthest, block_id = away, next(iter(self._kept[self._to_come[-1][1]].blocks))
+        if self._overdue and (away := now - self._overdue[0][0]) > furthest:
+            furthest, block_id = away, next(iter(self._kept[self._overdue[0][1]].blocks))
+        if self._shared:
+            first, since = next(iter(self._shared.items()))
+            if now - since > furthest:
+                block_id = first
+        if block_id is not None:
+            self.remove(block_id)
+        return block_id
+
+    def forget(self, block_id: int) -> None:
+        """Note that the content of a block, which is not kept here, is lost."""
+        self._users.pop(block_id, None)
+
+    def clear(self) -> list[int]:
+        """Keep nothing any more, and return the blocks."""
+        block_ids = list(self._kept_in)
+        for block_id in block_ids:
+            self.remove(block_id)
+        self._users.clear()
+        return block_ids
+
+    def _list(self, kept: _Kept, *, is_overdue: bool) -> None:
+        kept.is_overdue = is_overdue
+        insort(self._overdue if is_overdue else self._to_come, kept.key)
+
+    def _unlist(self, kept: _Kept) -> None:
+        keys = self._overdue if kept.is_overdue else self._to_come
+        del keys[bisect_left(keys, kept.key)]
+
+    def _pass(self, now: int) -> None:
+        """Move the lines whose turns have become overdue."""
+        num_due = bisect_right(self._to_come, now, key=itemgetter(0))
+        due, self._to_come[:num_due] = self._to_come[:num_due], []
+        for _, branch in due:
+            self._list(self._kept[branch], is_overdue=True)

@@ -35,6 +35,7 @@ from tokenloom.v1.engine_pb2 import (
     KVGrant,
     KVSource,
     PickId,
+    SessionTurn,
     SlotLogprobs,
 )
 from tokenloom.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
@@ -212,7 +213,8 @@ class FakeCoordinator(CoordinatorServicer):
         engine, role = next((each for each in able if each[1] == request.role), able[0])
         pick = PickId(coordinator_epoch=7, number=len(self.requests))
         whole = request.role != EngineRole.ENGINE_ROLE_DECODE and role != EngineRole.ENGINE_ROLE_PREFILL
-        return PickResponse(engine=engine, whole_request=whole, pick=pick)
+        session = SessionTurn(branch=request.session) if request.session else None
+        return PickResponse(engine=engine, whole_request=whole, pick=pick, session=session)
 
     async def Enroll(  # type: ignore[override]
         self, request: EnrollRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -21,7 +21,7 @@ from tests.services.output_processor.legs import (
     roles,
 )
 from tokenloom.request.errors import ResourceExhausted
-from tokenloom.v1.engine_pb2 import Finished
+from tokenloom.v1.engine_pb2 import Finished, SessionTurn
 
 __all__ = ["roles"]  # a fixture
 
@@ -71,6 +71,20 @@ async def test_each_leg_is_picked_when_it_is_due_and_within_the_pool_of_the_firs
     assert (first.prompt_tokens, second.prompt_tokens) == (3, 4)
     assert list(first.block_hash_prefixes) == list(second.block_hash_prefixes) == [3, 4]
     assert (first.fingerprint.weights, second.fingerprint.weights, second.fingerprint.kv_layout) == (b"", b"w", "HND")
+
+
+async def test_both_legs_name_the_turn_of_the_session(mesh: Mesh) -> None:
+    ids = mesh.ids("Once upon")
+    _, prefill = await prefilling(mesh, session=9)
+    prefill.stream.prefilled(prefill.slot, 0, ids[:1])
+    decode = await part(mesh, 2)
+    assert [pick.session for pick in mesh.coordinator.requests] == [9, 9]
+    assert prefill.add.session == decode.add.session == SessionTurn(branch=9)
+
+
+async def test_a_request_without_a_session_names_none(mesh: Mesh) -> None:
+    _, prefill = await prefilling(mesh)
+    assert not prefill.add.HasField("session")
 
 
 async def test_a_long_prefill_is_read_while_it_runs(mesh: Mesh) -> None:

@@ -174,6 +174,10 @@ class Client:
         answer.num_ends[delta.index] += delta.finished is not None
 
 
+NUM_SESSIONS = 7
+"""Half of the requests are turns of so many sessions; their prompts begin alike or not."""
+
+
 def _bare(error: E) -> E:
     """Return the error without its traceback, which would keep the whole run in memory."""
     error.__context__ = error.__cause__ = None
@@ -194,4 +198,5 @@ def make_generate_request(ask: Ask, timeout: float) -> GenerateRequest:
         ignore_eos=True,
         num_samples=ask.num_samples,
         timeout=timeout,
+        session=f"session {ask.seed % NUM_SESSIONS}" if ask.seed % 2 else "",
     )

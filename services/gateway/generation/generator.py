@@ -23,7 +23,8 @@ from ..tenants.tenant import Tenant
 from .admission import AdmittedCall, AdmittedRequest, RequestAdmission
 from .beam_run import BeamTexts
 from .charge import Charges
-from .preparation import MeshLinks, Preparer, RequestContext, add_hashes, cache_salt
+from .encoded_prompt import add_hashes
+from .preparation import MeshLinks, Preparer, RequestContext, cache_salt
 from .request_trace import GatewayTrace, traced
 from .resumable import ResumableRequests
 from .running_generation import RunningGeneration

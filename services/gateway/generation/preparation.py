@@ -5,13 +5,10 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TypeAlias, cast
 
-from tokenloom.request import bad_words, errors, packed_ids, validation
+from tokenloom.request import bad_words, errors, validation
 from tokenloom.request.adapter_names import adapter_salt
-from tokenloom.request.narrowing import narrow_token_ids
-from tokenloom.request.prefix_schedule import MAX_BLOCKS, block_hashes, shortened
-from tokenloom.request.prompt_embeds import check_embeds, join_parts
+from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, Tracer
 from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 
@@ -23,15 +20,10 @@ from ..records.pooling_input import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from ..tenants.tenant import SALT_BYTES
 from .beam_run import BeamPlan, plan_beams
+from .encoded_prompt import EncodedPrompt, add_hashes, continued, read_ids, truncated, unpack_kept
 from .open_turn import OpenTurn, TurnComparer
 from .past_turns import MAX_CHAT_BYTES, PastTurns
 
-EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
-"""The latter for prompts with embeddings."""
-
-TOKENS_PER_TURN = 1 << 14
-"""Tokens of a request that are hashed in one turn of the event loop, up to twice as many at its end: 1 ms for blocks of
-16 tokens."""
 _TRUNCATED_CONTEXTS = 8
 """Limit on a text that is to be truncated, in contexts: all of it is encoded first."""
 
@@ -153,16 +145,16 @@ class Preparer:
             encoding = self._tokenizers.encode_chat(chat, hash_salt=salt, tenant=request.tenant.name)
             rendered = (await encoding).prompt
             if packed := rendered.packed_token_ids:
-                await _unpack(rendered, keep, request.prompt_field, limits)
+                await unpack_kept(rendered, keep, request.prompt_field, limits)
             prompts = [rendered]
             if (chat.tools_json or chat.has_answers or request.session) and keep is None:
                 turn = await self._open_turn(request, chat, rendered, packed, salt, info.eos_token_ids)
         else:
             prompts = await self._encode(request, request.prompts, keep, salt, limits)
         if keep is not None:
-            prompts = [_truncated(prompt, keep) for prompt in prompts]
+            prompts = [truncated(prompt, keep) for prompt in prompts]
         if request.before:
-            prompts = [_continued(request.before, prompt) for prompt in prompts]
+            prompts = [continued(request.before, prompt) for prompt in prompts]
         if turn is not None or keep is not None or request.before or not isinstance(request.prompts, Chat):
             await add_hashes(prompts, view.block_size, salt)  # otherwise the tokenizer has done it
         if turn is not None:
@@ -239,14 +231,14 @@ class Preparer:
             )
             encoded = (await encoding).prompts
             for each in encoded:
-                await _unpack(each, keep, request.prompt_field, limits)
+                await unpack_kept(each, keep, request.prompt_field, limits)
             return list(encoded)
         read: list[EncodedPrompt] = []
         for prompt in prompts:
             if read:
                 await asyncio.sleep(0)
             assert not isinstance(prompt, str), "there are texts or others"
-            read.append(_read(prompt, keep, request.prompt_field, limits))
+            read.append(read_ids(prompt, keep, request.prompt_field, limits))
         return read
 
     async def _forbid(
@@ -375,60 +367,6 @@ def check_sizes(
             raise errors.ContextLengthExceeded.of(num_tokens, limits.max_model_len, reason, field)
 
 
-def _read(
-    prompt: str | Sequence[object] | EmbeddedPrompt, keep: int | None, field: str, limits: types_pb2.ModelLimits
-) -> EncodedPrompt:
-    if not isinstance(prompt, EmbeddedPrompt):
-        return _token_ids(prompt if keep is None else prompt[-keep:], field, limits)
-    if keep is not None:
-        raise errors.InvalidArgument(f"truncate_prompt_tokens is not supported with {field}", "truncate_prompt_tokens")
-    return join_parts(prompt.parts, limits)
-
-
-def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimits) -> tokenizer_pb2.TokenizedPrompt:
-    if len(prompt) >= limits.max_model_len:
-        # Refuse it for its length before its items are looked at.
-        validation.check_prompt(cast(Sequence[int], prompt), types_pb2.SamplingParams(), limits, field=field)
-    return tokenizer_pb2.TokenizedPrompt(token_ids=narrow_token_ids(field, prompt))
-
-
-async def unpack(prompt: tokenizer_pb2.TokenizedPrompt, ids: Sequence[int]) -> None:
-    """Give a packed prompt these ids of it, in pieces, because they become integers of Python."""
-    for start in range(0, len(ids), TOKENS_PER_TURN):
-        prompt.token_ids.extend(ids[start : start + TOKENS_PER_TURN])
-        await asyncio.sleep(0)
-    prompt.ClearField("packed_token_ids")
-
-
-async def _unpack(
-    prompt: tokenizer_pb2.TokenizedPrompt, keep: int | None, field: str, limits: types_pb2.ModelLimits
-) -> None:
-    """Unpack the ids of a prompt that are kept; None: all. Raises ``ContextLengthExceeded`` if they are too many."""
-    if not prompt.packed_token_ids:
-        return
-    ids = packed_ids.ids_of(prompt)
-    if keep is None and len(ids) >= limits.max_model_len:  # refused for its length before its items are looked at
-        validation.check_prompt(range(len(ids)), types_pb2.SamplingParams(), limits, field=field)
-    if keep is not None and len(ids) > keep:
-        ids = ids[-keep:]
-        prompt.ClearField("block_hash_prefixes")  # they are those of another beginning
-    await unpack(prompt, ids)
-
-
-def _continued(before: Sequence[int], prompt: EncodedPrompt) -> EncodedPrompt:
-    """Return the prompt after the tokens before it, without its block hashes, which assume that a prompt begins."""
-    if not prompt.token_ids:
-        return prompt
-    return tokenizer_pb2.TokenizedPrompt(token_ids=[*before, *prompt.token_ids], reasoning_start=prompt.reasoning_start)
-
-
-def _truncated(prompt: EncodedPrompt, keep: int) -> EncodedPrompt:
-    """Return the end of a prompt, without its block hashes, which are those of another beginning."""
-    if len(prompt.token_ids) <= keep:
-        return prompt
-    return tokenizer_pb2.TokenizedPrompt(token_ids=prompt.token_ids[-keep:], reasoning_start=prompt.reasoning_start)
-
-
 def cache_salt(request: GenerateRequest) -> bytes:
     """Return the salt of the hashes of a request's KV blocks. The client's own never reaches beyond its tenant, and no
     other adapter has the same."""
@@ -436,31 +374,6 @@ def cache_salt(request: GenerateRequest) -> bytes:
     if request.own_salt:
         salt = hashlib.blake2b(request.own_salt.encode(), key=salt, digest_size=SALT_BYTES).digest()
     return salt if request.adapter is None else adapter_salt(salt, request.adapter.digest)
-
-
-async def add_hashes(prompts: Iterable[EncodedPrompt], block_size: int, salt: bytes) -> None:
-    """Add to a request's prompts the block hashes by which they are placed, to those that have none.
-
-    Prompts with embeddings get none: hashes of token ids do not cover them. ``block_size``: tokens of a KV block; 0:
-    the engines differ or are not known, and nothing is hashed.
-    """
-    # Only the tokenizer hashed blocks once, so prompts of token ids and the next turns of a session were placed without
-    # regard to the engine that has their beginning in its cache.
-    num_hashed = 0  # in this turn
-    for prompt in prompts:
-        if isinstance(prompt, types_pb2.Prompt) or not block_size or prompt.block_hash_prefixes:
-            continue
-        most = max(TOKENS_PER_TURN // block_size, 1) * block_size
-        end = min(len(prompt.token_ids) // block_size, MAX_BLOCKS) * block_size
-        hashes: list[bytes] = []
-        for start in range(0, end, most):
-            if num_hashed >= TOKENS_PER_TURN:
-                num_hashed = 0
-                await asyncio.sleep(0)
-            ids = prompt.token_ids[start : min(start + most, end)]
-            hashes += block_hashes(ids, block_size, hashes[-1] if hashes else b"", salt)
-            num_hashed += len(ids)
-        prompt.block_hash_prefixes.extend(shortened(hashes))
 
 
 @dataclass(frozen=True, slots=True)

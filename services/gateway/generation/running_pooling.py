@@ -16,7 +16,8 @@ from ..mesh.tokenizer_client import MAX_WAITING, TokenizerClient
 from ..records.generate_request import Chat, EmbeddedPrompt
 from ..records.pooling_input import PoolingInput, task_name, task_names
 from .admission import POOLED_AT_ONCE, AdmittedRequest
-from .preparation import RequestContext, cache_salt, check_sizes, unpack
+from .encoded_prompt import unpack
+from .preparation import RequestContext, cache_salt, check_sizes
 
 MAX_RESULT_BYTES = 256 << 20
 """Limits the results of one call: 2,048 vectors of 32,768 numbers, or 65,536 token vectors of 1,024."""

@@ -7,7 +7,7 @@ import pytest
 
 from tests.services.gateway.fakes import BLOCK_SIZE, MODEL, FakeMesh
 from tokenloom.request.prefix_schedule import prefix_hashes
-from tokenloom.services.gateway.generation import preparation
+from tokenloom.services.gateway.generation import encoded_prompt
 from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
 
 IDS = [number % 200 for number in range(3 * BLOCK_SIZE + 5)]
@@ -66,7 +66,7 @@ async def test_a_text_that_is_cut_by_the_gateway_is_hashed_anew(mesh: FakeMesh, 
 
 
 async def test_a_long_prompt_is_hashed_in_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "TOKENS_PER_TURN", 4 * BLOCK_SIZE)
+    monkeypatch.setattr(encoded_prompt, "TOKENS_PER_TURN", 4 * BLOCK_SIZE)
     prompts = [TokenizedPrompt(token_ids=range(10 * BLOCK_SIZE)) for _ in range(3)]
     turns, done = 0, asyncio.Event()
 
@@ -77,7 +77,7 @@ async def test_a_long_prompt_is_hashed_in_turns_of_the_loop(monkeypatch: pytest.
             await asyncio.sleep(0)
 
     counter = asyncio.create_task(count())
-    await preparation.add_hashes(prompts, BLOCK_SIZE, b"salt")
+    await encoded_prompt.add_hashes(prompts, BLOCK_SIZE, b"salt")
     done.set()
     await counter
     assert turns >= 6
@@ -87,5 +87,5 @@ async def test_a_long_prompt_is_hashed_in_turns_of_the_loop(monkeypatch: pytest.
 
 async def test_without_a_block_size_nothing_is_hashed() -> None:
     prompt = TokenizedPrompt(token_ids=range(64))
-    await preparation.add_hashes([prompt], 0, b"")
+    await encoded_prompt.add_hashes([prompt], 0, b"")
     assert not prompt.block_hash_prefixes

@@ -37,6 +37,8 @@ PYTEST = $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadscope --no-loadsc
 # 5 no tests, more than 128 a signal), and then tests that never ran would count as passed.
 AGAIN ?=
 RUN_TESTS = $(PYTEST) $(1) $(if $(AGAIN),|| { status=$$?; test $$status = 1 && $(MAKE) test-again; })
+# How long `make soak` sends requests to a mesh without faults.
+SOAK_SECONDS ?= 7200
 export HF_HUB_OFFLINE ?= 1
 # The tests start hundreds of processes that import the same modules: let Python keep their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -196,7 +198,7 @@ simulate: install ## run 10,000 seeds of the simulated mesh, with faults of ever
 	for bug in no_retry stale_frames ignored_lease; do $(BIN)/python -m tests.simulation --seeds 200 --bug $$bug || exit 1; done
 	$(BIN)/python -m tests.simulation.waves --schedules 20000
 
-soak: install ## run random schedules of faults and of awaits, JSON schemas, expensive grammars, what faults leave, malformed requests, replayed answers, frames and command lines, tiny models
+soak: install ## run random schedules of faults and of awaits, JSON schemas, expensive grammars, what faults leave, two hours of requests (SOAK_SECONDS), malformed requests, replayed answers, frames and command lines, tiny models
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 1000 --async-scheduling
 	$(BIN)/python -m tests.soak --schedules 50 --worker model
@@ -205,6 +207,7 @@ soak: install ## run random schedules of faults and of awaits, JSON schemas, exp
 	$(BIN)/python -m tests.explorer --seeds 10000 --jobs 2
 	$(BIN)/python -m tests.soak.schemas --schemas 300
 	$(BIN)/python -m tests.soak.ledger
+	$(BIN)/python -m tests.soak.endurance --seconds $(SOAK_SECONDS)
 	$(BIN)/python -m tests.soak.waves
 	$(BIN)/python -m tests.soak.waves --experts
 	$(BIN)/python -m tests.soak.adapters

@@ -4,7 +4,8 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from msgspec.structs import replace
@@ -69,17 +70,23 @@ class LayoutRun:
 
     async def work(self, target: Target) -> None:
         """Send the requests undisturbed, then under the planned faults."""
-        clients = self._clients(target)
-        load = Load(clients, len(target.http), self._cases(), self._load_options(), self._rng)
         self._note(f"layout {self._layout.name}: {self._planned} faults planned; recording references")
-        try:
-            await load.record_references()
+        async with self.loaded(target, self._rate()) as load:
             injector = Injector(target.mesh, target.links)
             self._injections = injector.injections
             faults = asyncio.create_task(self._make_faults(injector, target))
             self._records = await load.run(self._options.requests, faults.done, lambda: injector.now)
             await faults
             self._seconds = injector.now
+
+    @asynccontextmanager
+    async def loaded(self, target: Target, rate: float) -> AsyncIterator[Load]:
+        """Yield what sends the requests, ``rate`` of them in a second, once their undisturbed answers are recorded."""
+        clients = self._clients(target)
+        load = Load(clients, len(target.http), self._cases(), self._load_options(rate), self._rng)
+        try:
+            await load.record_references()
+            yield load
         finally:
             for client in clients:
                 await client.close()
@@ -136,12 +143,15 @@ class LayoutRun:
             BatchClient(target.http, DEMO_MODEL_NAME),
         ]
 
-    def _load_options(self) -> LoadOptions:
+    def _rate(self) -> float:
         options = self._options
         seconds = sum(max(options.every, _seconds_taken(fault)) for fault in self._plan)
         if self._campaign.in_order:
             seconds += _TERM_SECONDS * self._planned
-        rate = options.requests / seconds
+        return options.requests / seconds
+
+    def _load_options(self, rate: float) -> LoadOptions:
+        options = self._options
         return LoadOptions(
             rate=rate,
             reference_rate=max(rate, _LEAST_REFERENCE_RATE),

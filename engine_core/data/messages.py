@@ -77,7 +77,7 @@ class SessionTurn(msgspec.Struct, array_like=True, gc=False):
     branch: int
     """Stands for the line of turns; the coordinator gives the numbers."""
     return_ns: int
-    """Nanoseconds from its arrival until that of the next turn."""
+    """Nanoseconds from its arrival until that of the next turn; 0: it may come at any time."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

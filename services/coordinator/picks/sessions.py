@@ -6,6 +6,7 @@ tenant. What is known is soft state: a new coordinator learns it anew from the n
 it.
 """
 
+import math
 from array import array
 from bisect import bisect
 from collections import OrderedDict, deque
@@ -28,11 +29,13 @@ TURNS = 16
 """Turns of a line at whose ends another line may begin."""
 FORGET_SECONDS = 1800.0
 """A session whose next turn has not come after so long is forgotten."""
-_LEAST_INTERVAL = 0.001  # seconds
-FIRST_INTERVAL = 20.0
-"""Seconds until the second turn of a session, as long as its tenant's sessions have shown no interval."""
 _NEW_SHARE = 0.25
-"""Weight of the latest interval in the mean of a session's intervals."""
+"""Weight of the latest interval in the means of a line's intervals."""
+_LEAST_INTERVAL = 0.001
+"""Seconds that count for a shorter interval."""
+MAX_SPREAD = 0.7
+"""Mean distance of the logarithms of a line's intervals from their mean up to which the next one can be predicted: they
+are within a factor of two. Of tools that take a second now and two minutes then, no mean says when they end."""
 _MAX_LOST = 4
 """Lines that an id may begin without a second turn before it counts as one that says nothing, such as the name of an
 application that all its requests carry."""
@@ -48,13 +51,35 @@ _AT_ENDS = (1, 2, 4)
 _DECODE = EngineRole.ENGINE_ROLE_DECODE
 
 
+class Intervals(NamedTuple):
+    """Describes the times between the beginnings of a line's turns. ``mean``: the geometric one, in seconds;
+    ``spread``: the mean distance of their logarithms from its; ``num``: how many there were."""
+
+    mean: float = 1.0
+    spread: float = 0.0
+    num: int = 0
+
+    def with_one(self, seconds: float) -> "Intervals":
+        """Return them with one more."""
+        seconds = max(seconds, _LEAST_INTERVAL)
+        if not self.num:
+            return Intervals(seconds, 0.0, 1)
+        distance = math.log(seconds / self.mean)
+        spread = self.spread + (abs(distance) - self.spread) * (_NEW_SHARE if self.num > 1 else 1.0)
+        return Intervals(self.mean * math.exp(_NEW_SHARE * distance), spread, self.num + 1)
+
+    @property
+    def next(self) -> float:
+        """Seconds after which the next turn is likely; 0: it may come at any time, as far as they say."""
+        return self.mean if self.num > 1 and self.spread <= MAX_SPREAD else 0.0
+
+
 @dataclass(slots=True, eq=False)
 class _Session:
     """Holds what the lines of one id have in common; ``key`` 0: it has one line, which no client has named."""
 
     key: int
     branches: list["_Branch"] = field(default_factory=list)
-    interval: float | None = None
     num_lost: int = 0  # lines in a row that began without another one's second turn
 
 
@@ -70,7 +95,7 @@ class _Branch:
     began_at: float  # the latest turn
     engine: EngineRef
     points: deque[int]  # hashes at the ends of its latest turns, under which it is found
-    interval: float | None = None
+    intervals: Intervals
     num_turns: int = 1
 
 
@@ -81,7 +106,6 @@ class _Tenant:
     branches: OrderedDict[int, _Branch] = field(default_factory=OrderedDict)  # by number, the latest turn last
     sessions: dict[int, _Session] = field(default_factory=dict)  # by the client's id
     points: dict[int, _Branch] = field(default_factory=dict)
-    interval: float | None = None
 
 
 class Turn(NamedTuple):
@@ -171,7 +195,7 @@ class Sessions:
         past_tokens = min(turn.num_blocks * engine.fingerprint.block_size, request.prompt_tokens)
         return SessionTurn(
             branch=branch.number,
-            return_milliseconds=round(1000 * self._expected(branch)),
+            return_milliseconds=round(1000 * branch.intervals.next),
             past_tokens=past_tokens,
             moved=moved and bool(past_tokens),
         )
@@ -193,7 +217,7 @@ class Sessions:
             began_at=self._clock(),
             engine=engine,
             points=deque(),
-            interval=turn.branch.interval if turn.branch is not None and turn.num_common else None,
+            intervals=turn.branch.intervals if turn.branch is not None and turn.num_common else Intervals(),
         )
         session.branches.append(branch)
         self._branches[branch.number] = tenant.branches[branch.number] = branch
@@ -212,11 +236,7 @@ class Sessions:
         if request.session and not session.key and request.session not in tenant.sessions:
             session.key = request.session  # its client names it from now on
             tenant.sessions[session.key] = session
-        interval = max(now - branch.began_at, _LEAST_INTERVAL)
-        for each in (branch, session, tenant):
-            before = each.interval
-            # The geometric mean: of tools that mostly take seconds and now and then minutes, it says seconds.
-            each.interval = interval if before is None else before * (interval / before) ** _NEW_SHARE
+        branch.intervals = branch.intervals.with_one(now - branch.began_at)
         branch.num_turns += 1
         session.num_lost = 0
         branch.began_at = now
@@ -226,13 +246,6 @@ class Sessions:
         self._branches.move_to_end(branch.number)
         tenant.branches.move_to_end(branch.number)
         self._add_points(tenant, branch)
-
-    def _expected(self, branch: _Branch) -> float:
-        """Return how many seconds after its latest turn the next one of a line is likely."""
-        for each in (branch, branch.session, self._tenants[branch.tenant]):
-            if each.interval is not None:
-                return each.interval
-        return FIRST_INTERVAL
 
     def _add_points(self, tenant: _Tenant, branch: _Branch) -> None:
         hashes, points = branch.hashes, branch.points

@@ -18,13 +18,17 @@ def best(engines: EngineColumns, candidates: Candidates, ask: Ask, rule: Rule) -
     """Return the row of the best engine among ``candidates`` (at least one).
 
     Engines that report in time come first, then those with free room for the prompt, then those of the least cost by
-    the rule, then those with most of the prompt cached, then the one that was not chosen for the longest time.
+    the rule, then those with most of the prompt cached, then the one that was not chosen for the longest time. The
+    engine of a session counts as one with room: its turn costs less to wait for than to compute anew elsewhere.
     """
     if len(candidates) == 1:  # there is nothing to compare, which would take a third of a pick's time
         return int(candidates.rows[0])
     free = engines.free_tokens[candidates.index]
     if engines.num_late or free[free.argmin()] <= ask.prompt_tokens:
         tiers = engines.is_late[candidates.index] * 2 + (free <= np.array(ask.prompt_tokens))
+        if ask.session is not None:
+            for at in candidates.positions((ask.session.row,)):
+                tiers[at] &= 2
         candidates = Candidates(candidates.rows[tiers == tiers.min()])
     costs = rule(engines, candidates, ask)
     least = costs.argmin()

@@ -35,8 +35,8 @@ _WAITING_WEIGHT, _NONE = np.array(WAITING_WEIGHT), np.array(0.0)
 SESSION_TOKENS = 1024
 """So many tokens of a session that need not be computed again weigh as much as a waiting request, whose prompt is about
 as long."""
-MAX_SESSION_WEIGHT = 4 * WAITING_WEIGHT
-"""What a session saves counts for so much at most: an engine that has more to do than others by four waiting requests
+MAX_SESSION_WEIGHT = 8 * WAITING_WEIGHT
+"""What a session saves counts for so much at most: an engine that has more to do than others by eight waiting requests
 loses sessions to them, however long these are."""
 _TIE = 0.5
 """Between engines of equal scores a session stays where it is."""

@@ -61,7 +61,7 @@ def test_a_line_is_recognised_without_an_id_from_its_second_turn_on() -> None:
     assert mesh.turn(chain((1, LONG))) is None, "nothing says that another turn follows"
     second = mesh.turn(chain((1, LONG + 6)), after=8.0)
     assert second is not None
-    assert (second.past_tokens, second.return_milliseconds, second.moved) == (LONG * BLOCK_SIZE, 8000, False)
+    assert (second.past_tokens, second.return_milliseconds, second.moved) == (LONG * BLOCK_SIZE, 0, False)
     third = mesh.turn(chain((1, LONG + 10)), B, after=4.0)
     assert third is not None
     assert (third.branch, third.return_milliseconds, third.moved) == (second.branch, 6727, True)
@@ -85,8 +85,8 @@ def test_a_short_prompt_is_a_turn_only_by_an_id() -> None:
     second = mesh.turn(chain((1, 6)), session=9, after=2.0)
     assert first is not None
     assert second is not None
-    assert (first.past_tokens, first.return_milliseconds) == (0, 1000 * sessions.FIRST_INTERVAL)
-    assert (second.branch, second.past_tokens, second.return_milliseconds) == (first.branch, 4 * BLOCK_SIZE, 2000)
+    assert (first.past_tokens, first.return_milliseconds) == (0, 0)
+    assert (second.branch, second.past_tokens, second.return_milliseconds) == (first.branch, 4 * BLOCK_SIZE, 0)
 
 
 def test_questions_after_a_common_beginning_are_no_turns() -> None:
@@ -106,7 +106,7 @@ def test_no_other_tenant_meets_a_session(session: int) -> None:
     if session:
         assert theirs is not None
         assert theirs.branch != mine.branch
-        assert (theirs.past_tokens, theirs.return_milliseconds) == (0, 1000 * sessions.FIRST_INTERVAL)
+        assert (theirs.past_tokens, theirs.return_milliseconds) == (0, 0)
     else:
         assert theirs is None
 
@@ -135,7 +135,7 @@ def test_an_id_that_every_request_carries_says_nothing() -> None:
 
 def test_a_branch_leaves_an_earlier_turn_and_is_expected_like_it() -> None:
     mesh = Mesh()
-    for count in (LONG, LONG + 4, LONG + 8):
+    for count in (LONG, LONG + 4, LONG + 8, LONG + 12):
         mesh.turn(chain((1, count)), after=6.0)
     assert mesh.turn(chain((1, LONG + 4), (2, 9)), B) is None
     branch = mesh.turn(chain((1, LONG + 4), (2, 12)), B, after=9.0)
@@ -150,6 +150,7 @@ def test_a_branch_leaves_an_earlier_turn_and_is_expected_like_it() -> None:
 def test_another_attempt_and_another_leg_are_no_turns() -> None:
     mesh = Mesh()
     mesh.turn(chain((1, LONG)))
+    mesh.turn(chain((1, LONG + 2)), after=8.0)
     before = mesh.turn(chain((1, LONG + 4)), after=8.0)
     again = mesh.turn(chain((1, LONG + 4)), B, after=1.0, more_tokens=3, exclude="a")
     decode = mesh.turn(chain((1, LONG + 4)), A, role=DECODE, more_tokens=4)
@@ -161,6 +162,36 @@ def test_another_attempt_and_another_leg_are_no_turns() -> None:
     assert before.branch == again.branch == decode.branch == after.branch
     assert after.return_milliseconds == 8000, "the attempt began no interval"
     assert not after.moved, "the prompt was computed on the second engine"
+
+
+@pytest.mark.parametrize(
+    ("gaps", "expected"),
+    [
+        ([], 0),
+        ([5.0], 0),
+        ([5.0, 5.0], 5000),
+        ([4.0, 6.0, 4.0, 6.0, 5.0], 4846),
+        ([0.0, 0.0], 1),
+        ([1.0, 120.0, 1.0, 120.0, 1.0], 0),
+        ([1.0, 120.0, *[10.0] * 20], 10008),
+    ],
+)
+def test_only_regular_intervals_predict_the_next_turn(gaps: list[float], expected: int) -> None:
+    mesh = Mesh()
+    found = mesh.turn(chain((1, 40)), session=9)
+    for number, gap in enumerate(gaps, 1):
+        found = mesh.turn(chain((1, 40 + number)), session=9, after=gap)
+    assert found is not None
+    assert found.return_milliseconds == pytest.approx(expected, abs=400)
+    assert bool(found.return_milliseconds) == bool(expected)
+
+
+def test_an_engine_without_room_keeps_its_session() -> None:
+    fleet = Fleet("b0", "b1")
+    assert fleet.pick(BOTH, 1700, block_hash_prefixes=chain((1, 100)), session=9) == "b0*"
+    fleet.load("b0", running=1, free_kv_blocks=10)
+    assert fleet.pick(BOTH, 1800, block_hash_prefixes=chain((1, 110)), session=9) == "b0*"
+    assert fleet.pick(BOTH, 1800, block_hash_prefixes=chain((1, 110))) == "b1*"
 
 
 def test_a_client_that_begins_to_name_its_session_keeps_it() -> None:
@@ -199,7 +230,7 @@ def test_the_points_of_a_line_are_bounded() -> None:
     assert len(tenant.points) == 3
 
 
-@pytest.mark.parametrize(("waiting", "expected"), [(0, "b0*"), (3, "b0*"), (5, "b1*")])
+@pytest.mark.parametrize(("waiting", "expected"), [(0, "b0*"), (6, "b0*"), (9, "b1*")])
 def test_a_session_returns_to_its_engine_unless_the_load_outweighs_it(waiting: int, expected: str) -> None:
     fleet = Fleet("b0", "b1")
     for each in fleet.records.values():

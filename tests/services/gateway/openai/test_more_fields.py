@@ -110,5 +110,9 @@ async def test_a_response_and_a_message_name_them_too(mesh: FakeMesh, http: http
     body = {"input": "hi", "include": ["x"], "text": {"verbosity": "low"}, "user": "me"}
     response = await http.post("/v1/responses", json=body)
     assert response.headers[IGNORED] == "include, text.verbosity, user"
-    message = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], "metadata": {"user_id": "me"}}
-    assert (await http.post("/v1/messages", json=message)).headers[IGNORED] == "metadata"
+    message = {
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "hi"}],
+        "metadata": {"user_id": "me", "team": "a"},
+    }
+    assert (await http.post("/v1/messages", json=message)).headers[IGNORED] == "metadata.team"

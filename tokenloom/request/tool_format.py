@@ -106,7 +106,12 @@ class ToolFormat(Struct, frozen=True, omit_defaults=True):
     @property
     def binds_arguments(self) -> bool:
         """Whether a grammar can hold the arguments to a schema from where the model begins a call."""
-        return not self.varies and self.syntax in ("json", "named", "pairs") and bool(self.openings)
+        return self.demands_calls and bool(self.openings)
+
+    @property
+    def demands_calls(self) -> bool:
+        """Whether a grammar can make an output consist of calls."""
+        return not self.varies and self.syntax in ("json", "named", "pairs", "python")
 
     @property
     def openings(self) -> tuple[str, ...]:

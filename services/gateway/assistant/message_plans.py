@@ -8,13 +8,13 @@ from functools import partial
 from tokenloom.request import bad_words
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import HARMONY, ReasoningFormat, reasoning_format
-from tokenloom.request.tool_format import FORMATS, REQUIRED, ToolFormat, from_json
+from tokenloom.request.tool_format import FORMATS, ToolFormat, from_json
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 from ..formats.call_parser import ToolParser, new_call_id, open_parser
 from ..formats.harmony import PlainContent
 from ..formats.message_parts import CallArguments, CallBegin, Content, Part, ReasoningText
-from ..formats.strict_calls import NamedCall, forced_constraint, has_strict, strict_constraint
+from ..formats.strict_calls import NamedCall, force, has_strict, strict_constraint
 from ..formats.think import OpenReasoning, opener
 from ..formats.tool_request import Tool, ToolChoice, ToolRequest
 from ..mesh.tokenizer_client import TokenizerClient
@@ -269,16 +269,18 @@ class MessagePlans:
         be enforced, and for calls that could not be read.
         """
         unbound: Sequence[str] = ()
+        form = self.tools
         if request.choice is ToolChoice.AUTO:
             unbound = self._bind_strict(generate_request.sampling, request)
-        elif request.named is not None or request.choice is ToolChoice.REQUIRED:
-            constraint, unbound = forced_constraint(request)
-            generate_request.sampling.structured_outputs.CopyFrom(constraint)
+        elif request.is_forced:
+            forced = force(request, self.tools)
+            form, unbound = forced.form, forced.lost
+            generate_request.sampling.structured_outputs.CopyFrom(forced.constraint)
         elif request.tools and self.shown(request) and not generate_request.sampling.HasField("structured_outputs"):
             # The prompt stays that of other choices, whose blocks are cached. A grammar decides what may come.
             for token_ids in self.openings:
                 generate_request.sampling.bad_words.add(ids=token_ids)
-        if self._keeps_special_tokens(request):
+        if self._keeps_special_tokens(request, form):
             generate_request.text.skip_special_tokens = False
         open_reasoning = None if self.reasoning is None else opener(self.reasoning)
         plan = MessagePlan(open_reasoning=open_reasoning, include_reasoning=include_reasoning)
@@ -287,22 +289,22 @@ class MessagePlans:
         return (
             replace(
                 plan,
-                open_tools=self._opener(request),
+                open_tools=self._opener(request, form),
                 new_call_id=partial(new_call_id, self.tools),
                 parallel_calls=request.parallel,
             ),
             unbound,
         )
 
-    def _keeps_special_tokens(self, request: ToolRequest) -> bool:
+    def _keeps_special_tokens(self, request: ToolRequest, form: ToolFormat | None) -> bool:
         """Return whether the parsers read marks that are special tokens."""
         if self.reasoning is not None and any(
             mark in text for mark in self.special_marks for text in self.reasoning[:2]
         ):
             return True
-        if self.tools is None or request.choice is not ToolChoice.AUTO:
+        if form is None or request.choice is ToolChoice.NONE:
             return False
-        return self.tools.keeps_special_tokens or not self.special_marks.isdisjoint(self.tools.openings)
+        return form.keeps_special_tokens or not self.special_marks.isdisjoint(form.openings)
 
     def _bind_strict(self, sampling: types_pb2.SamplingParams, request: ToolRequest) -> Sequence[str]:
         """Decode the arguments of strict tools under their schemas; return the member of tools that has no effect.
@@ -318,17 +320,17 @@ class MessagePlans:
             sampling.structured_outputs.CopyFrom(constraint)
         return ()
 
-    def _opener(self, request: ToolRequest) -> Callable[[], ToolParser]:
+    def _opener(self, request: ToolRequest, form: ToolFormat | None) -> Callable[[], ToolParser]:
         if request.choice is ToolChoice.AUTO:
             if self.reasoning == HARMONY:
                 return PlainContent
-            if self.tools is None:
+            if form is None:
                 raise InvalidArgument(
                     'tool_choice "auto" needs a parser for the calls of this model, which its chat template does not '
                     "name: start the gateway with --tool-call-parser",
                     "tool_choice",
                 )
-            return partial(open_parser, self.tools, request.tools)
-        if request.named is not None:
+        if form is None:
+            assert request.named is not None
             return partial(NamedCall, request.named.name)
-        return partial(open_parser, REQUIRED, request.tools)
+        return partial(open_parser, form, request.tools)

@@ -10,6 +10,8 @@ from tokenloom.request.tool_format import ID, INDEX, KIND, ToolFormat
 from .pairs import ValueKind, value_kind
 
 Tag = dict[str, Any]
+_MAX_FIRSTS = 6
+"""Arguments of which any may be the first one written, where none must be there; those behind them follow others."""
 _PLACES = {ID: "[A-Za-z0-9]{9}", INDEX: "[0-9]{1,4}"}
 _PLACE = re.compile(f"({ID}|{INDEX})")
 
@@ -22,6 +24,22 @@ def section_tag(form: ToolFormat, tags: Sequence[Tag], *, parallel: bool) -> Tag
     return {"type": "tag", "begin": form.section[0], "content": calls, "end": form.section[1]}
 
 
+def forced_format(form: ToolFormat, tags: Sequence[Tag], *, parallel: bool) -> Tag:
+    """Return the format of an output that consists of calls."""
+    calls = section_tag(form, tags, parallel=parallel)
+    calls["begin"] = calls["begin"].lstrip()
+    return calls if calls["begin"] or calls["end"] else dict(calls["content"])
+
+
+def num_formats(value: Any) -> int:
+    """Return how many formats a tag consists of."""
+    if isinstance(value, list):
+        return sum(map(num_formats, value))
+    if not isinstance(value, dict):
+        return 0
+    return 1 + sum(num_formats(part) for name, part in value.items() if name != "json_schema")
+
+
 def call_tag(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> Tag:
     """Return the tag of a call of one tool, whose arguments follow a schema, an object's."""
     begin, *places = _PLACE.split(f"{form.call[0]}{form.before_name}{name}{form.after_name}")
@@ -29,14 +47,15 @@ def call_tag(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> Tag:
     match form.syntax:
         case "pairs":
             content += _pairs(form, schema)
+        case "python":
+            content += _keywords(schema)
         case _:
             content.append({"type": "json_schema", "json_schema": schema})
     *places, end = _PLACE.split(f"{form.after_arguments}{form.call[1]}")
     content += [_place(text) for text in places if text]
     if not content:
         content, end = [_place(end)], ""
-    inner = content[0] if len(content) == 1 else {"type": "sequence", "elements": content}
-    return {"type": "tag", "begin": begin, "content": inner, "end": end}
+    return {"type": "tag", "begin": begin, "content": _sequence(content), "end": end}
 
 
 def _place(text: str) -> Tag:
@@ -64,11 +83,58 @@ def _pairs(form: ToolFormat, schema: Mapping[str, Any]) -> list[Tag]:
     return pairs
 
 
+def _keywords(schema: Mapping[str, Any]) -> list[Tag]:
+    """Return the arguments of a call of Python: first those that must be there, so that each other one has a comma."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping) or not properties:
+        return []
+    required = [key for key in properties if key in set(schema.get("required") or ())]
+    optional = [key for key in properties if key not in required]
+    if not required:
+        return [{"type": "optional", "content": _from_first(schema, optional)}]
+    return [*_listed(schema, required), *_more(schema, optional)]
+
+
+def _from_first(schema: Mapping[str, Any], keys: Sequence[str]) -> Tag:
+    """Return some of the arguments in their order: with each of the first ones as the one without a comma."""
+    firsts = range(min(len(keys), _MAX_FIRSTS))
+    ways = [_sequence([*_listed(schema, [keys[at]]), *_more(schema, keys[at + 1 :])]) for at in firsts]
+    return {"type": "or", "elements": ways}
+
+
+def _listed(schema: Mapping[str, Any], keys: Sequence[str]) -> list[Tag]:
+    found: list[Tag] = []
+    for key in keys:
+        found += [_place(f"{', ' if found else ''}{key}="), _literal(schema, key)]
+    return found
+
+
+def _more(schema: Mapping[str, Any], keys: Sequence[str]) -> list[Tag]:
+    pairs = [_sequence([_place(f", {key}="), _literal(schema, key)]) for key in keys]
+    return [{"type": "optional", "content": pair} for pair in pairs]
+
+
+def _literal(schema: Mapping[str, Any], key: str) -> Tag:
+    value = schema["properties"][key]
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "boolean":
+        return {"type": "or", "elements": [_place("True"), _place("False")]}
+    return _place("None") if kind == "null" else _bound(schema, value)
+
+
+def _sequence(elements: list[Tag]) -> Tag:
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
+
+
 def _value(schema: Mapping[str, Any], key: str, value: Any) -> Tag:
     if value_kind(schema, key) is ValueKind.TEXT:
         if isinstance(choices := value.get("enum"), list):
             return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in choices]}
         return {"type": "any_text"}
+    return _bound(schema, value)
+
+
+def _bound(schema: Mapping[str, Any], value: Any) -> Tag:
     bound = dict(value) if isinstance(value, Mapping) else {}
     if "$defs" in schema:
         bound["$defs"] = schema["$defs"]

@@ -2,39 +2,61 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenloom.request.json_schema import moved, of_objects
 from tokenloom.request.output_constraints import (
+    MAX_FORMATS,
     check_structured_outputs,
     json_schema_constraint,
     relax,
     structural_tag_constraint,
 )
-from tokenloom.request.tool_format import ToolFormat, first_mark
+from tokenloom.request.tool_format import REQUIRED, ToolFormat, first_mark
 from tokenloom.v1 import types_pb2
 
-from .call_tags import call_tag, section_tag
+from .call_tags import call_tag, forced_format, num_formats, section_tag
 from .message_parts import CallArguments, CallBegin, ToolPart
 from .tool_request import Tool, ToolChoice, ToolRequest
 
-Bound = tuple[types_pb2.StructuredOutputs, Sequence[str]]
-"""A constraint on the output, and the names of the keywords of schemas that it leaves out."""
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """How calls are made that a client demands."""
+
+    constraint: types_pb2.StructuredOutputs
+    """On the output."""
+    lost: Sequence[str]
+    """The names of the keywords of schemas that it leaves out."""
+    form: ToolFormat | None
+    """How the calls are written; None: the output is the arguments of the named one."""
 
 
-def forced_constraint(request: ToolRequest) -> Bound:
-    """Return the constraint on the output of a request that forces calls: a named one, or any. Raises
-    ``InvalidArgument`` for schemas beyond the limits."""
+def force(request: ToolRequest, form: ToolFormat | None) -> Forced:
+    """Return how a request's calls are forced. ``form``: how the model writes calls; None: unknown.
+
+    Raises ``InvalidArgument`` for schemas beyond the limits.
+    """
     lost: list[str] = []
+    if form is not None and form.demands_calls:
+        # As the model was trained to write calls, and as its template writes them again in the next turn.
+        tools = request.tools if request.named is None else [request.named]
+        tags = [call_tag(form, tool.name, _arguments(tool, lost)) for tool in tools]
+        wanted = forced_format(form, tags, parallel=request.parallel and request.named is None)
+        if num_formats(wanted) <= MAX_FORMATS:
+            constraint = structural_tag_constraint({"type": "structural_tag", "format": wanted}, "tools")
+            check_structured_outputs(constraint, "tools")
+            return Forced(constraint, lost, form)
+        lost = []
     if request.named is not None:
-        # As in vLLM, a call that is required or named is decoded as JSON whatever the model's own format is, so that it
-        # works with any model.
+        # JSON is a form that each model knows.
         constraint = json_schema_constraint(_arguments(request.named, lost), "tools")
     else:
         schema = _list_schema(request.tools, lost, parallel=request.parallel)
         constraint = json_schema_constraint(schema, "tools")
     check_structured_outputs(constraint, "tools")
-    return constraint, lost
+    return Forced(constraint, lost, None if request.named is not None else REQUIRED)
 
 
 def _arguments(tool: Tool, lost: list[str]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ async def finish(kind: type) -> None:
 async def go_on() -> None:
     """The arguments of the forced call are incomplete: the agent reports that to the model, and both go on."""
     num_cut = 0
-    for limit in (4, 12, 16, 20, 24):
+    for limit in (4, 12, 16, 20, 24, 28, 32):
         settings = ModelSettings(tool_choice="required", max_tokens=limit, temperature=0)
         agent = Agent(name="weather", tools=[get_weather], model=model(MODELS[0], "TOKENLOOM"), model_settings=settings)
         try:

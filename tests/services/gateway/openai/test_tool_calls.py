@@ -28,6 +28,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "get_time"}},
 ]
 CALL = ("I ask.\n", '<tool_call>\n{"name": "get_', 'weather", "arguments": {"city"', ': "Oslo"}}\n</tool_call>')
+REQUIRED = {"tool_choice": "required"}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -122,6 +123,19 @@ async def test_a_required_tool_constrains_the_output_to_a_list_of_calls(socket_d
         (choice,) = (await task).json()["choices"]
         assert choice["finish_reason"] == "length", "it was cut off"
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
+async def test_a_forced_call_is_written_as_the_model_writes_calls(socket_dir: Path, choice: Any) -> None:
+    async with gateway(socket_dir) as (mesh, http):
+        task, request = await asked(mesh, http, tools=TOOLS, tool_choice=choice)
+        tag = json.loads(request.submit.sampling_params.structured_outputs.structural_tag)["format"]
+        assert [each["begin"].split('"')[3] for each in tag["tags"]] == ["get_weather", "get_time"][: len(tag["tags"])]
+        assert len(tag["tags"]) == (1 if choice is NAMED else 2)
+        request.answer(*CALL[1:])
+        (choice_,) = (await task).json()["choices"]
+    assert choice_["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    assert (choice_["message"]["content"], choice_["finish_reason"]) == (None, "tool_calls")
 
 
 async def test_one_call_at_most_in_each_sample(socket_dir: Path) -> None:
@@ -344,8 +358,8 @@ async def test_marks_that_are_special_tokens_reach_the_parsers(
     [
         ('<tool_call>\n{"name": "get_weather", "arguments": {"city": "', {}, "stop"),
         ("".join(CALL) + "\nDone", {}, "tool_calls"),  # the stop string came after the call
-        ('{"city": "', {"tool_choice": NAMED}, "stop"),
-        ('[{"name": "get_time", "parameters": {}}, {"name": "get_weather", ', {"tool_choice": "required"}, "stop"),
+        ('<tool_call>\n{"name": "get_weather", "arguments": {"city": "', {"tool_choice": NAMED}, "stop"),
+        ('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name"', REQUIRED, "stop"),
     ],
 )
 async def test_a_call_that_a_stop_string_cuts_off_is_no_complete_one(

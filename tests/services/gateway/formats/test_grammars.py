@@ -1,0 +1,139 @@
+"""The grammar of a family accepts the calls that its template writes, and nothing that its parser reads otherwise."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.services.gateway.formats.test_families import rendered
+from tests.services.gateway.formats.test_tool_formats import parsed
+from tests.services.tokenizer.families import FAMILIES, form_of
+from tokenloom.engine_core.data.core_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.request.tool_format import ID, ToolFormat
+from tokenloom.services.gateway.formats.call_parser import open_parser
+from tokenloom.services.gateway.formats.strict_calls import force, strict_constraint
+from tokenloom.services.gateway.formats.tool_request import ToolRequest, read_tool_request
+from tokenloom.v1 import types_pb2
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1},
+        "hourly": {"type": "boolean"},
+        "at": {"$ref": "#/$defs/place"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}, "required": ["lat"]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER, "strict": True}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+_REQUIRED = WEATHER["required"]
+GOOD: list[dict[str, Any]] = [
+    {"city": "Oslo", "days": 3},
+    {"city": "São Paulo, <b>", "unit": "F", "days": 1, "hourly": True, "at": {"lat": -1.5}},
+]
+BAD: list[dict[str, Any]] = [{"city": "Oslo"}, {"city": "Oslo", "days": 0}, {"city": "Oslo", "unit": "K", "days": 3}]
+BOUND = [family for family in FAMILIES if form_of(family).demands_calls]
+ONE = ("llama3_1",)
+
+
+@cache
+def backend() -> LLGuidanceBackend:
+    size = load_tokenizer(DEMO_MODEL).get_vocab_size(with_added_tokens=True)
+    return LLGuidanceBackend(DEMO_MODEL / "tokenizer.json", size, (0,))
+
+
+def accepts(constraint: types_pb2.StructuredOutputs, text: str) -> bool:
+    """Whether an engine can write the text, and end there."""
+    grammar = backend()
+    kind, source = GrammarKind.STRUCTURAL_TAG, constraint.structural_tag
+    matcher = grammar.load(grammar.prepare(StructuredOutput(kind, source))).start()
+    tokens = load_tokenizer(DEMO_MODEL).encode(text, add_special_tokens=False).ids
+    return matcher.validate_tokens(tokens) == len(tokens)
+
+
+def request(choice: Any) -> ToolRequest:
+    return read_tool_request(TOOLS, choice, True)
+
+
+def written(family: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    if form_of(family).syntax == "python":
+        # The arguments that must be there come first, so that the grammar knows where commas are.
+        calls = tuple(
+            (name, dict(sorted(each.items(), key=lambda pair: pair[0] not in _REQUIRED))) for name, each in calls
+        )
+    return rendered(family, calls).strip().replace("=true", "=True")
+
+
+def forced(form: ToolFormat, choice: Any) -> types_pb2.StructuredOutputs:
+    return force(request(choice), form).constraint
+
+
+@pytest.mark.parametrize("family", BOUND)
+def test_a_required_call_is_written_as_the_template_does(family: str) -> None:
+    form = form_of(family)
+    constraint = forced(form, "required")
+    for arguments in GOOD:
+        text = written(family, ("get_weather", arguments))
+        assert accepts(constraint, text), text
+        found = parsed(open_parser(form, request("required").tools), list(text))
+        assert (found[0], json.loads(found[1][0][1])) == ("", arguments)
+    for arguments in BAD:
+        assert not accepts(constraint, written(family, ("get_weather", arguments)))
+    assert not accepts(constraint, "I am sorry")
+    assert not accepts(constraint, written(family, ("other", {})))
+
+
+@pytest.mark.parametrize("family", [family for family in BOUND if family not in ONE])
+def test_several_calls_or_one(family: str) -> None:
+    text = written(family, ("get_weather", GOOD[0]), ("stop", {}))
+    form = form_of(family)
+    assert accepts(forced(form, "required"), text)
+    one = force(read_tool_request(TOOLS, "required", False), form).constraint
+    assert not accepts(one, text)
+    assert accepts(one, written(family, ("stop", {})))
+
+
+@pytest.mark.parametrize("family", BOUND)
+def test_a_named_call_is_of_that_tool(family: str) -> None:
+    constraint = forced(form_of(family), {"type": "function", "function": {"name": "get_weather"}})
+    assert accepts(constraint, written(family, ("get_weather", GOOD[1])))
+    assert not accepts(constraint, written(family, ("stop", {})))
+
+
+@pytest.mark.parametrize("family", [family for family in BOUND if form_of(family).binds_arguments])
+def test_a_strict_tool_is_bound_where_the_model_calls_it(family: str) -> None:
+    constraint = strict_constraint(request("auto"), form_of(family))
+    assert constraint is not None
+    good, bad = (written(family, ("get_weather", arguments)) for arguments in (GOOD[1], BAD[1]))
+    before = "I look. " if form_of(family).is_marked else ""
+    assert accepts(constraint, f"{before}{good}")
+    assert not accepts(constraint, f"{before}{bad}")
+    assert accepts(constraint, "It is warm.")
+
+
+def test_ids_have_their_place() -> None:
+    form = form_of("mistral_v11")
+    assert ID in form.after_name
+    text = written("mistral_v11", ("stop", {}))
+    assert accepts(forced(form, "required"), text)
+    assert not accepts(forced(form, "required"), text.replace("zqid00001", "x"))
+
+
+def test_tools_beyond_the_limit_of_formats_are_written_as_json() -> None:
+    properties = {f"p{at}": {"type": "string"} for at in range(20)}
+    schema = {"type": "object", "properties": properties}
+    many = [{"type": "function", "function": {"name": f"f{at}", "parameters": schema}} for at in range(20)]
+    found = force(read_tool_request(many, "required", True), form_of("qwen3_coder"))
+    assert found.constraint.json
+    assert found.form is not None
+    assert not found.form.is_marked

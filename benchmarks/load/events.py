@@ -17,8 +17,13 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _CacheMiss(msgspec.Struct):
+    cause: str = ""
+
+
 class _Cached(msgspec.Struct):
     cached_tokens: int = 0
+    cache_miss: _CacheMiss | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -31,6 +36,7 @@ class _Usage(msgspec.Struct):
     output_tokens: int = 0
     input_tokens_details: _Cached | None = None
     cache_read_input_tokens: int | None = None
+    cache_miss: _CacheMiss | None = None
 
     def read_into(self, outcome: "Outcome") -> None:
         outcome.output_tokens = self.completion_tokens or self.output_tokens
@@ -41,6 +47,8 @@ class _Usage(msgspec.Struct):
         elif self.cache_read_input_tokens is not None:  # Anthropic counts cached tokens beside the others
             outcome.cached_tokens = self.cache_read_input_tokens
             outcome.input_tokens += self.cache_read_input_tokens
+        miss = self.cache_miss if details is None else details.cache_miss
+        outcome.miss_cause = "" if miss is None else miss.cause
 
 
 class _Error(msgspec.Struct):
@@ -94,7 +102,7 @@ class Outcome:
     """Whether the server refused it for lack of capacity (503) or for a quota (429)."""
     cached_tokens: int = 0
     """Tokens of the prompt that were found in a cache."""
-    miss_reason: str = ""
+    miss_cause: str = ""
     """Why tokens that the session had sent before were computed again, as the server says; empty: it says nothing."""
 
     @property

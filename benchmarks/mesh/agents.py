@@ -47,11 +47,23 @@ class Placement(StrEnum):
     COST = "cost"
 
 
+class Policy(StrEnum):
+    """Says what the mesh knows of a request's past."""
+
+    SESSIONS = "sessions"
+    """Requests of a session go where its KV is, and its blocks are evicted by when it is expected back."""
+    LRU = "lru"
+    """None: blocks are evicted that were used least recently."""
+
+
 class AgentWorker(StrEnum):
     """Names what computes the requests."""
 
     TIMED = "timed"
     MODEL = "model"
+
+
+_NO_SESSIONS = {Policy.SESSIONS: (), Policy.LRU: ("--no-sessions",)}
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class AgentsCase:
     turns: tuple[int, int] = Shape.turns
     kv: float = 1 / 3
     placement: Placement = Placement.SCORE
+    policy: Policy = Policy.SESSIONS
     offload: bool = True
     worker: AgentWorker = AgentWorker.TIMED
     engines: int = 2
@@ -82,7 +95,7 @@ class AgentsCase:
 
     @property
     def title(self) -> str:
-        return f"{self.placement}, KV {self.kv:.2g}{', offload' if self.offload else ''}"
+        return f"{self.placement}, {self.policy}, KV {self.kv:.2g}{', offload' if self.offload else ''}"
 
     def make_sessions(self, tokenizer: Tokenizer) -> list[AgentSession]:
         """Make the sessions of the arm, the same for each arm of these sizes."""
@@ -125,7 +138,7 @@ def mesh_options(model: Path, case: AgentsCase, tokens: "HeldTokens", offload: P
         drain_timeout=5.0,
         flags={
             "engine": flags,
-            "coordinator": ("--placement", case.placement),
+            "coordinator": ("--placement", case.placement, *_NO_SESSIONS[case.policy]),
             # Requests wait as long as the load makes them: a refused one would end its session.
             "gateway": ("--max-queue-seconds", "600", "--always-queued", str(8 * case.sessions)),
         },

@@ -115,25 +115,25 @@ def _bin_name(first: int, last: int) -> str:
 
 
 def misses(records: Iterable[TurnRecord]) -> dict[str, Any]:
-    """Return how many requests had known tokens computed again, and how many tokens, by the reason that the mesh
+    """Return how many requests had known tokens computed again, and how many tokens, by the cause that the mesh
     named."""
     counts: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for record in records:
         if record.missed:
-            reason = record.outcome.miss_reason or _UNNAMED
-            counts[reason] += 1
-            tokens[reason] += record.missed
+            cause = record.outcome.miss_cause or _UNNAMED
+            counts[cause] += 1
+            tokens[cause] += record.missed
     total = counts.total()
     return {
         "requests": total,
         "named_share": round(1 - counts[_UNNAMED] / total, 4) if total else 1.0,
-        "by_reason": {name: {"requests": counts[name], "tokens": tokens[name]} for name, _ in counts.most_common()},
+        "by_cause": {name: {"requests": counts[name], "tokens": tokens[name]} for name, _ in counts.most_common()},
     }
 
 
 def tables(reports: Sequence[dict[str, Any]]) -> list[Table]:
-    """Make the tables: what was computed and waited for, then what was cached by turn, then the reasons of misses."""
+    """Make the tables: what was computed and waited for, then what was cached by turn, then the causes of misses."""
     clients = [name for name in map(str, AgentClient) if any(name in report["clients"] for report in reports)]
     main = _table("Recomputed prompt tokens by new ones, and time to the first token in ms")
     for column in ("arm", *clients, "all", "p50", "p99", "first turns' p99", "misses", "named", "failed"):
@@ -150,7 +150,7 @@ def tables(reports: Sequence[dict[str, Any]]) -> list[Table]:
             f"{miss['named_share']:.0%}",
             str(report["failed"]),
         )
-    return [main, _by_turn(reports), _reasons(reports)]
+    return [main, _by_turn(reports), _causes(reports)]
 
 
 def _by_turn(reports: Sequence[dict[str, Any]]) -> Table:
@@ -164,13 +164,13 @@ def _by_turn(reports: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
-def _reasons(reports: Sequence[dict[str, Any]]) -> Table:
-    shown = _table("Misses by reason: requests, and tokens computed again")
-    for column in ("arm", "reason", "requests", "tokens"):
-        shown.add_column(column, justify="left" if column in ("arm", "reason") else "right")
+def _causes(reports: Sequence[dict[str, Any]]) -> Table:
+    shown = _table("Misses by cause: requests, and tokens computed again")
+    for column in ("arm", "cause", "requests", "tokens"):
+        shown.add_column(column, justify="left" if column in ("arm", "cause") else "right")
     for report in reports:
-        for reason, counts in report["misses"]["by_reason"].items():
-            shown.add_row(report["title"], reason, f"{counts['requests']:,}", f"{counts['tokens']:,}")
+        for cause, counts in report["misses"]["by_cause"].items():
+            shown.add_row(report["title"], cause, f"{counts['requests']:,}", f"{counts['tokens']:,}")
     return shown
 
 

@@ -64,10 +64,11 @@ def test_the_timeline_is_kept() -> None:
 
 
 def test_cached_tokens_are_counted_in_each_api() -> None:
-    details = {"cached_tokens": 32}
+    miss = {"cause": "evicted", "token": 32, "missed_tokens": 8}
+    details = {"cached_tokens": 32, "cache_miss": miss}
     chat = event(choices=[], usage={"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": details})
     response = {"usage": {"input_tokens": 40, "output_tokens": 2, "input_tokens_details": details}}
-    message = {"input_tokens": 8, "output_tokens": 2, "cache_read_input_tokens": 32}
+    message = {"input_tokens": 8, "output_tokens": 2, "cache_read_input_tokens": 32, "cache_miss": miss}
     for payload in (
         text("a") + chat,
         event(type="response.output_text.delta", delta="a") + event(type="response.completed", response=response),
@@ -76,6 +77,7 @@ def test_cached_tokens_are_counted_in_each_api() -> None:
     ):
         outcome = read((10.5, payload))
         assert (outcome.input_tokens, outcome.cached_tokens, outcome.output_tokens) == (40, 32, 2), payload
+        assert outcome.miss_cause == "evicted"
         assert (outcome.ttft, outcome.error) == (0.5, "")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tokenloom.bench.load.agent_sessions import AgentClient
 from tokenloom.bench.load.events import Outcome
-from tokenloom.bench.mesh.agents import AgentsCase, AgentWorker, HeldTokens, Placement, mesh_options, run_case
+from tokenloom.bench.mesh.agents import AgentsCase, AgentWorker, HeldTokens, Placement, Policy, mesh_options, run_case
 from tokenloom.bench.mesh.agents_report import TurnRecord, cached_shares, misses, summarize, tables
 from tokenloom.model_files.model_path import DEMO_MODEL
 
@@ -44,13 +44,13 @@ def test_a_ratio_leaves_first_requests_out() -> None:
     assert report["later"]["ttft_ms_p99"] == 100.0
 
 
-def test_misses_are_counted_by_reason() -> None:
+def test_misses_are_counted_by_cause() -> None:
     first = record(1000, 0, number=1)
     named, unnamed = record(1200, 192, first), record(1200, 592, first)
-    named.outcome.miss_reason = "evicted"
+    named.outcome.miss_cause = "evicted"
     counts = misses([first, record(1200, 992, first), named, unnamed, named])
     assert (counts["requests"], counts["named_share"]) == (3, 0.6667)
-    assert counts["by_reason"]["evicted"] == {"requests": 2, "tokens": 1584}
+    assert counts["by_cause"]["evicted"] == {"requests": 2, "tokens": 1584}
     assert misses([first])["named_share"] == 1.0
 
 
@@ -85,7 +85,13 @@ def test_the_timed_worker_is_as_much_quicker_as_time_is() -> None:
 def test_an_arm_names_its_placement() -> None:
     case = replace(CASE, placement=Placement.COST)
     assert mesh_options(DEMO_MODEL, case, HELD, Path("/offload")).flags["coordinator"] == ("--placement", "cost")
-    assert case.title == "cost, KV 3, offload"
+    assert case.title == "cost, sessions, KV 3, offload"
+
+
+def test_without_sessions_the_coordinator_knows_none() -> None:
+    case = replace(CASE, policy=Policy.LRU, offload=False)
+    assert "--no-sessions" in mesh_options(DEMO_MODEL, case, HELD, Path("/offload")).flags["coordinator"]
+    assert case.title == "score, lru, KV 3"
 
 
 async def test_a_mesh_finds_what_each_client_sent_before(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

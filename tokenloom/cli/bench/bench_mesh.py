@@ -16,7 +16,7 @@ from tokenloom.bench.mesh import burst as burst_bench
 from tokenloom.bench.mesh import idle as idle_bench
 from tokenloom.bench.mesh import mesh as mesh_bench
 from tokenloom.bench.mesh import overload as overload_bench
-from tokenloom.bench.mesh.agents import AgentsCase, AgentWorker, Placement
+from tokenloom.bench.mesh.agents import AgentsCase, AgentWorker, Placement, Policy
 from tokenloom.bench.mesh.burst import BurstCase
 from tokenloom.bench.mesh.idle import IdleCase
 from tokenloom.bench.mesh.overload_case import OverloadCase
@@ -182,6 +182,13 @@ def agents(
         ),
     ] = None,
     placement: Annotated[list[Placement] | None, typer.Option(help="[default: score, cost]")] = None,
+    policy: Annotated[
+        list[Policy] | None,
+        typer.Option(
+            help="sessions: the mesh knows sessions; lru: it does not, and evicts what was used least recently. "
+            "[default: both]",
+        ),
+    ] = None,
     offload: Annotated[
         bool, typer.Option("--offload/--no-offload", help="Keep evicted KV blocks in a file.")
     ] = _AGENTS.offload,
@@ -221,11 +228,11 @@ def agents(
         prefill_rate=prefill_rate,
         seed=seed,
     )
-    arms = itertools.product(range(rounds), kv or [case.kv], placement or Placement)
+    arms = itertools.product(range(rounds), kv or [case.kv], placement or Placement, policy or Policy)
     reports = []
     with failures(), bars() as bar:
-        for number, share, rule in arms:
-            arm = replace(case, kv=share, placement=rule, seed=seed + number)
+        for number, share, rule, known in arms:
+            arm = replace(case, kv=share, placement=rule, policy=known, seed=seed + number)
             reports.append(asyncio.run(agents_bench.run_case(path, arm, partial(bar, arm.title))))
     report = {"machine": machine.describe(), "cases": reports}
     show(report, agents_report.tables(reports), as_json=as_json, path=output_json)

@@ -6,11 +6,12 @@ was sent before, and nothing of what was generated.
 """
 
 import asyncio
+import itertools
 import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -101,6 +102,18 @@ class AgentsCase:
         """Make the sessions of the arm, the same for each arm of these sizes."""
         shape = replace(Shape(), turns=self.turns)
         return make_sessions(self.sessions, self.clients, shape, self.seed, tokenizer)
+
+
+def arms(
+    case: AgentsCase, rounds: int, kv: Sequence[float], placements: Iterable[Placement], policies: Iterable[Policy]
+) -> list[AgentsCase]:
+    """Return the arms in the order in which they run: each round has its own sessions, and arms to compare follow each
+    other."""
+    choices = itertools.product(range(rounds), kv, placements, policies)
+    return [
+        replace(case, kv=share, placement=placement, policy=policy, seed=case.seed + number)
+        for number, share, placement, policy in choices
+    ]
 
 
 def write_checkpoint(demo: Path, directory: Path) -> None:

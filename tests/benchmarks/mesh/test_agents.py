@@ -8,7 +8,16 @@ import pytest
 
 from tokenloom.bench.load.agent_sessions import AgentClient
 from tokenloom.bench.load.events import Outcome
-from tokenloom.bench.mesh.agents import AgentsCase, AgentWorker, HeldTokens, Placement, Policy, mesh_options, run_case
+from tokenloom.bench.mesh.agents import (
+    AgentsCase,
+    AgentWorker,
+    HeldTokens,
+    Placement,
+    Policy,
+    arms,
+    mesh_options,
+    run_case,
+)
 from tokenloom.bench.mesh.agents_report import TurnRecord, cached_shares, misses, summarize, tables
 from tokenloom.model_files.model_path import DEMO_MODEL
 
@@ -92,6 +101,17 @@ def test_without_sessions_the_coordinator_knows_none() -> None:
     case = replace(CASE, policy=Policy.LRU, offload=False)
     assert "--no-sessions" in mesh_options(DEMO_MODEL, case, HELD, Path("/offload")).flags["coordinator"]
     assert case.title == "score, lru, KV 3"
+
+
+def test_arms_to_compare_follow_each_other_with_the_same_sessions() -> None:
+    made = arms(CASE, 2, [1.0, 0.5], [Placement.COST], Policy)
+    assert [(arm.seed, arm.kv, str(arm.policy)) for arm in made[:3]] == [
+        (0, 1.0, "sessions"),
+        (0, 1.0, "lru"),
+        (0, 0.5, "sessions"),
+    ]
+    assert [arm.seed for arm in made] == [0] * 4 + [1] * 4
+    assert {arm.placement for arm in made} == {Placement.COST}
 
 
 async def test_a_mesh_finds_what_each_client_sent_before(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """Benchmarks of the services around an engine: ``tokenloom bench mesh``, ``overload``, ``scale`` and ``agents``."""
 
 import asyncio
-import itertools
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -228,12 +226,9 @@ def agents(
         prefill_rate=prefill_rate,
         seed=seed,
     )
-    arms = itertools.product(range(rounds), kv or [case.kv], placement or Placement, policy or Policy)
-    reports = []
+    arms = agents_bench.arms(case, rounds, kv or [case.kv], placement or Placement, policy or Policy)
     with failures(), bars() as bar:
-        for number, share, rule, known in arms:
-            arm = replace(case, kv=share, placement=rule, policy=known, seed=seed + number)
-            reports.append(asyncio.run(agents_bench.run_case(path, arm, partial(bar, arm.title))))
+        reports = [asyncio.run(agents_bench.run_case(path, arm, partial(bar, arm.title))) for arm in arms]
     report = {"machine": machine.describe(), "cases": reports}
     show(report, agents_report.tables(reports), as_json=as_json, path=output_json)
     raise typer.Exit(1 if any(case["failed"] for case in reports) else 0)

@@ -12,7 +12,20 @@ from tokenloom.cli.main import app
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "throughput", "mesh", "overload", "scale", "step", "kv", "disaggregated", "peers", "model", "--help"],
+    [
+        "serve",
+        "throughput",
+        "mesh",
+        "overload",
+        "scale",
+        "agents",
+        "step",
+        "kv",
+        "disaggregated",
+        "peers",
+        "model",
+        "--help",
+    ],
 )
 def test_every_command_explains_itself(command: str) -> None:
     result = CliRunner().invoke(app, ["bench", command, *(["--help"] if command != "--help" else [])])

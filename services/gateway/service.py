@@ -42,6 +42,7 @@ from .model_router import ModelRouter
 from .openai.body_reader import WITHOUT_EFFECT, BodyReader
 from .request_log.access_log import AccessLog, FinishedRequests
 from .request_log.finished_request import RecentRequests
+from .responses.mcp_servers import McpServers
 from .responses.response_store import ResponseStore
 from .routes.admin_routes import AdminRoutes, request_routes
 from .routes.api_routes import ERROR_FORMS, READ_FIELDS, api_routes, status_routes
@@ -254,9 +255,10 @@ async def open_servers(
     host.observe_calls(observe_calls(ResponseCounts(host.metrics, GRPC), finished))
     _add_grpc_services(settings, host, meshes, shares, reader)
     store = ResponseStore(settings.max_stored_response_bytes, is_shared=shares.is_shared)
+    servers = McpServers.load(settings.mcp_servers, is_shared=shares.is_shared)
 
     def routes_of(mesh: ServedMesh) -> Routes:
-        return api_routes(settings, host, mesh, parser, reader, store)
+        return api_routes(settings, host, mesh, parser, reader, store, servers)
 
     if meshes.is_one:
         routes = routes_of(meshes.first)

@@ -20,7 +20,7 @@ from tokenloom.services.gateway.metrics import usage_counts
 from tokenloom.services.gateway.page import traffic
 from tokenloom.services.gateway.records import pooling_input
 from tokenloom.services.gateway.request_log import finished_request as recent_requests
-from tokenloom.services.gateway.responses import response_store
+from tokenloom.services.gateway.responses import mcp_rounds, mcp_servers, response_store
 from tokenloom.services.gateway.tenants import tenant as tenant_limits
 from tokenloom.supervisor import part, ports
 
@@ -105,6 +105,9 @@ SENTENCES = {
     "docs/use/clients.md": [
         f"The gRPC port is by default {ports.GRPC_OFFSET:,} above",
         f"At most {response_store.MAX_RUNNING} responses run in the background",
+        f"keeps the list for {mcp_servers.KEPT_SECONDS:.0f} s",
+        f"for {mcp_rounds.MAX_ROUNDS} rounds and {mcp_servers.MAX_CALLS} calls",
+        f"at most {mcp_servers.MAX_OPEN} are open, which",
         f"within {charge.KEPT_SECONDS:.0f} s of the end",
     ],
     "docs/use/embeddings.md": [

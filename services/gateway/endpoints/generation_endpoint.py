@@ -4,6 +4,7 @@ waking the task of the request."""
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -14,13 +15,13 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pi
 
 from ..encoding import sse
 from ..generation.delivered import Delivered
-from ..generation.generator import Generator
 from ..generation.running_generation import RunningGeneration
 from ..http.client_flow import Headers as HeaderPairs
 from ..http.client_flow import TurnShare
 from ..http.http_exchange import HttpExchange, respond_in_pieces
 from ..http.request_body import BodyParser
 from ..mesh.collector import Delta
+from ..mesh.mesh_view import MeshLoad
 from ..openai.body_reader import AnswerOptions, Body
 from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, EventId, parse_event_id
 from ..records.generate_request import SESSION_HEADERS, Chat, GenerateRequest, session_of_headers
@@ -304,12 +305,25 @@ class GenerationApi(Protocol):
         """Return what shapes the answer."""
 
 
+class Opener(Protocol):
+    """Opens generations, as a :class:`Generator` does."""
+
+    @property
+    def mesh_load(self) -> MeshLoad:
+        """The engines' load, as last reported."""
+
+    def open(
+        self, request: GenerateRequest, trace_headers: Headers = ..., token: ResumeToken = ...
+    ) -> AbstractAsyncContextManager[RunningGeneration]:
+        """Run a generation for the length of the ``async with``."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationEndpoint:
     """Runs an API that generates."""
 
     api: GenerationApi
-    generator: Generator
+    generator: Opener
     names: ModelNames
     parser: BodyParser
     max_body_bytes: int

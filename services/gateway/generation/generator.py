@@ -90,6 +90,11 @@ class Generator:
         return self._admission.num_live
 
     @property
+    def default_timeout(self) -> float:
+        """Seconds of a request that asks for no other time."""
+        return self._context.default_timeout
+
+    @property
     def mesh_load(self) -> MeshLoad:
         """The engines' load, as last reported."""
         return self._links.view.load()

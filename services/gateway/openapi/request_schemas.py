@@ -256,7 +256,10 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     input: Annotated[
         str | list[dict[str, Any]],
-        Meta(description="A text, or items: message, reasoning, function_call, function_call_output."),
+        Meta(
+            description="A text, or items: message, reasoning, function_call, function_call_output, mcp_list_tools, "
+            "mcp_call, mcp_approval_request, mcp_approval_response."
+        ),
     ]
     model: Annotated[str | None, Meta(description="Name of the served model; null: that model.")] = None
     instructions: Annotated[str | None, Meta(description="A system turn before all others.")] = None
@@ -269,10 +272,13 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     )
     stream: Annotated[bool | None, Meta(description="Answer with server-sent events.")] = None
     max_output_tokens: Annotated[int | None, Meta(description="Limit of the output, reasoning included.")] = None
-    tools: Annotated[list[dict[str, Any]] | None, Meta(description="Functions that the model may call.")] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        Meta(description="Functions that the model may call, and MCP servers that the operator names."),
+    ] = None
     tool_choice: Annotated[
         str | dict[str, Any] | None,
-        Meta(description='"none", "auto", "required", or an object of type function or allowed_tools.'),
+        Meta(description='"none", "auto", "required", or an object of type function, mcp or allowed_tools.'),
     ] = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="Whether several calls may be made (default).")] = None
     reasoning: Annotated[dict[str, Any] | None, Meta(description='{"effort": …}, for the chat template.')] = None
@@ -287,7 +293,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     include: Annotated[list[str] | None, Meta(description="Further parts of the response; they have no effect.")] = None
     truncation: Annotated[str | None, Meta(description="auto, disabled; a longer input is refused.")] = None
     top_logprobs: Annotated[int | None, Meta(description="Only 0.")] = None
-    max_tool_calls: Annotated[int | None, Meta(description="Limits built-in tools, of which there are none.")] = None
+    max_tool_calls: Annotated[int | None, Meta(description="Limits the calls of tools of MCP servers.")] = None
     stream_options: Annotated[dict[str, Any] | None, Meta(description="Have no effect.")] = None
     conversation: Annotated[Any, Meta(description="Only null: use previous_response_id.")] = None
     prompt: Annotated[Any, Meta(description="Only null: templates of prompts are not stored.")] = None

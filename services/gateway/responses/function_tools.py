@@ -54,6 +54,7 @@ def _functions(fields: ResponsesRequest) -> Iterator[tuple[str, Mapping[str, Any
         if tool.get("type") != "namespace":
             # Agents offer web search with every request, whether or not the server has it, and refusing it would refuse
             # agents. Anthropic's API refuses such tools: its agents offer them only when they need one.
+            # Those of MCP servers that the operator names are listed later (mcp_rounds.py).
             if not is_left_out(tool):
                 yield where, tool, ""
             continue

@@ -6,6 +6,8 @@ from typing import Any
 from tokenloom.request.errors import InvalidArgument
 
 from .function_tools import chat_name
+from .mcp_tools import Outcome
+from .output_items import call_id_of, chat_name_of
 
 Turn = dict[str, Any]
 """A turn of a chat: role, content, and what only some roles have."""
@@ -48,9 +50,27 @@ class _Turns:
                 self._assistant(lambda turn: True).setdefault("tool_calls", []).append(_call(where, item))
             case "function_call_output":
                 self.all.append(_result(where, item))
+            case "mcp_list_tools":
+                pass  # the gateway asks the server itself
+            case "mcp_call":
+                self._add_hosted(where, item)
+                self.all.append({**_answered(call_id_of(item)), "content": _outcome(item)})
+            case "mcp_approval_request":
+                self._add_hosted(where, item)
+            case "mcp_approval_response":
+                given = _string(f"{where}.approval_request_id", item.get("approval_request_id"))
+                self.all.append(_answered(call_id_of({"type": "mcp_approval_request", "id": given})))
             case _:
                 message = f"{where}.type: {str(kind)[:64]!r} is not supported here"
                 raise InvalidArgument(message, f"{where}.type")
+
+    def _add_hosted(self, where: str, item: Mapping[str, Any]) -> None:
+        """Add a call of a tool that the gateway runs."""
+        for name in ("id", "server_label", "name", "arguments"):
+            _string(f"{where}.{name}", item.get(name))
+        function = {"name": chat_name_of(item), "arguments": item["arguments"]}
+        call = {"id": call_id_of(item), "type": "function", "function": function}
+        self._assistant(lambda turn: True).setdefault("tool_calls", []).append(call)
 
     def _add_message(self, where: str, item: Mapping[str, Any]) -> None:
         role = item.get("role")
@@ -78,6 +98,21 @@ def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
         name = chat_name(_string(f"{where}.namespace", item["namespace"]), name)
     function = {"name": name, "arguments": item.get("arguments")}
     return {"id": _string(f"{where}.call_id", item.get("call_id")), "type": "function", "function": function}
+
+
+def _answered(call_id: str) -> Turn:
+    """Return the turn for the result of a call that the client has approved or not: it is filled in later."""
+    return {"role": "tool", "tool_call_id": call_id, "content": ""}
+
+
+def _outcome(item: Mapping[str, Any]) -> str:
+    """Return what the model has read of a call that the gateway has run."""
+    if isinstance(output := item.get("output"), str) and output:
+        return output
+    error = item.get("error")
+    if isinstance(error, dict) and isinstance(content := error.get("content"), list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return "" if error is None else Outcome(error=error if isinstance(error, dict) else {"message": str(error)}).text
 
 
 def _result(where: str, item: Mapping[str, Any]) -> Turn:

@@ -1,6 +1,6 @@
 """Shapes an answer of OpenAI's Responses API: an object with items, whole or as events."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,62 @@ from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
 from ..openai.body_reader import AnswerOptions
 from .input_items import Turn
+from .mcp_servers import McpServers
+from .mcp_tools import Approval, McpTool
 from .output_items import OutputItems
 from .response_store import ResponseStore, StoredResponse
 
 _STATUSES = {"stop": "completed", "length": "incomplete", "repetition": "incomplete", "abort": "failed"}
 ABORTED = {"code": "server_error", "message": "the server ended the answer before it was complete; ask again"}
 """The error of a response whose generation was aborted. It keeps the output so far."""
+
+
+@dataclass(slots=True)
+class McpRun:
+    """Holds what the rounds of a response share whose model may call tools of MCP servers.
+
+    Attributes:
+        response_id: The id of the response.
+        servers: Where the tools are.
+        tools: Those of the request whose server is named.
+        chat: The chat that is asked for, without the conversation, the tools and the choice.
+        functions: The client's own functions, as a chat has them.
+        choice: The client's choice among all of them.
+        parallel: Whether several calls may be made at once; None: they may.
+        turns: The conversation without the instructions; it grows with each round.
+        approvals: Of calls of the conversation.
+        listed: The labels whose tools the conversation lists already.
+        most_calls: Calls that may be run.
+        items: The output.
+        num_in_turns: How many of the items the conversation has.
+        reader: Reads the output of the present round.
+    """
+
+    response_id: str
+    servers: McpServers
+    tools: Sequence[McpTool]
+    chat: dict[str, Any]
+    functions: Sequence[Mapping[str, Any]]
+    choice: object
+    parallel: bool | None
+    turns: list[Turn]
+    approvals: Sequence[Approval]
+    listed: frozenset[str]
+    most_calls: int
+    items: OutputItems
+    num_in_turns: int = 0
+    reader: OutputReader | None = None
+
+    def chat_with_turns(self) -> dict[str, Any]:
+        """Return the chat of the next round, without tools."""
+        return {**self.chat, "messages": [*self.chat["messages"], *self.turns]}
+
+
+class Step(Delta):
+    """What the gateway did between two rounds, in the place of output. ``make`` is called once, in order: it changes
+    the items and returns the events of that."""
+
+    make: Callable[[], bytes] = bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +83,7 @@ class ResponseRequest:
         is_background: Whether the client asks for the response later.
         is_stored: Whether later requests may refer to the response.
         namespaced: The namespace and the own name of each function in a namespace, by its name in the chat.
+        mcp: How the tools of MCP servers are run; None: the request names none that the operator names too.
     """
 
     response_id: str
@@ -44,6 +95,7 @@ class ResponseRequest:
     is_background: bool
     is_stored: bool
     namespaced: Mapping[str, tuple[str, str]]
+    mcp: McpRun | None = None
 
 
 class ResponseAnswer:
@@ -109,9 +161,12 @@ class ResponseAnswer:
             ending["error"] = ABORTED
         response = response_of(self._head, status, **ending)
         if self._request.is_stored:
-            turns = [*self._request.turns, self._items.turn()]
-            self._store.put(StoredResponse(self._request.tenant, response, turns, self._request.session))
+            self._store.put(self._stored(response))
         return response
+
+    def _stored(self, response: dict[str, Any]) -> StoredResponse:
+        turns = [*self._request.turns, self._items.turn()]
+        return StoredResponse(self._request.tenant, response, turns, self._request.session)
 
     def _status(self) -> str:
         return _STATUSES[finish_reason(self._generation.finished[0])]
@@ -125,6 +180,43 @@ class ResponseAnswer:
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+
+
+class McpAnswer(ResponseAnswer):
+    """Shapes a response of several rounds."""
+
+    def __init__(
+        self, generation: RunningGeneration, request: ResponseRequest, run: McpRun, store: ResponseStore
+    ) -> None:
+        self._generation = generation
+        self._request = request
+        self._store = store
+        self._run = run
+        self._items = run.items
+        self._head = head_of(request)
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the events of some output, or of a step between two rounds."""
+        if isinstance(delta, Step):
+            return delta.make()
+        reader = self._run.reader
+        assert reader is not None
+        events = self._items.add(reader.feed(delta.text, ends=delta.finished is not None))
+        if delta.finished is None:
+            return events
+        # The last call of a round is to be run only if it is complete.
+        return events + self._items.end(_item_status(_STATUSES[finish_reason(delta.finished)]))
+
+    def add(self, delta: Delta) -> None:
+        """Keep some output for :meth:`body`."""
+        self.events(delta)
+
+    def _stored(self, response: dict[str, Any]) -> StoredResponse:
+        run = self._run
+        ended = run.num_in_turns == len(run.items.items)
+        turns = run.turns if ended else [*run.turns, run.items.turn(run.num_in_turns)]
+        listed = run.listed | {tool.label for tool in run.tools}
+        return StoredResponse(self._request.tenant, response, turns, self._request.session, listed=listed)
 
 
 def _item_status(status: str) -> str:

@@ -27,6 +27,7 @@ class StoredResponse:
         session: Of its request; empty: the responses that continue it are of the session that it begins.
         cancel: Ends its generation; None once it has ended.
         token: Of the call that began it in the background, by which a repeat of the call is known.
+        listed: The labels of the MCP servers whose tools the conversation lists.
     """
 
     tenant: str
@@ -35,6 +36,7 @@ class StoredResponse:
     session: str = ""
     cancel: Callable[[], object] | None = None
     token: ResumeToken = NEW
+    listed: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)

@@ -1,11 +1,13 @@
 """``/v1/responses``: reads bodies and shapes answers."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.narrowing import narrow_int
 
 from ..generation.running_generation import RunningGeneration
 from ..openai.body_reader import AnswerOptions, Body, BodyReader, inherited, renamed_twice
@@ -17,7 +19,10 @@ from ..tenants.tenant import Tenant
 from .function_tools import namespaced
 from .ignored_members import ignored_in_response
 from .input_items import Turn, read_input
-from .response_answer import ResponseAnswer, ResponseRequest
+from .mcp_servers import MAX_CALLS, McpServers
+from .mcp_tools import McpTool, read_approvals, shown
+from .output_items import OutputItems
+from .response_answer import McpAnswer, McpRun, ResponseAnswer, ResponseRequest
 from .response_body import chat_body, most_tokens
 from .response_store import ResponseStore
 
@@ -52,27 +57,39 @@ class ResponsesApi:
     chats: ChatApi
     names: ModelNames
     store: ResponseStore
+    servers: McpServers | None
+    """The MCP servers that the operator names; None: none."""
     is_resumable = False
 
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`InvalidArgument` naming the field, and
         :class:`errors.NotFound` for a previous response that is not stored."""
         fields = self.reader.read(body, ResponsesRequest)
+        hosted = {} if self.servers is None else self.servers.tools_of(fields, tenant.name)
         request = self._request(body, fields, tenant)
         longest = most_tokens(fields)
-        try:
-            generate_request, options = self.chats.read(chat_body(body, fields, request.turns), tenant)
-        except InvalidArgument as error:
-            raise error.renamed(_FIELDS) from None
-        ignored = (*ignored_in_response(fields), *self.reader.ignored(body, ResponsesRequest))
+        chat = chat_body(body, fields, request.turns)
+        if hosted:
+            request = replace(request, mcp=self._mcp_run(fields, request, hosted, chat, tenant))
+        generate_request, options = self.read_chat(chat, tenant)
+        ignored = (*ignored_in_response(fields, hosted), *self.reader.ignored(body, ResponsesRequest))
         if options.ignored:
             ignored += inherited(options.ignored, _FIELDS)
         return replace(generate_request, most_tokens=longest, session=request.session), replace(
             options, request=request, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )
 
+    def read_chat(self, chat: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
+        """Return what a chat asks for that stands for a response, or for one of its rounds. Raises as :meth:`read`."""
+        try:
+            return self.chats.read(chat, tenant)
+        except InvalidArgument as error:
+            raise error.renamed(_FIELDS) from None
+
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> ResponseAnswer:
         assert isinstance(options.request, ResponseRequest)
+        if (run := options.request.mcp) is not None:
+            return McpAnswer(generation, options.request, run, self.store)
         return ResponseAnswer(generation, options, options.request, self.store)
 
     def _request(self, body: Body, fields: ResponsesRequest, tenant: Tenant) -> ResponseRequest:
@@ -81,6 +98,7 @@ class ResponsesApi:
         if is_background and (fields.stream or not is_stored):
             raise InvalidArgument("background needs a stored response, and excludes stream", "background")
         echo = {name: getattr(fields, name) for name in _ECHOED} | {"model": self.names.answers_as(body.get("model"))}
+        echo["tools"] = shown(fields.tools or ())
         echo |= {name: value for name, value in _DEFAULTS.items() if echo[name] is None}
         echo |= {name: default if body.get(name) is None else body[name] for name, default in _ECHOED_SAMPLING.items()}
         turns, session = self._turns(fields, tenant)
@@ -94,6 +112,39 @@ class ResponsesApi:
             is_background=is_background,
             is_stored=is_stored,
             namespaced=namespaced(fields),
+        )
+
+    def _mcp_run(
+        self,
+        fields: ResponsesRequest,
+        request: ResponseRequest,
+        hosted: Mapping[int, McpTool],
+        chat: dict[str, Any],
+        tenant: Tenant,
+    ) -> McpRun:
+        """Return how a response with tools of MCP servers is run, and take the choice of tools out of its chat: what it
+        names is known only when the servers have listed their tools."""
+        assert self.servers is not None
+        choice = chat.pop("tool_choice", None)
+        turns = [*request.turns]
+        items = fields.input if isinstance(fields.input, list) else ()
+        listed = {str(item.get("server_label")) for item in items if item.get("type") == "mcp_list_tools"}
+        if fields.previous_response_id is not None:
+            listed |= self.store.get(fields.previous_response_id, tenant.name).listed
+        most_calls = fields.max_tool_calls
+        return McpRun(
+            response_id=request.response_id,
+            servers=self.servers,
+            tools=[*hosted.values()],
+            chat={**chat, "messages": chat["messages"][: len(chat["messages"]) - len(turns)]},
+            functions=chat.get("tools", ()),
+            choice=fields.tool_choice if choice is None else choice,
+            parallel=fields.parallel_tool_calls,
+            turns=turns,
+            approvals=read_approvals(fields.input, turns),
+            listed=frozenset(listed),
+            most_calls=MAX_CALLS if most_calls is None else narrow_int("max_tool_calls", most_calls, 0, MAX_CALLS),
+            items=OutputItems(request.response_id.removeprefix("resp_"), request.namespaced),
         )
 
     def _turns(self, fields: ResponsesRequest, tenant: Tenant) -> tuple[list[Turn], str]:

@@ -1,7 +1,8 @@
 """Runs ``/v1/responses``, in the foreground as any API that generates, or in the background."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tokenloom.request import errors, wire_errors
@@ -11,7 +12,8 @@ from ..encoding.sse import encode_json
 from ..endpoints.generation_endpoint import GenerationEndpoint, ReadRequest
 from ..generation.generator import Generator
 from ..http.http_exchange import HttpExchange
-from .response_answer import ResponseRequest, head_of, response_of
+from .mcp_rounds import McpGenerator
+from .response_answer import McpRun, ResponseRequest, head_of, response_of
 from .response_store import ResponseStore, StoredResponse
 from .responses import ResponsesApi
 
@@ -32,7 +34,9 @@ class ResponsesEndpoint:
         request = held[0][1].request
         assert isinstance(request, ResponseRequest)
         if not request.is_background:
-            await self.endpoint(exchange, held)
+            run = request.mcp
+            endpoint = self.endpoint if run is None else replace(self.endpoint, generator=self._rounds(run, held))
+            await endpoint(exchange, held)
             return
         # A second run would take the request over from the first one, whose response would end as failed although its
         # client has that one's id.
@@ -65,15 +69,21 @@ class ResponsesEndpoint:
             stored = self._stored(exchange)
         await _respond(exchange, stored.response)
 
+    def _rounds(self, run: McpRun, held: list[ReadRequest]) -> McpGenerator:
+        """Return what opens a response of several rounds. ``held``: what was read of its request."""
+        read = partial(self.api.read_chat, tenant=held[0][0].tenant)
+        return McpGenerator(self.generator, run, read, self.endpoint.parser)
+
     def _stored(self, exchange: HttpExchange) -> StoredResponse:
         return self.store.get(_id_of(exchange), exchange.tenant.name)
 
     async def _run(self, held: list[ReadRequest], request: ResponseRequest, stored: StoredResponse) -> None:
         """Generate a response in the background; store how it ended."""
+        generator = self.generator if request.mcp is None else self._rounds(request.mcp, held)
         generate_request, options, token = held.pop()
         try:
             # No connection can be lost here: a client cancels or deletes the response, or the gateway ends.
-            async with self.generator.open(generate_request, token=token, outlives_call=False) as generation:
+            async with generator.open(generate_request, token=token, outlives_call=False) as generation:
                 del generate_request
                 stored.response = response_of(head_of(request), "in_progress")
                 answer = self.api.answer(generation, options)

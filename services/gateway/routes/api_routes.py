@@ -43,6 +43,7 @@ from ..pooling.pooling_api import PoolingApi, PoolingEndpoint
 from ..pooling.scores import RerankApi, ScoreApi
 from ..pooling.vectors import ClassifyApi, EmbeddingsApi, PoolApi
 from ..records.volatile_lines import OF_MESSAGES, VolatileLine
+from ..responses.mcp_servers import McpServers
 from ..responses.response_store import ResponseStore
 from ..responses.responses import ResponsesApi
 from ..responses.responses_endpoint import ResponsesEndpoint
@@ -87,8 +88,10 @@ def api_routes(
     parser: BodyParser,
     reader: BodyReader,
     store: ResponseStore,
+    servers: McpServers | None = None,
 ) -> Routes:
-    """Return the routes whose requests name a model. ``store``: keeps the responses of all models."""
+    """Return the routes whose requests name a model. ``store``: keeps the responses of all models. ``servers``: the MCP
+    servers whose tools are run for them."""
     limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
     silent = SilentStreams(settings.stream_head_after)
     chats = ChatApi(reader, mesh.plans)
@@ -97,7 +100,7 @@ def api_routes(
     moves = settings.volatile_lines == "move"
     of_messages = OF_MESSAGES if moves else None
     count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.models, limit, timeout, of_messages)
-    responses = ResponsesApi(reader, chats, mesh.models, store)
+    responses = ResponsesApi(reader, chats, mesh.models, store, servers)
 
     def endpoint(
         api: GenerationApi, volatile: Sequence[VolatileLine] | None = () if moves else None

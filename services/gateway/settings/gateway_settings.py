@@ -164,6 +164,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Bytes of responses of /v1/responses that this gateway keeps for previous_response_id; the oldest ones are "
         "dropped. 0: it keeps none, and none runs in the background.",
     ] = 64 << 20
+    mcp_servers: Annotated[
+        Path | None,
+        "File (.toml, .json or .yaml) with a table [[server]] for each MCP server whose tools the gateway runs for "
+        "/v1/responses: name, url, and if wanted headers_file, allowed_tools, tenants, client_headers, timeout and "
+        "max_result_bytes. Needs the extra tokenloom[mcp].",
+    ] = None
     batch_dir: Annotated[
         Annotated[Path | None, Meta(extra={"directory": True})],
         "Directory for the files and results of /v1/files and /v1/batches, used by this gateway alone; without it the "

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tokenloom.request.packed_ids import num_ids
+from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
 
 from ..encoding.sse import encode_json
 from ..formats.tool_request import read_tools
@@ -17,6 +18,7 @@ from ..openapi.request_schemas import CountTokensRequest
 from ..records.generate_request import Chat
 from ..records.model_names import ModelNames
 from ..records.volatile_lines import AGENTS, VolatileLine, lines_of, settled
+from .context_edits import ContextEdits, read_edits
 from .messages_body import conversation, thinking_of
 
 
@@ -39,20 +41,26 @@ class CountTokens:
             lines, agent = self.volatile, exchange.headers.get(b"user-agent", b"")
             if lines is not None and agent.startswith(AGENTS):
                 lines = lines_of(agent, lines)
-            chat = await self.parser.read(received.data, partial(self._chat, lines))
-        async with limited(self.timeout):
-            encoded = await self.tokenizers.encode_chat(chat, tenant=exchange.tenant.name)
-        await exchange.respond(200, encode_json({"input_tokens": num_ids(encoded.prompt)}))
+            chat, edits = await self.parser.read(received.data, partial(self._chat, lines))
 
-    def _chat(self, lines: Sequence[VolatileLine] | None, body: Body) -> Chat:
+        async def encode(chat: Chat) -> TokenizedPrompt:
+            return (await self.tokenizers.encode_chat(chat, tenant=exchange.tenant.name)).prompt
+
+        async with limited(self.timeout):
+            prompt = await encode(chat) if edits is None else (await edits.run(chat, encode))[1]
+        before = {} if edits is None else {"context_management": {"original_input_tokens": edits.num_tokens}}
+        await exchange.respond(200, encode_json({"input_tokens": num_ids(prompt)} | before))
+
+    def _chat(self, lines: Sequence[VolatileLine] | None, body: Body) -> tuple[Chat, ContextEdits | None]:
         self.names.find(body.get("model"))
         if lines:
             body, _ = settled(body, lines)
         fields = self.reader.read(body, CountTokensRequest)
         chat, reasoning = conversation(fields), thinking_of(fields.thinking)
-        return read_chat(
+        read = read_chat(
             chat["messages"],
             read_tools(chat.get("tools")),
             reasoning.get("chat_template_kwargs"),
             continue_final_message=chat.get("continue_final_message"),
         )
+        return read, read_edits(fields.context_management)

@@ -1,17 +1,21 @@
 """Shapes an answer of Anthropic's Messages API: content blocks, whole or as events."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from tokenloom.v1 import output_processor_pb2
+from tokenloom.v1 import inference_pb2, output_processor_pb2
+from tokenloom.v1.inference_pb2 import MissCause
 
 from ..assistant.message_plans import CallDelta, MessageDelta, OutputReader, TextDelta
 from ..encoding.sse import cache_miss, encode_json
 from ..formats.call_arguments import read_arguments
+from ..generation.open_turn import OpenTurn
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
 from ..openai.body_reader import AnswerOptions
+from .context_edits import ContextEdits
 
 _STOP_REASONS = {
     "stop": "end_turn",
@@ -23,12 +27,63 @@ _STOP_REASONS = {
 _UNCACHED = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
+_REASONS: Mapping[MissCause, str] = {
+    inference_pb2.MISS_CAUSE_ADAPTER_CHANGED: "model_changed",
+    inference_pb2.MISS_CAUSE_TOOLS_CHANGED: "tools_changed",
+    inference_pb2.MISS_CAUSE_MESSAGE_CHANGED: "messages_changed",
+    inference_pb2.MISS_CAUSE_VOLATILE_LINE: "system_changed",
+    inference_pb2.MISS_CAUSE_REASONING_DROPPED: "messages_changed",
+    inference_pb2.MISS_CAUSE_BLANKS_CHANGED: "messages_changed",
+    inference_pb2.MISS_CAUSE_ARGUMENTS_RESERIALISED: "messages_changed",
+}
+"""The API's words for what a client changed; others are ``unavailable`` there."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReports:
+    """Holds what an answer reports of its request.
+
+    Attributes:
+        edits: Shorten the conversation; None: the client asks for none.
+        previous: As ``GenerateRequest.compared``.
+    """
+
+    edits: ContextEdits | None = None
+    previous: str | None = None
+
+    @property
+    def context_management(self) -> dict[str, object]:
+        """What was cleared, as a member; empty if the client did not ask for it."""
+        return {} if self.edits is None else {"context_management": {"applied_edits": self.edits.applied}}
+
+    def diagnostics(self, turn: OpenTurn | None) -> dict[str, object]:
+        """Return why the cache could not reuse the prompt of an earlier turn, as a member; empty if the client did not
+        ask for it."""
+        if self.previous is None:
+            return {}
+        if not self.previous:
+            return {"diagnostics": None}
+        reason: dict[str, object] = {"type": "unavailable"}
+        if turn is not None and not turn.is_compared_with(self.previous):
+            reason["type"] = "previous_message_not_found"
+        elif turn is not None:
+            if (difference := turn.difference()) is None:
+                return {"diagnostics": None}
+            if (kind := _REASONS.get(difference.cause)) is not None:
+                is_system = kind == "messages_changed" and turn.has_other_system
+                reason = {"type": "system_changed" if is_system else kind}
+                reason["cache_missed_input_tokens"] = difference.missed_tokens
+        return {"diagnostics": {"cache_miss_reason": reason}}
+
+
 class MessageAnswer:
     """Shapes the assistant's next turn."""
 
     def __init__(self, generation: RunningGeneration, options: AnswerOptions) -> None:
         self._generation = generation
         self._stop = options.stop
+        assert isinstance(options.request, MessageReports)
+        self._reports = options.request
         self._id = f"msg_{generation.request_id}"
         self._model = generation.model
         self._blocks = ContentBlocks()
@@ -49,7 +104,8 @@ class MessageAnswer:
     def last_events(self) -> bytes:
         """Return the events after all output."""
         reason, sequence = self._stop_reason()
-        ending = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": self._usage()}
+        ending: dict[str, Any] = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": self._usage()}
+        ending |= self._reports.context_management
         return self._blocks.end() + event("message_delta", ending) + event("message_stop", {})
 
     def keep_alive(self) -> bytes:
@@ -74,7 +130,7 @@ class MessageAnswer:
     def body(self) -> Iterator[bytes]:
         """Return the whole JSON response."""
         message = self._message(self._blocks.blocks(), *self._stop_reason())
-        yield encode_json(message | {"usage": self._usage()})
+        yield encode_json(message | {"usage": self._usage()} | self._reports.context_management)
 
     def _message(
         self, content: list[dict[str, Any]], stop_reason: str | None, stop_sequence: str | None
@@ -87,6 +143,7 @@ class MessageAnswer:
             "content": content,
             "stop_reason": stop_reason,
             "stop_sequence": stop_sequence,
+            **self._reports.diagnostics(self._generation.turn),
         }
 
     def _stop_reason(self) -> tuple[str, str | None]:

@@ -10,9 +10,10 @@ from ..openai.chat import ChatApi
 from ..openapi.request_schemas import MessagesRequest
 from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
+from .context_edits import ignored_edits, read_edits
 from .ignored_members import ignored_in_message
-from .message_answer import MessageAnswer
-from .messages_body import chat_body, most_tokens, session
+from .message_answer import MessageAnswer, MessageReports
+from .messages_body import chat_body, most_tokens, previous_message, session
 
 _FIELDS = {
     "stop": "stop_sequences",
@@ -49,9 +50,18 @@ class MessagesApi:
         members = ignored_in_message(fields, keeps_budget=reasons)
         if options.ignored:
             members += inherited(options.ignored, _FIELDS)
+        members += tuple(ignored_edits(fields.context_management))
         ignored = (*self.reader.ignored(body, MessagesRequest), *members)
-        return replace(request, most_tokens=longest, session=session(fields)), replace(
-            options, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
+        reports = MessageReports(read_edits(fields.context_management), previous_message(fields))
+        request = replace(
+            request,
+            most_tokens=longest,
+            session=session(fields),
+            edits=reports.edits,
+            compared=reports.previous,
+        )
+        return request, replace(
+            options, request=reports, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> MessageAnswer:

@@ -46,6 +46,18 @@ def session(fields: MessagesRequest) -> str:
     return name or ""
 
 
+def previous_message(fields: MessagesRequest) -> str | None:
+    """Return the id of the request whose answer the client compares with; empty: it asks for diagnostics without any;
+    None: it asks for none. Raises ``InvalidArgument``."""
+    if fields.diagnostics is None:
+        return None
+    name = fields.diagnostics.get("previous_message_id")
+    if name is not None and not isinstance(name, str):
+        where = "diagnostics.previous_message_id"
+        raise InvalidArgument(f"{where} must be a string or null", where)
+    return (name or "").removeprefix("msg_")
+
+
 def conversation(fields: CountTokensRequest) -> dict[str, Any]:
     """Return what the chat template reads: the turns and the tools."""
     chat: dict[str, Any] = {"messages": read_turns(fields.system, fields.messages)}

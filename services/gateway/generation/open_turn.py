@@ -42,6 +42,7 @@ class OpenTurn:
         potential: Tokens of the turn before that the prompt would have found if it had continued it.
         cause: Why they differ; 0 where the prompt continues the whole turn.
         spans: Generated tokens in the prompt, which have replaced those of a fresh tokenization.
+        answer: The client's name for the answer; empty: it has the request's id.
     """
 
     chat: ChatDigest
@@ -56,6 +57,7 @@ class OpenTurn:
     potential: int = 0
     cause: MissCause = inference_pb2.MISS_CAUSE_UNSPECIFIED
     spans: list[GeneratedSpan] = field(default_factory=list)
+    answer: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -94,14 +96,24 @@ class OpenTurn:
         missed = max(self.potential - max(self.common, cached), 0)
         return inference_pb2.CacheMiss(cause=self.cause, token=self.common or cached, missed_tokens=missed)
 
+    def is_compared_with(self, answer: str) -> bool:
+        """Return whether the turn before has this answer."""
+        return self.before is not None and self.before.answer == answer
+
+    @property
+    def has_other_system(self) -> bool:
+        """Whether the system prompt is not that of the turn before."""
+        before = None if self.before is None else self.before.chat.messages[0]
+        return before is not None and before.role in ("system", "developer") and before != self.chat.messages[0]
+
     def ended(
         self, answer: str, token_ids: "array[int]", finished: output_processor_pb2.RequestFinished, num_reasoning: int
     ) -> PastTurn:
-        """Return the turn with its answer. ``answer``: its id; ``token_ids``: of the answer."""
+        """Return the turn with its answer. ``answer``: the request's id; ``token_ids``: of the answer."""
         tokens = self.tokens + token_ids.tobytes()
         answered = GeneratedSpan(self.num_tokens, len(tokens) // TOKEN_BYTES)
         return PastTurn(
-            answer=answer,
+            answer=self.answer or answer,
             chat=self.chat,
             tokens=tokens,
             num_prompt=self.num_tokens,
@@ -145,14 +157,18 @@ class TurnComparer:
         block_size: int,
         ends: Collection[int],
         decode: Decode,
+        named: tuple[str, str] = ("", ""),
     ) -> OpenTurn:
         """Compare a prompt with the turn that it continues; with replayed ids, change the prompt, which then has no
         hashes. ``packed``: its ids, 4 bytes each; empty: they are not packed. ``salt``: of its KV blocks, and the
-        digest of its adapter. ``ends``: the tokens that end an answer."""
+        digest of its adapter. ``ends``: the tokens that end an answer. ``named``: the name of the answer, and that of
+        the answer of the turn to compare with; empty: the client gives none."""
         tokens = packed or pack(prompt.token_ids)
         is_open = prompt.reasoning_start == types_pb2.REASONING_START_OPEN
         turn = OpenTurn(digest_of(chat), tokens, prompt.block_hash_prefixes, *salt, block_size, is_open)
-        turn.before = before = self.past.find(tenant, tokens, turn.hashes)
+        turn.answer, compared = named
+        before = self.past.of_answer(tenant, compared) if compared else None
+        turn.before = before = before or self.past.find(tenant, tokens, turn.hashes)
         if before is None:
             turn.cause, turn.potential = inference_pb2.MISS_CAUSE_NEW_PREFIX, turn.num_tokens
         elif (before.salt, before.adapter) != salt:

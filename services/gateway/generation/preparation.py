@@ -15,7 +15,14 @@ from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 from ..mesh.mesh_view import MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
-from ..records.generate_request import SHEDDABLE_PRIORITY, Chat, EmbeddedPrompt, GenerateRequest, session_digest
+from ..records.generate_request import (
+    SHEDDABLE_PRIORITY,
+    Chat,
+    EmbeddedPrompt,
+    Encode,
+    GenerateRequest,
+    session_digest,
+)
 from ..records.pooling_input import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from ..tenants.tenant import SALT_BYTES
@@ -140,14 +147,18 @@ class Preparer:
         # and the call runs whenever the task wakes.
         prompts: list[EncodedPrompt]
         turn: OpenTurn | None = None
+        is_compared = request.answer or request.compared is not None
         if isinstance(request.prompts, Chat):
             chat = request.prompts
-            encoding = self._tokenizers.encode_chat(chat, hash_salt=salt, tenant=request.tenant.name)
-            rendered = (await encoding).prompt
+            if request.edits is None:
+                encoding = self._tokenizers.encode_chat(chat, hash_salt=salt, tenant=request.tenant.name)
+                rendered = (await encoding).prompt
+            else:
+                chat, rendered = await request.edits.run(chat, self._encoder(salt, request.tenant.name))
             if packed := rendered.packed_token_ids:
                 await unpack_kept(rendered, keep, request.prompt_field, limits)
             prompts = [rendered]
-            if (chat.tools_json or chat.has_answers or request.session) and keep is None:
+            if (chat.tools_json or chat.has_answers or request.session or is_compared) and keep is None:
                 turn = await self._open_turn(request, chat, rendered, packed, salt, info.eos_token_ids)
         else:
             prompts = await self._encode(request, request.prompts, keep, salt, limits)
@@ -191,6 +202,12 @@ class Preparer:
             turn=turn,
         )
 
+    def _encoder(self, salt: bytes, tenant: str) -> Encode:
+        async def encode(chat: Chat) -> tokenizer_pb2.TokenizedPrompt:
+            return (await self._tokenizers.encode_chat(chat, hash_salt=salt, tenant=tenant)).prompt
+
+        return encode
+
     async def _open_turn(
         self,
         request: GenerateRequest,
@@ -210,7 +227,8 @@ class Preparer:
             return (await self._tokenizers.decode(token_ids, skip_special_tokens=False, tenant=tenant)).text
 
         keys = salt, b"" if request.adapter is None else request.adapter.digest
-        return await self._turns.open(chat, prompt, packed, tenant, keys, block_size, ends, decode)
+        named = request.answer, request.compared or ""
+        return await self._turns.open(chat, prompt, packed, tenant, keys, block_size, ends, decode, named)
 
     async def _encode(
         self,

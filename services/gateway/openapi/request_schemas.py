@@ -233,6 +233,13 @@ class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, Any] | None,
         Meta(description='{"type": "enabled", "budget_tokens": …}, adaptive or disabled; null: it is not returned.'),
     ] = None
+    context_management: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description='{"edits": […]}: clear_tool_uses_20250919 leaves old results of tools out of the prompt, and '
+            "clear_thinking_20251015 old reasoning; the answer says what was cleared."
+        ),
+    ] = None
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
@@ -245,6 +252,12 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
         Meta(description='{"format": {"type": "json_schema", "schema": …}}; effort: a variable of the chat template.'),
     ] = None
     output_format: Annotated[dict[str, Any] | None, Meta(description="Older name of output_config.format.")] = None
+    diagnostics: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description='{"previous_message_id": …}: the answer says why the cache did not reuse that turn\'s prompt.'
+        ),
+    ] = None
     metadata: Annotated[
         dict[str, Any] | None,
         Meta(description="user_id names the session: its next turn runs where its beginning is cached. Only a hint."),

@@ -164,7 +164,7 @@ FOREIGN_APIS = (
         metadata.user_id model max_tokens
         output_config.effort output_config.format output_format stop_sequences stream system system[].text temperature
         thinking.type thinking.budget_tokens tool_choice.type tool_choice.name tool_choice.disable_parallel_tool_use
-        tools tools[].strict top_k top_p
+        tools tools[].strict top_k top_p context_management diagnostics
         """,
         refused={
             "messages[].content[].image": _ONLY_TEXT,
@@ -178,7 +178,7 @@ FOREIGN_APIS = (
             "messages[].content[].title": "Only the document's text is read.",
             "cache_control": _CACHED_ANYWAY,
             "container": "No code runs at the server.",
-            "context_management": "The client shortens its conversation.",
+            "context_management.edits[].compact_20260112": "The client compacts its conversation.",
             "inference_geo": "The mesh runs where it is.",
             "output_config.task_budget": "Use max_tokens.",
             "service_tier": "Use priority.",
@@ -322,7 +322,7 @@ EXCLUSIONS = (
     Exclusion("input", "messages", "Vectors are of texts or of one conversation."),
     Exclusion(
         "tool_choice",
-        "response_format structured_outputs text",
+        "response_format structured_outputs text output_config output_format",
         "A call that is forced wins, as with vLLM: the arguments are all of the output.",
         gives_way=True,
     ),

@@ -3,13 +3,13 @@
 import base64
 import binascii
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_embeds import FIELD, Part
-from tokenloom.v1 import output_processor_pb2, types_pb2
+from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 
 from ..tenants.tenant import Tenant
 from .model_names import NamedAdapter
@@ -30,6 +30,17 @@ class Chat:
     """End within the last turn, so that the model continues it."""
     has_answers: bool = False
     """Whether a turn of it is the assistant's."""
+
+
+Encode = Callable[[Chat], Awaitable[tokenizer_pb2.TokenizedPrompt]]
+"""Renders a conversation and returns its tokens."""
+
+
+class PromptEdits(Protocol):
+    """Describes what shortens a conversation, once the number of its tokens is known."""
+
+    async def run(self, chat: Chat, encode: Encode) -> tuple[Chat, tokenizer_pb2.TokenizedPrompt]:
+        """Return the conversation that the model is to see, and its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +104,13 @@ class GenerateRequest:
     session: str = ""
     """The client's name for the session of which it is a turn, a hint for placement and caches; empty: it gives
     none."""
+    edits: PromptEdits | None = None
+    """Shortens a conversation; None: the model sees all of it."""
+    answer: str = ""
+    """The name by which the client may compare a later turn with this one; empty: the request's id."""
+    compared: str | None = None
+    """The name of the answer of the turn with which the client compares this one; empty: it compares none, and may
+    compare a later turn with this one."""
 
 
 SESSION_HEADERS: Final = frozenset(

@@ -28,6 +28,8 @@ class FairStage(TenantTurns):
         """
         super().__init__(num_places if leaves_spare else None)
         self._num_free = num_places
+        self.num_kept = 0
+        """Places that stay free now."""
         self._what = what
         self._max_waiting = max_waiting
         self._max_cost = self._cost_left = max_cost
@@ -48,7 +50,7 @@ class FairStage(TenantTurns):
             raise errors.ResourceExhausted(f"Too many or too large {self._what} already wait; retry.")
         self._cost_left -= cost
         self._held[tenant] += cost
-        if not is_idle and (self.num_waiting or not self._num_free or self._most is not None):
+        if not is_idle and (self.num_waiting or self._num_free <= self.num_kept or self._most is not None):
             await self._wait(tenant, cost)
             return
         # As `start`, written out: nearly all turns begin at once.
@@ -98,7 +100,7 @@ class FairStage(TenantTurns):
 
     def _start_next(self) -> None:
         """Begin the turns that are possible now."""
-        while self._num_free and (tenant := self.next(self._waiting)) is not None:
+        while self._num_free > self.num_kept and (tenant := self.next(self._waiting)) is not None:
             begun, cost = self._waiting[tenant][0]
             if begun.cancelled():  # its task has not run since
                 self._leave(tenant, begun, cost)

@@ -338,6 +338,11 @@ class AdmittedRequest:
         estimator.add(self.num_outputs, num_tokens)
         share.pending_outputs += self.num_outputs
 
+    @property
+    def is_beside_answers(self) -> bool:
+        """Whether the gateway has outputs in work that are generated."""
+        return self._estimator.live > self._estimator.pooled
+
     def __enter__(self) -> Self:
         return self
 

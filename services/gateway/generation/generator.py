@@ -28,7 +28,7 @@ from .preparation import MeshLinks, Preparer, RequestContext, cache_salt
 from .request_trace import GatewayTrace, traced
 from .resumable import ResumableRequests
 from .running_generation import RunningGeneration
-from .running_pooling import MOST_AT_ONCE, RunningPooling, check_task, encode, pooling_stage
+from .running_pooling import MOST_AT_ONCE, PoolingStage, RunningPooling, check_task, encode
 
 _CONNECTION_ENDED = (asyncio.CancelledError, grpc.aio.BaseError)
 """Raised within a call whose client has gone: a gateway cannot distinguish a lost connection from a cancelled call."""
@@ -81,7 +81,7 @@ class Generator:
         self._metrics = metrics
         self._admission = admission
         self._resumable = resumable
-        self._pooling = pooling_stage()
+        self._pooling = PoolingStage()
         self._charges = Charges(lambda: asyncio.get_running_loop().time())
 
     @property

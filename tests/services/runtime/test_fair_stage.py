@@ -177,3 +177,17 @@ def test_accounts_are_forgotten() -> None:
         turns.stop(tenant, 1.0)
         turns.forget(())
     assert not turns._used
+
+
+async def test_places_that_are_kept_stay_free_until_they_are_not() -> None:
+    at = stage(3)
+    calls = Calls(at)
+    at.num_kept = 2
+    for name in ("a1", "a2", "a3"):
+        await calls.call(name)
+    assert calls.running == ["a1"]
+    await calls.end("a1")
+    assert calls.running == ["a2"]
+    at.num_kept = 0
+    await calls.call("a4")
+    assert sorted(calls.running) == ["a2", "a3", "a4"]

@@ -47,6 +47,10 @@ async def test_pooling_calls_are_counted_apart() -> None:
     gate = Gate()
     place = gate.admission.admit(generate_request(4), 60.0, most_at_once=2)
     assert (gate.estimator.live, gate.estimator.pooled) == (2, 2)
+    assert not place.is_beside_answers
+    answer = gate.admission.admit(generate_request(), 60.0)
+    assert place.is_beside_answers
+    answer.close()
     place.close()
     assert (gate.estimator.live, gate.estimator.pooled) == (0, 0)
 

@@ -226,6 +226,9 @@ attack: install ## attack running meshes while another key's stream runs, and pr
 soak-memory: install ## run four engines of one host under full load for five minutes, and compare their memory with the plan
 	$(BIN)/python -m tests.soak.memory
 
+network: install ## run prefill and decode engines on both sides of a bad network (root, Debian: iproute2, nftables)
+	$(BIN)/python -m tests.soak.network
+
 clients: install ## run unmodified client libraries against one mesh, each in its own environment
 	$(BIN)/python -m tests.clients.run
 
@@ -272,4 +275,4 @@ house-check: install ## fail if a figure of the source tree is beyond its limit 
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check wheel-check pictures site help
+.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check wheel-check pictures site help

@@ -27,9 +27,15 @@ MAX_RENDERED_CHARS = 8 << 20
 """More text than any context holds; a template that writes more is broken or hostile."""
 
 
-# Of tokenloom.request.reasoning, which takes a worker time to import; the second pair is gpt-oss's.
-_REASONING_MARKS = "<think>", "</think>"
-_HARMONY_MARKS = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+_REASONING_MARKS = (
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<think>", "</think>"),
+)
+"""Of tokenloom.request.reasoning, which takes a worker time to import; the first pair is gpt-oss's."""
 _THINKING = re.compile(r"\.thinking\b|[\"']thinking[\"']")
 _TAIL = 32
 """Characters at the end of a text in which a mark is looked for, with the line breaks after it."""
@@ -75,7 +81,7 @@ class ChatTemplate:
         self.forms = AS_TEXT
         self.special_tokens = dict(special_tokens or {})
         self.knows_developers = "developer" in source
-        self.reasoning_marks = _HARMONY_MARKS if _HARMONY_MARKS[0] in source else _REASONING_MARKS
+        self.reasoning_marks = next((pair for pair in _REASONING_MARKS if pair[0] in source), _REASONING_MARKS[-1])
         # Most templates call the reasoning of a past turn reasoning_content; that of gpt-oss calls it thinking.
         self._reads_thinking = bool(_THINKING.search(source)) and "reasoning_content" not in source
         try:

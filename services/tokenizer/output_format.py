@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, to_builtins
 from msgspec.structs import asdict, replace
 
-from tokenloom.request.reasoning import THINK_END, THINK_START
+from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
+from tokenloom.request.reasoning import HARMONY
 from tokenloom.request.tool_format import FORMATS, ToolFormat, from_json, to_json
 
 from .chat_template import ChatTemplate
@@ -20,7 +21,9 @@ from .tool_probe import NotDerived, derive, derive_reasoning, write_calls
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PARSED_MARKS = (THINK_START, THINK_END, *dict.fromkeys(mark for form in FORMATS.values() for mark in form.marks))
+_REASONING_MARKS = [mark for each in REASONING_FORMATS.values() if each != HARMONY for mark in each[:2]]
+_CALL_MARKS = [mark for form in FORMATS.values() for mark in form.marks]
+PARSED_MARKS = tuple(dict.fromkeys([*_REASONING_MARKS, *_CALL_MARKS]))
 """What the gateway's parsers read in outputs. It comes back in the assistant's turns."""
 _HARMONY_MARKS = ("<|channel|>", "<|message|>")
 """What they read in outputs of gpt-oss. None of it comes back: a template writes past messages with their headers."""

@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3", "openai_gptoss"]
+ReasoningParserName = Literal[
+    "auto", "none", "cohere_command", "deepseek_r1", "gemma4", "mistral", "openai_gptoss", "qwen3", "seed_oss"
+]
 """Values of ``--reasoning-parser``."""
 THINK_START, THINK_END = "<think>", "</think>"
 MAX_BLANK_TOKENS = 2
@@ -53,8 +55,13 @@ FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": ReasoningFormat(THINK_START, THINK_END, begins_inside=True),
     "qwen3": ReasoningFormat(THINK_START, THINK_END, begins_inside=False),
     "openai_gptoss": HARMONY,
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>", begins_inside=False),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", begins_inside=False),
+    "cohere_command": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", begins_inside=False),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", begins_inside=False),
 }
 """The known formats, by the names that operators use."""
+_SIGNS = {FORMATS[name].start: name for name in ("seed_oss", "mistral", "cohere_command", "gemma4")}
 
 
 class ReasoningMarks(Struct, frozen=True):
@@ -71,6 +78,9 @@ def format_of_template(template: str) -> str:
     """Return the name of the format of the reasoning that a chat template writes; empty if it writes none."""
     if HARMONY_REASONS in template:
         return "openai_gptoss"
+    for start, name in _SIGNS.items():
+        if start in template:
+            return name
     return "qwen3" if THINK_END in template or THINK_START in template else ""
 
 

@@ -11,7 +11,7 @@ from tokenloom.request.reasoning import HARMONY, ReasoningFormat, reasoning_form
 from tokenloom.request.tool_format import FORMATS, ToolFormat, from_json
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
-from ..formats.call_parser import ToolParser, new_call_id, open_parser
+from ..formats.call_parser import MarkFilter, ToolParser, new_call_id, open_parser
 from ..formats.harmony import PlainContent
 from ..formats.message_parts import CallArguments, CallBegin, Content, Part, ReasoningText
 from ..formats.strict_calls import NamedCall, force, has_strict, strict_constraint
@@ -40,6 +40,8 @@ class MessagePlan:
     open_reasoning: OpenReasoning | None = None
     """Makes a parser for one output, given whether the prompt has opened the reasoning; None: it is text."""
     include_reasoning: bool = True
+    drops: Sequence[str] = ()
+    """Marks around an answer without calls, which are no text."""
 
 
 @dataclass(slots=True)
@@ -126,7 +128,9 @@ class ParsedMessage:
         """``reasoning_is_open``: the prompt has opened the reasoning. ``may_reason``: False if the output has none."""
         self.num_calls = 0
         self._plan = plan
-        self._tools = plan.open_tools and plan.open_tools()
+        self._tools: ToolParser | None = plan.open_tools and plan.open_tools()
+        if plan.drops and self._tools is None:
+            self._tools = MarkFilter(plan.drops)
         self._thoughts = plan.open_reasoning(reasoning_is_open) if plan.open_reasoning and may_reason else None
         self._skips_call = False
         self._call_ids: set[str] = set()
@@ -283,7 +287,8 @@ class MessagePlans:
         if self._keeps_special_tokens(request, form):
             generate_request.text.skip_special_tokens = False
         open_reasoning = None if self.reasoning is None else opener(self.reasoning)
-        plan = MessagePlan(open_reasoning=open_reasoning, include_reasoning=include_reasoning)
+        drops = () if self.tools is None else self.tools.drops
+        plan = MessagePlan(open_reasoning=open_reasoning, include_reasoning=include_reasoning, drops=drops)
         if request.choice is ToolChoice.NONE:
             return (None if open_reasoning is None else plan), unbound
         return (

@@ -96,6 +96,28 @@ class Words:
         return [Content("".join(self._space))] if self._space and not self.is_after_call else []
 
 
+class MarkFilter:
+    """Fulfils :class:`ToolParser` for answers without calls: leaves out the marks around them."""
+
+    is_within_call = False
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = marks
+        self._text = ""
+
+    def feed(self, text: str) -> list[ToolPart]:
+        parts: list[ToolPart] = []
+        mark, self._text = self._marks[0], self._text + text
+        while mark:
+            before, mark, self._text = find_marker(self._text, self._marks)
+            parts += [Content(before)] if before else []
+        return parts
+
+    def finish(self) -> list[ToolPart]:
+        text, self._text = self._text, ""
+        return [Content(text)] if text else []
+
+
 class CallParser:
     """Fulfils :class:`ToolParser` for all formats that write calls as text. Each step reads some of the text."""
 

@@ -1,11 +1,9 @@
-"""Finds reasoning between ``<think>`` and ``</think>``, before the answer."""
+"""Finds reasoning between the marks of the model's format, before the answer."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tokenloom.request.reasoning import HARMONY, ReasoningFormat
-from tokenloom.request.reasoning import THINK_END as END
-from tokenloom.request.reasoning import THINK_START as START
+from tokenloom.request.reasoning import HARMONY, THINK_END, THINK_START, ReasoningFormat
 
 from .harmony import HarmonyParser
 from .message_parts import Content, Part, ReasoningText, TextPart, begins_marker, find_marker
@@ -31,8 +29,10 @@ class ThinkParser:
 
     is_within_call = False
 
-    def __init__(self, *, inside: bool) -> None:
-        """``inside``: the output begins with reasoning, with or without its opening mark."""
+    def __init__(self, marks: tuple[str, str] = (THINK_START, THINK_END), *, inside: bool) -> None:
+        """``marks``: what opens and what closes the reasoning. ``inside``: the output begins with reasoning, with or
+        without its opening mark."""
+        self._start, self._end = marks
         self._inside = inside
         self._begun = False
         self._trims = inside  # space that follows is dropped
@@ -53,7 +53,7 @@ class ThinkParser:
             return []
         if not self._inside:
             return self._content()
-        reasoning, marker, held = find_marker(self._text, (END,))
+        reasoning, marker, held = find_marker(self._text, (self._end,))
         if marker:
             self._inside, self._text = False, held
             parts = self._reasoning(reasoning.rstrip())
@@ -79,11 +79,11 @@ class ThinkParser:
     def _begin(self) -> bool:
         """Return whether it is clear how the output begins."""
         ahead = self._text.lstrip()
-        if not ahead or begins_marker(ahead, START):
+        if not ahead or begins_marker(ahead, self._start):
             return False
         self._begun = True
-        if ahead.startswith(START):
-            self._inside, self._text = True, ahead.removeprefix(START)
+        if ahead.startswith(self._start):
+            self._inside, self._text = True, ahead.removeprefix(self._start)
             self._trims = True
         return True
 
@@ -110,4 +110,5 @@ def opener(reasoning: ReasoningFormat) -> OpenReasoning:
     """Return what makes the parsers of outputs in this format."""
     if reasoning == HARMONY:
         return lambda opened: HarmonyParser(inside=opened)
-    return lambda opened: ThinkParser(inside=opened or reasoning.begins_inside)
+    marks = reasoning.start, reasoning.end
+    return lambda opened: ThinkParser(marks, inside=opened or reasoning.begins_inside)

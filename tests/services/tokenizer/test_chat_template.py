@@ -8,6 +8,7 @@ import pytest
 
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
 from tokenloom.request.reasoning import HARMONY as HARMONY_FORMAT
 from tokenloom.request.reasoning import format_of_template
 from tokenloom.services.tokenizer.chat_template import ChatTemplate, MaskingTemplate, TemplateRefused, TemplateTooLong
@@ -274,6 +275,8 @@ def test_how_a_prompt_of_gpt_oss_leaves_the_reasoning(last: str, options: dict[s
     messages = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user", "assistant")]
     template = ChatTemplate(HARMONY)
     assert template.reasoning_marks == HARMONY_FORMAT[:2]
+    for reasoning in REASONING_FORMATS.values():
+        assert ChatTemplate("".join(reasoning[:2])).reasoning_marks == reasoning[:2]
     masking = MaskingTemplate(template, TokenFinder([]), [])
     rendered = masking.render(messages[: 4 if last == "assistant" else 3], None, None, **options)
     assert rendered.reasoning_start == start

@@ -105,6 +105,8 @@ def test_the_end_mark_follows_from_any_reasoning(marks: ReasoningMarks, output: 
 def test_the_format_is_the_templates_or_a_chosen_one() -> None:
     assert format_of_template("{{ content.split('</think>')[-1] }}") == "qwen3"
     assert format_of_template("{{ content }}") == ""
+    assert format_of_template("[THINK]{{ reasoning }}[/THINK]") == "mistral"
+    assert format_of_template("<seed:think>{{ reasoning }}</seed:think>") == "seed_oss"
     assert reasoning_format("auto", "qwen3") is FORMATS["qwen3"]
     assert reasoning_format("deepseek_r1", "qwen3") is FORMATS["deepseek_r1"]
     for parser, template in (("none", "qwen3"), ("auto", ""), ("auto", "of_the_future")):

@@ -1,6 +1,7 @@
 """The parts of an assistant's turn keep the order in which the model wrote them, however the text is cut."""
 
 import pytest
+from msgspec.structs import replace
 
 from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
 from tokenloom.request.tool_format import FORMATS, REQUIRED
@@ -8,6 +9,7 @@ from tokenloom.services.gateway.assistant.message_plans import (
     CallDelta,
     MessageDelta,
     MessagePlan,
+    MessagePlans,
     OutputReader,
     ParsedMessage,
     ReasoningDelta,
@@ -15,7 +17,10 @@ from tokenloom.services.gateway.assistant.message_plans import (
 )
 from tokenloom.services.gateway.formats.call_parser import open_parser
 from tokenloom.services.gateway.formats.think import opener
-from tokenloom.services.gateway.formats.tool_request import Tool
+from tokenloom.services.gateway.formats.tool_request import Tool, ToolChoice, ToolRequest
+from tokenloom.services.gateway.records.generate_request import GenerateRequest
+from tokenloom.services.gateway.tenants.tenant import NO_TENANT
+from tokenloom.v1.types_pb2 import SamplingParams
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TEXT = f"<think>Hm.</think>I ask.{CALL}I wait.{CALL}Done."
@@ -82,3 +87,16 @@ def test_without_a_plan_all_of_it_is_text() -> None:
     reader = OutputReader(None, reasoning_is_open=False, may_reason=False)
     assert reader.feed(CALL, ends=False) == [TextDelta(CALL)]
     assert reader.feed("", ends=True) == []
+
+
+@pytest.mark.parametrize("choice", [ToolChoice.NONE, ToolChoice.AUTO])
+def test_marks_around_an_answer_are_no_text(choice: ToolChoice) -> None:
+    form = FORMATS["hermes"]
+    plans = MessagePlans(replace(form, drops=("<|begin|>", "<|end|>")), REASONING_FORMATS["cohere_command"])
+    request = GenerateRequest(prompts=["hi"], prompt_field="messages", sampling=SamplingParams(), tenant=NO_TENANT)
+    plan, _ = plans.apply(ToolRequest([Tool("f", {}, {"function": {}})], choice), request, include_reasoning=True)
+    text = "<|START_THINKING|>Hm.<|END_THINKING|><|begin|>Yes, <|no|>.<|end|>"
+    for pieces in ([text], list(text)):
+        reader = OutputReader(plan, reasoning_is_open=False, may_reason=True)
+        deltas = [reader.feed(piece, ends=False) for piece in pieces] + [reader.feed("", ends=True)]
+        assert joined(deltas) == [("reasoning", "Hm."), ("text", "Yes, <|no|>.")]

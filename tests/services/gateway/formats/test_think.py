@@ -63,3 +63,11 @@ def test_what_is_held_does_not_depend_on_the_pieces() -> None:
     seen = "".join(part.text for part in whole.feed("1 < "))
     assert seen == "1 <"
     assert "".join(part.text for char in "1 < " for part in single.feed(char)) == seen
+
+
+@pytest.mark.parametrize("name", [name for name, each in FORMATS.items() if not each.aside])
+def test_each_format_has_its_marks(name: str) -> None:
+    reasoning = FORMATS[name]
+    text = f"{reasoning.start}\nHm. < [\n{reasoning.end}\n\nYes <{reasoning.end}"
+    expected = "Hm. < [", f"Yes <{reasoning.end}"
+    assert said(opener(reasoning)(False), [text]) == said(opener(reasoning)(False), list(text)) == expected

@@ -197,12 +197,10 @@ class BlockPool:
             listener.forgot_all()
 
     def _evict_oldest(self) -> int:
-        kept = self.kept
-        block_id = kept.evict(self._cached) if kept.num_blocks else None
-        if block_id is None:
+        if self.kept.is_used:
+            block_id = self.kept.evict(self._cached)
+        else:
             block_id, _ = self._cached.popitem(last=False)
-        if kept.is_used:
-            kept.forget(block_id)
         block_hash = self._hashes[block_id]
         assert block_hash is not None, "a free block without content is blank"
         del self._by_hash[block_hash]

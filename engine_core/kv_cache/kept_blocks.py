@@ -100,9 +100,20 @@ class KeptBlocks:
             self._unlist(kept)
             del self._kept[kept.turn.branch]
 
-    def evict(self, others: OrderedDict[int, int | None]) -> int | None:
-        """Take the block whose next use is furthest away; None if that is the first of ``others``. They are free blocks
-        with the time since which each is free, the first one the longest; None: since before there were sessions."""
+    def evict(self, others: OrderedDict[int, int | None]) -> int:
+        """Take the block whose next use is furthest away from here or from ``others``, and forget its content. Others
+        are free blocks with the time since which each is free, the first one the longest; None: since before there
+        were sessions."""
+        block_id = self._furthest(others) if self.num_blocks else None
+        if block_id is None:
+            block_id, _ = others.popitem(last=False)
+        else:
+            self.remove(block_id)
+        self.forget(block_id)
+        return block_id
+
+    def _furthest(self, others: OrderedDict[int, int | None]) -> int | None:
+        """Return the block here whose next use is furthest away; None if that is the first of ``others``."""
         now, block_id, furthest = self.now(), None, -1
         if others:
             since = next(iter(others.values()))
@@ -118,8 +129,6 @@ class KeptBlocks:
             first, since = next(iter(self._shared.items()))
             if now - since > furthest:
                 block_id = first
-        if block_id is not None:
-            self.remove(block_id)
         return block_id
 
     def forget(self, block_id: int) -> None:

@@ -269,7 +269,8 @@ class OffloadConnector:
     def _save_ahead(self, pool: BlockPool, unsaved: OrderedDict[int, None]) -> None:
         """Save free blocks of sessions, a few in each step, once the pool is about to evict some."""
         assert self._pool is not None
-        if self._tier is None or pool.num_blank * BLANK_SHARE > pool.num_blocks:
+        # Not while others wait for the file: a session that returns would wait for them too.
+        if self._tier is None or self._tier.is_busy or pool.num_blank * BLANK_SHARE > pool.num_blocks:
             return
         # A long prompt evicts more in a step than may wait for the file: 2,048 tokens of a model of 0.6 B parameters
         # are 230 MB. What is dropped then breaks the chain, and a session would have to compute all that follows.

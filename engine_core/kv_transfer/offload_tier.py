@@ -108,6 +108,11 @@ class OffloadTier:
         self._thread = threading.Thread(target=self._run, name="kv-offload", daemon=True)
         self._thread.start()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether transfers wait for the file."""
+        return not self._transfers.empty()
+
     def has_room(self, num_saves: int) -> bool:
         """Return whether ``num_saves`` more saves may wait."""
         return self._pending_bytes + num_saves * self._slot_bytes <= MAX_PENDING_BYTES

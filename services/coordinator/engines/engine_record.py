@@ -223,6 +223,11 @@ class EngineRecord:
         return self.report.progress.reached < self.weights_version
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens that its KV cache holds."""
+        return self.identity.num_kv_blocks * self.identity.fingerprint.block_size
+
+    @property
     def score(self) -> int:
         """waiting * 4 + running, counted picks included."""
         return self.num_waiting * WAITING_WEIGHT + self.report.running

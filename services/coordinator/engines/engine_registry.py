@@ -150,7 +150,7 @@ class Registry:
         self._by_row: dict[int, EngineRecord] = {}
         self.prefixes = PrefixIndex(prefix_index_bytes)
         self.popular = PrefixPlacements()
-        self.sessions = Sessions(clock)
+        self.sessions = Sessions(clock, self._count_session)
         self.uses_prefixes = False
         self._placement = Placement(self._columns, self._kinds, policy)
         self._costs = EngineCosts(self._columns, self._kinds) if policy.rule is cost else None
@@ -304,7 +304,9 @@ class Registry:
         cached = None if path is None else self._cached_tokens(path, request.prompt_tokens)
         turn = self.sessions.find(request) if self._placement.policy.has_sessions else None
         home = None if turn is None else self._home(turn, request)
-        if near is not None and (home is None or home.row not in pool.rows or home.row in near.rows):
+        if near is not None and (
+            home is None or home.row is None or home.row in near.rows or home.row not in pool.rows
+        ):
             row, whole = self._placement.choose_near(near, pool, request, excluded, cached, home)
         else:
             row, whole = self._placement.choose(pool, request, excluded, cached, home)
@@ -405,12 +407,18 @@ class Registry:
         np.minimum(tokens, np.array(prompt_tokens), out=tokens)
         return tokens
 
-    def _home(self, turn: Turn, request: PickRequest) -> Home | None:
-        """Return where the KV of a session lies; None if its engine is gone, or the turn does not go on with it."""
+    def _home(self, turn: Turn, request: PickRequest) -> Home:
+        """Return where the KV of a session lies."""
         if turn.engine is None or not turn.returns or not (rows := self._rows([turn.engine])):
-            return None
-        tokens = turn.num_blocks * int(self._columns.block_size[rows[0]])
-        return Home(rows[0], min(tokens, request.prompt_tokens))
+            return Home(None)
+        row = rows[0]
+        tokens = min(turn.num_blocks * int(self._columns.block_size[row]), request.prompt_tokens)
+        return Home(row, tokens, turn.counted_tokens / self._by_row[row].kv_tokens)
+
+    def _count_session(self, engine: EngineRef, tokens: int) -> None:
+        """Note that the sessions whose next turns are expected on an engine have so many tokens more."""
+        for row in self._rows([engine]):
+            self._columns.session_share[row] += tokens / self._by_row[row].kv_tokens
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:
         """Return the rows of those of the engines that are joined."""

@@ -97,6 +97,12 @@ class _Branch:
     points: deque[int]  # hashes at the ends of its latest turns, under which it is found
     intervals: Intervals
     num_turns: int = 1
+    counted: tuple[EngineRef, int] | None = None  # the engine that it is expected on, with its tokens
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether anything says that another turn follows."""
+        return self.num_turns > 1 or (bool(self.session.key) and self.session.num_lost <= _MAX_LOST)
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +137,11 @@ class Turn(NamedTuple):
         return None if self.branch is None else self.branch.engine
 
     @property
+    def counted_tokens(self) -> int:
+        """Tokens by which that line counts on its engine."""
+        return self.branch.counted[1] if self.branch is not None and self.branch.counted is not None else 0
+
+    @property
     def returns(self) -> bool:
         """Whether it is to run where that line's KV lies. One that only shares a beginning, such as a system prompt,
         with another prompt is not: other engines have that too."""
@@ -143,10 +154,13 @@ class Turn(NamedTuple):
 
 
 class Sessions:
-    """Remembers the sessions of all tenants. ``clock`` returns seconds, of any beginning."""
+    """Remembers the sessions of all tenants."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], on_tokens: Callable[[EngineRef, int], None]) -> None:
+        """``clock`` returns seconds, of any beginning. ``on_tokens`` is called with an engine and by how many tokens
+        the prompts of the sessions whose next turns are expected there have grown, below 0: shrunk."""
         self._clock = clock
+        self._on_tokens = on_tokens
         self._tenants: dict[str, _Tenant] = {}
         self._branches: OrderedDict[int, _Branch] = OrderedDict()  # by number, the latest turn last
         self._num_begun = 0
@@ -190,7 +204,8 @@ class Sessions:
             self._continue(branch, request, placed)
         elif request.role != _DECODE:
             branch.engine = placed
-        if branch.num_turns == 1 and (not branch.session.key or branch.session.num_lost > _MAX_LOST):
+        self._count(branch)
+        if not branch.is_expected:
             return None
         past_tokens = min(turn.num_blocks * engine.fingerprint.block_size, request.prompt_tokens)
         return SessionTurn(
@@ -247,6 +262,15 @@ class Sessions:
         tenant.branches.move_to_end(branch.number)
         self._add_points(tenant, branch)
 
+    def _count(self, branch: _Branch) -> None:
+        """Let a line count where its next turn is expected."""
+        if branch.counted is not None:
+            engine, tokens = branch.counted
+            self._on_tokens(engine, -tokens)
+        branch.counted = (branch.engine, branch.prompt_tokens) if branch.is_expected else None
+        if branch.counted is not None:
+            self._on_tokens(*branch.counted)
+
     def _add_points(self, tenant: _Tenant, branch: _Branch) -> None:
         hashes, points = branch.hashes, branch.points
         for at in _AT_ENDS:
@@ -269,6 +293,9 @@ class Sessions:
     def _forget(self, branch: _Branch) -> None:
         tenant, session = self._tenants[branch.tenant], branch.session
         del self._branches[branch.number], tenant.branches[branch.number]
+        if branch.counted is not None:
+            engine, tokens = branch.counted
+            self._on_tokens(engine, -tokens)
         for point in branch.points:
             self._drop_point(tenant, branch, point)
         session.branches.remove(branch)

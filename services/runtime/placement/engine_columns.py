@@ -31,6 +31,7 @@ class EngineColumns:
         prefill_rate: Prompt tokens per second that leave the queue; 0: not known.
         computed_rate: Prompt tokens per second that steps compute, cached ones left out; 0: not known.
         uncached_tokens: Prompt tokens that are to be computed for the requests there, as far as is known.
+        session_share: How many of its KV caches the sessions need whose next turns are expected there.
         step_seconds: Mean duration of a step; 0: not known.
         start_rate: Requests per second that leave the queue while requests wait for a seat; 0: not known.
         last_turn: Number of the last pick that chose the engine; below 0: none did. Of equal engines the one with the
@@ -63,6 +64,7 @@ class EngineColumns:
         self.prefill_rate: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
         self.computed_rate: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
         self.uncached_tokens: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
+        self.session_share: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
         self.step_seconds: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
         self.start_rate: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
         self.last_turn: IntColumn = np.zeros(_FIRST_ROWS, np.int64)

@@ -26,7 +26,7 @@ def best(engines: EngineColumns, candidates: Candidates, ask: Ask, rule: Rule) -
     free = engines.free_tokens[candidates.index]
     if engines.num_late or free[free.argmin()] <= ask.prompt_tokens:
         tiers = engines.is_late[candidates.index] * 2 + (free <= np.array(ask.prompt_tokens))
-        if ask.session is not None:
+        if ask.session is not None and ask.session.row is not None:
             for at in candidates.positions((ask.session.row,)):
                 tiers[at] &= 2
         candidates = Candidates(candidates.rows[tiers == tiers.min()])

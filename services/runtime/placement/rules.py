@@ -35,9 +35,12 @@ _WAITING_WEIGHT, _NONE = np.array(WAITING_WEIGHT), np.array(0.0)
 SESSION_TOKENS = 1024
 """So many tokens of a session that need not be computed again weigh as much as a waiting request, whose prompt is about
 as long."""
-MAX_SESSION_WEIGHT = 8 * WAITING_WEIGHT
-"""What a session saves counts for so much at most: an engine that has more to do than others by eight waiting requests
+MAX_SESSION_WEIGHT = 4 * WAITING_WEIGHT
+"""What a session saves counts for so much at most: an engine that has more to do than others by four waiting requests
 loses sessions to them, however long these are."""
+MAX_PRESSURE = 4.0
+"""A turn of a session finds an engine as much worse by waiting requests as its other sessions need KV caches, up to so
+many: sessions that all went where their system prompt was cached had one engine evict blocks while others had room."""
 _TIE = 0.5
 """Between engines of equal scores a session stays where it is."""
 BROUGHT_BACK = 0.5
@@ -49,12 +52,14 @@ class Home(NamedTuple):
     """Says where a session's KV lies.
 
     Attributes:
-        row: Of the engine on which its last turn ran.
+        row: Of the engine on which its last turn ran; None: it begins, or that engine is gone.
         tokens: Those of the prompt that were part of that turn.
+        share: Of that engine's KV cache, which the session needs.
     """
 
-    row: int
-    tokens: int
+    row: int | None
+    tokens: int = 0
+    share: float = 0.0
 
 
 class Ask(NamedTuple):
@@ -98,10 +103,13 @@ def score(engines: EngineColumns, candidates: Candidates, ask: Ask) -> IntColumn
     np.subtract(scores, reduced, out=reduced)
     np.maximum(reduced, _NONE, out=reduced)
     if (home := ask.session) is not None:
-        for at in candidates.positions((home.row,)):
+        pressure: FloatColumn = np.minimum(engines.session_share[index], np.array(MAX_PRESSURE))
+        for at in candidates.positions((home.row,)) if home.row is not None else ():
+            pressure[at] -= min(home.share, float(pressure[at]))
             saved = max(int(cached[at]), BROUGHT_BACK * home.tokens)
             weight = WAITING_WEIGHT * saved / min(ask.prompt_tokens, SESSION_TOKENS)
             reduced[at] = scores[at] - min(weight, MAX_SESSION_WEIGHT) - _TIE
+        reduced += WAITING_WEIGHT * pressure
     return reduced
 
 
@@ -128,7 +136,7 @@ def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColum
     tokens: FloatColumn = engines.uncached_tokens[index] + np.array(float(ask.prompt_tokens))
     if ask.cached_tokens is not None:
         tokens -= ask.cached_tokens[index]
-    if (session := ask.session) is not None:
+    if (session := ask.session) is not None and session.row is not None:
         known = 0 if ask.cached_tokens is None else int(ask.cached_tokens[session.row])
         for at in candidates.positions((session.row,)):
             tokens[at] -= max(BROUGHT_BACK * session.tokens - known, 0.0)

@@ -1,5 +1,7 @@
 """Turns of sessions are recognised, by an id or by the beginnings of prompts, within one tenant."""
 
+from collections import Counter
+
 import pytest
 
 from tests.services.coordinator.test_roles import BLOCK_SIZE, BOTH, DECODE, PREFILL, Clock, Fleet
@@ -29,7 +31,11 @@ class Mesh:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.sessions = Sessions(self.clock)
+        self.tokens = Counter[str]()
+        self.sessions = Sessions(self.clock, self.count)
+
+    def count(self, engine: EngineRef, tokens: int) -> None:
+        self.tokens[engine.engine_id] += tokens
 
     def turn(
         self,
@@ -194,6 +200,36 @@ def test_an_engine_without_room_keeps_its_session() -> None:
     assert fleet.pick(BOTH, 1800, block_hash_prefixes=chain((1, 110))) == "b1*"
 
 
+def test_the_tokens_of_sessions_count_where_their_next_turns_are_expected() -> None:
+    mesh = Mesh()
+    mesh.turn(chain((1, LONG)))
+    assert not mesh.tokens, "nothing says that another turn follows"
+    mesh.turn(chain((1, LONG + 4)))
+    mesh.turn(chain((2, 10)), B, session=9)
+    assert mesh.tokens == {"a": (LONG + 4) * BLOCK_SIZE + 1, "b": 161}
+    mesh.turn(chain((2, 20)), session=9)
+    assert mesh.tokens == {"a": (LONG + 4) * BLOCK_SIZE + 1 + 321, "b": 0}
+    mesh.clock.now += sessions.FORGET_SECONDS + 1
+    mesh.turn(chain((3, LONG)))
+    assert mesh.tokens == {"a": 0, "b": 0}
+
+
+def test_sessions_that_begin_alike_are_spread_by_the_kv_that_they_need() -> None:
+    fleet = Fleet("b0", "b1")
+    placed = [
+        fleet.pick(BOTH, 4000, block_hash_prefixes=scheduled(chain((1, 200), (number, 50))), session=number)
+        for number in range(2, 22)
+    ]
+    assert placed.count("b0*") == placed.count("b1*")
+    columns = fleet.registry._columns
+    assert columns.session_share[:2].tolist() == pytest.approx([2.5, 2.5])
+    fleet.registry.leave(fleet.records["b0"])
+    assert columns.session_share[:2].tolist() == pytest.approx([0, 2.5])
+    fleet.clock.now += sessions.FORGET_SECONDS + 1
+    assert fleet.pick(BOTH, 4000, block_hash_prefixes=chain((1, 200)), session=99) == "b1*"
+    assert columns.session_share[:2].tolist() == pytest.approx([0, 0.25])
+
+
 def test_a_client_that_begins_to_name_its_session_keeps_it() -> None:
     mesh = Mesh()
     mesh.turn(chain((1, LONG)))
@@ -230,7 +266,7 @@ def test_the_points_of_a_line_are_bounded() -> None:
     assert len(tenant.points) == 3
 
 
-@pytest.mark.parametrize(("waiting", "expected"), [(0, "b0*"), (6, "b0*"), (9, "b1*")])
+@pytest.mark.parametrize(("waiting", "expected"), [(0, "b0*"), (3, "b0*"), (5, "b1*")])
 def test_a_session_returns_to_its_engine_unless_the_load_outweighs_it(waiting: int, expected: str) -> None:
     fleet = Fleet("b0", "b1")
     for each in fleet.records.values():

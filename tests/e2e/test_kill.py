@@ -156,6 +156,31 @@ async def test_a_killed_part_costs_typed_errors_at_most(mesh: Any, client: opena
     assert victim(mesh, name).pid != process.pid
 
 
+@pytest.mark.parametrize("name", ["engine", "tokenizer"])
+async def test_requests_outlive_a_stopped_supervisor(mesh: Any, client: openai.AsyncOpenAI, name: str) -> None:
+    """A part that is killed meanwhile is started again when the supervisor goes on."""
+    expected = (await complete(client)).text
+    assert expected, mesh.log.read_text()
+    process = victim(mesh, name)
+    mesh.process.send_signal(signal.SIGSTOP)
+    try:
+        assert (await complete(client)).text == expected
+        process.send_signal(signal.SIGKILL)
+    finally:
+        mesh.process.send_signal(signal.SIGCONT)
+    async with asyncio.timeout(SERVES_WITHIN):
+        while victim_or_none(mesh, name) in (None, process):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    assert (await complete(client)).text == expected
+
+
+def victim_or_none(mesh: Any, name: str) -> psutil.Process | None:
+    try:
+        return victim(mesh, name)
+    except StopIteration:
+        return None
+
+
 def test_nothing_outlives_a_killed_supervisor(
     mesh: Any, remaining: Callable[[list[psutil.Process]], list[psutil.Process]]
 ) -> None:

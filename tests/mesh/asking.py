@@ -16,6 +16,8 @@ class Answer:
     """What came, so far or in all."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of the tokens, if the request asks for some."""
     finish_reason: str | None = None
     error: dict[str, Any] | None = None
     timeline: dict[str, Any] = field(default_factory=dict)
@@ -64,6 +66,7 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
     answer.error = event.get("error", answer.error)
     for choice in event.get("choices", ()):
         answer.token_ids += choice.get("token_ids") or []
+        answer.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", [])
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
     answer.timeline = event.get("timeline") or answer.timeline
     answer.usage = event.get("usage") or answer.usage

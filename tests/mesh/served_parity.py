@@ -59,26 +59,34 @@ async def check_fail_over(reference: Reference, socket_dir: Path, **options: Any
     engine = {**ENGINE, **options, "model": str(add_demo_tokenizer(reference.path))}
     split = SplitMesh(socket_dir, ("prefill", "decode", "decode"), engine=engine)
     async with split.running() as mesh, mesh.http() as http:
-        prefill, *decodes = mesh.engines
-        held = {decode: _HeldSteps(decode, num_tokens=6) for decode in decodes}
-        answer = Answer()
-        task = asyncio.create_task(ask(http, case.prompt, len(case.tokens), answer))
-        await prefill.until(lambda _: len(answer.token_ids) > 2 and any(steps.is_held for steps in held.values()))
-        (victim,) = (decode for decode, steps in held.items() if steps.is_held)
-        assert not answer.finish_reason
-        assert victim.stats.kv_blocks_received
-        for other in decodes:
-            if other is not victim:
-                held[other].free()
-        killing = asyncio.create_task(victim.kill())
-        rest = [engine for engine in mesh.engines if engine is not victim]
-        await prefill.until(lambda _: any(engine.core.scheduler.requests for engine in rest))
-        held[victim].free()  # nothing that it computes reaches a client any more
-        await killing
-        await task
+        answer = await ask_and_kill(mesh, http, case.prompt, len(case.tokens))
         assert answer.token_ids == case.tokens
-        assert answer.timeline["decode_engine"] != victim.name
         await mesh.check_nothing_is_left()
+
+
+async def ask_and_kill(
+    mesh: SplitMesh, http: httpx.AsyncClient, prompt: list[int], num_tokens: int, **fields: Any
+) -> Answer:
+    """Kill the engine, of those that decode, which computes a completion, in the middle of it. Returns the answer."""
+    prefill, *decodes = mesh.engines
+    held = {decode: _HeldSteps(decode, num_tokens=6) for decode in decodes}
+    answer = Answer()
+    task = asyncio.create_task(ask(http, prompt, num_tokens, answer, **fields))
+    await prefill.until(lambda _: len(answer.token_ids) > 2 and any(steps.is_held for steps in held.values()))
+    (victim,) = (decode for decode, steps in held.items() if steps.is_held)
+    assert not answer.finish_reason
+    assert victim.stats.kv_blocks_received
+    for other in decodes:
+        if other is not victim:
+            held[other].free()
+    killing = asyncio.create_task(victim.kill())
+    rest = [engine for engine in mesh.engines if engine is not victim]
+    await prefill.until(lambda _: any(engine.core.scheduler.requests for engine in rest))
+    held[victim].free()  # nothing that it computes reaches a client any more
+    await killing
+    await task
+    assert answer.timeline["decode_engine"] != victim.name
+    return answer
 
 
 class _HeldSteps:

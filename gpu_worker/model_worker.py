@@ -153,7 +153,7 @@ class ModelWorker:
     def _choose_groups(self, config: ModelConfig) -> list[KVGroup]:
         if (self._drafting is not None and self._drafting.kv_bytes_per_token) or self._ranks.place.shares_table:
             return []  # what drafts sees every token
-        return model_groups(config.sliding_windows, self._max_model_len, self._config, config.kv_sources)
+        return model_groups(config.kv_windows, self._max_model_len, self._config, config.kv_sources)
 
     def determine_available_memory(self) -> int:
         """Return what memory remains for KV, next to weights and a step's activations, if engines share the host."""

@@ -2,6 +2,7 @@
 a dtype is asked for, so that checks before a start read what the engine reads."""
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tokenloom.engine_core.data.config import KVCacheDtype
@@ -180,7 +181,7 @@ class ModelConfig:
     """[num_layers]: how many positions a token sees, itself included; None: all."""
     attention_chunks: tuple[int | None, ...] = ()
     """[num_layers]: a token at position p sees those from p // chunk * chunk on; None: its window says what it sees.
-    Empty: there are no chunks. All their KV is kept, as that of full attention."""
+    Empty: there are no chunks."""
     kv_shapes: tuple[KVShape, ...] = ()
     """[num_layers]: the keys of each layer, if they have different numbers of heads; ``num_kv_heads`` and ``head_size``
     are then those of the layers with the largest rows, of which each smaller row is a whole part."""
@@ -238,6 +239,13 @@ class ModelConfig:
     def kv_dtype(self) -> "torch.dtype":
         """Return the dtype of the KV cache."""
         return as_torch({"auto": self.dtype_name, "int8": "int8", "fp8": "float8_e4m3fn"}[self.kv_cache_dtype])
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """Return for each layer how many positions a token sees at most, itself included, and thus for how many KV is
+        kept; None: all."""
+        layers = zip_longest(self.sliding_windows, self.attention_chunks)
+        return tuple(window if chunk is None else chunk for window, chunk in layers)
 
     @property
     def kv_row_bytes(self) -> int:

@@ -22,14 +22,18 @@ FEW_BLOCKS = 9
 """Enough for one of the longest requests, not for two."""
 FEW_BLOCKS_OF_GROUPS = 17
 """The same where layers with a window have blocks of their own."""
+FEW_BLOCKS_OF_CHUNKS = 31
+"""The same for Llama 4, of whose layers each has blocks of its own."""
 
 
 async def check_served_model(name: str, socket_dir: Path, directory: Path) -> None:
     """Serve a small random model of ``tests.parity.reference`` from ``directory``: prompts in chunks on one engine,
     decoding in a small pool on another one, with prefix hits and preemptions."""
     reference = await asyncio.to_thread(make_small_reference, name, directory, LONGEST)
-    has_groups = "gemma" in name or name == "gpt_oss"
-    await check_served_reference(reference, socket_dir, num_blocks=FEW_BLOCKS_OF_GROUPS if has_groups else FEW_BLOCKS)
+    num_blocks = FEW_BLOCKS_OF_GROUPS if "gemma" in name or name == "gpt_oss" else FEW_BLOCKS
+    if name == "llama4_text":
+        num_blocks = FEW_BLOCKS_OF_CHUNKS
+    await check_served_reference(reference, socket_dir, num_blocks=num_blocks)
 
 
 async def check_served_reference(reference: Reference, socket_dir: Path, *, num_blocks: int, **options: Any) -> None:

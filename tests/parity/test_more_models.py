@@ -11,8 +11,8 @@ from tests.parity.reference import MORE_MODELS, Reference, make_gpt_oss_referenc
 
 @pytest.mark.parametrize("name", MORE_MODELS)
 def test_chunks_prefix_hits_and_preemption(name: str, tmp_path: Path) -> None:
-    has_groups = "gemma" in name or name == "gpt_oss"
-    _check_reference(make_small_reference(name, tmp_path), 51 if has_groups else 42, has_groups)
+    num_blocks = {"gemma2": 51, "gemma3_text": 51, "gpt_oss": 51, "llama4_text": 69}.get(name)
+    _check_reference(make_small_reference(name, tmp_path), num_blocks or 42, has_groups=num_blocks is not None)
 
 
 def test_gpt_oss_as_published(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
 
 def _check_reference(reference: Reference, num_blocks: int, has_groups: bool) -> None:
     """``num_blocks``: a few more than the longest request needs. In a pool of groups of layers it has full and window
-    blocks: 40 and 9 with a window of 50."""
+    blocks: 40 and 9 with a window of 50, and 10 for each layer with chunks of 64."""
     assert len({tuple(case.tokens) for case in reference.cases}) >= len(reference.cases) - 2
     engine = Engine(
         reference.path, stop_token_ids=reference.eos_token_ids, budget=64, num_blocks=num_blocks, prefix_caching=True

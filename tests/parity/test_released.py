@@ -73,7 +73,7 @@ def test_a_release_is_refused_by_its_reason(name: str, tmp_path: Path) -> None:
 
 # With these blocks two of the longest requests do not fit: of layers with windows each group takes blocks of its own.
 @pytest.mark.parametrize(
-    ("kind", "num_blocks"), [("gemma4_e2b", 45), ("gemma4_26b_a4b", 45), ("llama4", 20), ("muse_glimmer", 60)]
+    ("kind", "num_blocks"), [("gemma4_e2b", 45), ("gemma4_26b_a4b", 45), ("llama4", 60), ("muse_glimmer", 60)]
 )
 def test_preemption_changes_no_token(kind: str, num_blocks: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)

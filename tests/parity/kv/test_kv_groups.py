@@ -10,7 +10,7 @@ import pytest
 from tests.gpu_worker.kv_connector import engine_pair
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
 from tests.parity.engine import Engine
-from tests.parity.reference import save_random
+from tests.parity.reference import SMALL_CONFIGS, save_random
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -19,8 +19,14 @@ LENGTHS = (1, 16, 33, 49, 50, 51, 120, 270)
 _NUM_TOKENS = 12
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["windows", "chunks"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of chunks less is read than of windows as long; Llama 4 has such layers."""
+    if request.param == "chunks":
+        chunks = {"num_hidden_layers": 5, "no_rope_layers": [0, 1, 1, 0, 1], "attention_chunk_size": 48}
+        return save_random(
+            "llama4_text", tmp_path_factory.mktemp("chunks"), **{**SMALL_CONFIGS["llama4_text"], **chunks}
+        )
     entries = {"layer_types": LAYERS, "num_hidden_layers": len(LAYERS), "sliding_window": 50, "head_dim": 16}
     entries |= {"tie_word_embeddings": False}  # otherwise each token repeats itself
     return save_random("gemma3_text", tmp_path_factory.mktemp("checkpoints"), **entries)

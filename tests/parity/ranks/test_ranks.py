@@ -47,17 +47,21 @@ def cases(engine: Engine) -> list[Case]:
     return [Case(prompt, tokens, Logits(engine, prompt, tokens)) for prompt, tokens in pairs]  # type: ignore[arg-type]
 
 
+NUM_BLOCKS = 80
+"""Enough for one request of the model whose layers are in most groups."""
+
+
 def make(path: Path, shape: tuple[int, int, int], directory: Path, *, experts: bool = False) -> Engine:
     def executor(config: EngineConfig) -> Executor:
         return RankThreads(config, directory)
 
-    return Engine(path, budget=64, num_blocks=60, executor=executor, parallel=parallel(*shape, experts=experts))
+    return Engine(path, budget=64, num_blocks=NUM_BLOCKS, executor=executor, parallel=parallel(*shape, experts=experts))
 
 
 @pytest.mark.parametrize("name", SMALL_CONFIGS)
 def test_greedy_and_seeded_tokens(name: str, tmp_path: Path) -> None:
     path = save_random(name, tmp_path, **SMALL_CONFIGS[name])
-    alone, limits = Engine(path, budget=64, num_blocks=60), [NUM_TOKENS] * len(LENGTHS)
+    alone, limits = Engine(path, budget=64, num_blocks=NUM_BLOCKS), [NUM_TOKENS] * len(LENGTHS)
     expected = cases(alone)
     drawn = {"temperature": 1.0, "top_p": 0.9}
     seeded = alone.generate(prompts(), limits, **drawn)
@@ -73,7 +77,7 @@ def test_greedy_and_seeded_tokens(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"])
 def test_experts_spread_over_ranks(name: str, tmp_path: Path) -> None:
     path = save_random(name, tmp_path, **SMALL_CONFIGS[name])
-    alone = Engine(path, budget=64, num_blocks=60)
+    alone = Engine(path, budget=64, num_blocks=NUM_BLOCKS)
     engine = make(path, (2, 1, 1), tmp_path, experts=True)
     assert_identical(cases(alone), engine.generate)
     engine.core.shutdown()

@@ -11,9 +11,9 @@ from tokenloom.request.reasoning import HARMONY, ReasoningFormat, reasoning_form
 from tokenloom.request.tool_format import FORMATS, ToolFormat, from_json
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
-from ..formats.call_parser import MarkFilter, ToolParser, new_call_id, open_parser
+from ..formats.call_parser import ToolParser, new_call_id, open_parser
 from ..formats.harmony import PlainContent
-from ..formats.message_parts import CallArguments, CallBegin, Content, Part, ReasoningText
+from ..formats.message_parts import CallArguments, CallBegin, Content, MarkFilter, Part, ReasoningText
 from ..formats.strict_calls import NamedCall, force, has_strict, strict_constraint
 from ..formats.think import OpenReasoning, opener
 from ..formats.tool_request import Tool, ToolChoice, ToolRequest
@@ -323,7 +323,7 @@ class MessagePlans:
             return ()
         if (constraint := strict_constraint(request, self.tools)) is not None:
             sampling.structured_outputs.CopyFrom(constraint)
-        return ()
+        return (UNBOUND_STRICT,) if constraint is None and has_strict(request.tools) else ()
 
     def _opener(self, request: ToolRequest, form: ToolFormat | None) -> Callable[[], ToolParser]:
         if request.choice is ToolChoice.AUTO:

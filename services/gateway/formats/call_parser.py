@@ -12,7 +12,7 @@ from tokenloom.request.tool_format import ALNUM, HEX, ID, INDEX, NAME, ToolForma
 from .call_object import CallObject
 from .harmony import HarmonyToolParser
 from .literals import LiteralReader, ObjectReader
-from .message_parts import CallArguments, CallBegin, Content, Expected, ToolPart, expected, find_marker
+from .message_parts import CallArguments, CallBegin, Content, Expected, ToolPart, Words, expected, find_marker
 from .pairs import PairReader, value_kind
 from .tool_request import Tool
 
@@ -63,59 +63,6 @@ def new_call_id(form: ToolFormat | None, name: str) -> str:
     text = (ToolFormat() if form is None else form).call_id.replace(NAME, name)
     text = text.replace(INDEX, str(secrets.randbelow(10**9))).replace(HEX, secrets.token_hex(12))
     return text.replace(ALNUM, "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9)))
-
-
-class Words:
-    """Text around calls: space before a call is not content.
-
-    Attributes:
-        is_after_call: Whether nothing but space has come since a call.
-    """
-
-    def __init__(self) -> None:
-        self._space: list[str] = []
-        self.is_after_call = False
-
-    def add(self, text: str) -> list[ToolPart]:
-        words = text.rstrip()
-        if not words:
-            if text:
-                self._space.append(text)
-            return []
-        content = Content("".join(self._space) + words)
-        self._space = [text[len(words) :]] if len(words) < len(text) else []
-        self.is_after_call = False
-        return [content]
-
-    def call(self) -> None:
-        """Note that a call begins or ends here."""
-        self._space = []
-        self.is_after_call = True
-
-    def finish(self) -> list[ToolPart]:
-        return [Content("".join(self._space))] if self._space and not self.is_after_call else []
-
-
-class MarkFilter:
-    """Fulfils :class:`ToolParser` for answers without calls: leaves out the marks around them."""
-
-    is_within_call = False
-
-    def __init__(self, marks: Sequence[str]) -> None:
-        self._marks = marks
-        self._text = ""
-
-    def feed(self, text: str) -> list[ToolPart]:
-        parts: list[ToolPart] = []
-        mark, self._text = self._marks[0], self._text + text
-        while mark:
-            before, mark, self._text = find_marker(self._text, self._marks)
-            parts += [Content(before)] if before else []
-        return parts
-
-    def finish(self) -> list[ToolPart]:
-        text, self._text = self._text, ""
-        return [Content(text)] if text else []
 
 
 class CallParser:

@@ -1,4 +1,5 @@
-"""Defines the parts of an assistant's turn, and finds the markers between them in a text that arrives in pieces."""
+"""Defines the parts of an assistant's turn, finds the markers between them in a text that arrives in pieces, and keeps
+the text around them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,3 +78,56 @@ ToolPart = Content | CallBegin | CallArguments
 """What the text after the reasoning may hold."""
 TextPart = Content | ReasoningText
 """What is separated before the text is searched for tool calls."""
+
+
+class Words:
+    """Text around calls: space before a call is not content.
+
+    Attributes:
+        is_after_call: Whether nothing but space has come since a call.
+    """
+
+    def __init__(self) -> None:
+        self._space: list[str] = []
+        self.is_after_call = False
+
+    def add(self, text: str) -> list[ToolPart]:
+        words = text.rstrip()
+        if not words:
+            if text:
+                self._space.append(text)
+            return []
+        content = Content("".join(self._space) + words)
+        self._space = [text[len(words) :]] if len(words) < len(text) else []
+        self.is_after_call = False
+        return [content]
+
+    def call(self) -> None:
+        """Note that a call begins or ends here."""
+        self._space = []
+        self.is_after_call = True
+
+    def finish(self) -> list[ToolPart]:
+        return [Content("".join(self._space))] if self._space and not self.is_after_call else []
+
+
+class MarkFilter:
+    """Fulfils :class:`.call_parser.ToolParser` for answers without calls: leaves out the marks around them."""
+
+    is_within_call = False
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = marks
+        self._text = ""
+
+    def feed(self, text: str) -> list[ToolPart]:
+        parts: list[ToolPart] = []
+        mark, self._text = self._marks[0], self._text + text
+        while mark:
+            before, mark, self._text = find_marker(self._text, self._marks)
+            parts += [Content(before)] if before else []
+        return parts
+
+    def finish(self) -> list[ToolPart]:
+        text, self._text = self._text, ""
+        return [Content(text)] if text else []

@@ -112,7 +112,8 @@ def has_strict(tools: Sequence[Tool]) -> bool:
 
 
 def strict_constraint(request: ToolRequest, form: ToolFormat) -> types_pb2.StructuredOutputs | None:
-    """Return the constraint of a choice that is left to the model; None if no tool is strict.
+    """Return the constraint of a choice that is left to the model; None if no tool is strict, or if the tools are
+    beyond the limit of formats.
 
     The text is free until a call begins. The call then names one of the tools, and its arguments follow the schema of
     that tool if it is strict. Raises ``InvalidArgument`` for schemas beyond the limits.
@@ -131,6 +132,8 @@ def strict_constraint(request: ToolRequest, form: ToolFormat) -> types_pb2.Struc
     calls: dict[str, Any] = {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
     if not request.parallel:
         calls["stop_after_first"] = True
+    if num_formats(calls) > MAX_FORMATS:
+        return None
     constraint = structural_tag_constraint({"type": "structural_tag", "format": calls}, "tools")
     check_structured_outputs(constraint, "tools")
     return constraint

@@ -14,10 +14,14 @@ from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanc
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request.tool_format import ID, ToolFormat
+from tokenloom.services.gateway.assistant.message_plans import MessagePlans
 from tokenloom.services.gateway.formats.call_parser import open_parser
 from tokenloom.services.gateway.formats.strict_calls import force, strict_constraint
 from tokenloom.services.gateway.formats.tool_request import ToolRequest, read_tool_request
+from tokenloom.services.gateway.records.generate_request import GenerateRequest
+from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import types_pb2
+from tokenloom.v1.types_pb2 import SamplingParams
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -137,3 +141,16 @@ def test_tools_beyond_the_limit_of_formats_are_written_as_json() -> None:
     assert found.constraint.json
     assert found.form is not None
     assert not found.form.is_marked
+
+
+def test_strict_tools_beyond_the_limit_of_formats_are_named() -> None:
+    properties = {f"p{at}": {"type": "string"} for at in range(20)}
+    schema = {"type": "object", "properties": properties}
+    many = [
+        {"type": "function", "function": {"name": f"f{at}", "parameters": schema, "strict": True}} for at in range(20)
+    ]
+    generate = GenerateRequest(prompts=["hi"], prompt_field="messages", sampling=SamplingParams(), tenant=NO_TENANT)
+    plans = MessagePlans(form_of("qwen3_coder"))
+    _, unbound = plans.apply(read_tool_request(many, "auto", True), generate, include_reasoning=True)
+    assert unbound == ("tools[].function.strict",)
+    assert not generate.sampling.HasField("structured_outputs")

@@ -35,6 +35,17 @@ CASES = [
     *[("mistral", "[TOOL_CALLS][", unit) for unit in (" ", ",")],
     ("mistral", '[TOOL_CALLS]f{"a":"', "a"),
     ("mistral", "", '[TOOL_CALLS][{"name":"f","arguments":{}}]'),
+    *[("qwen3_coder", "", unit) for unit in ("<function=", "<tool_call>\n<function=f>\n</function>\n</tool_call>\n")],
+    *[
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n", unit)
+        for unit in ("a", "\n", "</parameter>", "</parameter>\n\n", "[1, ")
+    ],
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=", "a"),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n", "<parameter=a>\n1\n</parameter>\n"),
+    *[("pythonic", "[f(a=", unit) for unit in ("[", "1", "'", "\\u00", " ", "(")],
+    ("pythonic", "[", "f(a='x', b=[True]), "),
+    *[("gemma4", "<|tool_call>call:f{a:", unit) for unit in ('<|"|>', "a", "{b:", "<|")],
+    *[("kimi_k2", "<|tool_calls_section_begin|>", unit) for unit in (" ", "<|tool_call_begin|>", "functions.")],
     *[("openai", "", unit) for unit in (" ", "a", "<|channel|>", "<|message|>", "<")],
     ("openai", '<|channel|>commentary to=functions.f<|message|>{"a":"', "a"),
     ("openai", "", "<|channel|>analysis<|message|>a<|end|>"),

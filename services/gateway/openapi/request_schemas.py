@@ -264,6 +264,15 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     ] = None
 
 
+class ConversationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Begins or changes a conversation."""
+
+    items: Annotated[
+        list[dict[str, Any]] | None, Meta(description="Up to 20 items, as a response may have as input.")
+    ] = None
+    metadata: Annotated[dict[str, Any] | None, Meta(description="Returned as it is.")] = None
+
+
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Answers in a conversation, which the gateway may keep for the next request."""
 
@@ -308,5 +317,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: Annotated[int | None, Meta(description="Only 0.")] = None
     max_tool_calls: Annotated[int | None, Meta(description="Limits the calls of tools of MCP servers.")] = None
     stream_options: Annotated[dict[str, Any] | None, Meta(description="Have no effect.")] = None
-    conversation: Annotated[Any, Meta(description="Only null: use previous_response_id.")] = None
+    conversation: Annotated[
+        Any, Meta(description="Id of a conversation of the same gateway, which gets the input and the output.")
+    ] = None
     prompt: Annotated[Any, Meta(description="Only null: templates of prompts are not stored.")] = None

@@ -153,11 +153,42 @@ class Response(msgspec.Struct):
     usage: Annotated[dict[str, Any] | None, Meta(description="Token counts, once it has ended.")]
 
 
-class DeletedResponse(msgspec.Struct):
-    """Confirms that a response was forgotten."""
+class Compaction(msgspec.Struct):
+    """A conversation in short, which later requests send as their input."""
 
-    id: Annotated[str, Meta(description="Id of the response.")]
-    object: Annotated[str, Meta(description="response")]
+    id: Annotated[str, Meta(description="Its id.")]
+    object: Annotated[str, Meta(description="response.compaction")]
+    created_at: Annotated[int, Meta(description="When it was asked for, in seconds since 1970.")]
+    output: Annotated[
+        list[dict[str, Any]], Meta(description="The user's messages, and an item compaction with the summary.")
+    ]
+    usage: Annotated[dict[str, Any], Meta(description="Token counts.")]
+
+
+class ConversationObject(msgspec.Struct):
+    """A conversation to which responses add."""
+
+    id: Annotated[str, Meta(description="Its id.")]
+    object: Annotated[str, Meta(description="conversation")]
+    created_at: Annotated[int, Meta(description="When it was begun, in seconds since 1970.")]
+    metadata: Annotated[dict[str, Any], Meta(description="As the client gave it.")]
+
+
+class ConversationItems(msgspec.Struct):
+    """Items of a conversation."""
+
+    object: Annotated[str, Meta(description="list")]
+    data: Annotated[list[dict[str, Any]], Meta(description="The items.")]
+    first_id: Annotated[str | None, Meta(description="Id of the first item.")]
+    last_id: Annotated[str | None, Meta(description="Id of the last item.")]
+    has_more: Annotated[bool, Meta(description="Whether there are more.")]
+
+
+class DeletedResponse(msgspec.Struct):
+    """Confirms that a response or a conversation was forgotten."""
+
+    id: Annotated[str, Meta(description="Its id.")]
+    object: Annotated[str, Meta(description="response, conversation.deleted")]
     deleted: Annotated[bool, Meta(description="True.")]
 
 

@@ -89,6 +89,45 @@ CANCEL_RESPONSE = _route(
     "End the generation of a response in the background",
     answers.Response,
 )
+COMPACT_RESPONSE = _route(
+    "POST",
+    "/v1/responses/compact",
+    "Summarize a conversation, for later requests in its place",
+    answers.Compaction,
+    _RESPONSES,
+)
+_PAGE: Mapping[str, Mapping[str, Any]] = {
+    "after": {"type": "string", "description": "Id of the last object of the page before."},
+    "limit": {"type": "integer", "minimum": 1, "description": "How many objects to return."},
+}
+_ORDER: Mapping[str, Any] = {"enum": ["asc", "desc"], "description": "desc: the newest first (default)."}
+_ITEM_PAGE: Mapping[str, Mapping[str, Any]] = {**_PAGE, "order": _ORDER}
+CREATE_CONVERSATION = _route(
+    "POST",
+    "/v1/conversations",
+    "Begin a conversation, to which responses add",
+    answers.ConversationObject,
+    bodies.ConversationRequest,
+)
+CONVERSATION = _route("GET", "/v1/conversations/{id}", "A conversation without its items", answers.ConversationObject)
+UPDATE_CONVERSATION = _route(
+    "POST",
+    "/v1/conversations/{id}",
+    "Other metadata for a conversation",
+    answers.ConversationObject,
+    bodies.ConversationRequest,
+)
+DELETE_CONVERSATION = _route("DELETE", "/v1/conversations/{id}", "Forget a conversation", answers.DeletedResponse)
+CONVERSATION_ITEMS = _route(
+    "GET", "/v1/conversations/{id}/items", "Items of a conversation", answers.ConversationItems, query=_ITEM_PAGE
+)
+ADD_ITEMS = _route(
+    "POST",
+    "/v1/conversations/{id}/items",
+    "Add items to a conversation",
+    answers.ConversationItems,
+    bodies.ConversationRequest,
+)
 MESSAGES = _route(
     "POST",
     "/v1/messages",
@@ -132,13 +171,9 @@ SERVER_INFO = _route("GET", "/server_info", "The mesh behind this gateway", answ
 MODEL_INFO = _route("GET", "/model_info", "The model, as SGLang reports it to routers", answers.ServedModelInfo)
 METRICS = _route("GET", "/metrics", "Prometheus metrics")
 
-_PAGE: Mapping[str, Mapping[str, Any]] = {
-    "after": {"type": "string", "description": "Id of the last object of the page before."},
-    "limit": {"type": "integer", "minimum": 1, "description": "How many objects to return."},
-}
 _FILES: Mapping[str, Mapping[str, Any]] = {
     **_PAGE,
-    "order": {"enum": ["asc", "desc"], "description": "desc: the newest first (default)."},
+    "order": _ORDER,
     "purpose": {"type": "string", "description": "Only files of this purpose."},
 }
 FILES = _route("GET", "/v1/files", "The stored files", batches.FileList, query=_FILES, is_of_batches=True)

@@ -122,7 +122,8 @@ FOREIGN_APIS = (
         "OpenAI responses",
         "/v1/responses",
         """
-        input input[].function_call input[].function_call_output input[].reasoning background instructions
+        input input[].function_call input[].function_call_output input[].reasoning input[].compaction conversation
+        background instructions
         max_output_tokens metadata model parallel_tool_calls previous_response_id prompt_cache_key
         reasoning.effort store stream temperature text.format tool_choice tool_choice.name tools tools[].strict
         tools[].namespace top_p
@@ -131,7 +132,6 @@ FOREIGN_APIS = (
             "input[].content[].input_image": _ONLY_TEXT,
             "input[].content[].input_file": _ONLY_TEXT,
             "input[].item_reference": "Send the item itself.",
-            "conversation": "Use previous_response_id.",
             "prompt": "Templates of prompts are not stored.",
             "tools[].custom": "Send functions.",
             "top_logprobs": "Use /v1/chat/completions.",

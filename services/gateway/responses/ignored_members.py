@@ -23,6 +23,7 @@ _ITEMS: Mapping[str, frozenset[str]] = {
     "reasoning": _OF_ANY | {"content", "summary"},
     "function_call": _OF_ANY | {"call_id", "name", "namespace", "arguments"},
     "function_call_output": _OF_ANY | {"call_id", "output"},
+    "compaction": _OF_ANY | {"encrypted_content", "created_by"},
     "mcp_list_tools": _OF_ANY | {"server_label", "tools", "error"},
     "mcp_call": _OF_ANY | {"server_label", "name", "arguments", "output", "error", "approval_request_id"},
     "mcp_approval_request": _OF_ANY | {"server_label", "name", "arguments"},

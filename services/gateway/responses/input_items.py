@@ -1,7 +1,9 @@
 """Translates the items of OpenAI's Responses API into the turns of a chat."""
 
+import base64
 from collections.abc import Mapping
 from typing import Any
+from uuid import uuid4
 
 from tokenloom.request.errors import InvalidArgument
 
@@ -15,6 +17,46 @@ Turn = dict[str, Any]
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Kinds of parts that are text, and the member that holds it."""
+
+
+_SUMMARY = "This is a summary of the conversation before this point:"
+_SEAL = "tokenloom-1:"
+"""Begins the content of a compaction, which only a gateway reads."""
+
+
+def compaction(item_id: str, summary: str) -> dict[str, Any]:
+    """Return the item that stands for the conversation before it. The client holds the only copy."""
+    sealed = _SEAL + base64.urlsafe_b64encode(summary.encode()).decode()
+    return {"type": "compaction", "id": item_id, "encrypted_content": sealed}
+
+
+def _summary(where: str, item: Mapping[str, Any]) -> str:
+    sealed = _string(f"{where}.encrypted_content", item.get("encrypted_content"))
+    try:
+        if not sealed.startswith(_SEAL):
+            raise ValueError(sealed)
+        return base64.b64decode(sealed.removeprefix(_SEAL), altchars=b"-_", validate=True).decode()
+    except ValueError:  # UnicodeDecodeError and binascii.Error among them
+        field = f"{where}.encrypted_content"
+        raise InvalidArgument(f"{field} was made by another server, or is damaged", field) from None
+
+
+def items_of(value: object) -> list[dict[str, Any]]:
+    """Return what :func:`read_input` reads as items that may be kept, each with an id. ``value``: was read."""
+    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    assert isinstance(items, list)
+    return [
+        {"type": "message", "id": f"item_{uuid4().hex}", "status": "completed", **item, **_content_of(item)}
+        for item in items
+    ]
+
+
+def _content_of(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a message in parts, as a member; empty if it is not a mere text."""
+    if not isinstance(text := item.get("content"), str):
+        return {}
+    kind = "output_text" if item.get("role") == "assistant" else "input_text"
+    return {"content": [{"type": kind, "text": text, **({"annotations": []} if kind == "output_text" else {})}]}
 
 
 def read_input(value: object) -> list[Turn]:
@@ -50,6 +92,8 @@ class _Turns:
                 self._assistant(lambda turn: True).setdefault("tool_calls", []).append(_call(where, item))
             case "function_call_output":
                 self.all.append(_result(where, item))
+            case "compaction":
+                self.all.append({"role": "user", "content": f"{_SUMMARY}\n\n{_summary(where, item)}"})
             case "mcp_list_tools":
                 pass  # the gateway asks the server itself
             case "mcp_call":

@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenloom.request.errors import Unavailable
+
 from ..assistant.message_plans import OutputReader
 from ..encoding.sse import KEEP_ALIVE, cache_miss, encode_json
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
 from ..openai.body_reader import AnswerOptions
-from .input_items import Turn
+from .input_items import Turn, compaction
 from .mcp_servers import McpServers
 from .mcp_tools import Approval, McpTool
 from .output_items import OutputItems
@@ -84,6 +86,8 @@ class ResponseRequest:
         is_stored: Whether later requests may refer to the response.
         namespaced: The namespace and the own name of each function in a namespace, by its name in the chat.
         mcp: How the tools of MCP servers are run; None: the request names none that the operator names too.
+        conversation: The id of the conversation object that the response belongs to; empty: to none.
+        items: What the request adds to that object, or the user's messages that a compaction keeps.
     """
 
     response_id: str
@@ -96,6 +100,8 @@ class ResponseRequest:
     is_stored: bool
     namespaced: Mapping[str, tuple[str, str]]
     mcp: McpRun | None = None
+    conversation: str = ""
+    items: Sequence[dict[str, Any]] = ()
 
 
 class ResponseAnswer:
@@ -162,6 +168,9 @@ class ResponseAnswer:
         response = response_of(self._head, status, **ending)
         if self._request.is_stored:
             self._store.put(self._stored(response))
+        if self._request.conversation and status != "failed":
+            added = [*self._request.items, *self._items.items]
+            self._store.append(self._request.conversation, self._request.tenant, added)
         return response
 
     def _stored(self, response: dict[str, Any]) -> StoredResponse:
@@ -180,6 +189,26 @@ class ResponseAnswer:
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+
+
+class CompactAnswer(ResponseAnswer):
+    """Shapes a compaction: the user's messages, and a summary of the conversation as the model wrote it."""
+
+    def body(self) -> Iterator[bytes]:
+        """Return the whole JSON response. Raises ``Unavailable`` if the generation was aborted."""
+        response = self.complete()
+        if response["status"] == "failed":
+            raise Unavailable(ABORTED["message"])
+        texts = [item["content"][0]["text"] for item in response["output"] if item["type"] == "message"]
+        name = self._request.response_id.removeprefix("resp_")
+        answer = {
+            "id": self._request.response_id,
+            "object": "response.compaction",
+            "created_at": self._request.created,
+            "output": [*self._request.items, compaction(f"cmp_{name}", "".join(texts))],
+            "usage": response["usage"],
+        }
+        yield encode_json(answer)
 
 
 class McpAnswer(ResponseAnswer):

@@ -12,7 +12,6 @@ from .function_tools import tools_of
 from .input_items import Turn
 
 _REFUSED: Mapping[str, tuple[object, str]] = {
-    "conversation": (None, "use previous_response_id"),
     "prompt": (None, "templates of prompts are not stored"),
     "top_logprobs": (0, "this API returns no log probabilities here; use /v1/chat/completions"),
 }

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenloom.request import errors
@@ -14,11 +14,13 @@ from .input_items import Turn
 
 MAX_RUNNING = 256
 """Responses that may run in the background of one gateway, which its tenants divide."""
+CONVERSATION = "conv_"
+"""Begins the ids of conversations, which are kept like responses."""
 
 
 @dataclass(slots=True)
 class StoredResponse:
-    """Holds a response with its conversation.
+    """Holds a response with its conversation, or a conversation object with its items as turns.
 
     Attributes:
         tenant: Name of the tenant that it belongs to.
@@ -150,9 +152,18 @@ class ResponseStore:
         if stored is None and (shelf := self._shelves.get(tenant)) is not None:
             stored, _ = shelf.entries.get(response_id, (None, 0))
         if stored is None or stored.tenant != tenant:
-            message = f"no response {response_id[:64]!r} is stored here: it was not stored, dropped, or made elsewhere"
+            kind = "conversation" if response_id.startswith(CONVERSATION) else "response"
+            message = f"no {kind} {response_id[:64]!r} is stored here: it was not stored, dropped, or made elsewhere"
             raise errors.NotFound(message, field=where)
         return stored
+
+    def append(self, conversation: str, tenant: str, items: Sequence[dict[str, Any]]) -> None:
+        """Add items to a conversation, unless it was dropped meanwhile."""
+        try:
+            stored = self.get(conversation, tenant)
+        except errors.NotFound:
+            return
+        self.put(replace(stored, turns=[*stored.turns, *items]))
 
     def delete(self, response_id: str, tenant: str) -> None:
         """Drop a tenant's response and end its generation. Raises :class:`errors.NotFound`."""

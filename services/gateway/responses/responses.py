@@ -18,13 +18,13 @@ from ..records.model_names import ModelNames
 from ..tenants.tenant import Tenant
 from .function_tools import namespaced
 from .ignored_members import ignored_in_response
-from .input_items import Turn, read_input
+from .input_items import Turn, items_of, read_input
 from .mcp_servers import MAX_CALLS, McpServers
 from .mcp_tools import McpTool, read_approvals, shown
 from .output_items import OutputItems
-from .response_answer import McpAnswer, McpRun, ResponseAnswer, ResponseRequest
+from .response_answer import CompactAnswer, McpAnswer, McpRun, ResponseAnswer, ResponseRequest
 from .response_body import chat_body, most_tokens
-from .response_store import ResponseStore
+from .response_store import CONVERSATION, ResponseStore
 
 _FIELDS = {
     "messages": "input",
@@ -102,16 +102,20 @@ class ResponsesApi:
         echo |= {name: value for name, value in _DEFAULTS.items() if echo[name] is None}
         echo |= {name: default if body.get(name) is None else body[name] for name, default in _ECHOED_SAMPLING.items()}
         turns, session = self._turns(fields, tenant)
+        if conversation := _conversation(fields):
+            echo["conversation"] = {"id": conversation}
         return ResponseRequest(
             response_id=f"resp_{uuid4().hex}",
             created=int(time.time()),
             echo=echo,
             turns=turns,
-            session=fields.prompt_cache_key or _conversation(fields) or session,
+            session=fields.prompt_cache_key or session,
             tenant=tenant.name,
             is_background=is_background,
             is_stored=is_stored,
             namespaced=namespaced(fields),
+            conversation=conversation,
+            items=items_of(fields.input) if conversation else (),
         )
 
     def _mcp_run(
@@ -150,6 +154,12 @@ class ResponsesApi:
     def _turns(self, fields: ResponsesRequest, tenant: Tenant) -> tuple[list[Turn], str]:
         """Return the whole conversation and the session of the response that it continues; empty: it continues none."""
         new = read_input(fields.input)
+        if conversation := _conversation(fields):
+            if fields.previous_response_id is not None:
+                message = "conversation and previous_response_id exclude each other"
+                raise InvalidArgument(message, "conversation")
+            kept = self.store.get(conversation, tenant.name, "conversation").turns
+            return read_input([*kept, *items_of(fields.input)]), conversation
         if fields.previous_response_id is None:
             return new, ""
         field = "previous_response_id"
@@ -160,7 +170,46 @@ class ResponsesApi:
 
 
 def _conversation(fields: ResponsesRequest) -> str:
-    """Return the id of the conversation that a body names; empty: it names none."""
+    """Return the id of the conversation that a body names; empty: it names none. Raises ``InvalidArgument``."""
     named = fields.conversation
     found = named.get("id") if isinstance(named, dict) else named
-    return found if isinstance(found, str) else ""
+    if named is None:
+        return ""
+    if not isinstance(found, str) or not found.startswith(CONVERSATION):
+        raise InvalidArgument("conversation must be the id of a conversation, or an object with it", "conversation")
+    return found
+
+
+COMPACT = (
+    "Write a summary of this conversation for the assistant who will continue it without the messages above: the task, "
+    "what was done and decided, the files, commands and names that matter, and what is left to do. Write only that."
+)
+"""The last message of a conversation that is to be compacted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompactApi:
+    """``/v1/responses/compact``: the model writes a summary, which later requests send in place of the conversation."""
+
+    responses: ResponsesApi
+    is_resumable = False
+
+    def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
+        """Return what the body asks for. Raises as :meth:`ResponsesApi.read`."""
+        own = body.get("input")
+        if own is not None:
+            read_input(own)
+        before = [] if own is None else items_of(own)
+        asked: dict[str, Any] = {"type": "message", "role": "user", "content": COMPACT}
+        fixed = {"input": [*before, asked], "store": False}
+        taken = {name: body[name] for name in body if name not in ("stream", "background", "conversation", "tools")}
+        request, options = self.responses.read({**taken, **fixed}, tenant)
+        left = tuple(name for name in body if name not in taken and body[name])
+        assert isinstance(options.request, ResponseRequest)
+        items = [item for item in before if item.get("role") == "user"]
+        asked_for = replace(options.request, items=items)
+        return request, replace(options, request=asked_for, ignored=(*options.ignored, *left))
+
+    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> CompactAnswer:
+        assert isinstance(options.request, ResponseRequest)
+        return CompactAnswer(generation, options, options.request, self.responses.store)

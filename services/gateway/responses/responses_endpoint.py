@@ -1,20 +1,27 @@
-"""Runs ``/v1/responses``, in the foreground as any API that generates, or in the background."""
+"""Runs ``/v1/responses``, in the foreground as any API that generates, or in the background, and keeps the conversation
+objects that responses belong to."""
 
 import asyncio
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 
 from ..encoding.sse import encode_json
 from ..endpoints.generation_endpoint import GenerationEndpoint, ReadRequest
+from ..files.page_query import PageQuery
 from ..generation.generator import Generator
 from ..http.http_exchange import HttpExchange
+from ..http.request_body import decode_object
+from .input_items import items_of, read_input
 from .mcp_rounds import McpGenerator
 from .response_answer import McpRun, ResponseRequest, head_of, response_of
-from .response_store import ResponseStore, StoredResponse
+from .response_store import CONVERSATION, ResponseStore, StoredResponse
 from .responses import ResponsesApi
 
 
@@ -56,7 +63,7 @@ class ResponsesEndpoint:
 
     async def delete(self, exchange: HttpExchange) -> None:
         """Drop a stored response; end its generation."""
-        response_id = _id_of(exchange)
+        response_id = self._stored(exchange).response["id"]
         self.store.delete(response_id, exchange.tenant.name)
         await _respond(exchange, {"id": response_id, "object": "response", "deleted": True})
 
@@ -75,7 +82,10 @@ class ResponsesEndpoint:
         return McpGenerator(self.generator, run, read, self.endpoint.parser)
 
     def _stored(self, exchange: HttpExchange) -> StoredResponse:
-        return self.store.get(_id_of(exchange), exchange.tenant.name)
+        name = _id_of(exchange)
+        if name.startswith(CONVERSATION):
+            raise errors.NotFound(f"{name[:64]!r} is the id of a conversation")
+        return self.store.get(name, exchange.tenant.name)
 
     async def _run(self, held: list[ReadRequest], request: ResponseRequest, stored: StoredResponse) -> None:
         """Generate a response in the background; store how it ended."""
@@ -97,6 +107,98 @@ class ResponsesEndpoint:
         except Exception as error:
             failure = _failure(wire_errors.of_exception(error))
             self.store.end(request.response_id, response_of(head_of(request), "failed", error=failure))
+
+
+MAX_ITEMS = 20
+"""Items that one call adds to a conversation, as in OpenAI's API."""
+MAX_BODY_BYTES = 1 << 20
+"""Limits these items."""
+_MAX_PAGE = 100
+_FIELDS = frozenset({"items", "metadata"})
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Keeps conversation objects: their items grow with each response that names them."""
+
+    store: ResponseStore
+
+    async def create(self, exchange: HttpExchange) -> None:
+        """Begin a conversation. Raises ``InvalidArgument`` if the gateway keeps none."""
+        if not self.store.is_on:
+            raise errors.InvalidArgument("this gateway keeps no conversations (--max-stored-response-bytes is 0)")
+        body = await self._body(exchange)
+        now = int(time.time())
+        head = {"id": f"{CONVERSATION}{uuid4().hex}", "object": "conversation", "created_at": now}
+        conversation = head | {"metadata": _metadata(body) or {}}
+        items = _items(body) if body.get("items") else []
+        self.store.put(StoredResponse(exchange.tenant.name, conversation, items))
+        await _respond(exchange, conversation)
+
+    async def retrieve(self, exchange: HttpExchange) -> None:
+        """Answer with a conversation, without its items."""
+        await _respond(exchange, self._stored(exchange).response)
+
+    async def update(self, exchange: HttpExchange) -> None:
+        """Give a conversation other metadata."""
+        metadata = _metadata(await self._body(exchange)) or {}
+        stored = self._stored(exchange)
+        conversation = stored.response | {"metadata": metadata}
+        self.store.put(replace(stored, response=conversation))
+        await _respond(exchange, conversation)
+
+    async def delete(self, exchange: HttpExchange) -> None:
+        """Forget a conversation and its items."""
+        name = self._stored(exchange).response["id"]
+        self.store.delete(name, exchange.tenant.name)
+        await _respond(exchange, {"id": name, "object": "conversation.deleted", "deleted": True})
+
+    async def items(self, exchange: HttpExchange) -> None:
+        """Answer with the items of a conversation."""
+        names = ("after", "limit", "order", "include")
+        query = PageQuery.read(exchange.query, most=_MAX_PAGE, default=20, names=names)
+        await _respond(exchange, query.page(list(self._stored(exchange).turns)))
+
+    async def add(self, exchange: HttpExchange) -> None:
+        """Add items to a conversation."""
+        items = _items(await self._body(exchange))
+        name = self._stored(exchange).response["id"]
+        self.store.append(name, exchange.tenant.name, items)
+        page = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
+        await _respond(exchange, {"object": "list", "data": items, **page})
+
+    def _stored(self, exchange: HttpExchange) -> StoredResponse:
+        name = _id_of(exchange)
+        if not name.startswith(CONVERSATION):
+            raise errors.NotFound(f"{name[:64]!r} is not the id of a conversation")
+        return self.store.get(name, exchange.tenant.name)
+
+    async def _body(self, exchange: HttpExchange) -> dict[str, Any]:
+        with await exchange.read_body(MAX_BODY_BYTES) as received:
+            body = decode_object(received.data) if received.data else {}
+        if unknown := body.keys() - _FIELDS:
+            name = str(min(unknown))[:64]
+            raise errors.InvalidArgument(f"{name}: unknown field", name)
+        return body
+
+
+def _items(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the items of a body, which a response could have as its input."""
+    items = body.get("items")
+    if not isinstance(items, list) or not 0 < len(items) <= MAX_ITEMS:
+        raise errors.InvalidArgument(f"items must be a list of 1 to {MAX_ITEMS} items", "items")
+    try:
+        read_input(items)
+    except errors.InvalidArgument as error:
+        raise error.renamed({"input": "items"}) from None
+    return items_of(items)
+
+
+def _metadata(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    metadata = body.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise errors.InvalidArgument("metadata must be an object", "metadata")
+    return metadata
 
 
 def _failure(error: errors.TokenloomError) -> dict[str, str]:

@@ -45,8 +45,8 @@ from ..pooling.vectors import ClassifyApi, EmbeddingsApi, PoolApi
 from ..records.volatile_lines import OF_MESSAGES, VolatileLine
 from ..responses.mcp_servers import McpServers
 from ..responses.response_store import ResponseStore
-from ..responses.responses import ResponsesApi
-from ..responses.responses_endpoint import ResponsesEndpoint
+from ..responses.responses import CompactApi, ResponsesApi
+from ..responses.responses_endpoint import Conversations, ResponsesEndpoint
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..settings.gateway_settings import GatewaySettings
@@ -107,6 +107,7 @@ def api_routes(
     ) -> GenerationEndpoint:
         return GenerationEndpoint(api, mesh.generator, mesh.models, parser, limit, answers, silent, volatile)
 
+    conversations = Conversations(store)
     stored = ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)
     return {
         route_table.CHAT: endpoint(chats),
@@ -118,6 +119,13 @@ def api_routes(
         route_table.RESPONSE: stored.retrieve,
         route_table.DELETE_RESPONSE: stored.delete,
         route_table.CANCEL_RESPONSE: stored.cancel,
+        route_table.COMPACT_RESPONSE: endpoint(CompactApi(responses)),
+        route_table.CREATE_CONVERSATION: conversations.create,
+        route_table.CONVERSATION: conversations.retrieve,
+        route_table.UPDATE_CONVERSATION: conversations.update,
+        route_table.DELETE_CONVERSATION: conversations.delete,
+        route_table.CONVERSATION_ITEMS: conversations.items,
+        route_table.ADD_ITEMS: conversations.add,
         **tokenize.routes(),
         **pooling_routes(mesh, parser, reader, limit),
     }

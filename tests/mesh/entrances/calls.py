@@ -273,6 +273,7 @@ GENERATING: Mapping[str, Call] = {
     "POST /v1/completions": _posts("/v1/completions", **_TEXT),
     "POST /v1/messages": _posts("/v1/messages", **_CHAT),
     "POST /v1/responses": _posts("/v1/responses", input=PROMPT, max_output_tokens=MAX_TOKENS),
+    "POST /v1/responses/compact": _posts("/v1/responses/compact", input=PROMPT, max_output_tokens=MAX_TOKENS),
     "POST /api/chat": _posts("/api/chat", messages=MESSAGES, **_OLLAMA),
     "POST /api/generate": _posts("/api/generate", prompt=PROMPT, **_OLLAMA),
     "Inference/Generate": _generated,
@@ -332,7 +333,26 @@ async def _of_no_file(client: Client) -> int:
     return 0
 
 
-STORING: Mapping[str, Call] = {"POST /v1/batches": _of_no_file}
+async def _a_conversation(client: Client) -> int:
+    """Begin a conversation."""
+    return await _kept(client, "", {"metadata": {"a": "b"}})
+
+
+async def _kept(client: Client, path: str, body: dict[str, Any]) -> int:
+    """Send one body below the path of conversations, of which the one that is named does not exist."""
+    async with client.http() as http:
+        response = await http.post(f"/v1/conversations{path}", json=body)
+    if response.status_code != (404 if path else 200):
+        raise Refused(str(response.status_code))
+    return 0
+
+
+STORING: Mapping[str, Call] = {
+    "POST /v1/batches": _of_no_file,
+    "POST /v1/conversations": _a_conversation,
+    "POST /v1/conversations/*": lambda client: _kept(client, "/conv_none", {"metadata": {}}),
+    "POST /v1/conversations/*/items": lambda client: _kept(client, "/conv_none/items", {"items": MESSAGES}),
+}
 WAYS: Mapping[str, Way] = {
     "Inference/Resume": ByCall(),
     "POST /v1/completions with Last-Event-ID": ByHeader("last-event-id"),

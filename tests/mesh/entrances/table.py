@@ -71,6 +71,7 @@ _STORES = _row(_NO_ENGINE, key=Probed(), deadline=_DISK, bytes_=Probed(), idle=P
 _UPLOAD = _row(_NO_ENGINE, key=Probed(), deadline=_DISK, bytes_=Shown(_FILES), idle=Probed())
 _STORED = _row(_NO_ENGINE, key=Probed(), deadline=_DISK, bytes_=_NO_BODY, idle=_NO_BODY)
 _KEEPS = _row(_MEMORY, key=Probed(), bytes_=_NO_BODY)
+_KEEPS_BODY = _row(_MEMORY, key=Probed(), bytes_=Probed(), idle=Probed())
 _CALLS = _row(Probed(), idle=_ONE_MESSAGE)
 _WAITS = _row(Probed())
 _NAMED = "the route of the plain request has this cell"
@@ -109,6 +110,8 @@ TABLE: Mapping[str, Row] = {
     **_each("GET /v1/files, GET /v1/files/*, DELETE /v1/files/*, GET /v1/files/*/content", _STORED),
     **_each("GET /v1/batches, GET /v1/batches/*, POST /v1/batches/*/cancel", _STORED),
     **_each("GET /v1/responses/*, DELETE /v1/responses/*, POST /v1/responses/*/cancel", _KEEPS),
+    **_each("GET /v1/conversations/*, DELETE /v1/conversations/*, GET /v1/conversations/*/items", _KEEPS),
+    **_each("POST /v1/conversations, POST /v1/conversations/*, POST /v1/conversations/*/items", _KEEPS_BODY),
     **_each("GET /, GET /health, GET /ping, POST /ping, GET /docs, GET /openapi.json, GET /page/*", _OPEN),
     **_each("GET /v1/models, GET /v1/models/tokenloom-demo, GET /v1/models/*, GET /model_info", _READS),
     **_each("GET /version, GET /load, GET /server_info, GET /metrics, GET /mesh, GET /traffic", _READS),

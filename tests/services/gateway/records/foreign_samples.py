@@ -218,6 +218,7 @@ SAMPLES: dict[str, Samples] = {
             "input[].function_call": [USER, _RESPONSES_CALL, USER],
             "input[].function_call_output": [USER, _RESPONSES_CALL, _RESPONSES_RESULT],
             "input[].reasoning": [USER, _RESPONSES_THOUGHT, {"role": "assistant", "content": "a"}, USER],
+            "input[].compaction": [{"type": "compaction", "encrypted_content": "tokenloom-1:SGkh"}, USER],
             "input[].content[].input_image": [_RESPONSES_IMAGE],
             "input[].content[].input_file": [_RESPONSES_FILE],
             "input[].item_reference": [USER, {"type": "item_reference", "id": "x"}],

@@ -36,7 +36,7 @@ SAME_AS_BEFORE = {
 """Fields whose sample means what their absence means."""
 NEEDS_AN_ENGINE = {"use_beam_search", "length_penalty"}
 """Fields that reach the fake engine, which cannot do what they ask for."""
-OWN_FIELDS = {"previous_response_id": "resp_1"}
+OWN_FIELDS = {"previous_response_id": "resp_1", "conversation": "conv_1"}
 NOT_OF_A_REQUEST = re.compile(rb"[0-9a-f]{32}|call_[0-9a-f]{24}|\"created(_at)?\": ?\d+")
 
 

@@ -300,7 +300,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         if (older := self._streams.get(identity.engine_id)) is not None:
             # The newer stream wins: an engine that its supervisor restarted must not wait until the connection of its
             # predecessor has timed out.
-            older.overtake()
+            older.overtake(identity.epoch)
         self._streams[identity.engine_id] = stream
         if self._caches is not None:
             self._caches.join(stream.record)

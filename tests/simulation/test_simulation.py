@@ -14,7 +14,8 @@ from tests.simulation.faults import KINDS
 from tests.simulation.plan import make_plan
 from tests.simulation.runner import run_plan, run_seed
 
-SEEDS = 40
+SEEDS = (*range(40), 491)
+"""491: two joins of one engine arrive in the other order behind a link that was cut."""
 STANDBY_SEEDS = 12
 ADMINISTERED_SEEDS = 12
 CHAT_SEEDS = 12
@@ -22,7 +23,7 @@ TRACED = 3
 PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).trace for seed in range({})))"
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_is_violated(seed: int) -> None:
     assert not run_seed(seed).violations
 

@@ -87,7 +87,7 @@ class CoordinatorServicer:
         """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
         name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
         the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
-        of that engine.
+        of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

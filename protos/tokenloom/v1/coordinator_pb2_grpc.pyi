@@ -39,7 +39,7 @@ class CoordinatorStub:
     """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
     name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
     the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
-    of that engine.
+    of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later.
     """
     Pick: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PickRequest, _coordinator_pb2.PickResponse]
     """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
@@ -86,7 +86,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
     name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
     the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
-    of that engine.
+    of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later.
     """
     Pick: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PickRequest, _coordinator_pb2.PickResponse]  # type: ignore[assignment]
     """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
@@ -136,7 +136,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
         name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
         the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
-        of that engine.
+        of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later.
         """
 
     @_abc_1.abstractmethod

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
-from tokenloom.request.errors import Aborted, ResourceExhausted
+from tokenloom.request.errors import Aborted, ResourceExhausted, Unavailable
 from tokenloom.v1.coordinator_pb2 import DesiredState, EngineCommand
 
 from .engine_record import EngineRecord
@@ -28,7 +28,7 @@ class EngineStream:
         self.record = record
         self.interval = 0.0
         self.sent_revision = 0
-        self.overtaken = False
+        self.overtaken = self._is_passed_on = False
         self._commands: asyncio.Queue[EngineCommand | None] = asyncio.Queue(_MAX_COMMANDS)
 
     def command(self, command: EngineCommand) -> None:
@@ -52,9 +52,13 @@ class EngineStream:
             self.command(EngineCommand(desired=state))
             self.sent_revision = state.revision
 
-    def overtake(self) -> None:
-        """End the stream with ABORTED, because a newer join has the name."""
+    def overtake(self, newer: int) -> None:
+        """End the stream, because a newer join has the name: with ABORTED if that is another process.
+
+        ``newer``: the epoch of the newer join.
+        """
         self.overtaken = True
+        self._is_passed_on = newer != self.record.identity.epoch
         if not self._commands.full():  # otherwise the writer wakes for a command
             self._commands.put_nowait(None)
 
@@ -64,7 +68,11 @@ class EngineStream:
         while not self.overtaken:
             if (command := await self._commands.get()) is not None:
                 await context.write(command)
-        raise Aborted("another engine has taken this one's name")
+        if self._is_passed_on:
+            raise Aborted("another engine has taken this one's name")
+        # Joins of one process may arrive in another order behind a link that was cut: the engine ended itself for good
+        # because of its own older one.
+        raise Unavailable("this engine has joined once more")
 
 
 def to_duration(seconds: float) -> Duration:

@@ -186,6 +186,14 @@ async def test_a_process_of_the_same_supervisor_wins_for_good(coordinator: Coord
     assert snapshot.engines[0].identity.epoch == 2
 
 
+async def test_an_older_join_of_the_same_process_that_comes_late_does_not_end_it(coordinator: Coordinator) -> None:
+    later = coordinator.open(first_report("a", epoch=1, join=JoinFacts()))
+    assert (await later.read()).incarnation
+    earlier = coordinator.open(first_report("a", epoch=1, join=JoinFacts()))
+    assert (await earlier.read()).incarnation
+    assert isinstance(await status_of(later), errors.Unavailable), "so that it joins again"
+
+
 async def test_a_wanted_state_is_sent_to_all_and_to_those_that_join(coordinator: Coordinator) -> None:
     first = await coordinator.join("a", join=JoinFacts())
     await until(coordinator.watch(), names="a", state=EngineState.ENGINE_STATE_SERVING)
@@ -229,7 +237,7 @@ async def test_an_engine_that_fails_to_reach_a_state_is_named_with_its_cause(coo
 
 
 async def test_the_patience_of_a_call_counts_once(coordinator: Coordinator) -> None:
-    coordinator.open(first_report("a", join=JoinFacts()))
+    await coordinator.join("a", join=JoinFacts())
     assert coordinator.service.servicer is not None
     servicer = coordinator.service.servicer
     servicer._complete = asyncio.Event()  # as of one that engines are still joining

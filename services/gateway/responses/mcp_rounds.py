@@ -15,6 +15,7 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..assistant.message_plans import OutputReader
+from ..encoding.sse import encode_json
 from ..generation.generator import Generator
 from ..generation.running_generation import RunningGeneration
 from ..http.request_body import BodyParser
@@ -71,12 +72,12 @@ class McpGenerator:
         """
         if token.fingerprint and outlives_call:  # a repeat would run the tools again, which may have effects
             raise InvalidArgument("a response with tools of MCP servers cannot be repeated by a key", "tools")
-        seconds = self.generator.default_timeout
+        seconds, num_bytes = self.generator.default_timeout, len(encode_json(self.run.turns))
         request = replace(request, prompts=())
         try:
             async with (
                 asyncio.timeout(seconds),
-                self.run.servers.sessions(self.run.tools, request.tenant.name) as sessions,
+                self.run.servers.sessions(self.run.tools, request.tenant.name, num_bytes) as sessions,
                 AsyncExitStack() as held,
             ):
                 # Answers read of a generation what `Rounds` has, and nothing else.

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 MAX_OPEN = 256
 """Responses of one gateway that may have tools of servers at the same time, which its tenants divide. Between two
 rounds they hold none of the places of requests."""
+MAX_BYTES = 64 << 20
+"""Bytes of the conversations of these responses, which tenants divide too: they live as long as the response."""
 MAX_CALLS = 128
 """Calls of one response that are run; a client may ask for fewer (``max_tool_calls``)."""
 KEPT_SECONDS = 300.0
@@ -65,7 +67,9 @@ class McpServers:
         self._servers = {server.name: server for server in servers}
         self._kept: OrderedDict[tuple[str, str], tuple[float, Listing]] = OrderedDict()
         self._places = DividedLimit(MAX_OPEN, is_divided=is_shared)
+        self._bytes = DividedLimit(MAX_BYTES, is_divided=is_shared)
         self._open: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()  # bytes, by tenant
 
     @classmethod
     def load(cls, path: Path | None, *, is_shared: bool) -> "McpServers | None":
@@ -98,19 +102,30 @@ class McpServers:
         return found
 
     @asynccontextmanager
-    async def sessions(self, tools: Sequence[McpTool], tenant: str) -> "AsyncIterator[ServerSessions]":
-        """Hold the connections of one response. Raises :class:`errors.ResourceExhausted` while too many are open."""
+    async def sessions(
+        self, tools: Sequence[McpTool], tenant: str, num_bytes: int = 0
+    ) -> "AsyncIterator[ServerSessions]":
+        """Hold the connections of one response, whose conversation has so many bytes. Raises
+        :class:`errors.ResourceExhausted` while too many are open, or hold too many bytes."""
         if (place := self._places.take(1, self._open[tenant])) is None:
             raise errors.ResourceExhausted("too many responses use the tools of servers; retry later")
+        if (held := self._bytes.take(num_bytes, self._held[tenant])) is None:
+            place.release()
+            raise errors.ResourceExhausted(
+                "the responses that use the tools of servers hold too many bytes; retry later"
+            )
         self._open[tenant] += 1
+        self._held[tenant] += num_bytes
         opened = ServerSessions(self, {tool.label: tool for tool in tools}, tenant)
         try:
             yield opened
         finally:
             place.release()
+            held.release()
             self._open[tenant] -= 1
+            self._held[tenant] -= num_bytes
             if not self._open[tenant]:
-                del self._open[tenant]
+                del self._open[tenant], self._held[tenant]
             await opened.close()
 
     def server(self, name: str) -> McpServer:

@@ -15,6 +15,9 @@ from ..encoding.sse import encode_json
 from .mcp_tools import Listing, Outcome, protocol_error
 
 log = logging.getLogger(__name__)
+# The libraries log whole URLs, and what a server has sent that cannot be read; what matters of it is in the answer.
+logging.getLogger("mcp").setLevel(logging.CRITICAL)
+logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 CLOSE_SECONDS = 1.0
 """A server that does not take leave within this time is left without."""

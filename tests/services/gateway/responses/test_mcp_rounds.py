@@ -346,7 +346,7 @@ async def test_a_forced_call_is_forced_once(socket_dir: Path) -> None:
             task = asyncio.create_task(http.post("/v1/responses", json=body))
             first = await mesh.outputs.next_request()
             assert first.submit.sampling_params.HasField("structured_outputs")
-            first.answer('{"a": 2, "b": 3}')
+            first.answer(ADD)
             second = await mesh.outputs.next_request()
             assert not second.submit.sampling_params.HasField("structured_outputs")
             second.answer("5.")

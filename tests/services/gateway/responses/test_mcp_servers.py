@@ -139,3 +139,15 @@ async def test_a_tenant_leaves_places_to_others(monkeypatch: pytest.MonkeyPatch)
         await close()
     assert servers._places.taken == 0
     assert not servers._open
+
+
+async def test_the_bytes_of_conversations_are_bounded() -> None:
+    servers = McpServers([McpServer(name="one", url=URL)], is_shared=True)
+    async with servers.sessions([], "a", mcp_servers.MAX_BYTES // 2):
+        with pytest.raises(errors.ResourceExhausted, match="bytes"):
+            async with servers.sessions([], "a", mcp_servers.MAX_BYTES // 4):
+                pass
+        async with servers.sessions([], "b", mcp_servers.MAX_BYTES // 4):
+            pass
+    assert (servers._bytes.taken, servers._places.taken) == (0, 0)
+    assert not servers._held

@@ -276,7 +276,7 @@ class MessagePlans:
         form = self.tools
         if request.choice is ToolChoice.AUTO:
             unbound = self._bind_strict(generate_request.sampling, request)
-        elif request.is_forced:
+        elif request.choice is not ToolChoice.NONE:  # a call is forced
             forced = force(request, self.tools)
             form, unbound = forced.form, forced.lost
             generate_request.sampling.structured_outputs.CopyFrom(forced.constraint)

@@ -278,23 +278,28 @@ def check_batches(directory: Path) -> list[str]:
     return [name for name in names if not kept.fullmatch(name)]
 
 
-def run(seed: int, num_faults: int, num_kinds: int, transports: Sequence[str], only: str = "") -> bool:
-    """Try kinds of faults. Returns whether no part holds more, or less, behind them than before."""
+def run(
+    seed: int, num_faults: int, num_kinds: int, transports: Sequence[str], only: str = "", warm_up: int = WARM_UP
+) -> bool:
+    """Try kinds of faults. Returns whether no part holds more, or less, behind them than before.
+
+    ``warm_up``: so many of each kind before what is held is read for the first time.
+    """
     choose, kept = random.Random(seed), True
     for transport in transports:
         with served(transport) as (mesh, ledger):
             faults = Faults(mesh, ledger, choose)
             kinds = [kind for kind in faults.kinds if only in kind]
             for kind in choose.sample(kinds, min(num_kinds, len(kinds))):
-                kept &= _try(kind, faults, ledger, num_faults, transport)
+                kept &= _try(kind, faults, ledger, num_faults, transport, warm_up)
             if left := check_batches(ledger.directory / "batches"):
                 print(f"{transport}: left in the folder of batches: {left}")
                 kept = False
     return kept
 
 
-def _try(kind: str, faults: Faults, ledger: Ledger, num_faults: int, transport: str) -> bool:
-    for _ in range(WARM_UP):
+def _try(kind: str, faults: Faults, ledger: Ledger, num_faults: int, transport: str, warm_up: int) -> bool:
+    for _ in range(warm_up):
         faults.kinds[kind]()
         faults.work()
     # Twice at most: a pool that starts its second thread only now does so once, and what leaks grows again.

@@ -9,7 +9,7 @@ SECONDS_OF_DAY = 86400
 
 def test_a_mesh_holds_what_it_held_before_faults() -> None:
     seed = int(time.time() // SECONDS_OF_DAY)  # each day samples another kind
-    assert ledger.run(seed, 2, 1, ledger.TRANSPORTS[seed % 2 :][:1]), f"seed {seed}"
+    assert ledger.run(seed, 2, 1, ledger.TRANSPORTS[seed % 2 :][:1], warm_up=1), f"seed {seed}"
 
 
 def test_what_changed_is_named() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tokenloom.bench.load.agent_sessions import AgentClient
+from tests.benchmarks.fake_server import ANSWER, FakeServer
+from tokenloom.bench.load.agent_sessions import AgentClient, AgentSession, Shape, make_sessions
 from tokenloom.bench.load.events import Outcome
 from tokenloom.bench.mesh.agents import (
     AgentsCase,
@@ -14,11 +15,13 @@ from tokenloom.bench.mesh.agents import (
     HeldTokens,
     Placement,
     Policy,
+    Replay,
     arms,
     mesh_options,
     run_case,
 )
 from tokenloom.bench.mesh.agents_report import TurnRecord, cached_shares, misses, summarize, tables
+from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 
 CASE = AgentsCase(sessions=3, turns=(3, 3), kv=3.0, time_scale=200.0, step_ms=1.0)
@@ -112,6 +115,39 @@ def test_arms_to_compare_follow_each_other_with_the_same_sessions() -> None:
     ]
     assert [arm.seed for arm in made] == [0] * 4 + [1] * 4
     assert {arm.placement for arm in made} == {Placement.COST}
+
+
+async def replayed(server: FakeServer, sessions: list[AgentSession]) -> list[TurnRecord]:
+    async with server.running():
+        replay = Replay(replace(CASE, time_scale=1e6), load_tokenizer(DEMO_MODEL), server.base_url, lambda _: None)
+        await replay.run(sessions)
+    return replay.records
+
+
+def opencode_sessions(count: int, **shape: Any) -> list[AgentSession]:
+    made = replace(Shape(), turns=(3, 3), user_share=0.0, sub_turns=(2, 2), **shape)
+    return make_sessions(count, [AgentClient.OPENCODE], made, 0, load_tokenizer(DEMO_MODEL))
+
+
+async def test_sub_agents_end_before_their_reports_are_sent() -> None:
+    server = FakeServer([ANSWER])
+    (session,) = sessions = opencode_sessions(1, fan_out_share=1.0)
+    records = await replayed(server, sessions)
+    assert len(records) == len(server.bodies) == sum(len(line.turns) for line in session.lines())
+    counts = [(record.is_sub_agent, record.number) for record in records]
+    mains = [at for at, (is_sub_agent, _) in enumerate(counts) if not is_sub_agent]
+    for turn, after, at in zip(session.line.turns[1:], mains, mains[1:], strict=False):
+        assert at - after - 1 == sum(len(line.turns) for line in turn.sub_agents) > 0
+    first_sub = next(record for record in records if record.is_sub_agent)
+    later = [record for record in records[mains[1] :] if record.is_sub_agent and record.number == 1]
+    assert later
+    assert all(record.past is first_sub and record.dropped > 250 for record in later)
+
+
+async def test_a_failed_request_ends_its_session() -> None:
+    server = FakeServer([(503, [b"{}"])])
+    records = await replayed(server, opencode_sessions(2, fan_out_share=0.0))
+    assert [record.outcome.refused for record in records] == [True, True]
 
 
 async def test_a_mesh_finds_what_each_client_sent_before(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

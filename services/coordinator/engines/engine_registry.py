@@ -29,7 +29,7 @@ from tokenloom.v1.types_pb2 import Adapter
 
 from ..picks.placed import ExpiringPicks, Placed
 from ..picks.prefix_placements import PrefixPlacements
-from ..picks.sessions import Sessions, Turn
+from ..picks.sessions import SessionTable, Turn
 from ..prefixes.prefix_index import Path, PrefixIndex
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import EngineCosts, Placement, Policy, check_request
@@ -150,7 +150,7 @@ class Registry:
         self._by_row: dict[int, EngineRecord] = {}
         self.prefixes = PrefixIndex(prefix_index_bytes)
         self.popular = PrefixPlacements()
-        self.sessions = Sessions(clock, self._count_session)
+        self.sessions = SessionTable(clock, self._count_session)
         self.uses_prefixes = False
         self._placement = Placement(self._columns, self._kinds, policy)
         self._costs = EngineCosts(self._columns, self._kinds) if policy.rule is cost else None

@@ -153,7 +153,7 @@ class Turn(NamedTuple):
         return LEADING_BLOCKS[self.num_common]
 
 
-class Sessions:
+class SessionTable:
     """Remembers the sessions of all tenants."""
 
     def __init__(self, clock: Callable[[], float], on_tokens: Callable[[EngineRef, int], None]) -> None:

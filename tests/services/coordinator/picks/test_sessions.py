@@ -7,7 +7,7 @@ import pytest
 from tests.services.coordinator.test_roles import BLOCK_SIZE, BOTH, DECODE, PREFILL, Clock, Fleet
 from tokenloom.request.prefix_schedule import SESSION_HASHES, scheduled
 from tokenloom.services.coordinator.picks import sessions
-from tokenloom.services.coordinator.picks.sessions import Sessions
+from tokenloom.services.coordinator.picks.sessions import SessionTable
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest
 from tokenloom.v1.engine_pb2 import SessionTurn
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
@@ -27,12 +27,12 @@ def chain(*parts: tuple[int, int]) -> list[int]:
 
 
 class Mesh:
-    """Sessions of one coordinator, and its time."""
+    """SessionTable of one coordinator, and its time."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.tokens = Counter[str]()
-        self.sessions = Sessions(self.clock, self.count)
+        self.sessions = SessionTable(self.clock, self.count)
 
     def count(self, engine: EngineRef, tokens: int) -> None:
         self.tokens[engine.engine_id] += tokens

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.services.gateway.formats.recorded.texts import FAMILIES, RECORDED
-from tokenloom.request.reasoning import reasoning_format
+from tests.services.gateway.formats.recorded.texts import FAMILIES, OURS, RECORDED
+from tokenloom.request.reasoning import FORMATS as REASONING
 from tokenloom.services.gateway.assistant.message_plans import (
     MessagePlan,
     ParsedMessage,
@@ -42,9 +42,7 @@ def ours(case: Mapping[str, Any], pieces: Sequence[str]) -> dict[str, Any]:
     tools = [Tool(name, schema, {}) for name, schema in recorded()["tools"].items()]
     open_reasoning = None
     if reasoning and case["kind"].startswith("reasoning"):
-        known = reasoning_format(reasoning if reasoning == "deepseek_r1" else "qwen3", "")
-        assert known is not None
-        open_reasoning = opener(known)
+        open_reasoning = opener(REASONING[OURS.get(reasoning, "qwen3")])
     plan = MessagePlan(open_tools=partial(open_parser, form, tools), open_reasoning=open_reasoning)
     message = ParsedMessage(plan, reasoning_is_open=False)
     content, thought, calls = "", "", list[list[str]]()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenloom.request.reasoning import FORMATS as REASONING
 from tokenloom.request.tool_format import FORMATS, HERMES, ToolFormat
 from tokenloom.services.tokenizer.tool_probe import write_calls
 
@@ -39,12 +40,14 @@ FAMILIES: Mapping[str, tuple[ToolFormat, str]] = {
     **{name: (FORMATS[name], "") for name in FORMATS if name != "openai"},
     "cohere_command3": (_COMMAND, "cohere_command3"),
     "deepseek_v31": (FORMATS["deepseek_v31"], "deepseek_r1"),
+    "gemma4": (FORMATS["gemma4"], "gemma4"),
     "glm45": (FORMATS["glm45"], "glm45"),
     "granite4": (HERMES, ""),
     "hermes": (HERMES, "qwen3"),
     "kimi_k2": (FORMATS["kimi_k2"], "kimi_k2"),
     "minimax_m2": (FORMATS["minimax_m2"], "minimax_m2"),
     "qwen3_coder": (FORMATS["qwen3_coder"], "qwen3"),
+    "seed_oss": (FORMATS["seed_oss"], "seed_oss"),
     "step3p5": (FORMATS["qwen3_coder"], "step3p5"),
     "qwen3_xml": (FORMATS["qwen3_coder"], ""),
     "nemotron_v3": (FORMATS["qwen3_coder"], "nemotron_v3"),
@@ -61,10 +64,12 @@ FAMILIES: Mapping[str, tuple[ToolFormat, str]] = {
     ),
     "mistral": (
         ToolFormat("named", ("[TOOL_CALLS]", ""), separator="[TOOL_CALLS]", after_name="[ARGS]"),
-        "",
+        "mistral",
     ),
 }
 """By vLLM's tool parser: how its models write calls, and vLLM's parser of their reasoning; empty: none."""
+OURS = {name: name for name in ("deepseek_r1", "seed_oss", "mistral", "gemma4")} | {"cohere_command3": "cohere_command"}
+"""By vLLM's parser of reasoning, the name of our format; of others it is qwen3, with the same marks."""
 TOOL_PARSERS = {"nemotron_v3": "qwen3_coder"}
 """Families whose tool parser has another name."""
 _CITY: Call = ("get_weather", {"city": "Oslo", "days": 3})
@@ -102,12 +107,12 @@ def texts(family: str) -> Iterator[tuple[str, str]]:
     yield "cut_in_value", single[: single.index("Oslo") + 2]
     yield "cut_in_name", single[: single.index("get_weather") + 5]
     yield "cut_after_first", kinds["parallel"][: kinds["parallel"].index("now") + 1]
-    if reasoning == "cohere_command3":
-        yield "reasoning", f"<|START_THINKING|>{THOUGHT}<|END_THINKING|>{single}"
-    elif reasoning:
-        yield "reasoning", f"<think>\n{THOUGHT}\n</think>\n\n{single}"
-        yield "reasoning_then_text", f"<think>\n{THOUGHT}\n</think>\n\nHello."
-        yield "reasoning_cut", f"<think>\n{THOUGHT}"
+    if reasoning:
+        marks = REASONING[OURS.get(reasoning, "qwen3")]
+        thought = f"{marks.start}\n{THOUGHT}"
+        yield "reasoning", f"{thought}\n{marks.end}\n\n{single}"
+        yield "reasoning_then_text", f"{thought}\n{marks.end}\n\nHello."
+        yield "reasoning_cut", thought
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ def chain(*parts: tuple[int, int]) -> list[int]:
 
 
 class Mesh:
-    """SessionTable of one coordinator, and its time."""
+    """The sessions of one coordinator, and its time."""
 
     def __init__(self) -> None:
         self.clock = Clock()

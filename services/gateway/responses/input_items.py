@@ -8,7 +8,7 @@ from uuid import uuid4
 from tokenloom.request.errors import InvalidArgument
 
 from .function_tools import chat_name
-from .mcp_tools import Outcome
+from .mcp_tools import CallOutcome
 from .output_items import call_id_of, chat_name_of
 
 Turn = dict[str, Any]
@@ -156,7 +156,9 @@ def _outcome(item: Mapping[str, Any]) -> str:
     error = item.get("error")
     if isinstance(error, dict) and isinstance(content := error.get("content"), list):
         return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return "" if error is None else Outcome(error=error if isinstance(error, dict) else {"message": str(error)}).text
+    return (
+        "" if error is None else CallOutcome(error=error if isinstance(error, dict) else {"message": str(error)}).text
+    )
 
 
 def _result(where: str, item: Mapping[str, Any]) -> Turn:

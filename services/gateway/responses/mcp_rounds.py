@@ -25,7 +25,7 @@ from ..openai.body_reader import AnswerOptions
 from ..records.generate_request import GenerateRequest
 from ..records.request_ids import NEW, ResumeToken
 from .mcp_servers import ServerSessions
-from .mcp_tools import Listing, McpFunction, Outcome, chosen, loosened, protocol_error
+from .mcp_tools import CallOutcome, Listing, McpFunction, chosen, loosened, protocol_error
 from .output_items import call_id_of
 from .response_answer import McpRun, Step
 
@@ -80,13 +80,13 @@ class McpGenerator:
                 self.run.servers.sessions(self.run.tools, request.tenant.name, num_bytes) as sessions,
                 AsyncExitStack() as held,
             ):
-                # Answers read of a generation what `Rounds` has, and nothing else.
-                yield cast(RunningGeneration, Rounds(self, sessions, request, trace_headers, held))
+                # Answers read of a generation what `McpRounds` has, and nothing else.
+                yield cast(RunningGeneration, McpRounds(self, sessions, request, trace_headers, held))
         except TimeoutError:
             raise errors.DeadlineExceeded(f"the request took longer than {seconds:g} s") from None
 
 
-class Rounds:
+class McpRounds:
     """Generates round by round, in the place of one generation. Between two rounds it holds no place of requests."""
 
     def __init__(
@@ -190,12 +190,12 @@ class Rounds:
             tasks = [group.create_task(self._sessions.list_tools(tool.label)) for tool in self._run.tools]
         return [task.result() for task in tasks]
 
-    async def _run_calls(self) -> AsyncIterator[tuple[Step, str, Outcome]]:
+    async def _run_calls(self) -> AsyncIterator[tuple[Step, str, CallOutcome]]:
         """Run the calls that have no result yet, some at a time; yield each with its result, in order."""
         items = tuple(self._run.items.to_run)
         at_once = asyncio.Semaphore(_CALLS_AT_ONCE)
 
-        async def outcome_of(item: Mapping[str, Any], *, is_allowed: bool) -> Outcome:
+        async def outcome_of(item: Mapping[str, Any], *, is_allowed: bool) -> CallOutcome:
             async with at_once:
                 return await self._call(item, is_allowed=is_allowed)
 
@@ -209,18 +209,20 @@ class Rounds:
             outcome = task.result()
             yield Step(0, 0, make=partial(self._run.items.end_call, item, outcome)), call_id_of(item), outcome
 
-    async def _call(self, item: Mapping[str, Any], *, is_allowed: bool) -> Outcome:
+    async def _call(self, item: Mapping[str, Any], *, is_allowed: bool) -> CallOutcome:
         if not is_allowed:
-            return Outcome(error=protocol_error(_NOT_RUN, f"more than {self._run.most_calls} calls; it was not run"))
+            return CallOutcome(
+                error=protocol_error(_NOT_RUN, f"more than {self._run.most_calls} calls; it was not run")
+            )
         label, name = item["server_label"], item["name"]
         if McpFunction(label, name).name not in self._run.items.hosted:
-            return Outcome(error=protocol_error(_INVALID_PARAMS, f"the server offers no tool {name[:64]!r}"))
+            return CallOutcome(error=protocol_error(_INVALID_PARAMS, f"the server offers no tool {name[:64]!r}"))
         try:
             arguments = json.loads(item["arguments"] or "{}")
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
-            return Outcome(error=protocol_error(_INVALID_PARAMS, "the arguments are no JSON object"))
+            return CallOutcome(error=protocol_error(_INVALID_PARAMS, "the arguments are no JSON object"))
         return await self._sessions.call(label, name, arguments)
 
     async def _open_round(self) -> None:

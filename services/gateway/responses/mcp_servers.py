@@ -21,7 +21,7 @@ from tokenloom.services.runtime.host.options import read_file
 
 from ..encoding.sse import encode_json
 from ..openapi.request_schemas import ResponsesRequest
-from .mcp_tools import Listing, McpTool, Outcome, ToolFilter, check_headers, protocol_error, read_mcp_tool
+from .mcp_tools import CallOutcome, Listing, McpTool, ToolFilter, check_headers, protocol_error, read_mcp_tool
 
 if TYPE_CHECKING:
     from .mcp_session import McpSession
@@ -180,12 +180,12 @@ class ServerSessions:
             self._servers.keep(tool, self._tenant, listing)
         return listing
 
-    async def call(self, label: str, name: str, arguments: dict[str, Any]) -> Outcome:
+    async def call(self, label: str, name: str, arguments: dict[str, Any]) -> CallOutcome:
         """Run a tool of a server."""
         try:
             session = await self._session(label)
         except InvalidArgument as error:
-            return Outcome(error=protocol_error(-32000, error.message))
+            return CallOutcome(error=protocol_error(-32000, error.message))
         return await session.call(name, arguments)
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ import mcp_types
 from mcp.client.streamable_http import streamable_http_client
 
 from ..encoding.sse import encode_json
-from .mcp_tools import Listing, Outcome, protocol_error
+from .mcp_tools import CallOutcome, Listing, protocol_error
 
 log = logging.getLogger(__name__)
 # The libraries log whole URLs, and what a server has sent that cannot be read; what matters of it is in the answer.
@@ -51,19 +51,19 @@ class McpSession:
         except Exception as error:
             return Listing(error=self._failure(error)["message"])
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
+    async def call(self, name: str, arguments: dict[str, Any]) -> CallOutcome:
         """Run a tool and return its result as text, or its error. Raises nothing of the server's."""
         try:
             result = await self._ask(lambda client: client.call_tool(name, arguments))
         except Exception as error:
-            return Outcome(error=self._failure(error))
+            return CallOutcome(error=self._failure(error))
         if result.is_error:
             content = [block.model_dump(mode="json", by_alias=True, exclude_none=True) for block in result.content]
-            return Outcome(_text_of(result), {"type": "mcp_tool_execution_error", "content": content})
+            return CallOutcome(_text_of(result), {"type": "mcp_tool_execution_error", "content": content})
         text = _text_of(result)
         if len(text.encode()) > self._max_bytes:
-            return Outcome(error=protocol_error(_LOST, f"the result has more than {self._max_bytes} bytes"))
-        return Outcome(text)
+            return CallOutcome(error=protocol_error(_LOST, f"the result has more than {self._max_bytes} bytes"))
+        return CallOutcome(text)
 
     async def close(self) -> None:
         """End the connection, if there is one."""

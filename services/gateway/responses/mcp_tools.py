@@ -32,7 +32,7 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """What a call gave: the text for the model, and the error as OpenAI's API types it; None: it succeeded."""
 
     output: str = ""

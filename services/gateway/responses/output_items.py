@@ -6,7 +6,7 @@ from typing import Any
 from ..assistant.message_plans import CallDelta, MessageDelta, TextDelta
 from ..encoding.sse import encode_json
 from .function_tools import chat_name
-from .mcp_tools import Listing, McpFunction, Outcome
+from .mcp_tools import CallOutcome, Listing, McpFunction
 
 _PREFIXES = {"mcp_call": "mcp_", "mcp_approval_request": "mcpr_"}
 """What stands before the id of a call in the id of its item."""
@@ -116,7 +116,7 @@ class OutputItems:
         self.items[-1]["approval_request_id"] = f"{_PREFIXES['mcp_approval_request']}{call_id}"
         return begun + self._grow("response.mcp_call_arguments.delta", arguments) + self.end()
 
-    def end_call(self, item: dict[str, Any], outcome: Outcome) -> bytes:
+    def end_call(self, item: dict[str, Any], outcome: CallOutcome) -> bytes:
         """Return the events that end a call of :attr:`to_run`."""
         self.to_run.remove(item)
         kind = "completed" if outcome.error is None else "failed"

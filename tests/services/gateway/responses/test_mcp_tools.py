@@ -6,10 +6,10 @@ import pytest
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.responses.mcp_tools import (
+    CallOutcome,
     Listing,
     McpFunction,
     McpTool,
-    Outcome,
     chosen,
     loosened,
     read_mcp_tool,
@@ -148,6 +148,6 @@ def test_a_choice_in_the_first_round_and_later(choice: object, first: object, la
 
 
 def test_what_the_model_reads_of_an_error() -> None:
-    assert Outcome(error={"message": "gone"}).text == "Error: gone"
-    assert Outcome("it said so", {"type": "mcp_tool_execution_error"}).text == "it said so"
-    assert Outcome("").text == ""
+    assert CallOutcome(error={"message": "gone"}).text == "Error: gone"
+    assert CallOutcome("it said so", {"type": "mcp_tool_execution_error"}).text == "it said so"
+    assert CallOutcome("").text == ""

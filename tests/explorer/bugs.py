@@ -11,11 +11,10 @@ from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control import pause
 from tokenloom.services.gateway.batches.batch_task import BatchTask
 from tokenloom.services.gateway.files.file_store import FileRoom, FileStore
-from tokenloom.services.gateway.generation.admission import AdmittedCall
 from tokenloom.services.gateway.generation.charge import Charge, Charges
 from tokenloom.services.gateway.generation.generator import Generator
+from tokenloom.services.gateway.generation.resumable import ResumableRequests
 from tokenloom.services.gateway.kserve import kserve_servicer
-from tokenloom.services.gateway.records.generate_request import GenerateRequest
 from tokenloom.services.gateway.records.request_ids import ResumeToken
 
 from .runner import size_of
@@ -50,14 +49,13 @@ def _grow_freely(store: FileStore, room: FileRoom, tenant: str, size: int) -> No
     room.hold(size)
 
 
-def _give_place_back(
-    generator: Generator, generate_request: GenerateRequest, token: ResumeToken, timeout: float
-) -> AdmittedCall:
+_find = ResumableRequests.find
+
+
+def _give_place_back(resumable: ResumableRequests, token: ResumeToken, tenant: str) -> None:
     """Give the place of a request without a client back before the call that repeats it has one."""
-    before = generator._resumable.find(token, generate_request.tenant.name) if token.request_id else None
-    if before is not None:
+    if (before := _find(resumable, token, tenant)) is not None:
         before.admitted.close()
-    return AdmittedCall(generator._admission.admit(generate_request, timeout))
 
 
 def _charge_again(charges: Charges, tenant: str, request_id: str, token: ResumeToken) -> Charge:
@@ -98,7 +96,7 @@ _BUGS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
     "two_writers": ("batches", {(BatchTask, "cancel"): _cancel_and_write}),
     "written_once": ("batches", {(BatchTask, "_persist"): _write_once}),
     "files_that_arrive": ("files", {(FileStore, "take"): _reserve_nothing, (FileStore, "grow"): _grow_freely}),
-    "place_given_back": ("generations", {(Generator, "_admit"): _give_place_back}),
+    "place_given_back": ("generations", {(ResumableRequests, "find"): _give_place_back}),
     "charged_by_call": ("generations", {(Charges, "of"): _charge_again}),
     "cancelled_as_lost": ("responses", {(Generator, "open"): _open_for_any}),
     "silent_streams": ("streams", {(kserve_servicer, "next_request"): _wait_for_ever}),

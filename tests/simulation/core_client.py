@@ -31,7 +31,7 @@ class CoreClient:
 
     Attributes:
         core: The engine core, once started.
-        compilers: Compile its grammars, once started.
+        compilers: Compile its grammars, once started; missing if it has none.
         is_hung: While true, the step that runs does not end.
     """
 
@@ -65,8 +65,8 @@ class CoreClient:
         worker = HashWorker(self._config, vocab_size=self._vocab_size, max_model_len=self._config.max_model_len or 128)
         self.core = EngineCore(self._config, UniProcExecutor(worker), kv, lambda: round(loop.time() * 1e9))
         self._calls = CoreCalls(self.core)
-        assert self.core._grammars is not None
-        self.compilers = Compilers(self.core._grammars)
+        if self.core._grammars is not None:
+            self.compilers = Compilers(self.core._grammars)
         self.core.on_update(self._wake.set)
         if kv is not None and kv.service is not None:
             self._kv = _KVThread(kv.service)

@@ -150,7 +150,7 @@ class Registry:
         self._by_row: dict[int, EngineRecord] = {}
         self.prefixes = PrefixIndex(prefix_index_bytes)
         self.popular = PrefixPlacements()
-        self.sessions = SessionTable(clock, self._count_session)
+        self.sessions = SessionTable(clock, self._count_session, (epoch & 0xFFFF_FFFF) << 32 | 1)
         self.uses_prefixes = False
         self._placement = Placement(self._columns, self._kinds, policy)
         self._costs = EngineCosts(self._columns, self._kinds) if policy.rule is cost else None
@@ -227,6 +227,9 @@ class Registry:
         if older is not None:
             self.claims.leave(older)
         self._records[identity.engine_id] = self._by_row[row] = record
+        # The row may be a predecessor's, or new to an engine that was cut off for a while and still has its sessions.
+        expected = self.sessions.tokens_on(EngineRef(engine_id=identity.engine_id, epoch=identity.epoch))
+        columns.session_share[row] = expected / record.kv_tokens if expected else 0.0
         self.claims.join(record)
         self._awaited.discard(identity.engine_id)
         if not self._is_complete:

@@ -156,17 +156,25 @@ class Turn(NamedTuple):
 class SessionTable:
     """Remembers the sessions of all tenants."""
 
-    def __init__(self, clock: Callable[[], float], on_tokens: Callable[[EngineRef, int], None]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], on_tokens: Callable[[EngineRef, int], None], first_branch: int = 1
+    ) -> None:
         """``clock`` returns seconds, of any beginning. ``on_tokens`` is called with an engine and by how many tokens
-        the prompts of the sessions whose next turns are expected there have grown, below 0: shrunk."""
+        the prompts of the sessions whose next turns are expected there have grown, below 0: shrunk. ``first_branch``:
+        number of the first line; engines outlive coordinators, whose numbers must not meet there."""
         self._clock = clock
         self._on_tokens = on_tokens
         self._tenants: dict[str, _Tenant] = {}
         self._branches: OrderedDict[int, _Branch] = OrderedDict()  # by number, the latest turn last
-        self._num_begun = 0
+        self._next_number = first_branch
 
     def __len__(self) -> int:
         return len(self._branches)
+
+    def tokens_on(self, engine: EngineRef) -> int:
+        """Return the tokens of the sessions whose next turns are expected on an engine. Looks at all lines."""
+        counts = (branch.counted for branch in self._branches.values())
+        return sum(counted[1] for counted in counts if counted is not None and counted[0] == engine)
 
     def find(self, request: PickRequest) -> Turn | None:
         """Return which turn of which session a request is; None if it is of none that could be recognised later."""
@@ -222,9 +230,8 @@ class SessionTable:
         if session.key:
             tenant.sessions[session.key] = session
         session.num_lost += 1
-        self._num_begun += 1
         branch = _Branch(
-            number=self._num_begun,
+            number=self._next_number,
             tenant=request.tenant,
             session=session,
             hashes=array("Q", request.block_hash_prefixes[:MAX_HASHES]),
@@ -234,6 +241,7 @@ class SessionTable:
             points=deque(),
             intervals=turn.branch.intervals if turn.branch is not None and turn.num_common else Intervals(),
         )
+        self._next_number += 1
         session.branches.append(branch)
         self._branches[branch.number] = tenant.branches[branch.number] = branch
         self._add_points(tenant, branch)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.services.coordinator.test_roles import BLOCK_SIZE, BOTH, DECODE, PREFILL, Clock, Fleet
+from tests.services.coordinator.test_roles import BLOCK_SIZE, BOTH, DECODE, PREFILL, Clock, Fleet, identity, report
 from tokenloom.request.prefix_schedule import SESSION_HASHES, scheduled
 from tokenloom.services.coordinator.picks import sessions
 from tokenloom.services.coordinator.picks.sessions import SessionTable
@@ -230,6 +230,30 @@ def test_sessions_that_begin_alike_are_spread_by_the_kv_that_they_need() -> None
     assert columns.session_share[:2].tolist() == pytest.approx([0, 0.25])
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_sessions_of_an_engine_count_again_when_it_joins_again(leaves: bool) -> None:
+    fleet = Fleet("b0")
+    assert fleet.pick(BOTH, 1600, block_hash_prefixes=chain((1, 100)), session=9) == "b0*"
+    shares = fleet.registry._columns.session_share
+    assert shares[0] == pytest.approx(0.1)
+    if leaves:
+        fleet.registry.leave(fleet.records["b0"])
+    fleet.records["b0"] = fleet.registry.join(identity("b0"), report("b0"))
+    assert shares[0] == pytest.approx(0.1)
+    fleet.clock.now += sessions.FORGET_SECONDS + 1
+    fleet.pick(BOTH, 1600, block_hash_prefixes=chain((2, 100)), session=10)
+    assert shares[0] == pytest.approx(0.1), "the forgotten session counts no more, the new one does"
+
+
+def test_the_sessions_of_a_predecessor_do_not_count_on_the_engine_that_overtakes_it() -> None:
+    fleet = Fleet("b0")
+    fleet.pick(BOTH, 1600, block_hash_prefixes=chain((1, 100)), session=9)
+    successor = identity("b0")
+    successor.epoch = 2
+    fleet.registry.join(successor, report("b0"))
+    assert fleet.registry._columns.session_share[0] == 0
+
+
 def test_a_client_that_begins_to_name_its_session_keeps_it() -> None:
     mesh = Mesh()
     mesh.turn(chain((1, LONG)))
@@ -291,6 +315,6 @@ def test_a_session_whose_cache_was_evicted_returns_all_the_same() -> None:
 def test_the_answer_to_a_pick_names_the_turn() -> None:
     fleet = Fleet("b0")
     request = PickRequest(fingerprint=Fingerprint(model="m"), role=BOTH, prompt_tokens=100, session=9)
-    assert fleet.registry.pick(request).response().session.branch == 1
+    assert fleet.registry.pick(request).response().session.branch == 7 << 32 | 1, "numbers of this coordinator alone"
     request.session = 0
     assert not fleet.registry.pick(request).response().HasField("session")

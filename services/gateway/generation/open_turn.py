@@ -118,7 +118,9 @@ class OpenTurn:
             tokens=tokens,
             num_prompt=self.num_tokens,
             spans=(*self.spans, answered),
-            hashes=self.hashes,
+            hashes=array(
+                "Q", self.hashes
+            ),  # a view of the tokenizer's message would keep all of that, 15 bytes a token
             salt=self.salt,
             adapter=self.adapter,
             engine=finished.timeline.decode_engine or finished.timeline.prefill_engine,

@@ -45,10 +45,8 @@ def items_of(value: object) -> list[dict[str, Any]]:
     """Return what :func:`read_input` reads as items that may be kept, each with an id. ``value``: was read."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     assert isinstance(items, list)
-    return [
-        {"type": "message", "id": f"item_{uuid4().hex}", "status": "completed", **item, **_content_of(item)}
-        for item in items
-    ]
+    defaults = {"type": "message", "status": "completed"}
+    return [{**defaults, **item, "id": item.get("id") or f"item_{uuid4().hex}", **_content_of(item)} for item in items]
 
 
 def _content_of(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class McpSession:
         self._headers = headers
         self._timeout = timeout
         self._max_bytes = max_bytes
-        self._status = 0  # of the last HTTP response that was an error
+        self._status = 0  # of the last HTTP response, if that was an error
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._client: asyncio.Future[mcp.Client] | None = None
@@ -111,8 +111,7 @@ class McpSession:
 
     def _http(self) -> httpx2.AsyncClient:
         async def look(response: httpx2.Response) -> None:
-            if response.status_code >= 400:
-                self._status = response.status_code
+            self._status = response.status_code if response.status_code >= 400 else 0
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise httpx2.DecodingError("the answer is compressed, though that was not asked for")
             assert isinstance(response.stream, httpx2.AsyncByteStream)

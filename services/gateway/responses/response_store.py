@@ -16,6 +16,8 @@ MAX_RUNNING = 256
 """Responses that may run in the background of one gateway, which its tenants divide."""
 CONVERSATION = "conv_"
 """Begins the ids of conversations, which are kept like responses."""
+OBJECT_BYTES = 500
+"""Counts for each response, conversation and turn besides its JSON: what Python takes for a small one."""
 
 
 @dataclass(slots=True)
@@ -76,7 +78,8 @@ class ResponseStore:
     """
 
     def __init__(self, max_bytes: int, *, is_shared: bool = True) -> None:
-        """``max_bytes``: of the responses' JSON; 0: nothing is kept. ``is_shared``: the gateway has several tenants."""
+        """``max_bytes``: of the responses' JSON, with :data:`OBJECT_BYTES`; 0: nothing is kept. ``is_shared``: the
+        gateway has several tenants."""
         self._max_bytes = max_bytes
         self._shelves: dict[str, _Shelf] = {}
         self._running: dict[str, _Running] = {}
@@ -130,6 +133,7 @@ class ResponseStore:
             stored.token = running.stored.token
         self._end_running(response_id)
         size = len(encode_json(stored.response)) + len(encode_json(stored.turns))
+        size += OBJECT_BYTES * (1 + len(stored.turns))
         shelf = self._shelves.setdefault(stored.tenant, _Shelf())
         self._num_bytes -= shelf.pop(response_id)
         shelf.entries[response_id] = stored, size

@@ -163,6 +163,8 @@ class ResponsesApi:
         if fields.previous_response_id is None:
             return new, ""
         field = "previous_response_id"
+        if fields.previous_response_id.startswith(CONVERSATION):  # what it keeps are items, not turns
+            raise InvalidArgument("previous_response_id is the id of a conversation: send it as conversation", field)
         previous = self.store.get(fields.previous_response_id, tenant.name, field)
         if previous.cancel is not None:
             raise InvalidArgument("the previous response has not ended", field)
@@ -187,6 +189,12 @@ COMPACT = (
 """The last message of a conversation that is to be compacted."""
 
 
+_NOT_COMPACTED = frozenset(
+    {"stream", "background", "conversation", "tools", "tool_choice", "parallel_tool_calls", "max_tool_calls", "text"}
+)
+"""Fields of the client's turns without a meaning for a summary."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompactApi:
     """``/v1/responses/compact``: the model writes a summary, which later requests send in place of the conversation."""
@@ -202,7 +210,7 @@ class CompactApi:
         before = [] if own is None else items_of(own)
         asked: dict[str, Any] = {"type": "message", "role": "user", "content": COMPACT}
         fixed = {"input": [*before, asked], "store": False}
-        taken = {name: body[name] for name in body if name not in ("stream", "background", "conversation", "tools")}
+        taken = {name: body[name] for name in body if name not in _NOT_COMPACTED}
         request, options = self.responses.read({**taken, **fixed}, tenant)
         left = tuple(name for name in body if name not in taken and body[name])
         assert isinstance(options.request, ResponseRequest)

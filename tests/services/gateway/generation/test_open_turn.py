@@ -108,6 +108,13 @@ async def test_a_prompt_that_continues_the_turn_misses_nothing() -> None:
     assert talk.num_decoded == 0
 
 
+async def test_a_turn_keeps_nothing_of_the_tokenizers_message() -> None:
+    talk = await begun()
+    (turn,) = [turn for shelf in talk.past._shelves.values() for turn, _ in shelf.turns.values()]
+    assert isinstance(turn.hashes, array)
+    assert list(turn.hashes) == prefix_hashes(list(array("I", turn.tokens))[: turn.num_prompt], BLOCK, b"")
+
+
 async def test_what_is_in_no_cache_any_more_was_evicted_or_lies_elsewhere() -> None:
     talk = await begun()
     turn = await talk.ask(SYSTEM, TASK, said("I made it."), MORE)

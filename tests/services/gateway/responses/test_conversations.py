@@ -116,6 +116,19 @@ async def test_a_response_is_no_conversation_and_no_other_way_round(both: Both) 
         for path in (f"/v1/conversations/{response.id}", f"/v1/responses/{conversation.id}"):
             assert (await http.get(path)).status_code == 404
             assert (await http.delete(path)).status_code == 404
+        body = {"model": MODEL, "input": "hi", "previous_response_id": conversation.id}
+        answer = await http.post("/v1/responses", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "previous_response_id")
+    assert "send it as conversation" in answer.text
+
+
+async def test_an_item_whose_id_is_null_gets_one(both: Both) -> None:
+    mesh, client = both
+    conversation = await client.conversations.create()
+    async with mesh.http() as http:
+        body = {"items": [{"role": "user", "content": "hi", "id": None}]}
+        added = (await http.post(f"/v1/conversations/{conversation.id}/items", json=body)).json()
+    assert added["first_id"].startswith("item_")
 
 
 async def test_a_gateway_that_keeps_nothing_says_so(socket_dir: Path) -> None:
@@ -142,6 +155,16 @@ async def test_a_conversation_is_compacted(both: Both) -> None:
     turns = last_chat(mesh)
     assert [turn["content"] for turn in (turns[0], turns[1], turns[3])] == ["Make it.", "And more.", "Go on."]
     assert turns[2]["content"].endswith("They make a file.")
+
+
+async def test_what_a_client_asks_of_its_turns_shapes_no_summary(both: Both) -> None:
+    mesh, _ = both
+    form = {"format": {"type": "json_object"}}
+    async with mesh.http() as http:
+        body = {"model": MODEL, "input": "hi", "tools": TOOLS, "tool_choice": "required", "text": form}
+        answer = await http.post("/v1/responses/compact", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-tokenloom-ignored"] == "tools, tool_choice, text"
 
 
 async def test_a_stored_response_is_compacted(both: Both) -> None:

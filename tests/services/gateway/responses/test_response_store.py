@@ -3,7 +3,15 @@
 import pytest
 
 from tokenloom.request import errors
+from tokenloom.services.gateway.responses import response_store
 from tokenloom.services.gateway.responses.response_store import MAX_RUNNING, ResponseStore, StoredResponse
+
+OBJECT_BYTES = response_store.OBJECT_BYTES
+
+
+@pytest.fixture(autouse=True)
+def json_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "OBJECT_BYTES", 0)
 
 
 def stored(name: str, tenant: str) -> StoredResponse:
@@ -19,6 +27,22 @@ def test_a_tenant_drops_only_its_own_responses() -> None:
     assert store.get("r49", "busy").tenant == "busy"
     with pytest.raises(errors.NotFound):
         store.get("r0", "busy")
+
+
+def test_small_objects_count_with_what_python_takes_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "OBJECT_BYTES", OBJECT_BYTES)
+    store = ResponseStore(10_000)
+    for number in range(1000):
+        store.put(StoredResponse("a", {"id": f"conv_{number}"}, [{}]))
+    kept = [number for number in range(1000) if is_stored(store, f"conv_{number}")]
+    assert kept == list(range(991, 1000))
+
+
+def is_stored(store: ResponseStore, name: str) -> bool:
+    try:
+        return bool(store.get(name, "a"))
+    except errors.NotFound:
+        return False
 
 
 def test_a_response_that_is_too_large_is_not_kept() -> None:

@@ -60,8 +60,18 @@ def derive(template: ChatTemplate) -> ToolFormat:
     form = _Shape(probe, one, span).form()
     optional = "" if form.is_marked else next((mark for mark in _OPTIONAL if mark in template.source), "")
     form = replace(form, call_id=probe.call_id(form), optional_open=optional, drops=probe.drops())
+    _check_readable(form)
     probe.prove(form)
     return form
+
+
+def _check_readable(form: ToolFormat) -> None:
+    """Raise ``NotDerived`` for calls of which no parser knows where they begin."""
+    before = form.section[0] + form.call[0] + ("" if form.syntax == "json" else form.before_name)
+    if ID in before or INDEX in before:
+        raise NotDerived("the number of a call stands before its name")
+    if not (form.is_marked or form.is_list or form.syntax == "json" or form.before_name.strip()):
+        raise NotDerived("nothing stands before the name of a call")
 
 
 def derive_reasoning(template: ChatTemplate) -> tuple[str, str] | None:
@@ -75,7 +85,9 @@ def derive_reasoning(template: ChatTemplate) -> tuple[str, str] | None:
         if 0 <= (at := text.find(_THOUGHT)) < (said := text.find(_SAID)):
             opening = _MARK.findall(text[:at])[-1:]
             closing = _MARK.findall(text[at:said])[:1]
-            return (opening[0], closing[0]) if opening and closing else None
+            if not opening or not closing or closing[0] in text[said:]:
+                return None  # the mark that ends the thoughts ends turns, too
+            return opening[0], closing[0]
     return None
 
 

@@ -106,7 +106,7 @@ class ToolFormat(Struct, frozen=True, omit_defaults=True):
     @property
     def binds_arguments(self) -> bool:
         """Whether a grammar can hold the arguments to a schema from where the model begins a call."""
-        return self.demands_calls and bool(self.openings)
+        return self.demands_calls and (self.is_marked or bool(self.before_name))
 
     @property
     def demands_calls(self) -> bool:
@@ -124,9 +124,11 @@ class ToolFormat(Struct, frozen=True, omit_defaults=True):
 
 
 def first_mark(text: str) -> str:
-    """Return the mark with which a text begins, as ``<tool_call>``; the first word of other texts."""
+    """Return the mark with which a text begins, as ``<tool_call>``. Words are one mark: a single one is in answers."""
     closing = {"<": ">", "[": "]"}.get(text[:1])
-    end = text.find(closing) + 1 if closing else 0
+    if closing is None:
+        return text
+    end = text.find(closing) + 1
     return text[:end] if end else text.split()[0]
 
 

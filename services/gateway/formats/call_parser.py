@@ -391,15 +391,15 @@ class _Marks:
     def __init__(self, form: ToolFormat) -> None:
         section = form.section[0].strip()
         section = section.removesuffix("[").rstrip() if form.is_list else section
-        self.section = [first_mark(section)] if section else []
+        self.section = [section] if section else []
         self.call = [form.call[0].strip()] if form.call[0].strip() else []
         self.name = form.before_name.strip() if form.syntax not in ("json", "messages") else ""
         self.opening = [*self.section, *self.call]
-        if form.syntax in ("named", "pairs") and self.name.startswith("<"):
+        if self.name.startswith("<"):
             self.opening.append(self.name)  # models leave out the mark before it
         closing = form.section[1].strip()
         closing = closing.removeprefix("]").lstrip() if form.is_list else closing
-        self.ends_section = [first_mark(closing)] if closing else []
+        self.ends_section = [closing] if closing else []
         self.ends_call = [form.call[1].strip()] if form.call[1].strip() else []
         after = form.after_arguments.strip() if form.syntax in ("named", "pairs") else ""
         self.after_arguments = [*([after] if after else []), *self.ends_call]

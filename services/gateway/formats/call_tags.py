@@ -7,12 +7,14 @@ from typing import Any
 
 from tokenloom.request.tool_format import ID, INDEX, KIND, ToolFormat
 
-from .pairs import ValueKind, value_kind
+from .pairs import ValueKind, property_of, value_kind
 
 Tag = dict[str, Any]
 _MAX_FIRSTS = 6
 """Arguments of which any may be the first one written, where none must be there; those behind them follow others."""
 _PLACES = {ID: "[A-Za-z0-9]{9}", INDEX: "[0-9]{1,4}"}
+_ANY_KEY, _ANY_KEYWORD = "[A-Za-z0-9_.-]{1,64}", "[A-Za-z_][A-Za-z0-9_]{0,63}="
+_ANY_VALUE: Tag = {"type": "json_schema", "json_schema": {}}
 _PLACE = re.compile(f"({ID}|{INDEX})")
 
 
@@ -68,26 +70,56 @@ def _pairs(form: ToolFormat, schema: Mapping[str, Any]) -> list[Tag]:
     """Return the arguments one after the other, in the order of the schema; those that may be left out are optional."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or not properties:
-        return [] if schema.get("additionalProperties") is False else [{"type": "any_text"}]
+        return [] if schema.get("additionalProperties") is False else [_any_pairs(form)]
     required = set(schema.get("required") or ())
     pairs = []
     for key, value in properties.items():
-        kind = form.kinds[value_kind(schema, key) is not ValueKind.TEXT]
-        pair = {
-            "type": "tag",
-            "begin": f"{form.pair[0]}{key}{form.pair[1].replace(KIND, kind)}",
-            "content": _value(schema, key, value),
-            "end": form.pair[2],
-        }
+        pair = _pair(form, schema, key, value)
         pairs.append(pair if key in required else {"type": "optional", "content": pair})
     return pairs
+
+
+def _pair(form: ToolFormat, schema: Mapping[str, Any], key: str, value: Any) -> Tag:
+    kind = value_kind(schema, key)
+    if kind not in (ValueKind.TEXT, ValueKind.TEXT_OR_NULL):
+        return _written(form, key, _bound(schema, value), is_text=False)
+    found = property_of(schema, key)
+    text = _written(form, key, _words(found), is_text=True)
+    if kind is ValueKind.TEXT:
+        return text
+    return _either([text, _written(form, key, _place("null"), is_text=False)])
+
+
+def _written(form: ToolFormat, key: str, value: Tag, *, is_text: bool) -> Tag:
+    between = form.pair[1].replace(KIND, form.kinds[not is_text])
+    return {"type": "tag", "begin": f"{form.pair[0]}{key}{between}", "content": value, "end": form.pair[2]}
+
+
+def _words(found: Mapping[str, Any]) -> Tag:
+    """Return the texts that a schema allows."""
+    values = [found["const"]] if "const" in found else found.get("enum")
+    values = values if isinstance(values, list) else []
+    choices = [_place(value) for value in values if isinstance(value, str) and value]
+    if not choices:
+        return {"type": "any_text"}
+    return {"type": "optional", "content": _either(choices)} if "" in values else _either(choices)
+
+
+def _any_pairs(form: ToolFormat) -> Tag:
+    """Return arguments of which the schema says nothing."""
+    ways = [_sequence([_place(form.pair[1].replace(KIND, form.kinds[0])), {"type": "any_text"}])]
+    if form.kinds[0] != form.kinds[1]:
+        ways.append(_sequence([_place(form.pair[1].replace(KIND, form.kinds[1])), _ANY_VALUE]))
+    pair = _sequence([{"type": "regex", "pattern": _ANY_KEY}, _either(ways)])
+    tag = {"type": "tag", "begin": form.pair[0], "content": pair, "end": form.pair[2]}
+    return {"type": "star", "content": tag}
 
 
 def _keywords(schema: Mapping[str, Any]) -> list[Tag]:
     """Return the arguments of a call of Python: first those that must be there, so that each other one has a comma."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or not properties:
-        return []
+        return [] if schema.get("additionalProperties") is False else [_any_keywords()]
     required = [key for key in properties if key in set(schema.get("required") or ())]
     optional = [key for key in properties if key not in required]
     if not required:
@@ -95,11 +127,19 @@ def _keywords(schema: Mapping[str, Any]) -> list[Tag]:
     return [*_listed(schema, required), *_more(schema, optional)]
 
 
+def _any_keywords() -> Tag:
+    """Return arguments of which the schema says nothing."""
+    words = [_place(word) for word in ("True", "False", "None")]
+    keyword = _sequence([{"type": "regex", "pattern": _ANY_KEYWORD}, _either([*words, _ANY_VALUE])])
+    more = {"type": "star", "content": _sequence([_place(", "), keyword])}
+    return {"type": "optional", "content": _sequence([keyword, more])}
+
+
 def _from_first(schema: Mapping[str, Any], keys: Sequence[str]) -> Tag:
     """Return some of the arguments in their order: with each of the first ones as the one without a comma."""
     firsts = range(min(len(keys), _MAX_FIRSTS))
     ways = [_sequence([*_listed(schema, [keys[at]]), *_more(schema, keys[at + 1 :])]) for at in firsts]
-    return {"type": "or", "elements": ways}
+    return _either(ways)
 
 
 def _listed(schema: Mapping[str, Any], keys: Sequence[str]) -> list[Tag]:
@@ -126,12 +166,8 @@ def _sequence(elements: list[Tag]) -> Tag:
     return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
 
 
-def _value(schema: Mapping[str, Any], key: str, value: Any) -> Tag:
-    if value_kind(schema, key) is ValueKind.TEXT:
-        if isinstance(choices := value.get("enum"), list):
-            return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in choices]}
-        return {"type": "any_text"}
-    return _bound(schema, value)
+def _either(ways: list[Tag]) -> Tag:
+    return ways[0] if len(ways) == 1 else {"type": "or", "elements": ways}
 
 
 def _bound(schema: Mapping[str, Any], value: Any) -> Tag:

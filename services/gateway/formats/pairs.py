@@ -1,7 +1,7 @@
 """Reads arguments that are written one by one between marks, and writes them as a JSON object."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum, auto
 from typing import Any
 
@@ -16,7 +16,10 @@ MAX_KEY = 512
 """Characters of the longest key: what is longer is none."""
 _MAX_BLANKS = 64
 """Blanks after a closing mark within which another mark shows that the value has ended."""
-_LITERALS = '{["-0123456789tfnTFN'
+_MAX_REFERENCES = 8
+"""References and choices of a schema that are followed to learn the types of an argument."""
+_TEXT_OR_NULL = {"string", "null"}
+_NULLS = ("null", "None")
 
 
 class ValueKind(Enum):
@@ -24,6 +27,8 @@ class ValueKind(Enum):
 
     TEXT = auto()
     """A text, whatever stands there."""
+    TEXT_OR_NULL = auto()
+    """A text, unless ``null`` stands there."""
     VALUE = auto()
     """No text."""
     UNKNOWN = auto()
@@ -32,20 +37,50 @@ class ValueKind(Enum):
 
 def value_kind(schema: Mapping[str, Any], key: str) -> ValueKind:
     """Return what a tool's schema says of an argument."""
-    properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    if not isinstance(found, Mapping):
+    types = _types(schema, property_of(schema, key))
+    if not types:
         return ValueKind.UNKNOWN
+    if types <= _TEXT_OR_NULL and "string" in types:
+        return ValueKind.TEXT_OR_NULL if "null" in types else ValueKind.TEXT
+    return ValueKind.UNKNOWN if "string" in types else ValueKind.VALUE
+
+
+def property_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the schema of an argument, where a reference within the tool's schema leads; empty if there is none."""
+    properties = schema.get("properties")
+    return _followed(schema, properties.get(key) if isinstance(properties, Mapping) else None)
+
+
+def _followed(schema: Mapping[str, Any], found: object) -> Mapping[str, Any]:
+    for _ in range(_MAX_REFERENCES):
+        reference = found.get("$ref") if isinstance(found, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        found = schema
+        for name in reference.removeprefix("#/").split("/"):
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _types(schema: Mapping[str, Any], found: Mapping[str, Any], depth: int = _MAX_REFERENCES) -> Set[str]:
+    """Return the types that a value may have; empty if it may have any, or if that is not clear."""
     types = found.get("type")
-    if types == "string" or (types is None and _are_texts(found.get("enum"))):
-        return ValueKind.TEXT
-    if isinstance(types, str) or (isinstance(types, Sequence) and types and "string" not in types):
-        return ValueKind.VALUE
-    return ValueKind.UNKNOWN
+    if isinstance(types, str):
+        return {types}
+    if isinstance(types, list):
+        return {each for each in types if isinstance(each, str)}
+    values = [found["const"]] if "const" in found else found.get("enum")
+    if isinstance(values, list):
+        return {"null" if value is None else "string" if isinstance(value, str) else "other" for value in values}
+    ways = found.get("anyOf") or found.get("oneOf") or found.get("allOf")
+    if not isinstance(ways, list) or not depth or (len(ways) > 1 and "allOf" in found):
+        return set()
+    each = [_types(schema, _followed(schema, way), depth - 1) for way in ways]
+    return set().union(*each) if all(each) else set()
 
 
-def _are_texts(values: object) -> bool:
-    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+_HELD = {ValueKind.UNKNOWN: '{["-0123456789tfnTFN', ValueKind.TEXT_OR_NULL: "nN"}
+"""Of each kind: with what a value begins that may be no text."""
 
 
 class PairReader:
@@ -159,7 +194,7 @@ class PairReader:
             return False
         if self._kind is ValueKind.VALUE and ahead[0] in "{[":
             self._literal = LiteralReader()
-        elif self._kind is ValueKind.TEXT or (self._kind is ValueKind.UNKNOWN and ahead[0] not in _LITERALS):
+        elif self._kind is ValueKind.TEXT or ahead[0] not in _HELD.get(self._kind, ahead[0]):
             self._streams = True
             out += ['"', *map(_escaped, self._value)]
             self._value = []
@@ -210,7 +245,9 @@ class PairReader:
         if self._streams:
             out.append('"')
         elif self._literal is None:
-            out.append(_as_json("".join(self._value)))
+            text = "".join(self._value)
+            is_text = self._kind is ValueKind.TEXT_OR_NULL and text.strip() not in _NULLS
+            out.append(json.dumps(text, ensure_ascii=False) if is_text else _as_json(text))
         elif not self._literal.ended:
             out.append(self._literal.close())
 

@@ -13,7 +13,7 @@ from tokenloom.request.output_constraints import (
     relax,
     structural_tag_constraint,
 )
-from tokenloom.request.tool_format import REQUIRED, ToolFormat, first_mark
+from tokenloom.request.tool_format import REQUIRED, ToolFormat
 from tokenloom.v1 import types_pb2
 
 from .call_tags import call_tag, forced_format, num_formats, section_tag
@@ -128,7 +128,7 @@ def strict_constraint(request: ToolRequest, form: ToolFormat) -> types_pb2.Struc
         tags = [section_tag(form, tags, parallel=request.parallel)]
     for tag in tags:
         tag["begin"] = tag["begin"].lstrip()
-    trigger = first_mark(tags[0]["begin"]) if form.is_marked else form.before_name
+    trigger = form.openings[0] if form.is_marked else form.before_name  # a mark may go on with the name of the tool
     calls: dict[str, Any] = {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
     if not request.parallel:
         calls["stop_after_first"] = True

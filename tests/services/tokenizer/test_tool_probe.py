@@ -132,3 +132,30 @@ def test_an_empty_reasoning_before_a_call_is_none_of_its_marks() -> None:
 def test_what_cannot_be_derived_is_said(source: str, reason: str) -> None:
     with pytest.raises(NotDerived, match=reason):
         derive(ChatTemplate(source))
+
+
+def template_with(call: str, thought: str = "") -> ChatTemplate:
+    return ChatTemplate(
+        "{% for m in messages %}" + thought + "<|im_start|>{{ m.role }}: {{ m.content }}"
+        "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ("<call>{{ loop.index0 }}:{{ c.function.name }} {{ c.function.arguments | tojson }}</call>", "before its name"),
+        ("{{ c.function.name }}\n{{ c.function.arguments | tojson }}", "nothing stands before"),
+    ],
+)
+def test_calls_that_no_parser_finds_are_not_derived(call: str, problem: str) -> None:
+    with pytest.raises(NotDerived, match=problem):
+        derive(template_with(call))
+
+
+def test_the_mark_that_ends_turns_closes_no_reasoning() -> None:
+    thought = "{% if m.reasoning_content %}<|im_start|>thought: {{ m.reasoning_content }}<|im_end|>{% endif %}"
+    assert derive_reasoning(template_with("", thought)) is None
+    marked = thought.replace("<|im_start|>thought: ", "<thought>").replace("<|im_end|>", "</thought>")
+    assert derive_reasoning(template_with("", marked)) == ("<thought>", "</thought>")

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from tests.services.gateway.formats.test_tool_formats import parsed
 from tests.services.tokenizer.families import FAMILIES, form_of, template_of
-from tokenloom.request.tool_format import INDEX, ToolFormat
+from tokenloom.request.tool_format import FORMATS, INDEX, ToolFormat
 from tokenloom.services.gateway.assistant.message_plans import MessagePlan, ParsedMessage, calls_of, text_of
 from tokenloom.services.gateway.formats.call_parser import open_parser
 from tokenloom.services.gateway.formats.message_parts import CallArguments
-from tokenloom.services.gateway.formats.tool_request import Tool
+from tokenloom.services.gateway.formats.strict_calls import strict_constraint
+from tokenloom.services.gateway.formats.tool_request import Tool, read_tool_request
 from tokenloom.services.tokenizer.chat_template import ChatTemplate
 from tokenloom.services.tokenizer.tool_probe import CallProbe, derive, write_calls
 
@@ -194,6 +195,50 @@ def test_a_family_is_added_by_its_template_alone() -> None:
     assert "<new:call f>" in text
     found = parsed(open_parser(form, [tool_of(*call) for call in calls]), list(f"So.\n{text} Done."))
     assert (found[0], [(name, json.loads(arguments)) for name, arguments in found[1]]) == ("So. Done.", calls)
+
+
+OBJECT = """{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}"""
+KEYWORDS = (
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}"
+)
+PAIRS = "{% for k, v in c.function.arguments.items() %}<arg {{ k }}>{{ v }}</arg>{% endfor %}"
+OWN = [
+    ("", "<function={{ c.function.name }}>{{ c.function.arguments | tojson }}</function>", ""),
+    ("", "<invoke {{ c.function.name }}>" + PAIRS + "</invoke>", ""),
+    ("", "<call:{{ c.function.name }}(" + KEYWORDS + ")>", ""),
+    ("Calling tools:\n[", OBJECT + "{{ ', ' if not loop.last }}", "]"),
+    ("<|action|><|calls|>", "<call>" + OBJECT + "</call>", "<|end_calls|><|end_action|>"),
+    ("", "Tool call: " + OBJECT + "\n", ""),
+]
+"""Before the calls, a call and after the calls, as templates of no family in the list write them."""
+
+
+@pytest.mark.parametrize("form", OWN)
+def test_calls_of_templates_with_unusual_marks(form: tuple[str, str, str]) -> None:
+    before, call, after = form
+    calls: list[Call] = [("f", {"a": 1}), ("g", {"b": 2})]
+    template = ChatTemplate(
+        "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}{% if m.tool_calls %}"
+        f"{before}{{% for c in m.tool_calls %}}{call}{{% endfor %}}{after}"
+        "{% endif %}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    )
+    derived, tools = derive(template), [tool_of(*call) for call in calls]
+    text = CallProbe(template).region(calls)
+    for pieces in ([f"So.\n{text} Done."], list(f"So.\n{text} Done.")):
+        words, found = parsed(open_parser(derived, tools), pieces)
+        assert (words.split(), [(name, json.loads(each)) for name, each in found]) == (["So.", "Done."], calls)
+    for words in ("I use the Tool", "You are Calling", "a < b"):
+        assert parsed(open_parser(derived, tools), [words]) == (words, [])
+    definitions = [
+        {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters, "strict": True}}
+        for tool in tools
+    ]
+    assert strict_constraint(read_tool_request(definitions, "auto", True), derived) is not None
+
+
+def test_strict_tools_have_no_grammar_where_calls_have_no_mark() -> None:
+    assert not FORMATS["llama4_pythonic"].binds_arguments
+    assert FORMATS["llama3_json"].binds_arguments
 
 
 def test_ids_that_the_model_writes_are_those_of_the_calls() -> None:

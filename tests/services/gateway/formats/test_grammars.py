@@ -125,6 +125,76 @@ def test_a_strict_tool_is_bound_where_the_model_calls_it(family: str) -> None:
     assert accepts(constraint, "It is warm.")
 
 
+def function(name: str, properties: dict[str, Any] | None = None, *, strict: bool = False) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties or {}}
+    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+
+
+def read(form: ToolFormat, tools: list[dict[str, Any]], text: str) -> Any:
+    found = parsed(open_parser(form, read_tool_request(tools, "auto", True).tools), list(text))
+    return found[0], [(name, json.loads(arguments)) for name, arguments in found[1]]
+
+
+@pytest.mark.parametrize("family", [family for family in BOUND if form_of(family).syntax in ("pairs", "python")])
+def test_a_tool_without_properties_may_be_called_with_any_arguments_and_with_none(family: str) -> None:
+    form, tools = form_of(family), [function("f")]
+    constraint = force(read_tool_request(tools, "required", True), form).constraint
+    for arguments in ({}, {"a": 1}, {"a": 1, "b_2": [2.5]}):
+        text = rendered(family, [("f", arguments)]).strip()
+        assert accepts(constraint, text), text
+        assert read(form, tools, text) == ("", [("f", arguments)])
+    empty = rendered(family, [("f", {})]).strip()
+    name = empty.index(form.before_name + "f") + len(form.before_name + "f" + form.after_name)
+    assert not accepts(constraint, f"{empty[:name]} words {empty[name:]}")
+
+
+@pytest.mark.parametrize("family", [family for family in BOUND if form_of(family).binds_arguments])
+def test_a_tool_beside_a_strict_one_may_have_any_arguments(family: str) -> None:
+    tools = [function("f", {"a": {"type": "integer"}}, strict=True), function("g", {"b": {"type": "integer"}})]
+    constraint = strict_constraint(read_tool_request(tools, "auto", True), form_of(family))
+    assert constraint is not None
+    assert accepts(constraint, rendered(family, [("g", {"b": 1})]).strip())
+
+
+TEXT_OR_NULL: list[dict[str, Any]] = [
+    {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": ["string", "null"]},
+    {"enum": ["90210", "nil", None]},
+]
+
+
+@pytest.mark.parametrize("schema", TEXT_OR_NULL)
+@pytest.mark.parametrize("family", [family for family in BOUND if form_of(family).syntax == "pairs"])
+def test_a_text_that_may_be_null_stays_a_text(family: str, schema: dict[str, Any]) -> None:
+    form, tools = form_of(family), [function("f", {"zip": schema}, strict=True)]
+    constraint = force(read_tool_request(tools, "required", True), form).constraint
+    for value in ("90210", "nil", None):
+        text = rendered(family, [("f", {"zip": value})]).strip().replace("None", "null")
+        assert accepts(constraint, text), text
+        assert read(form, tools, text) == ("", [("f", {"zip": value})])
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string", "const": "C"}, "C", "F"),
+        ({"const": "5"}, "5", "6"),
+        ({"type": "string", "enum": ["C", None, 5]}, "C", "5"),
+        ({"type": "string", "enum": ["", "C"]}, "C", "F"),
+        ({"type": "string", "enum": ["", "C"]}, "", "F"),
+        ({"$ref": "#/properties/unit"}, "C", "F"),
+    ],
+)
+def test_a_text_is_one_of_those_that_its_schema_names(schema: dict[str, Any], good: str, bad: str) -> None:
+    form = form_of("qwen3_coder")
+    tools = [function("f", {"x": schema, "unit": {"enum": ["C", "K"]}}, strict=True)]
+    constraint = force(read_tool_request(tools, "required", True), form).constraint
+    text = rendered("qwen3_coder", [("f", {"x": good})])
+    assert accepts(constraint, text)
+    assert read(form, tools, text) == ("", [("f", {"x": good})])
+    assert not accepts(constraint, rendered("qwen3_coder", [("f", {"x": bad})]))
+
+
 def test_ids_have_their_place() -> None:
     form = form_of("mistral_v11")
     assert ID in form.after_name

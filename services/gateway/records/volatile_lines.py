@@ -38,7 +38,8 @@ VOLATILE_LINES = (
         "claude-code.billing",
         "Claude Code, 2.1.15 and later",
         (b"claude-cli/",),
-        re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE),
+        # At the beginning of a text alone: a user's own instructions may speak of the header.
+        re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)"),
         "`cch` is a hash of the request, and `cc_version` ends with one of the conversation's beginning. The line is "
         "meant for Anthropic's billing.",
         of_messages=True,

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.request.limits import DividedLimit
+from tokenloom.request.limits import DividedLimit, Reservation
 from tokenloom.services.runtime.host.options import read_file
 
 from ..encoding.sse import encode_json
@@ -37,6 +37,7 @@ KEPT_SECONDS = 300.0
 """For so long a list of tools is used before the server is asked again."""
 MAX_KEPT = 256
 """Lists of tools that are kept; the one that was asked for longest ago is dropped."""
+_TOO_MANY_BYTES = "the responses that use the tools of servers hold too many bytes"
 _Name = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
@@ -109,24 +110,27 @@ class McpServers:
         :class:`errors.ResourceExhausted` while too many are open, or hold too many bytes."""
         if (place := self._places.take(1, self._open[tenant])) is None:
             raise errors.ResourceExhausted("too many responses use the tools of servers; retry later")
-        if (held := self._bytes.take(num_bytes, self._held[tenant])) is None:
+        if (held := self.hold(tenant, num_bytes)) is None:
             place.release()
-            raise errors.ResourceExhausted(
-                "the responses that use the tools of servers hold too many bytes; retry later"
-            )
+            raise errors.ResourceExhausted(f"{_TOO_MANY_BYTES}; retry later")
         self._open[tenant] += 1
-        self._held[tenant] += num_bytes
-        opened = ServerSessions(self, {tool.label: tool for tool in tools}, tenant)
+        opened = ServerSessions(self, {tool.label: tool for tool in tools}, tenant, held)
         try:
             yield opened
         finally:
             place.release()
-            held.release()
             self._open[tenant] -= 1
-            self._held[tenant] -= num_bytes
+            self._held[tenant] -= held.amount
+            held.release()
             if not self._open[tenant]:
                 del self._open[tenant], self._held[tenant]
             await opened.close()
+
+    def hold(self, tenant: str, num_bytes: int) -> Reservation | None:
+        """Return so many bytes of a tenant's open response; None: there are none left."""
+        if (held := self._bytes.take(num_bytes, self._held[tenant])) is not None:
+            self._held[tenant] += num_bytes
+        return held
 
     def server(self, name: str) -> McpServer:
         """Return the server of this name, which a tool was read for."""
@@ -157,11 +161,12 @@ class McpServers:
 class ServerSessions:
     """Holds the connections of one response: one for each of its tools, made when it is first needed."""
 
-    def __init__(self, servers: McpServers, tools: Mapping[str, McpTool], tenant: str) -> None:
-        """``tools``: by label."""
+    def __init__(self, servers: McpServers, tools: Mapping[str, McpTool], tenant: str, held: Reservation) -> None:
+        """``tools``: by label. ``held``: the bytes of the response, which grow with the results."""
         self._servers = servers
         self._tools = tools
         self._tenant = tenant
+        self._held = held
         self._sessions: dict[str, McpSession] = {}
 
     async def list_tools(self, label: str) -> Listing:
@@ -186,7 +191,11 @@ class ServerSessions:
             session = await self._session(label)
         except InvalidArgument as error:
             return CallOutcome(error=protocol_error(-32000, error.message))
-        return await session.call(name, arguments)
+        outcome = await session.call(name, arguments)
+        if (more := self._servers.hold(self._tenant, len(outcome.output))) is None:
+            return CallOutcome(error=protocol_error(-32000, f"{_TOO_MANY_BYTES}; the result is left out"))
+        self._held.absorb(more)
+        return outcome
 
     async def close(self) -> None:
         """End the connections."""

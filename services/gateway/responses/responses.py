@@ -135,6 +135,9 @@ class ResponsesApi:
         listed = {str(item.get("server_label")) for item in items if item.get("type") == "mcp_list_tools"}
         if fields.previous_response_id is not None:
             listed |= self.store.get(fields.previous_response_id, tenant.name).listed
+        if request.conversation:
+            kept = self.store.get(request.conversation, tenant.name, "conversation").turns
+            listed |= {item["server_label"] for item in kept if item.get("type") == "mcp_list_tools"}
         most_calls = fields.max_tool_calls
         return McpRun(
             response_id=request.response_id,

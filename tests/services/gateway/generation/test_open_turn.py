@@ -172,7 +172,7 @@ async def test_what_the_client_changed(messages: list[Any], chat: dict[str, Any]
 
 async def test_a_line_that_the_client_changes_is_named() -> None:
     talk = Conversation()
-    system = "Rules of the house.\nx-anthropic-billing-header: cch={};\nBe brief."
+    system = "x-anthropic-billing-header: cch={};\nRules of the house.\nBe brief."
     talk.answered(await talk.ask({"role": "system", "content": system.format(1)}, TASK), "I made it.\0")
     turn = await talk.ask({"role": "system", "content": system.format(2)}, TASK, said("I made it."), MORE)
     assert turn.cause == cause("volatile_line")

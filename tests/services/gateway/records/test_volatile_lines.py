@@ -75,6 +75,7 @@ def test_instructions_are_a_system_prompt() -> None:
         {"system": ["x", 3, None, {"text": 4}, {"content": None}], "messages": ["x", {"role": "system"}]},
         {"messages": [{"role": "user", "content": BILLING}]},
         {"system": f"Say {BILLING} and nothing else."},
+        {"system": [block(f"Our proxy takes this line out:\n{BILLING}\nExplain why.")]},
     ],
 )
 def test_other_bodies_stay_as_they_are(body: Any) -> None:

@@ -469,6 +469,22 @@ async def test_all_rounds_have_one_limit_of_tokens(socket_dir: Path) -> None:
     assert limits == [100, 100 - len(ADD)]
 
 
+async def test_results_count_among_the_bytes_that_are_held(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_servers, "MAX_BYTES", 100)
+    async with tools(socket_dir) as (mesh, (server,)):
+        wrong = call("calc.wrong")
+        response = await asked(mesh, wrong, wrong, wrong, ADD, "Done.", tools=[tool(server)])
+    messages = [str(item["error"]) for item in response["output"] if item["type"] == "mcp_call"]
+    assert [message.count("too many bytes") for message in messages] == [0, 1, 1, 0], messages
+
+
+async def test_a_conversation_lists_tools_once(socket_dir: Path) -> None:
+    async with tools(socket_dir) as (mesh, (server,)), mesh.http() as http:
+        name = (await http.post("/v1/conversations", json={})).json()["id"]
+        responses = [await asked(mesh, "Hi.", tools=[tool(server)], conversation=name) for _ in range(2)]
+    assert [kinds(response) for response in responses] == [["mcp_list_tools", "message"], ["message"]]
+
+
 async def test_the_calls_of_a_server_with_json_answers(socket_dir: Path) -> None:
     """Servers answer with events or with JSON, and keep a session or none."""
     running = ToolServer().running(json_response=True, stateless_http=True)

@@ -108,6 +108,10 @@ class McpSession:
                 client.exception()  # the caller may have given up
             else:
                 log.info("an MCP server ended a connection: %s", _first(error))
+        finally:
+            if not client.done():  # cancelled: a question would wait for as long as it may take
+                client.set_exception(ConnectionError("the connection was not made"))
+                client.exception()
 
     def _http(self) -> httpx2.AsyncClient:
         async def look(response: httpx2.Response) -> None:

@@ -162,12 +162,14 @@ class ResponseStore:
         return stored
 
     def append(self, conversation: str, tenant: str, items: Sequence[dict[str, Any]]) -> None:
-        """Add items to a conversation, unless it was dropped meanwhile."""
+        """Add items, at least one, to a conversation, unless it was dropped meanwhile or has them: the items of a call
+        that its client repeats have the same ids."""
         try:
             stored = self.get(conversation, tenant)
         except errors.NotFound:
             return
-        self.put(replace(stored, turns=[*stored.turns, *items]))
+        if all(item["id"] != items[-1]["id"] for item in stored.turns):
+            self.put(replace(stored, turns=[*stored.turns, *items]))
 
     def delete(self, response_id: str, tenant: str) -> None:
         """Drop a tenant's response and end its generation. Raises :class:`errors.NotFound`."""

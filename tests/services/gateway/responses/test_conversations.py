@@ -66,6 +66,17 @@ async def test_calls_and_their_results_are_items_too(both: Both) -> None:
     assert [turn["role"] for turn in _second(mesh)] == ["user", "assistant", "tool"]
 
 
+async def test_a_repeated_call_adds_its_items_once(both: Both) -> None:
+    mesh, client = both
+    conversation = await client.conversations.create()
+    body = {"model": MODEL, "input": "hi", "conversation": conversation.id}
+    async with mesh.http() as http:
+        for _ in range(2):
+            answer = await http.post("/v1/responses", json=body, headers={"Idempotency-Key": "one"})
+            assert answer.status_code == 200, answer.text
+    assert len((await client.conversations.items.list(conversation.id)).data) == 2
+
+
 async def test_conversations_are_changed_and_forgotten(both: Both) -> None:
     _, client = both
     conversation = await client.conversations.create()

@@ -23,6 +23,8 @@ _KEPT = frozenset(
     )
 )
 """Causes of which the answer says the same, so that the generated tokens may stand in its place."""
+_MORE_TOKENS = 1024
+"""By so many tokens, and twice, a fresh tokenization may be longer than what was generated."""
 _MAX_SPANS = 1000
 """Limits the answers of one prompt whose tokens are replaced."""
 
@@ -232,7 +234,9 @@ def _piece(tokens: bytes, before: bytes, span: GeneratedSpan, ends: Collection[i
     if end is None:
         return _Piece(b"", (then, now[: 2 * len(then)]), has_end=False)
     is_ended = then[-1] in ends
-    return _Piece(now[: end + is_ended].tobytes(), (then[:-1] if is_ended else then, now[:end]), has_end=True)
+    # An answer that is much longer now says something else; its text would be compared on the event loop.
+    texts = then[:-1] if is_ended else then, now[: min(end, 2 * len(then) + _MORE_TOKENS)]
+    return _Piece(now[: end + is_ended].tobytes(), texts, has_end=True)
 
 
 async def _cause_within_answer(
@@ -253,7 +257,7 @@ def cause_between(then: str, now: str, *, reasons: bool) -> MissCause:
     is_in_call = 0 <= then.find("{") < place
     if _BLANKS.sub("", then) == _BLANKS.sub("", now) and not is_in_call:
         return inference_pb2.MISS_CAUSE_BLANKS_CHANGED
-    if is_in_call and sorted(_plain(then)) == sorted(_plain(now)):
+    if is_in_call and _has_equal_letters(_plain(then), _plain(now)):
         return inference_pb2.MISS_CAUSE_ARGUMENTS_RESERIALISED
     if reasons and len(now) - _num_common_at_end(then, now) <= _EMPTY_THOUGHT < len(then) - len(now) + _EMPTY_THOUGHT:
         return inference_pb2.MISS_CAUSE_REASONING_DROPPED
@@ -290,6 +294,10 @@ def _plain(text: str) -> str:
     """Return a text without blanks, and without the escapes that JSON leaves to the writer."""
     text = _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else "/", text)
     return _BLANKS.sub("", text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+
+def _has_equal_letters(one: str, other: str) -> bool:
+    return len(one) == len(other) and sorted(one) == sorted(other)
 
 
 def _num_common_at_end(one: str, other: str) -> int:

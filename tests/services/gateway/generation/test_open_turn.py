@@ -41,7 +41,7 @@ class Conversation:
     def __init__(self, *, replays_ids: bool = False) -> None:
         self.past = PastTurns(lambda: 0.0)
         self.comparer = TurnComparer(self.past, replays_ids=replays_ids)
-        self.num_decoded = 0
+        self.num_decoded = self.most_decoded = 0
 
     async def ask(
         self,
@@ -69,6 +69,7 @@ class Conversation:
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Tokens above 255 are the texts of two."""
         self.num_decoded += 1
+        self.most_decoded = max(self.most_decoded, len(token_ids))
         return b"".join(PAIRS.get(token) or bytes([token]) for token in token_ids).decode()
 
     def answered(
@@ -250,6 +251,12 @@ async def test_replayed_ids_stand_in_every_later_prompt() -> None:
     talk.answered(second, "Done.\0", name="c")
     branch = await talk.ask(*messages, said("I did not."), MORE)
     assert (branch.cause, len(branch.spans)) == (cause("message_changed"), 1)
+
+
+async def test_of_an_answer_that_has_become_much_longer_a_part_is_compared() -> None:
+    talk = await begun('{"a": 1}\0')
+    turn = await talk.ask(SYSTEM, TASK, said('{"a": 2' + "x" * 100_000 + "}"), MORE)
+    assert (turn.cause, talk.most_decoded < 2000) == (cause("message_changed"), True)
 
 
 async def test_what_says_something_else_is_not_replayed() -> None:

@@ -17,7 +17,9 @@ MAX_KEY = 512
 _MAX_BLANKS = 64
 """Blanks after a closing mark within which another mark shows that the value has ended."""
 _MAX_REFERENCES = 8
-"""References and choices of a schema that are followed to learn the types of an argument."""
+_MAX_DEPTH, _MAX_WAYS = 2, 16
+"""How deep choices are followed to learn the types of an argument, and of how many ways each: a choice may name itself
+many times, and the schema comes from a client."""
 _TEXT_OR_NULL = {"string", "null"}
 _NULLS = ("null", "None")
 
@@ -62,7 +64,7 @@ def _followed(schema: Mapping[str, Any], found: object) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _types(schema: Mapping[str, Any], found: Mapping[str, Any], depth: int = _MAX_REFERENCES) -> Set[str]:
+def _types(schema: Mapping[str, Any], found: Mapping[str, Any], depth: int = _MAX_DEPTH) -> Set[str]:
     """Return the types that a value may have; empty if it may have any, or if that is not clear."""
     types = found.get("type")
     if isinstance(types, str):
@@ -73,7 +75,7 @@ def _types(schema: Mapping[str, Any], found: Mapping[str, Any], depth: int = _MA
     if isinstance(values, list):
         return {"null" if value is None else "string" if isinstance(value, str) else "other" for value in values}
     ways = found.get("anyOf") or found.get("oneOf") or found.get("allOf")
-    if not isinstance(ways, list) or not depth or (len(ways) > 1 and "allOf" in found):
+    if not isinstance(ways, list) or not depth or len(ways) > (1 if "allOf" in found else _MAX_WAYS):
         return set()
     each = [_types(schema, _followed(schema, way), depth - 1) for way in ways]
     return set().union(*each) if all(each) else set()

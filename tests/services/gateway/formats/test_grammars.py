@@ -16,6 +16,7 @@ from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request.tool_format import ID, ToolFormat
 from tokenloom.services.gateway.assistant.message_plans import MessagePlans
 from tokenloom.services.gateway.formats.call_parser import open_parser
+from tokenloom.services.gateway.formats.pairs import ValueKind, value_kind
 from tokenloom.services.gateway.formats.strict_calls import force, strict_constraint
 from tokenloom.services.gateway.formats.tool_request import ToolRequest, read_tool_request
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
@@ -193,6 +194,23 @@ def test_a_text_is_one_of_those_that_its_schema_names(schema: dict[str, Any], go
     assert accepts(constraint, text)
     assert read(form, tools, text) == ("", [("f", {"x": good})])
     assert not accepts(constraint, rendered("qwen3_coder", [("f", {"x": bad})]))
+
+
+def test_a_choice_that_names_itself_is_followed_a_few_times() -> None:
+    steps = 0
+
+    class Counted(dict[str, Any]):
+        def get(self, name: Any, default: Any = None) -> Any:
+            nonlocal steps
+            steps += 1
+            return super().get(name, default)
+
+    ways: list[Any] = []
+    choice = Counted(anyOf=ways)
+    ways += [{"$ref": "#/properties/x"}] * 16
+    schema = {"properties": {"x": choice}}
+    assert value_kind(schema, "x") is ValueKind.UNKNOWN
+    assert steps < 5000
 
 
 def test_ids_have_their_place() -> None:

@@ -25,7 +25,7 @@ from ..openai.body_reader import AnswerOptions
 from ..records.generate_request import GenerateRequest
 from ..records.request_ids import NEW, ResumeToken
 from .mcp_servers import ServerSessions
-from .mcp_tools import CallOutcome, Listing, McpFunction, chosen, loosened, protocol_error
+from .mcp_tools import CallOutcome, Listing, McpFunction, McpTool, chosen, loosened, protocol_error
 from .output_items import call_id_of
 from .response_answer import McpRun, Step
 
@@ -150,12 +150,10 @@ class McpRounds:
         """List the tools, run what the client has approved, and open the first round."""
         run = self._run
         for tool, listing in zip(run.tools, await self._list_all(), strict=True):
-            functions = tool.functions(listing)
-            run.items.hosted |= {function.name: function for function, _ in functions}
-            self._definitions += [definition for _, definition in functions]
+            functions = self._offer(tool, listing)
             if tool.label not in run.listed or listing.error is not None:
                 yield Step(0, 0, make=partial(run.items.list_tools, tool.label))
-                names = {function.tool for function, _ in functions}
+                names = {function.tool for function in functions}
                 seen = [each for each in listing.tools if each["name"] in names]
                 yield Step(0, 0, make=partial(run.items.end_list, listing, seen))
         for approval in run.approvals:
@@ -170,6 +168,18 @@ class McpRounds:
             results[call_id]["content"] = outcome.text
             yield step
         await self._open_round()
+
+    def _offer(self, tool: McpTool, listing: Listing) -> list[McpFunction]:
+        """Let the model call a server's tools, and return them. Of those with one name in the chat it has the client's
+        own function, or the first: a call of one must not run another, for which no approval is needed."""
+        hosted, functions = self._run.items.hosted, list[McpFunction]()
+        own = {each["function"]["name"] for each in self._run.functions}
+        for function, definition in tool.functions(listing):
+            if function.name not in hosted and function.name not in own:
+                hosted[function.name] = function
+                functions.append(function)
+                self._definitions.append(definition)
+        return functions
 
     async def _go_on(self) -> AsyncIterator[Step]:
         """Run the calls of a round; open the next one, unless the client has to act first."""

@@ -478,6 +478,19 @@ async def test_results_count_among_the_bytes_that_are_held(socket_dir: Path, mon
     assert [message.count("too many bytes") for message in messages] == [0, 1, 1, 0], messages
 
 
+async def test_of_tools_with_one_name_the_clients_is_called_and_then_the_first(socket_dir: Path) -> None:
+    async with tools(socket_dir) as (mesh, (server,)):
+        functions = [{"type": "function", "name": "a_b.wrong", "parameters": {"type": "object"}}]
+        servers = [tool(server, server_label="a b", require_approval="always"), tool(server, server_label="a_b")]
+        both = call("a_b.add", a=2, b=3) + call("a_b.wrong")
+        response = await asked(mesh, both, tools=[*functions, *servers])
+    assert kinds(response)[-2:] == ["mcp_approval_request", "function_call"]
+    assert not server.calls
+    (chat,) = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]
+    names = [each["function"]["name"] for each in json.loads(chat.tools_json)]
+    assert len(names) == len(set(names)) == 5
+
+
 async def test_a_conversation_lists_tools_once(socket_dir: Path) -> None:
     async with tools(socket_dir) as (mesh, (server,)), mesh.http() as http:
         name = (await http.post("/v1/conversations", json={})).json()["id"]

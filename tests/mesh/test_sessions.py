@@ -79,8 +79,10 @@ async def engines_of(mesh: Mesh, fields: dict[str, Any]) -> tuple[Sequence[str],
 
 
 @pytest.mark.parametrize("fields", [{}, {"prompt_cache_key": "one"}], ids=["by its beginning", "by its id"])
-async def test_a_session_returns_to_its_kv(socket_dir: Path, fields: dict[str, Any]) -> None:
-    engines, cached = await engines_of(Mesh(socket_dir, engines=2, engine=ENGINE), fields)
+@pytest.mark.parametrize("placement", ["score", "cost"])
+async def test_a_session_returns_to_its_kv(socket_dir: Path, placement: str, fields: dict[str, Any]) -> None:
+    mesh = Mesh(socket_dir, engines=2, engine=ENGINE, coordinator={"placement": placement})
+    engines, cached = await engines_of(mesh, fields)
     assert len(set(engines)) == 1
     assert cached == [0, 900, 1504], "all of the prompt before"
 

@@ -10,7 +10,7 @@ import numpy as np
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
-from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Home, cost
+from tokenloom.services.runtime.placement.rules import BROUGHT_BACK, WAITING_WEIGHT, Home, cost
 from tokenloom.services.runtime.registry.engine_loads import loads_of
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
@@ -316,6 +316,8 @@ class Registry:
         record = self._by_row[row]
         now, self._num_picks = self._clock(), self._num_picks + 1
         uncached_tokens = request.prompt_tokens - (0 if cached is None else int(cached[row]))
+        if home is not None and home.row == row:  # others wait for what it computes, as the rules assumed it
+            uncached_tokens = min(uncached_tokens, request.prompt_tokens - round(BROUGHT_BACK * home.tokens))
         record.count(self._num_picks, request.prompt_tokens, uncached_tokens)
         if path is not None:
             self.uses_prefixes = True

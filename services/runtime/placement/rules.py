@@ -39,13 +39,18 @@ MAX_SESSION_WEIGHT = 4 * WAITING_WEIGHT
 """What a session saves counts for so much at most: an engine that has more to do than others by four waiting requests
 loses sessions to them, however long these are."""
 MAX_PRESSURE = 4.0
-"""A turn of a session finds an engine as much worse by waiting requests as its other sessions need KV caches, up to so
-many: sessions that all went where their system prompt was cached had one engine evict blocks while others had room."""
+"""A session finds an engine as much worse as its other sessions need KV caches, up to so many: by waiting requests with
+``score``, by its prompt with ``cost``. Sessions that all went where their system prompt was cached had one engine evict
+blocks while others had room."""
 _TIE = 0.5
 """Between engines of equal scores a session stays where it is."""
 BROUGHT_BACK = 0.5
 """Share of a session's KV that is assumed where it ran last, if the cache there has evicted it: an engine may have kept
 it elsewhere, and brings it back for less than it costs to compute."""
+RECOMPUTED = 2.0
+"""With ``cost``, tokens of a returning session's prompt count so often: computing its past elsewhere takes time, lets
+the requests of that engine wait as long, and takes KV blocks that the session has already. Counted once, 3 of 93 turns
+of ``bench agents`` left their KV; counted twice, none."""
 
 
 class Home(NamedTuple):
@@ -119,11 +124,15 @@ def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColum
     They are the time to compute the uncached prompt tokens that wait there and those of the leg, at the engine's own
     rate, :data:`.BATCH_STEPS` of the mean steps as far as its batch is full, waiting requests included, and
     :data:`EXCESS_STEPS` for each request above :data:`EXCESS` times the mean. A decode leg computes no prompt. A home
-    of the prompt counts as if it had computed :data:`HOME_SHARE` of it, and the engine of a session as if it had
-    :data:`BROUGHT_BACK` of its KV at least.
+    of the prompt counts as if it had computed :data:`HOME_SHARE` of it. On the engine of a session only requests that
+    wait for room count; :func:`_session_tokens` says which tokens of its prompt do.
     """
     index, speeds = candidates.index, candidates.speeds(engines)
+    session = ask.session if ask.role != _DECODE else None
+    at_home = candidates.positions((session.row,)) if session is not None and session.row is not None else ()
     requests = engines.waiting[index] + engines.running[index]
+    for at in at_home:
+        requests[at] = _num_without_room(engines, int(candidates.rows[at]), ask)
     seconds: FloatColumn = requests * speeds.seconds_per_request
     limit = EXCESS / len(requests) * float(np.add.reduce(requests))
     if requests[requests.argmax()] > limit:
@@ -133,18 +142,49 @@ def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColum
         seconds += excess
     if ask.role == _DECODE:
         return seconds
-    tokens: FloatColumn = engines.uncached_tokens[index] + np.array(float(ask.prompt_tokens))
-    if ask.cached_tokens is not None:
-        tokens -= ask.cached_tokens[index]
-    if (session := ask.session) is not None and session.row is not None:
-        known = 0 if ask.cached_tokens is None else int(ask.cached_tokens[session.row])
-        for at in candidates.positions((session.row,)):
-            tokens[at] -= max(BROUGHT_BACK * session.tokens - known, 0.0)
+    if session is not None:
+        tokens = _session_tokens(engines, candidates, ask, session, at_home)
+    else:
+        tokens = engines.uncached_tokens[index] + np.array(float(ask.prompt_tokens))
+        if ask.cached_tokens is not None:
+            tokens -= ask.cached_tokens[index]
     for home in candidates.positions(ask.homes) if ask.homes else ():
         tokens[home] -= HOME_SHARE * ask.prompt_tokens
     tokens *= speeds.seconds_per_token
     seconds += tokens
     return seconds
+
+
+def _num_without_room(engines: EngineColumns, row: int, ask: Ask) -> int:
+    """Return how many requests a session's turn finds waiting for a seat or for KV blocks on its engine; 0: it can
+    begin at once."""
+    # Those that run are no wait: their share of the batch, and that one is more than the mean of one and none, weighed
+    # as much as thousands of tokens, for which 16 of 93 turns of ``bench agents`` left their KV.
+    has_seat = not engines.seats[row] or engines.waiting[row] + engines.running[row] < engines.seats[row]
+    return 0 if has_seat and engines.free_tokens[row] > ask.prompt_tokens else int(engines.waiting[row])
+
+
+def _session_tokens(
+    engines: EngineColumns, candidates: Candidates, ask: Ask, session: Home, at_home: Sequence[int]
+) -> FloatColumn:
+    """Return the tokens to compute on each engine until a session's turn is prefilled, shape [n].
+
+    Those of the turn count :data:`RECOMPUTED` times where one of the engines has its KV (``at_home``), of which
+    :data:`BROUGHT_BACK` is assumed at least. Otherwise the whole prompt counts once more for each KV cache that the
+    sessions of an engine need, so that sessions are spread.
+    """
+    index = candidates.index
+    own = np.full(len(candidates), float(ask.prompt_tokens))
+    if ask.cached_tokens is not None:
+        own -= ask.cached_tokens[index]
+    if at_home:
+        for at in at_home:
+            own[at] = min(own[at], ask.prompt_tokens - BROUGHT_BACK * session.tokens)
+        own *= np.array(RECOMPUTED)
+    else:
+        own += np.minimum(engines.session_share[index], np.array(MAX_PRESSURE)) * np.array(ask.prompt_tokens)
+    own += engines.uncached_tokens[index]
+    return own
 
 
 RULES: dict[str, Rule] = {"score": score, "cost": cost}

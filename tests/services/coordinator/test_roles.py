@@ -8,7 +8,7 @@ from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.coordinator.engines.engine_placement import Policy
 from tokenloom.services.coordinator.engines.engine_registry import Registry
-from tokenloom.services.runtime.placement.rules import score
+from tokenloom.services.runtime.placement.rules import Rule, score
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
@@ -31,9 +31,9 @@ class Clock:
 class Fleet:
     """Engines whose names begin with their roles: p0, d0, b0..."""
 
-    def __init__(self, *names: str, threshold: int = THRESHOLD) -> None:
+    def __init__(self, *names: str, threshold: int = THRESHOLD, rule: Rule = score) -> None:
         self.clock = Clock()
-        policy = Policy(pd_threshold=threshold, rule=score)
+        policy = Policy(pd_threshold=threshold, rule=rule)
         self.registry = Registry(7, self.clock, policy=policy)
         self.records = {name: self.registry.join(identity(name), report(name)) for name in names}
 

@@ -8,6 +8,7 @@ from tests.services.coordinator.test_roles import BLOCK_SIZE, BOTH, DECODE, PREF
 from tokenloom.request.prefix_schedule import SESSION_HASHES, scheduled
 from tokenloom.services.coordinator.picks import sessions
 from tokenloom.services.coordinator.picks.sessions import SessionTable
+from tokenloom.services.runtime.placement.rules import Rule, cost, score
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest
 from tokenloom.v1.engine_pb2 import SessionTurn
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
@@ -214,8 +215,9 @@ def test_the_tokens_of_sessions_count_where_their_next_turns_are_expected() -> N
     assert mesh.tokens == {"a": 0, "b": 0}
 
 
-def test_sessions_that_begin_alike_are_spread_by_the_kv_that_they_need() -> None:
-    fleet = Fleet("b0", "b1")
+@pytest.mark.parametrize("rule", [score, cost])
+def test_sessions_that_begin_alike_are_spread_by_the_kv_that_they_need(rule: Rule) -> None:
+    fleet = Fleet("b0", "b1", rule=rule)
     placed = [
         fleet.pick(BOTH, 4000, block_hash_prefixes=scheduled(chain((1, 200), (number, 50))), session=number)
         for number in range(2, 22)
@@ -288,6 +290,20 @@ def test_the_points_of_a_line_are_bounded() -> None:
     mesh.turn(chain((2, LONG)))
     (tenant,) = mesh.sessions._tenants.values()
     assert len(tenant.points) == 3
+
+
+@pytest.mark.parametrize("rule", [score, cost])
+def test_every_turn_of_sessions_goes_to_their_kv(rule: Rule) -> None:
+    fleet = Fleet("b0", "b1", rule=rule)
+    homes = dict[int, str]()
+    for turn in range(8):
+        for number in range(2, 11):
+            fleet.load("b0", running=turn % 3, free_kv_blocks=1000)
+            fleet.load("b1", running=turn * number % 4, free_kv_blocks=1000)
+            prompt = chain((1, 100), (number, 20 + 10 * turn))
+            name = fleet.pick(BOTH, len(prompt) * BLOCK_SIZE + 5, block_hash_prefixes=scheduled(prompt), session=number)
+            assert homes.setdefault(number, name) == name
+    assert set(homes.values()) == {"b0*", "b1*"}
 
 
 @pytest.mark.parametrize(("waiting", "expected"), [(0, "b0*"), (3, "b0*"), (5, "b1*")])

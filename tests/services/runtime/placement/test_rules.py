@@ -6,7 +6,17 @@ import pytest
 from tokenloom.services.runtime.placement.candidates import BATCH_STEPS, Candidates
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.services.runtime.placement.pairing import best
-from tokenloom.services.runtime.placement.rules import EXCESS, EXCESS_STEPS, HOME_SHARE, Ask, cost
+from tokenloom.services.runtime.placement.rules import (
+    BROUGHT_BACK,
+    EXCESS,
+    EXCESS_STEPS,
+    HOME_SHARE,
+    MAX_PRESSURE,
+    RECOMPUTED,
+    Ask,
+    Home,
+    cost,
+)
 from tokenloom.v1.types_pb2 import EngineRole
 
 PREFILL, DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
@@ -88,3 +98,64 @@ def test_a_home_of_the_prompt_counts_as_if_it_had_computed_a_share(engines: Engi
     ask = Ask(PREFILL, 2000, homes=[1, 7])
     assert cost(engines, both(), ask) == pytest.approx([2.0, 2.0 * (1 - HOME_SHARE)])
     assert cost(engines, both(), Ask(DECODE, 2000, homes=[1])) == pytest.approx([0, 0])
+
+
+def test_requests_that_run_at_a_sessions_engine_are_not_too_many_for_it(engines: EngineColumns) -> None:
+    engines.running[1] = 9
+    assert best(engines, both(), Ask(PREFILL, 2000, cached(1900)), cost) == 0
+    assert best(engines, both(), Ask(PREFILL, 2000, cached(1900), session=Home(1, 1900)), cost) == 1
+    assert best(engines, both(), Ask(DECODE, 2000, session=Home(1, 1900)), cost) == 0
+
+
+@pytest.mark.parametrize("wait", [-100, 100])
+def test_a_session_leaves_its_kv_for_a_wait_that_takes_longer_than_to_compute_it_anew(
+    engines: EngineColumns, wait: int
+) -> None:
+    ask = Ask(PREFILL, 5000, cached(4800), session=Home(1, 4800))
+    engines.uncached_tokens[1] = RECOMPUTED * 4800 + wait
+    assert best(engines, both(), ask, cost) == (0 if wait > 0 else 1)
+
+
+def test_what_other_engines_have_of_a_session_is_not_computed_anew_there(engines: EngineColumns) -> None:
+    tokens = cached(4800)
+    tokens[0] = 4000
+    engines.uncached_tokens[1] = RECOMPUTED * 800 + 1
+    assert best(engines, both(), Ask(PREFILL, 5000, tokens, session=Home(1, 4800)), cost) == 0
+
+
+def test_a_session_without_cached_blocks_counts_as_brought_back_in_part(engines: EngineColumns) -> None:
+    ask = Ask(PREFILL, 5000, session=Home(1, 4000))
+    assert cost(engines, both(), ask) == pytest.approx([RECOMPUTED * 5, RECOMPUTED * (5 - BROUGHT_BACK * 4)])
+
+
+@pytest.mark.parametrize(("seats", "free_tokens"), [(10, 100), (5, 1 << 20)], ids=["no block", "no seat"])
+def test_requests_that_wait_for_room_at_a_sessions_engine_cost_steps_each(
+    engines: EngineColumns, seats: int, free_tokens: int
+) -> None:
+    ask = Ask(PREFILL, 1000, cached(800), session=Home(1, 800))
+    engines.waiting[1], engines.running[1] = 4, 5
+    assert best(engines, both(), ask, cost) == 1
+    engines.seats[1], engines.free_tokens[1] = seats, free_tokens
+    seconds = 4 * BATCH_STEPS * 0.02 / seats + (4 - EXCESS * 2) * EXCESS_STEPS * 0.02
+    assert cost(engines, both(), ask) == pytest.approx([RECOMPUTED, 0.2 * RECOMPUTED + seconds])
+    engines.waiting[1] = 8
+    assert best(engines, both(), ask, cost) == 0
+
+
+def test_a_session_that_begins_goes_where_sessions_need_less_of_the_kv(engines: EngineColumns) -> None:
+    engines.session_share[:2] = 0.25, 1.0
+    ask = Ask(PREFILL, 2000, cached(1400), session=Home(None))
+    assert cost(engines, both(), ask) == pytest.approx([2.0 + 0.25 * 2, 0.6 + 1.0 * 2])
+    assert best(engines, both(), ask, cost) == 0, "three quarters of a KV cache outweigh a system prompt"
+    assert best(engines, both(), ask._replace(session=Home(1, 1400)), cost) == 1, "its KV lies there already"
+    assert best(engines, both(), ask._replace(session=Home(7, 1400)), cost) == 0, "its engine takes no part"
+    engines.session_share[1] = 1000.0
+    assert cost(engines, both(), ask)[1] == pytest.approx(0.6 + MAX_PRESSURE * 2)
+
+
+def test_requests_without_a_session_cost_the_same_beside_sessions(engines: EngineColumns) -> None:
+    engines.running[:2], engines.waiting[:2], engines.uncached_tokens[:2] = (3, 8), (1, 0), (77.7, 1234.5)
+    asks = Ask(PREFILL, 2000, cached(1600), homes=[0]), Ask(DECODE, 2000, cached(1600)), Ask(PREFILL, 10)
+    before = [cost(engines, both(), ask).tolist() for ask in asks]
+    engines.session_share[:2] = 0.5, 3.0
+    assert [cost(engines, both(), ask).tolist() for ask in asks] == before

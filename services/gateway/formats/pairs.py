@@ -194,12 +194,13 @@ class PairReader:
             self._value.append(self._text)
             self._text = ""
             return False
+        # The last line break of an empty value belongs to its closing mark, in whatever pieces the text came.
+        self._text, self._value = "".join([*self._value, self._text]), []
         if self._kind is ValueKind.VALUE and ahead[0] in "{[":
             self._literal = LiteralReader()
         elif self._kind is ValueKind.TEXT or ahead[0] not in _HELD.get(self._kind, ahead[0]):
             self._streams = True
-            out += ['"', *map(_escaped, self._value)]
-            self._value = []
+            out.append('"')
         self._step = self._in_value
         return True
 

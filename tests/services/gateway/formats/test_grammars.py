@@ -196,6 +196,17 @@ def test_a_text_is_one_of_those_that_its_schema_names(schema: dict[str, Any], go
     assert not accepts(constraint, rendered("qwen3_coder", [("f", {"x": bad})]))
 
 
+@pytest.mark.parametrize("schema", [{}, *TEXT_OR_NULL, {"type": "string"}, {"type": "integer"}])
+@pytest.mark.parametrize("value", ["", " ", "\n", "\n\n x", "nil", "null", "5\n"])
+def test_blanks_of_a_value_do_not_depend_on_the_pieces(schema: dict[str, Any], value: str) -> None:
+    form, tools = form_of("qwen3_coder"), read_tool_request([function("f", {"x": schema})], "auto", True).tools
+    text = rendered("qwen3_coder", [("f", {"x": value})])
+    whole = parsed(open_parser(form, tools), [text])
+    assert parsed(open_parser(form, tools), list(text)) == whole
+    if value.strip() not in ("null", "5"):
+        assert json.loads(whole[1][0][1]) == {"x": value}
+
+
 def test_a_choice_that_names_itself_is_followed_a_few_times() -> None:
     steps = 0
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from msgspec import DecodeError
+
 from tokenloom.request import bad_words
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import HARMONY, ReasoningFormat, reasoning_format
@@ -239,9 +241,9 @@ class MessagePlans:
     ) -> "MessagePlans":
         """Choose by the operator's settings or, where these are ``auto``, by what the tokenizer reports.
 
-        An unknown name, as of a newer tokenizer, counts as none.
+        An unknown name or syntax, as of a newer tokenizer, counts as none.
         """
-        derived = from_json(info.tool_format_json) if tool_parser == AUTO and info.tool_format_json else None
+        derived = _known_format(info.tool_format_json) if tool_parser == AUTO and info.tool_format_json else None
         return cls(
             derived or FORMATS.get(info.tool_call_parser if tool_parser == AUTO else tool_parser),
             reasoning_format(reasoning_parser, info.reasoning_parser),
@@ -339,3 +341,11 @@ class MessagePlans:
             assert request.named is not None
             return partial(NamedCall, request.named.name)
         return partial(open_parser, form, request.tools)
+
+
+def _known_format(data: bytes) -> ToolFormat | None:
+    """Return a description; None if it is of a syntax that this gateway does not read."""
+    try:
+        return from_json(data)
+    except DecodeError:
+        return None

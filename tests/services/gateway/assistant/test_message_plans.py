@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from tokenloom.request.reasoning import FORMATS as REASONING_FORMATS
-from tokenloom.request.tool_format import FORMATS, REQUIRED
+from tokenloom.request.tool_format import FORMATS, REQUIRED, ToolFormat, to_json
 from tokenloom.services.gateway.assistant.message_plans import (
     CallDelta,
     MessageDelta,
@@ -20,6 +20,7 @@ from tokenloom.services.gateway.formats.think import opener
 from tokenloom.services.gateway.formats.tool_request import Tool, ToolChoice, ToolRequest
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
+from tokenloom.v1.tokenizer_pb2 import GetTokenizerInfoResponse
 from tokenloom.v1.types_pb2 import SamplingParams
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -100,3 +101,17 @@ def test_marks_around_an_answer_are_no_text(choice: ToolChoice) -> None:
         reader = OutputReader(plan, reasoning_is_open=False, may_reason=True)
         deltas = [reader.feed(piece, ends=False) for piece in pieces] + [reader.feed("", ends=True)]
         assert joined(deltas) == [("reasoning", "Hm."), ("text", "Yes, <|no|>.")]
+
+
+@pytest.mark.parametrize(
+    ("derived", "found"),
+    [
+        (b"", FORMATS["hermes"]),  # of a tokenizer that derives nothing
+        (b'{"syntax":"of a newer tokenizer"}', FORMATS["hermes"]),
+        (b"not JSON", FORMATS["hermes"]),
+        (to_json(FORMATS["glm45"]), FORMATS["glm45"]),
+    ],
+)
+def test_a_description_that_cannot_be_read_counts_as_none(derived: bytes, found: ToolFormat) -> None:
+    info = GetTokenizerInfoResponse(tool_call_parser="hermes", tool_format_json=derived)
+    assert MessagePlans.choose("auto", "auto", info).tools == found

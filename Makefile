@@ -229,8 +229,9 @@ soak-memory: install ## run four engines of one host under full load for five mi
 network: install ## run prefill and decode engines on both sides of a bad network (root, Debian: iproute2, nftables)
 	$(BIN)/python -m tests.soak.network
 
-clients: install ## run unmodified client libraries against one mesh, each in its own environment
+clients: install ## run unmodified client libraries against one mesh, each in its own environment, and agents' turns
 	$(BIN)/python -m tests.clients.run
+	$(BIN)/python -m tests.clients.agent_turns
 
 browser: install ## use the pages / and /docs in a real browser, and take pictures of / (Debian: chromium, fonts-inter)
 	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page

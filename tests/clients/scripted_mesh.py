@@ -23,6 +23,7 @@ _COMMAND = f"echo {WORDS} > made.txt && cat made.txt"
 CALLS: Mapping[str, Mapping[str, Any]] = {
     "get_weather": {"city": "Oslo"},
     "Bash": {"command": _COMMAND, "description": "Make a file"},
+    "bash": {"command": _COMMAND, "description": "Make a file"},
     "exec_command": {"cmd": _COMMAND},
     "shell_command": {"command": _COMMAND},
     "shell": {"command": ["bash", "-lc", _COMMAND]},

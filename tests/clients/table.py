@@ -62,6 +62,7 @@ CLIENTS = (
     Client("ollama (JS)", "ollama_client.mjs", ("ollama@0.6.4",)),
     Client("Codex CLI", "codex_client.mjs", ("@openai/codex@0.169.0",)),
     Client("Claude Code", "claude_code_client.mjs", ("@anthropic-ai/claude-code@2.1.330",)),
+    Client("OpenCode", "opencode_client.mjs", ("opencode-ai@1.18.33",)),
     Client("aider", "aider_client.py", ("aider-chat==0.86.2",)),
     Client("ai-sdk", "ai_sdk_client.mjs", ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.87", "zod@4.6.7")),
     Client("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),

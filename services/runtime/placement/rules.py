@@ -160,8 +160,10 @@ def _num_without_room(engines: EngineColumns, row: int, ask: Ask) -> int:
     begin at once."""
     # Those that run are no wait: their share of the batch, and that one is more than the mean of one and none, weighed
     # as much as thousands of tokens, for which 16 of 93 turns of ``bench agents`` left their KV.
-    has_seat = not engines.seats[row] or engines.waiting[row] + engines.running[row] < engines.seats[row]
-    return 0 if has_seat and engines.free_tokens[row] > ask.prompt_tokens else int(engines.waiting[row])
+    running, waiting, seats = engines.running[row], engines.waiting[row], engines.seats[row]
+    has_seat = not seats or waiting + running < seats
+    # While none runs, those that wait begin at once.
+    return 0 if not running or (has_seat and engines.free_tokens[row] > ask.prompt_tokens) else int(waiting)
 
 
 def _session_tokens(

@@ -140,6 +140,8 @@ def test_requests_that_wait_for_room_at_a_sessions_engine_cost_steps_each(
     assert cost(engines, both(), ask) == pytest.approx([RECOMPUTED, 0.2 * RECOMPUTED + seconds])
     engines.waiting[1] = 8
     assert best(engines, both(), ask, cost) == 0
+    engines.running[1], engines.seats[1] = 0, 5
+    assert best(engines, both(), ask, cost) == 1, "they begin at once"
 
 
 def test_a_session_that_begins_goes_where_sessions_need_less_of_the_kv(engines: EngineColumns) -> None:

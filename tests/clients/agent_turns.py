@@ -157,10 +157,12 @@ def main() -> int:
     parser.add_argument("--log", type=Path, default=LOGS)
     parser.add_argument("--volatile-lines", default="move", choices=("move", "keep"), help="as the gateway has it")
     arguments = parser.parse_args()
+    if unknown := set(arguments.names) - {agent.client.name for agent in AGENTS}:
+        parser.error(f"no agent named {', '.join(unknown)}")
     arguments.log.mkdir(parents=True, exist_ok=True)
     lines = ["| client | turn | prompt tokens | cached | of the previous prompt | miss |", "|---|---|---|---|---|---|"]
     wrong: list[str] = []
-    for agent in (each for each in AGENTS if not arguments.names or each.name in arguments.names):
+    for agent in (each for each in AGENTS if not arguments.names or each.client.name in arguments.names):
         gateway = {"volatile_lines": arguments.volatile_lines}
         with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as out:
             version, turns = asyncio.run(work(agent, Path(out), arguments.log, gateway))

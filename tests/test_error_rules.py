@@ -22,6 +22,7 @@ KEPT = {
     "engine/running_engine.py:_run_core": "an engine without its core's outputs is to be replaced",
     "gateway/batches/batch_run.py:run": "its caller fails the batch",
     "gateway/routes/lora_routes.py:_read": "an HTTP handler; no task",
+    "gateway/responses/mcp_servers.py:list_tools": "its caller is the edge of one response",
     "tokenizer/encode_processes.py:run": "its caller is the edge of one call",
     "runtime/host/held_port.py:_connect": "connects a socket, which raises OSError only",
 }

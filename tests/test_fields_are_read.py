@@ -25,6 +25,8 @@ READ_BY_NAME = {"SchedulerStats": ROOT / "services/engine/records/engine_metrics
 COMPARED = {"ModelPooling": {"text_rules"}}  # test_pooling.py sees such a checkpoint refused
 # Columns, which kernels and those who wait for them get in this order.
 IN_ORDER = ("SamplingArrays", "EditArrays", "LogprobArrays", "FoundLogprobs")
+# Printed whole, as JSON or line by line, by `tokenloom models --template`.
+PRINTED = ("TemplateReport",)
 # Only outside clients read these: they are the text of requests and answers over HTTP, and results of the library.
 FOR_CLIENTS = ("services/gateway/", "tokenloom/client/", "tokenloom/offline/", "tokenloom/cli/", "tokenloom/request/")
 
@@ -86,7 +88,7 @@ def unread(definition: Definition) -> list[str]:
 
 @cache
 def structs() -> list[Definition]:
-    found = (each for each in definitions() if each.fields and each.name not in IN_ORDER)
+    found = (each for each in definitions() if each.fields and each.name not in IN_ORDER + PRINTED)
     return [each for each in found if not each.path.startswith(FOR_CLIENTS)]
 
 

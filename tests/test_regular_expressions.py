@@ -22,8 +22,12 @@ METHODS = frozenset({"match", "fullmatch", "search", "sub", "subn", "split", "fi
 MADE_AT_RUN_TIME = {
     "engine_core/structured_output/llguidance_backend.py": r"(<\|end\|>|<\|ends\|>|<\|e)",
     "tokenloom/request/errors.py": r"(?<!\w)max_tokens(?!\w)",
+    "services/gateway/formats/call_parser.py": "(⟨id⟩|⟨index⟩)",
+    "services/gateway/formats/call_tags.py": "(⟨id⟩|⟨index⟩)",
     "services/tokenizer/spelled_tokens.py": r"<(?:\|(?:e(?:nds?)?\|>|\|>)|e>?)",
 }
+# What expressions of a table are called where they are used.
+OF_TABLES = {"VOLATILE_LINES": "line.pattern"}
 
 
 class Use(NamedTuple):
@@ -75,7 +79,8 @@ def _target(module: ast.Module, call: ast.Call) -> str:
     """Return what a compiled expression is assigned to."""
     for node in ast.walk(module):
         if isinstance(node, ast.Assign) and any(part is call for part in ast.walk(node.value)):
-            return ast.unparse(node.targets[0])
+            name = ast.unparse(node.targets[0])
+            return OF_TABLES.get(name, name)
     raise AssertionError(f"a compiled expression has no name: {ast.unparse(call)}")
 
 

@@ -190,7 +190,7 @@ def make_generate_request(ask: Ask, timeout: float) -> GenerateRequest:
     if ask.has_grammar:
         sampling.structured_outputs.regex = f"grammar {ask.seed}"
     return GenerateRequest(
-        prompts=Chat(json.dumps(ask.prompt).encode()) if ask.is_chat else [ask.prompt],
+        prompts=Chat(json.dumps([{"role": "user", "content": json.dumps(ask.prompt)}]).encode()) if ask.is_chat else [ask.prompt],
         prompt_field="prompt",
         sampling=sampling,
         text=output_processor_pb2.TextOptions(stop=ask.stop),

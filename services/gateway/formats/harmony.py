@@ -126,7 +126,7 @@ class HarmonyParser:
 
 
 class HarmonyToolParser:
-    """Fulfils :class:`.tool_parser.ToolParser` where reasoning is read as text."""
+    """Fulfils :class:`.call_parser.ToolParser` where reasoning is read as text."""
 
     def __init__(self) -> None:
         self._parser = HarmonyParser()
@@ -147,7 +147,7 @@ class HarmonyToolParser:
 
 
 class PlainContent:
-    """Fulfils :class:`.tool_parser.ToolParser` for text whose calls a :class:`HarmonyParser` has found."""
+    """Fulfils :class:`.call_parser.ToolParser` for text whose calls a :class:`HarmonyParser` has found."""
 
     is_within_call = False
 

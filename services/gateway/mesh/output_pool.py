@@ -245,7 +245,9 @@ class OutputPool:
         in turn. A request that may be running already goes where every gateway would send it."""
         mark = "" if request.refused_by or request.takes_over else mark_in(request.request_id)
         if mark:
-            for number, link in enumerate(self._links):
+            # The next in turn first: two of one name have one mark, too.
+            for after in range(self._turn + 1, self._turn + 1 + len(self._links)):
+                link = self._links[number := after % len(self._links)]
                 if link.mark == mark and not link.is_left and (stream := link.stream) is not None:
                     if stream.leaving or link.address not in self._members.chosen:
                         break

@@ -32,6 +32,7 @@ from ..openapi.pooling_schemas import ClassifyRequest, EmbeddingRequest, Pooling
 from ..openapi.request_schemas import (
     ChatCompletionRequest,
     CompletionRequest,
+    ConversationRequest,
     CountTokensRequest,
     DetokenizeRequest,
     MessagesRequest,
@@ -197,6 +198,7 @@ _BODIES: tuple[type[msgspec.Struct], ...] = (
     ScoreRequest,
     RerankRequest,
     OllamaModelRequest,
+    ConversationRequest,
 )
 READ_FIELDS = frozenset(
     {

@@ -302,14 +302,15 @@ class _Shape:
         """Return the texts around keys and values, with the place for the kind of a value, and what stands there."""
         opening, between, closing = pair
         text = self._probe.region([(_NAMES[0], {_KEYS[0]: 731})])
-        found = re.search(rf"{_KEYS[0]}(.*?)731{re.escape(closing)}", text, re.S)
-        if found is None:
+        _, key, rest = text.partition(_KEYS[0])
+        found, number, _ = rest.partition(f"731{closing}")
+        if not (key and number):
             raise NotDerived("numbers are not written as texts are")
-        if found[1] == between:
+        if found == between:
             return pair, ("", "")
-        start = len(_same(between, found[1]))
-        end = len(_same(between[start:][::-1], found[1][start:][::-1]))
-        kinds = between[start : len(between) - end], found[1][start : len(found[1]) - end]
+        start = len(_same(between, found))
+        end = len(_same(between[start:][::-1], found[start:][::-1]))
+        kinds = between[start : len(between) - end], found[start : len(found) - end]
         if not (start and end and all(kinds)):
             raise NotDerived("numbers are not written as texts are")
         return (opening, f"{between[:start]}{KIND}{between[len(between) - end :]}", closing), kinds

@@ -190,7 +190,7 @@ def make_generate_request(ask: Ask, timeout: float) -> GenerateRequest:
     if ask.has_grammar:
         sampling.structured_outputs.regex = f"grammar {ask.seed}"
     return GenerateRequest(
-        prompts=Chat(json.dumps([{"role": "user", "content": json.dumps(ask.prompt)}]).encode()) if ask.is_chat else [ask.prompt],
+        prompts=_chat(ask.prompt) if ask.is_chat else [ask.prompt],
         prompt_field="prompt",
         sampling=sampling,
         text=output_processor_pb2.TextOptions(stop=ask.stop),
@@ -200,3 +200,8 @@ def make_generate_request(ask: Ask, timeout: float) -> GenerateRequest:
         timeout=timeout,
         session=f"session {ask.seed % NUM_SESSIONS}" if ask.seed % 2 else "",
     )
+
+
+def _chat(token_ids: list[int]) -> Chat:
+    """Return a conversation whose text is the ids of its tokens."""
+    return Chat(json.dumps([{"role": "user", "content": json.dumps(token_ids)}]).encode())

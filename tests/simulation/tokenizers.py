@@ -37,7 +37,8 @@ class Helper(RenderProcess):
         except TimeoutError:
             if not self.is_stopped:
                 job: RenderJob = msgspec.msgpack.decode(request[LENGTH.size :])
-                reply = RenderReply(text=json.loads(job["messages_json"])[0]["content"], masks={}, reasoning_start="UNSPECIFIED")
+                (message,) = json.loads(job["messages_json"])
+                reply = RenderReply(text=message["content"], masks={}, reasoning_start="UNSPECIFIED")
                 return msgspec.msgpack.encode(reply)
         raise ConnectionResetError
 

@@ -46,6 +46,7 @@ async def golden(directory: Path, **coordinator: Any) -> AsyncIterator[tuple[Mes
             async with open_channel(mesh.address(STUCK)) as channel:
                 admin = EngineAdminStub(channel)
                 await admin.Pause(PauseRequest(mode=PAUSE_MODE_KEEP))
+                await until(mesh, {BUSY: (0, 0)})  # the coordinator knows
                 asked += [asyncio.create_task(ask(http, PROMPT, MAX_TOKENS)) for _ in range(3)]
                 await mesh.until_running(3)
                 await admin.Resume(ResumeRequest())

@@ -40,8 +40,8 @@ VOLATILE_LINES = (
         (b"claude-cli/",),
         # At the beginning of a text alone: a user's own instructions may speak of the header.
         re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)"),
-        "`cch` is a hash of the request, and `cc_version` ends with one of the conversation's beginning. The line is "
-        "meant for Anthropic's billing.",
+        "`cch` is a hash of the request (2.1.330 sends it to Anthropic's hosts only), and `cc_version` ends with one "
+        "of the conversation's beginning. The line is meant for Anthropic's billing.",
         of_messages=True,
     ),
     VolatileLine(

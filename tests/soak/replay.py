@@ -105,11 +105,16 @@ class Writer:
     def output(self, choice: str) -> str:
         rng = self._rng
         thoughts = f"<think>{self.words()}</think>" if rng.random() < 0.4 else ""
-        if choice == "required":
+        if choice != "auto" and self._parser == "hermes":  # forced calls have the marks of the model
+            return thoughts + "\n".join(self._call() for _ in range(rng.randint(1, 3) if choice == "required" else 1))
+        if choice == "required" and self._parser == "mistral":
             made = [self._made("parameters") for _ in range(rng.randint(1, 3))]
             return f"{thoughts}[{', '.join(made)}]"
-        if choice != "auto":
+        if choice != "auto" and self._parser == "mistral":
             return thoughts + self._noted(self._arguments)
+        if choice != "auto":
+            made = [self._made("parameters") for _ in range(rng.randint(1, 3) if choice == "required" else 1)]
+            return thoughts + "; ".join(made)
         if self._parser == "llama3_json":  # all of it is calls, or none
             made = [self._made("parameters") for _ in range(rng.randint(0, 2))]
             return thoughts + ("; ".join(made) or self.words())

@@ -91,8 +91,8 @@ class Identity:
 def supervisor_of(state_file: Path, boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
     """Return what no other supervisor of an engine has. A supervisor gives each of its parts a state file of its own,
     and starts the next process of a part when the one before has ended."""
-    # Containers of one host, and hosts of one name, may have the same path: the boot tells hosts apart, and the
-    # directory's number, with that of the processes' namespace, tells containers apart.
+    # Containers of one host, and hosts of one name, may have the same path: hosts differ in the boot, and
+    # containers in the directory's number and in that of the processes' namespace.
     known = [socket.gethostname()]
     with contextlib.suppress(OSError):  # without /proc
         known += boot_id.read_text().strip(), os.readlink("/proc/self/ns/pid")

@@ -22,6 +22,7 @@
 #endif
 #undef _mm512_srli_epi16
 #undef _mm512_slli_epi32
+#undef _mm512_roundscale_ps
 
 namespace {
 
@@ -113,6 +114,37 @@ inline __m512 wide_multiply_add(__m512 a, __m512 b, __m512 c) {
   Floats sum = view<Floats>(c);
   for (int i = 0; i < 16; ++i) sum.at[i] = std::fma(x.at[i], y.at[i], sum.at[i]);
   return view<__m512>(sum);
+}
+
+// As the instructions: the second one if either is no number.
+inline __m512 wide_min(__m512 a, __m512 b) {
+  const Floats x = view<Floats>(a);
+  Floats least = view<Floats>(b);
+  for (int i = 0; i < 16; ++i) least.at[i] = x.at[i] < least.at[i] ? x.at[i] : least.at[i];
+  return view<__m512>(least);
+}
+
+inline __m512 wide_max(__m512 a, __m512 b) {
+  const Floats x = view<Floats>(a);
+  Floats most = view<Floats>(b);
+  for (int i = 0; i < 16; ++i) most.at[i] = x.at[i] > most.at[i] ? x.at[i] : most.at[i];
+  return view<__m512>(most);
+}
+
+// To whole numbers, as for a control word of 0: half to even.
+template <int CONTROL>
+__m512 wide_round(__m512 x) {
+  static_assert(CONTROL == 0, "no other rounding is defined here");
+  Floats floats = view<Floats>(x);
+  for (auto& each : floats.at) each = std::nearbyint(each);
+  return view<__m512>(floats);
+}
+
+inline __m512 wide_scale(__m512 a, __m512 b) {
+  const Floats powers = view<Floats>(b);
+  Floats floats = view<Floats>(a);
+  for (int i = 0; i < 16; ++i) floats.at[i] *= std::exp2(std::floor(powers.at[i]));
+  return view<__m512>(floats);
 }
 
 inline __m512i wide_to_int(__m512 x) {
@@ -221,6 +253,10 @@ inline __m128i wide_to_bytes(__m512i x) {
 #define _mm512_cvtph_ps wide_from_half
 #define _mm512_fmadd_ps wide_multiply_add
 #define _mm512_cvtps_epi32 wide_to_int
+#define _mm512_min_ps wide_min
+#define _mm512_max_ps wide_max
+#define _mm512_roundscale_ps(x, control) wide_round<control>(x)
+#define _mm512_scalef_ps wide_scale
 #define _mm512_maddubs_epi16 wide_pairs
 #define _mm512_add_epi16 wide_add_words
 #define _mm512_madd_epi16 wide_add_pairs

@@ -6,6 +6,7 @@ prefetching. The weights of a model share large slabs, because a single matrix m
 
 import contextlib
 import mmap
+import threading
 import weakref
 
 import torch
@@ -20,24 +21,28 @@ _LINE = 64
 
 
 class WeightMemory:
-    """Makes tensors, one after the other in a slab. It keeps no memory: a slab is freed with its last tensor."""
+    """Makes tensors, one after the other in a slab. It keeps no memory: a slab is freed with its last tensor. Any thread
+    may call it."""
 
     def __init__(self, slab: int = _SLAB) -> None:
         self._slab = slab
         self._buffer: weakref.ref[mmap.mmap] | None = None
         self._used = 0
+        self._lock = threading.Lock()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor of ``shape`` and ``dtype`` on the CPU."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if nbytes < _LEAST:
             return torch.empty(shape, dtype=dtype)
-        buffer = self._buffer() if self._buffer is not None else None
-        if buffer is None or self._used + nbytes > len(buffer):
-            buffer = _huge_pages(max(nbytes, self._slab))
-            self._buffer, self._used = weakref.ref(buffer), 0
-        tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=self._used)
-        self._used += -(-nbytes // _LINE) * _LINE
+        # Two engines that two threads loaded at the same time got one place for two matrices, and answered wrongly.
+        with self._lock:
+            buffer = self._buffer() if self._buffer is not None else None
+            if buffer is None or self._used + nbytes > len(buffer):
+                buffer = _huge_pages(max(nbytes, self._slab))
+                self._buffer, self._used = weakref.ref(buffer), 0
+            tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=self._used)
+            self._used += -(-nbytes // _LINE) * _LINE
         return tensor.view(dtype).view(shape)
 
     def copy(self, tensor: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Packed weights share slabs of memory, which live as long as their last tensor."""
 
+import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -66,3 +68,17 @@ def test_a_copy_of_a_tensor_without_data_has_none_either():
     assert copy.is_meta
     assert copy.shape == (4, 8)
     assert copy.is_contiguous()
+
+
+def test_threads_get_memory_of_their_own(monkeypatch):
+    make = torch.frombuffer
+
+    def make_slowly(*args, **options):
+        os.sched_yield()  # another thread may run between the choice of a place and its use
+        return make(*args, **options)
+
+    monkeypatch.setattr(torch, "frombuffer", make_slowly)
+    memory = WeightMemory(64 * LARGE)
+    with ThreadPoolExecutor(8) as threads:
+        tensors = list(threads.map(lambda _: memory.empty(LARGE, dtype=torch.uint8), range(400)))
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)

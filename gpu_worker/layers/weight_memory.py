@@ -21,8 +21,10 @@ _LINE = 64
 
 
 class WeightMemory:
-    """Makes tensors, one after the other in a slab. It keeps no memory: a slab is freed with its last tensor. Any thread
-    may call it."""
+    """Makes tensors, one after the other in a slab. It keeps no memory: a slab is freed with its last tensor.
+
+    Any thread may call it.
+    """
 
     def __init__(self, slab: int = _SLAB) -> None:
         self._slab = slab

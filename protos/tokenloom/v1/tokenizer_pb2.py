@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tokenloom.v1 import types_pb2 as tokenloom_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctokenloom/v1/tokenizer.proto\x12\x0ctokenloom.v1\x1a\x18tokenloom/v1/types.proto\"\xfd\x01\n\x0fTokenizedPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13\x62lock_hash_prefixes\x18\x02 \x03(\x06\x12\x15\n\rtoken_strings\x18\x03 \x03(\t\x12\x19\n\x11\x66irst_part_tokens\x18\x05 \x01(\r\x12\x19\n\x11plain_text_tokens\x18\x06 \x03(\t\x12\x35\n\x0freasoning_start\x18\x07 \x01(\x0e\x32\x1c.tokenloom.v1.ReasoningStart\x12\x16\n\x0eskipped_tokens\x18\x08 \x01(\r\x12\x18\n\x10packed_token_ids\x18\t \x01(\x0cJ\x04\x08\x04\x10\x05\"\x91\x02\n\rEncodeRequest\x12\r\n\x05texts\x18\x01 \x03(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08\x12\x13\n\x0bwant_hashes\x18\x03 \x01(\x08\x12\x12\n\ncache_salt\x18\x04 \x01(\x0c\x12\x1a\n\x12want_token_strings\x18\x05 \x01(\x08\x12\x14\n\x0csecond_texts\x18\x06 \x03(\t\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x12\n\nkeep_first\x18\x08 \x01(\x08\x12\x18\n\x0bprompt_name\x18\t \x01(\tH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x18\n\x10takes_packed_ids\x18\x0b \x01(\x08\x42\x0e\n\x0c_prompt_name\"@\n\x0e\x45ncodeResponse\x12.\n\x07prompts\x18\x01 \x03(\x0b\x32\x1d.tokenloom.v1.TokenizedPrompt\"\x8a\x02\n\x11\x45ncodeChatRequest\x12\x15\n\rmessages_json\x18\x01 \x01(\x0c\x12\x12\n\ntools_json\x18\x02 \x01(\x0c\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\x0c\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08\x12\x13\n\x0bwant_hashes\x18\x05 \x01(\x08\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x1a\n\x12want_token_strings\x18\x07 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x08 \x01(\x08\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x18\n\x10takes_packed_ids\x18\n \x01(\x08\"C\n\x12\x45ncodeChatResponse\x12-\n\x06prompt\x18\x01 \x01(\x0b\x32\x1d.tokenloom.v1.TokenizedPrompt\"O\n\rDecodeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"\x1e\n\x0e\x44\x65\x63odeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x19\n\x17GetTokenizerInfoRequest\"\xea\x02\n\x18GetTokenizerInfoResponse\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.tokenloom.v1.Fingerprint\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12=\n\x17\x64\x65\x66\x61ult_sampling_params\x18\x05 \x01(\x0b\x32\x1c.tokenloom.v1.SamplingParams\x12\x17\n\x0fmax_token_bytes\x18\x06 \x01(\r\x12\x18\n\x10tool_call_parser\x18\x07 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x08 \x01(\t\x12\x15\n\rspecial_marks\x18\t \x03(\t\x12\x18\n\x10tool_format_json\x18\x0b \x01(\x0c\x12\x1b\n\x13max_sentence_tokens\x18\n \x01(\r2\xc9\x02\n\tTokenizer\x12\x43\n\x06\x45ncode\x12\x1b.tokenloom.v1.EncodeRequest\x1a\x1c.tokenloom.v1.EncodeResponse\x12O\n\nEncodeChat\x12\x1f.tokenloom.v1.EncodeChatRequest\x1a .tokenloom.v1.EncodeChatResponse\x12\x43\n\x06\x44\x65\x63ode\x12\x1b.tokenloom.v1.DecodeRequest\x1a\x1c.tokenloom.v1.DecodeResponse\x12\x61\n\x10GetTokenizerInfo\x12%.tokenloom.v1.GetTokenizerInfoRequest\x1a&.tokenloom.v1.GetTokenizerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctokenloom/v1/tokenizer.proto\x12\x0ctokenloom.v1\x1a\x18tokenloom/v1/types.proto\"\xa5\x02\n\x0fTokenizedPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13\x62lock_hash_prefixes\x18\x02 \x03(\x06\x12\x15\n\rtoken_strings\x18\x03 \x03(\t\x12\x19\n\x11\x66irst_part_tokens\x18\x05 \x01(\r\x12\x19\n\x11plain_text_tokens\x18\x06 \x03(\t\x12\x35\n\x0freasoning_start\x18\x07 \x01(\x0e\x32\x1c.tokenloom.v1.ReasoningStart\x12\x16\n\x0eskipped_tokens\x18\x08 \x01(\r\x12\x18\n\x10packed_token_ids\x18\t \x01(\x0c\x12&\n\x05media\x18\n \x03(\x0b\x32\x17.tokenloom.v1.MediaItemJ\x04\x08\x04\x10\x05\"\x91\x02\n\rEncodeRequest\x12\r\n\x05texts\x18\x01 \x03(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08\x12\x13\n\x0bwant_hashes\x18\x03 \x01(\x08\x12\x12\n\ncache_salt\x18\x04 \x01(\x0c\x12\x1a\n\x12want_token_strings\x18\x05 \x01(\x08\x12\x14\n\x0csecond_texts\x18\x06 \x03(\t\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x12\n\nkeep_first\x18\x08 \x01(\x08\x12\x18\n\x0bprompt_name\x18\t \x01(\tH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x18\n\x10takes_packed_ids\x18\x0b \x01(\x08\x42\x0e\n\x0c_prompt_name\"@\n\x0e\x45ncodeResponse\x12.\n\x07prompts\x18\x01 \x03(\x0b\x32\x1d.tokenloom.v1.TokenizedPrompt\"\xb2\x02\n\x11\x45ncodeChatRequest\x12\x15\n\rmessages_json\x18\x01 \x01(\x0c\x12\x12\n\ntools_json\x18\x02 \x01(\x0c\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\x0c\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08\x12\x13\n\x0bwant_hashes\x18\x05 \x01(\x08\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x1a\n\x12want_token_strings\x18\x07 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x08 \x01(\x08\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x18\n\x10takes_packed_ids\x18\n \x01(\x08\x12&\n\x05media\x18\x0b \x03(\x0b\x32\x17.tokenloom.v1.MediaSize\"\x99\x01\n\tMediaSize\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.tokenloom.v1.MediaKind\x12\r\n\x05width\x18\x03 \x01(\r\x12\x0e\n\x06height\x18\x04 \x01(\r\x12\x0f\n\x07samples\x18\x05 \x01(\r\x12\x14\n\x0coptions_json\x18\x06 \x01(\x0c\x12\x0f\n\x07\x65ncoder\x18\x07 \x01(\t\"C\n\x12\x45ncodeChatResponse\x12-\n\x06prompt\x18\x01 \x01(\x0b\x32\x1d.tokenloom.v1.TokenizedPrompt\"O\n\rDecodeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"\x1e\n\x0e\x44\x65\x63odeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x19\n\x17GetTokenizerInfoRequest\"\x98\x03\n\x18GetTokenizerInfoResponse\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.tokenloom.v1.Fingerprint\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12=\n\x17\x64\x65\x66\x61ult_sampling_params\x18\x05 \x01(\x0b\x32\x1c.tokenloom.v1.SamplingParams\x12\x17\n\x0fmax_token_bytes\x18\x06 \x01(\r\x12\x18\n\x10tool_call_parser\x18\x07 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x08 \x01(\t\x12\x15\n\rspecial_marks\x18\t \x03(\t\x12\x18\n\x10tool_format_json\x18\x0b \x01(\x0c\x12\x1b\n\x13max_sentence_tokens\x18\n \x01(\r\x12,\n\x0bmedia_kinds\x18\x0c \x03(\x0e\x32\x17.tokenloom.v1.MediaKind2\xc9\x02\n\tTokenizer\x12\x43\n\x06\x45ncode\x12\x1b.tokenloom.v1.EncodeRequest\x1a\x1c.tokenloom.v1.EncodeResponse\x12O\n\nEncodeChat\x12\x1f.tokenloom.v1.EncodeChatRequest\x1a .tokenloom.v1.EncodeChatResponse\x12\x43\n\x06\x44\x65\x63ode\x12\x1b.tokenloom.v1.DecodeRequest\x1a\x1c.tokenloom.v1.DecodeResponse\x12\x61\n\x10GetTokenizerInfo\x12%.tokenloom.v1.GetTokenizerInfoRequest\x1a&.tokenloom.v1.GetTokenizerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokenloom.v1.tokenizer_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TOKENIZEDPROMPT']._serialized_start=73
-  _globals['_TOKENIZEDPROMPT']._serialized_end=326
-  _globals['_ENCODEREQUEST']._serialized_start=329
-  _globals['_ENCODEREQUEST']._serialized_end=602
-  _globals['_ENCODERESPONSE']._serialized_start=604
-  _globals['_ENCODERESPONSE']._serialized_end=668
-  _globals['_ENCODECHATREQUEST']._serialized_start=671
-  _globals['_ENCODECHATREQUEST']._serialized_end=937
-  _globals['_ENCODECHATRESPONSE']._serialized_start=939
-  _globals['_ENCODECHATRESPONSE']._serialized_end=1006
-  _globals['_DECODEREQUEST']._serialized_start=1008
-  _globals['_DECODEREQUEST']._serialized_end=1087
-  _globals['_DECODERESPONSE']._serialized_start=1089
-  _globals['_DECODERESPONSE']._serialized_end=1119
-  _globals['_GETTOKENIZERINFOREQUEST']._serialized_start=1121
-  _globals['_GETTOKENIZERINFOREQUEST']._serialized_end=1146
-  _globals['_GETTOKENIZERINFORESPONSE']._serialized_start=1149
-  _globals['_GETTOKENIZERINFORESPONSE']._serialized_end=1511
-  _globals['_TOKENIZER']._serialized_start=1514
-  _globals['_TOKENIZER']._serialized_end=1843
+  _globals['_TOKENIZEDPROMPT']._serialized_end=366
+  _globals['_ENCODEREQUEST']._serialized_start=369
+  _globals['_ENCODEREQUEST']._serialized_end=642
+  _globals['_ENCODERESPONSE']._serialized_start=644
+  _globals['_ENCODERESPONSE']._serialized_end=708
+  _globals['_ENCODECHATREQUEST']._serialized_start=711
+  _globals['_ENCODECHATREQUEST']._serialized_end=1017
+  _globals['_MEDIASIZE']._serialized_start=1020
+  _globals['_MEDIASIZE']._serialized_end=1173
+  _globals['_ENCODECHATRESPONSE']._serialized_start=1175
+  _globals['_ENCODECHATRESPONSE']._serialized_end=1242
+  _globals['_DECODEREQUEST']._serialized_start=1244
+  _globals['_DECODEREQUEST']._serialized_end=1323
+  _globals['_DECODERESPONSE']._serialized_start=1325
+  _globals['_DECODERESPONSE']._serialized_end=1355
+  _globals['_GETTOKENIZERINFOREQUEST']._serialized_start=1357
+  _globals['_GETTOKENIZERINFOREQUEST']._serialized_end=1382
+  _globals['_GETTOKENIZERINFORESPONSE']._serialized_start=1385
+  _globals['_GETTOKENIZERINFORESPONSE']._serialized_end=1793
+  _globals['_TOKENIZER']._serialized_start=1796
+  _globals['_TOKENIZER']._serialized_end=2125
 # @@protoc_insertion_point(module_scope)

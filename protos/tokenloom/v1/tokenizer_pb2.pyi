@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TokenizedPrompt(_message.Message):
-    __slots__ = ("token_ids", "block_hash_prefixes", "token_strings", "first_part_tokens", "plain_text_tokens", "reasoning_start", "skipped_tokens", "packed_token_ids")
+    __slots__ = ("token_ids", "block_hash_prefixes", "token_strings", "first_part_tokens", "plain_text_tokens", "reasoning_start", "skipped_tokens", "packed_token_ids", "media")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASH_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_STRINGS_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class TokenizedPrompt(_message.Message):
     REASONING_START_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PACKED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_hash_prefixes: _containers.RepeatedScalarFieldContainer[int]
     token_strings: _containers.RepeatedScalarFieldContainer[str]
@@ -25,7 +26,8 @@ class TokenizedPrompt(_message.Message):
     reasoning_start: _types_pb2.ReasoningStart
     skipped_tokens: int
     packed_token_ids: bytes
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., token_strings: _Optional[_Iterable[str]] = ..., first_part_tokens: _Optional[int] = ..., plain_text_tokens: _Optional[_Iterable[str]] = ..., reasoning_start: _Optional[_Union[_types_pb2.ReasoningStart, str]] = ..., skipped_tokens: _Optional[int] = ..., packed_token_ids: _Optional[bytes] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaItem]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., token_strings: _Optional[_Iterable[str]] = ..., first_part_tokens: _Optional[int] = ..., plain_text_tokens: _Optional[_Iterable[str]] = ..., reasoning_start: _Optional[_Union[_types_pb2.ReasoningStart, str]] = ..., skipped_tokens: _Optional[int] = ..., packed_token_ids: _Optional[bytes] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaItem, _Mapping]]] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("texts", "add_special_tokens", "want_hashes", "cache_salt", "want_token_strings", "second_texts", "max_tokens", "keep_first", "prompt_name", "tenant", "takes_packed_ids")
@@ -60,7 +62,7 @@ class EncodeResponse(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[_Union[TokenizedPrompt, _Mapping]]] = ...) -> None: ...
 
 class EncodeChatRequest(_message.Message):
-    __slots__ = ("messages_json", "tools_json", "template_kwargs_json", "add_generation_prompt", "want_hashes", "cache_salt", "want_token_strings", "continue_final_message", "tenant", "takes_packed_ids")
+    __slots__ = ("messages_json", "tools_json", "template_kwargs_json", "add_generation_prompt", "want_hashes", "cache_salt", "want_token_strings", "continue_final_message", "tenant", "takes_packed_ids", "media")
     MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +73,7 @@ class EncodeChatRequest(_message.Message):
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TAKES_PACKED_IDS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     messages_json: bytes
     tools_json: bytes
     template_kwargs_json: bytes
@@ -81,7 +84,26 @@ class EncodeChatRequest(_message.Message):
     continue_final_message: bool
     tenant: str
     takes_packed_ids: bool
-    def __init__(self, messages_json: _Optional[bytes] = ..., tools_json: _Optional[bytes] = ..., template_kwargs_json: _Optional[bytes] = ..., add_generation_prompt: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., tenant: _Optional[str] = ..., takes_packed_ids: _Optional[bool] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[MediaSize]
+    def __init__(self, messages_json: _Optional[bytes] = ..., tools_json: _Optional[bytes] = ..., template_kwargs_json: _Optional[bytes] = ..., add_generation_prompt: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., tenant: _Optional[str] = ..., takes_packed_ids: _Optional[bool] = ..., media: _Optional[_Iterable[_Union[MediaSize, _Mapping]]] = ...) -> None: ...
+
+class MediaSize(_message.Message):
+    __slots__ = ("digest", "kind", "width", "height", "samples", "options_json", "encoder")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    kind: _types_pb2.MediaKind
+    width: int
+    height: int
+    samples: int
+    options_json: bytes
+    encoder: str
+    def __init__(self, digest: _Optional[bytes] = ..., kind: _Optional[_Union[_types_pb2.MediaKind, str]] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., samples: _Optional[int] = ..., options_json: _Optional[bytes] = ..., encoder: _Optional[str] = ...) -> None: ...
 
 class EncodeChatResponse(_message.Message):
     __slots__ = ("prompt",)
@@ -110,7 +132,7 @@ class GetTokenizerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTokenizerInfoResponse(_message.Message):
-    __slots__ = ("fingerprint", "vocab_size", "eos_token_ids", "has_chat_template", "default_sampling_params", "max_token_bytes", "tool_call_parser", "reasoning_parser", "special_marks", "tool_format_json", "max_sentence_tokens")
+    __slots__ = ("fingerprint", "vocab_size", "eos_token_ids", "has_chat_template", "default_sampling_params", "max_token_bytes", "tool_call_parser", "reasoning_parser", "special_marks", "tool_format_json", "max_sentence_tokens", "media_kinds")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +144,7 @@ class GetTokenizerInfoResponse(_message.Message):
     SPECIAL_MARKS_FIELD_NUMBER: _ClassVar[int]
     TOOL_FORMAT_JSON_FIELD_NUMBER: _ClassVar[int]
     MAX_SENTENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_KINDS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -133,4 +156,5 @@ class GetTokenizerInfoResponse(_message.Message):
     special_marks: _containers.RepeatedScalarFieldContainer[str]
     tool_format_json: bytes
     max_sentence_tokens: int
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., default_sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_token_bytes: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., special_marks: _Optional[_Iterable[str]] = ..., tool_format_json: _Optional[bytes] = ..., max_sentence_tokens: _Optional[int] = ...) -> None: ...
+    media_kinds: _containers.RepeatedScalarFieldContainer[_types_pb2.MediaKind]
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., default_sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_token_bytes: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., special_marks: _Optional[_Iterable[str]] = ..., tool_format_json: _Optional[bytes] = ..., max_sentence_tokens: _Optional[int] = ..., media_kinds: _Optional[_Iterable[_Union[_types_pb2.MediaKind, str]]] = ...) -> None: ...

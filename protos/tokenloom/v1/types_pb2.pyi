@@ -16,6 +16,7 @@ class EngineRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_ROLE_BOTH: _ClassVar[EngineRole]
     ENGINE_ROLE_PREFILL: _ClassVar[EngineRole]
     ENGINE_ROLE_DECODE: _ClassVar[EngineRole]
+    ENGINE_ROLE_ENCODE: _ClassVar[EngineRole]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -27,6 +28,12 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_REPETITION: _ClassVar[FinishReason]
     FINISH_REASON_PREFILLED: _ClassVar[FinishReason]
     FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
+
+class MediaKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEDIA_KIND_UNSPECIFIED: _ClassVar[MediaKind]
+    MEDIA_KIND_IMAGE: _ClassVar[MediaKind]
+    MEDIA_KIND_AUDIO: _ClassVar[MediaKind]
 
 class ReasoningStart(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -53,6 +60,7 @@ ENGINE_ROLE_UNSPECIFIED: EngineRole
 ENGINE_ROLE_BOTH: EngineRole
 ENGINE_ROLE_PREFILL: EngineRole
 ENGINE_ROLE_DECODE: EngineRole
+ENGINE_ROLE_ENCODE: EngineRole
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -61,6 +69,9 @@ FINISH_REASON_ERROR: FinishReason
 FINISH_REASON_REPETITION: FinishReason
 FINISH_REASON_PREFILLED: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
+MEDIA_KIND_UNSPECIFIED: MediaKind
+MEDIA_KIND_IMAGE: MediaKind
+MEDIA_KIND_AUDIO: MediaKind
 REASONING_START_UNSPECIFIED: ReasoningStart
 REASONING_START_NONE: ReasoningStart
 REASONING_START_OPEN: ReasoningStart
@@ -223,18 +234,62 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("token_ids", "cache_salt", "embeds", "adapter", "reasoning_start")
+    __slots__ = ("token_ids", "cache_salt", "embeds", "adapter", "reasoning_start", "media")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     EMBEDS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     REASONING_START_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: bytes
     embeds: _containers.RepeatedCompositeFieldContainer[PromptEmbeds]
     adapter: bytes
     reasoning_start: ReasoningStart
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., reasoning_start: _Optional[_Union[ReasoningStart, str]] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[MediaItem]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., reasoning_start: _Optional[_Union[ReasoningStart, str]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ...) -> None: ...
+
+class MediaItem(_message.Message):
+    __slots__ = ("key", "kind", "num_rows", "levels", "grid_t", "grid_h", "grid_w", "is_whole", "runs", "encoder", "digest", "options_json", "index", "num_in_prompt")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    GRID_T_FIELD_NUMBER: _ClassVar[int]
+    GRID_H_FIELD_NUMBER: _ClassVar[int]
+    GRID_W_FIELD_NUMBER: _ClassVar[int]
+    IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_IN_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    kind: MediaKind
+    num_rows: int
+    levels: int
+    grid_t: int
+    grid_h: int
+    grid_w: int
+    is_whole: bool
+    runs: _containers.RepeatedCompositeFieldContainer[MediaRun]
+    encoder: str
+    digest: bytes
+    options_json: bytes
+    index: int
+    num_in_prompt: int
+    def __init__(self, key: _Optional[bytes] = ..., kind: _Optional[_Union[MediaKind, str]] = ..., num_rows: _Optional[int] = ..., levels: _Optional[int] = ..., grid_t: _Optional[int] = ..., grid_h: _Optional[int] = ..., grid_w: _Optional[int] = ..., is_whole: _Optional[bool] = ..., runs: _Optional[_Iterable[_Union[MediaRun, _Mapping]]] = ..., encoder: _Optional[str] = ..., digest: _Optional[bytes] = ..., options_json: _Optional[bytes] = ..., index: _Optional[int] = ..., num_in_prompt: _Optional[int] = ...) -> None: ...
+
+class MediaRun(_message.Message):
+    __slots__ = ("position", "num_tokens", "row_offset")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROW_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    num_tokens: int
+    row_offset: int
+    def __init__(self, position: _Optional[int] = ..., num_tokens: _Optional[int] = ..., row_offset: _Optional[int] = ...) -> None: ...
 
 class PromptEmbeds(_message.Message):
     __slots__ = ("position", "num_tokens", "rows")
@@ -347,7 +402,7 @@ class Timeline(_message.Message):
     def __init__(self, placement_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., detokenize_ns: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., tokenize_ns: _Optional[int] = ..., drafts: _Optional[_Union[DraftCounts, _Mapping]] = ..., past_tokens: _Optional[int] = ..., kv_elsewhere: _Optional[bool] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
-    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank", "class_labels")
+    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank", "class_labels", "media_kinds", "max_media_per_prompt", "max_media_rows")
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +415,9 @@ class ModelLimits(_message.Message):
     MATRYOSHKA_FIELD_NUMBER: _ClassVar[int]
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
     CLASS_LABELS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_KINDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MEDIA_PER_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    MAX_MEDIA_ROWS_FIELD_NUMBER: _ClassVar[int]
     max_model_len: int
     vocab_size: int
     max_logprobs: int
@@ -372,7 +430,10 @@ class ModelLimits(_message.Message):
     matryoshka: bool
     max_lora_rank: int
     class_labels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ..., pooling_tasks: _Optional[_Iterable[_Union[PoolingTask, str]]] = ..., generates: _Optional[bool] = ..., matryoshka: _Optional[bool] = ..., max_lora_rank: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ...) -> None: ...
+    media_kinds: _containers.RepeatedScalarFieldContainer[MediaKind]
+    max_media_per_prompt: int
+    max_media_rows: int
+    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ..., pooling_tasks: _Optional[_Iterable[_Union[PoolingTask, str]]] = ..., generates: _Optional[bool] = ..., matryoshka: _Optional[bool] = ..., max_lora_rank: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ..., media_kinds: _Optional[_Iterable[_Union[MediaKind, str]]] = ..., max_media_per_prompt: _Optional[int] = ..., max_media_rows: _Optional[int] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("start", "num_layers", "top_k", "id_bytes", "expert_ids")

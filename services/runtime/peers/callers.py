@@ -19,13 +19,16 @@ _V1 = "/tokenloom.v1."
 # Allowed callers by prefix of a method's full name; the longest matching prefix counts.
 CALLERS: Mapping[str, frozenset[str]] = {
     f"{_V1}Tokenizer/": frozenset({"gateway", OPERATOR}),
+    f"{_V1}Encoder/": frozenset({"gateway"}),
+    f"{_V1}Encoder/Get": frozenset({"engine"}),
+    f"{_V1}Encoder/GetEncoderInfo": frozenset({"gateway", "engine", OPERATOR}),
     f"{_V1}OutputProcessor/": frozenset({"gateway"}),
     f"{_V1}Engine/": frozenset({"output_processor"}),
     f"{_V1}EngineAdmin/": frozenset({OPERATOR}),
     f"{_V1}EngineAdmin/WatchKVEvents": frozenset({"coordinator", OPERATOR}),
     f"{_V1}EngineAdmin/SetRole": frozenset({OPERATOR, PLANNER}),
     f"{_V1}KVTransfer/": frozenset({"engine"}),
-    f"{_V1}Coordinator/Join": frozenset({"engine"}),
+    f"{_V1}Coordinator/Join": frozenset({"encoder", "engine"}),
     f"{_V1}Coordinator/Pick": frozenset({"output_processor"}),
     f"{_V1}Coordinator/Watch": frozenset({"coordinator", "gateway", "output_processor", "engine", OPERATOR, PLANNER}),
     f"{_V1}Coordinator/SetAdapter": frozenset({OPERATOR}),

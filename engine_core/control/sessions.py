@@ -130,6 +130,8 @@ def _refusal(message: EngineCoreRequest, session: _Session | None) -> str:
         return "a resumable request cannot exchange KV with other engines"
     if message.prompt_embeds:
         return "a resumable request cannot have prompt_embeds"
+    if message.media:
+        return "a resumable request cannot have images"
     if session is not None and len(session.inputs) >= MAX_INPUTS:
         return f"{MAX_INPUTS} inputs of the session wait already"
     return ""

@@ -1,4 +1,4 @@
-"""Rows that replace token embeddings in a prompt."""
+"""Rows that replace token embeddings in a prompt: those that a client sent, and those of images and sounds."""
 
 import bisect
 import hashlib
@@ -9,6 +9,8 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from tokenloom.request.prefix_schedule import media_salt
 
 _POSITION = attrgetter("position")
 
@@ -22,15 +24,44 @@ class EmbedsSpan(msgspec.Struct, array_like=True, gc=False):
     """[n, hidden_size]"""
 
 
-def content_salt(salt: bytes, spans: Sequence[EmbedsSpan]) -> bytes:
+class MediaSpan(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Describes consecutive tokens of a prompt that have rows of an image or a sound. The encoder computes the rows;
+    they come to the engine when a step needs them."""
+
+    position: int
+    """Position of the first token in the prompt."""
+    num_tokens: int
+    row_offset: int
+    """The row of the first token, among those of the image."""
+    key: bytes
+    """Stands for all rows of the image: equal keys mean equal rows."""
+    num_rows: int
+    """Rows of the whole image."""
+    is_whole: bool = False
+    """Whether each of its tokens sees all of them, so that no chunk may end among them."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """(frames, rows, columns) of the span, for models whose rotary positions count these; zeros: positions go on one by
+    one."""
+    levels: int = 1
+    """Rows side by side: a row has so many times the model's hidden size of numbers."""
+
+    @property
+    def end(self) -> int:
+        """Position of the first token behind it."""
+        return self.position + self.num_tokens
+
+
+def content_salt(salt: bytes, spans: Sequence[EmbedsSpan], media: Sequence[MediaSpan] = ()) -> bytes:
     """Return what identifies a prompt besides its token ids, for the digest of a lease: the salt, or with rows SHA-256
-    over the salt and all rows."""
-    return _digest(salt, ((span.position, span.rows) for span in spans)) if spans else salt
+    over the salt and all rows, and with images over the salt and their keys and places."""
+    if spans:
+        salt = _digest(salt, ((span.position, span.rows) for span in spans))
+    return media_salt(salt, media, 0, media[-1].end) if media else salt
 
 
 def block_salt(salt: bytes, spans: Sequence[EmbedsSpan], start: int, end: int) -> bytes:
     """Return what identifies the tokens ``start`` to ``end`` besides their ids, for the hash of their block: the salt,
-    or with rows among them SHA-256 over the salt and these rows. ``spans``: in order of position."""
+    or with a client's rows among them SHA-256 over the salt and these rows. ``spans``: in order of position."""
     first = bisect.bisect_right(spans, start, key=_POSITION) - 1  # the last span that begins before the block
     rows = []
     for span in spans[max(first, 0) : bisect.bisect_left(spans, end, key=_POSITION)]:

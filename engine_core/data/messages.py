@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..wire.frames import from_raw
 from .core_params import CorePoolingParams, CoreSamplingParams
 from .draft_counts import DraftCounts, SpecDecodingStats
-from .embedding_rows import EmbedsSpan
+from .embedding_rows import EmbedsSpan, MediaSpan
 from .errors import UtilityError
 from .kv_events import KVCacheEvent
 from .kv_messages import KVTarget
@@ -119,6 +119,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """How the prompt leaves the reasoning: a value of ``ReasoningStart``."""
     session: SessionTurn | None = None
     """Which turn of a session it is: its blocks are kept for the next one. None: it is of none."""
+    media: list[MediaSpan] = []
+    """Images and sounds in order of position, without overlap, over prompt tokens only; the rows come later."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):

@@ -9,7 +9,7 @@ from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 from .draft_counts import DraftHistory
-from .embedding_rows import EmbedsSpan
+from .embedding_rows import EmbedsSpan, MediaSpan
 from .kv_messages import KVTarget
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs, RoutedExperts
 
@@ -115,6 +115,7 @@ class RequestKV:
         "block_ids",
         "cache_salt",
         "first_kept_blocks",
+        "media",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_external_cached_tokens",
@@ -136,6 +137,7 @@ class RequestKV:
         prompt_embeds: list[EmbedsSpan] | None = None,
         remote: RemoteKVState | None = None,
         routed_rows: RoutedRows | None = None,
+        media: list[MediaSpan] | None = None,
     ) -> None:
         """``all_token_ids``: the request's own list, which grows with its output. ``routed_rows``: None if the request
         does not ask for experts."""
@@ -143,6 +145,8 @@ class RequestKV:
         self.all_token_ids = all_token_ids
         self.cache_salt = cache_salt
         self.prompt_embeds = prompt_embeds or []
+        self.media = media or []
+        """Its images, in order of position; most requests have none."""
         self.remote = remote
         self.routed_rows = routed_rows
         self.skip_reading_prefix_cache = False
@@ -284,6 +288,7 @@ class Request:
             message.prompt_embeds,
             remote,
             self.routed_rows,
+            message.media,
         )
         """What the KV cache and its connectors know of it."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .core_params import CorePoolingParams, CoreSamplingParams
-from .embedding_rows import EmbedsSpan
+from .embedding_rows import EmbedsSpan, MediaSpan
 from .messages import ExpertLoads, LogitsStats, Logprobs, RoutedExperts
 
 
@@ -31,6 +31,8 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
     """The digest of its LoRA adapter; empty: the base model."""
     pooling_params: CorePoolingParams | None = None
     """The request is pooled when its prompt is computed, and samples nothing."""
+    media: list[MediaSpan] = []
+    """Its images, in order of position; their rows come with the steps that compute them."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, gc=False):
@@ -66,6 +68,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     drafts_paused: bool = False
     """Whether drafts cost more time than they save, so that what drafts need not follow the requests until some are
     wanted again."""
+    media_rows: dict[str, list[EmbedsSpan]] = {}
+    """Rows of images for the tokens that this step computes, by request, in order of position: all that it needs, cut
+    to its chunk, [n, levels * hidden_size]. The worker needs them for this step only."""
 
     def num_computed_tokens(self) -> dict[str, int]:
         """Return, for every request of the step, how many of its tokens were computed before it."""

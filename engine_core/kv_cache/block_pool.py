@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from tokenloom.request.prefix_schedule import hash_block
+from tokenloom.request.prefix_schedule import hash_block, media_salt
 
 from ..data.embedding_rows import block_salt
 from ..data.kv_groups import NULL_BLOCK
@@ -213,7 +213,7 @@ class BlockPool:
 def hash_next_block(request: RequestKV, block_size: int, seed: bytes) -> None:
     """Append the hash of the first full block of a request that has none yet. ``seed``: the root of the chain.
 
-    Embeddings salt only the blocks that hold them; the chain carries them into all later blocks.
+    Embeddings and images salt only the blocks that hold them; the chain carries them into all later blocks.
     """
     hashes = request.block_hashes
     start = len(hashes) * block_size
@@ -221,6 +221,8 @@ def hash_next_block(request: RequestKV, block_size: int, seed: bytes) -> None:
     salt = request.cache_salt
     if request.prompt_embeds:
         salt = block_salt(salt, request.prompt_embeds, start, end)
+    if request.media:
+        salt = media_salt(salt, request.media, start, end)
     hashes.append(hash_block(hashes[-1] if hashes else seed, request.all_token_ids[start:end], salt))
 
 
@@ -236,9 +238,9 @@ class RequestHasher:
 
     def add_next(self, request: RequestKV) -> None:
         """Append the hash of the first full block of a request that has none yet, and of others if they are known."""
-        # Rows of embeddings would have to be compared as well, and a request that has a hash already knows where it
-        # differs.
-        if request.block_hashes or request.prompt_embeds:
+        # Rows of embeddings and keys of images would have to be compared as well, and a request that has a hash already
+        # knows where it differs.
+        if request.block_hashes or request.prompt_embeds or request.media:
             hash_next_block(request, self._block_size, self._seed)
             return
         # Of 32 prompts that arrive together and share 512 tokens, hashing took two thirds of the first step's planning.

@@ -60,7 +60,7 @@ class PullConnector:
         if num_external_tokens and remote.target is not None:
             self._order_load(request, remote.target, block_ids, num_external_tokens)
         elif remote.lease_id and not remote.is_waiting:
-            salt = content_salt(request.cache_salt, request.prompt_embeds)
+            salt = content_salt(request.cache_salt, request.prompt_embeds, request.media)
             # At the start of the prefill and not at its end: the reader acquires the lease while the prompt is still
             # computed.
             digest = prompt_digest(request.all_token_ids, salt)

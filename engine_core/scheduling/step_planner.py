@@ -168,6 +168,7 @@ class StepPlan:
                 prompt_embeds=request.kv.prompt_embeds,
                 adapter=request.adapter,
                 pooling_params=request.pooling_params,
+                media=request.kv.media,
             )
         )
         request.kv.num_computed_tokens += num_new_tokens

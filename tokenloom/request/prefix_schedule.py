@@ -9,11 +9,12 @@ further back fewer and fewer: 256 hashes reach 2,528 blocks, which are 40,448 to
 
 import hashlib
 import struct
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, chain, repeat
-from typing import Final, TypeVar
+from operator import attrgetter
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 _TOKEN_BYTES = 4
 
@@ -28,17 +29,75 @@ def hash_block(parent: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
     return hashlib.sha256(parent + _token_packer(len(token_ids)).pack(*token_ids) + salt).digest()
 
 
-def block_hashes(token_ids: Sequence[int], block_size: int, seed: bytes = b"", salt: bytes = b"") -> list[bytes]:
-    """Return the hash of each full block of ``token_ids``. Equal hashes mean equal prefixes under an equal salt."""
+class MediaTokens(NamedTuple):
+    """Says which consecutive tokens of a prompt have rows of an image or a sound."""
+
+    position: int
+    """Position of the first token in the prompt."""
+    num_tokens: int
+    row_offset: int
+    """The row of the first token, among those of the image."""
+    key: bytes
+    """Stands for all rows of the image."""
+
+
+class CoversTokens(Protocol):
+    """Is :class:`MediaTokens`, or has its fields among others."""
+
+    @property
+    def position(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def row_offset(self) -> int: ...
+    @property
+    def key(self) -> bytes: ...
+
+
+_position: Final = attrgetter("position")
+
+
+def media_salt(salt: bytes, media: Sequence[CoversTokens], start: int, end: int) -> bytes:
+    """Return what identifies the tokens ``start`` to ``end`` of a prompt besides their ids, for the hash of their
+    block: the salt, or with rows of images among them SHA-256 over the salt and, for each span, its place in the block,
+    its first row and its key. ``media``: in order of position, without overlap."""
+    digest = None
+    first = max(bisect(media, start, key=_position) - 1, 0)  # the last span that begins before the block
+    for span in media[first : bisect_left(media, end, key=_position)]:
+        begin, stop = max(span.position, start), min(span.position + span.num_tokens, end)
+        if begin < stop:
+            digest = digest or hashlib.sha256(struct.pack("<Q", len(salt)) + salt)
+            row = span.row_offset + begin - span.position
+            # The key and not the rows: those are 10 to 50 MB, and only the engine that computes them has them.
+            digest.update(struct.pack("<QQQQ", begin - start, stop - begin, row, len(span.key)) + span.key)
+    return digest.digest() if digest is not None else salt
+
+
+def block_hashes(
+    token_ids: Sequence[int],
+    block_size: int,
+    seed: bytes = b"",
+    salt: bytes = b"",
+    media: Sequence[CoversTokens] = (),
+) -> list[bytes]:
+    """Return the hash of each full block of ``token_ids``. Equal hashes mean equal prefixes under an equal salt.
+
+    ``media``: the tokens that have rows, as :func:`media_salt` takes them; their positions count from the first of
+    these ids.
+    """
     num_tokens = len(token_ids) // block_size * block_size
     data = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
     block_bytes, sha256 = _TOKEN_BYTES * block_size, hashlib.sha256
     hashes: list[bytes] = []
     parent = seed
+    block_salt = salt
     for start in range(0, len(data), block_bytes):
+        if media:
+            first = start // _TOKEN_BYTES
+            block_salt = media_salt(salt, media, first, first + block_size)
         # A salt of 16 bytes costs nothing: 32 bytes of the parent and 64 of a block of 16 tokens take two blocks of
         # SHA-256 with it and without it.
-        parent = sha256(parent + data[start : start + block_bytes] + salt).digest()
+        parent = sha256(parent + data[start : start + block_bytes] + block_salt).digest()
         hashes.append(parent)
     return hashes
 
@@ -78,12 +137,15 @@ def scheduled(hashes: Sequence[T]) -> list[T]:
     return named
 
 
-def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes = b"") -> list[int]:
+def prefix_hashes(
+    token_ids: Sequence[int], block_size: int, salt: bytes = b"", media: Sequence[CoversTokens] = ()
+) -> list[int]:
     """Return the prefixes of the hashes of the named blocks of a prompt, as ``Submit.block_hash_prefixes`` has them.
+    ``media``: as :func:`media_salt` takes them.
 
     Takes 2 ms for the longest prompt in blocks of 16 tokens.
     """
-    return shortened(block_hashes(token_ids[: MAX_BLOCKS * block_size], block_size, salt=salt))
+    return shortened(block_hashes(token_ids[: MAX_BLOCKS * block_size], block_size, salt=salt, media=media))
 
 
 def shortened(hashes: Sequence[bytes]) -> list[int]:

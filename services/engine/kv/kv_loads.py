@@ -283,7 +283,9 @@ class KVLoads:
                 lease_id=source.lease_id,
                 engine_epoch=source.engine_epoch,
                 kv_layout=self._config.kv_layout,
-                prompt_digest=prompt_digest(token_ids, content_salt(request.cache_salt, request.prompt_embeds)),
+                prompt_digest=prompt_digest(
+                    token_ids, content_salt(request.cache_salt, request.prompt_embeds, request.media)
+                ),
                 transports=transports,
             ),
             num_tokens=source.num_tokens,

@@ -3,7 +3,7 @@ import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, block_salt, content_salt
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan, block_salt, content_salt
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.fake_workers.hash_row import embeds_ids
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE, expected_tokens
@@ -154,3 +154,19 @@ def test_the_salt_stands_for_every_row_and_where_it_is() -> None:
     ]
     assert len({content_salt(*variant) for variant in variants}) == len(variants)
     assert content_salt(b"a", []) == b"a"
+
+
+def test_images_change_what_identifies_a_prompt_by_key_and_place() -> None:
+    image = MediaSpan(2, 3, 0, b"k", 5)
+    variants = [
+        [],
+        [image],
+        [MediaSpan(3, 3, 0, b"k", 5)],
+        [MediaSpan(2, 3, 1, b"k", 5)],
+        [MediaSpan(2, 3, 0, b"l", 5)],
+        [image, MediaSpan(5, 2, 3, b"k", 5)],
+    ]
+    assert len({content_salt(b"", [], media) for media in variants}) == len(variants)
+    assert content_salt(b"a", [], []) == b"a"
+    assert content_salt(b"a", [make_span(9, 4)], [image]) != content_salt(b"a", [], [image])
+    assert image.end == 5

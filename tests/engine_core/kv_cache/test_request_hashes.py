@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 from tokenloom.engine_core.data.request import RequestKV
 from tokenloom.engine_core.kv_cache.block_pool import RequestHasher
 from tokenloom.request import prefix_schedule
@@ -75,6 +75,17 @@ def test_embeddings_are_never_taken_for_tokens() -> None:
     plain = hash_all(hasher, request(zeros))
     assert len({first[0], second[0], plain[0]}) == 3
     assert plain == block_hashes(zeros, SIZE)
+
+
+def test_images_are_named_by_their_keys() -> None:
+    hasher, ids = RequestHasher(SIZE, b""), [7] * 12
+    requests = [request(ids) for _ in range(3)]
+    for each, key in zip(requests, (b"one", b"two", b"one"), strict=True):
+        each.media = [MediaSpan(4, 4, 0, key, 4)]
+    first, second, third = (hash_all(hasher, each) for each in requests)
+    assert first == third == block_hashes(ids, SIZE, media=requests[0].media)
+    assert [one == other for one, other in zip(first, second, strict=True)] == [True, False, False]
+    assert hash_all(hasher, request(ids)) == block_hashes(ids, SIZE)
 
 
 def with_rows(prompt: list[int], value: float) -> RequestKV:

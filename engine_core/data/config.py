@@ -195,6 +195,11 @@ class CacheConfig(Struct, frozen=True):
         "Bytes of the KV cache; by default from the memory free after a profile run.",
         Meta(extra={"name": "kv_cache_memory", "aliases": ("kv_cache_memory_bytes",)}),
     ] = None
+    state_memory_bytes: Annotated[
+        Count | None,
+        "Bytes of the KV cache's memory that hold the states of layers that keep one; by default a share by how many "
+        "tokens' KV a state is as large as.",
+    ] = None
     gpu_memory_utilization: Annotated[
         Annotated[float, Meta(gt=0, le=1)],
         "Share of a GPU's memory for the weights, activations and KV of all engines on it; of no effect on a CPU.",

@@ -47,6 +47,10 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     """The groups of layers, each with a table of its own; empty: all layers share one."""
     has_null_block: bool = False
     """Whether block ``NULL_BLOCK`` is kept free of requests although there are no groups: dummy batches write to it."""
+    num_state_slots: int = 0
+    """Slots for the states of layers that keep one; 0: none does."""
+    state_chunk: int = 1
+    """As in ``ModelInfo.state_chunk``."""
 
 
 def model_groups(

@@ -28,6 +28,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What requests may pool instead of generating tokens."""
     pool_is_on_host: bool = True
     """Whether the KV pool is memory of the host, which the core allocates if KV moves, or of a device."""
+    state_bytes: int = 0
+    """Bytes of a slot, which holds the states of all layers after some tokens; 0: no layer keeps a state."""
+    state_chunk: int = 1
+    """Tokens of which the kernels of these layers compute several together. The result depends on where a prompt is cut
+    unless cuts lie at multiples of it, and unless at least two tokens remain at its end. 1: it never does."""
     fall_backs: list[tuple[str, str]] = []
     """What the worker's process does without: kinds and details, as in :mod:`tokenloom.process.fall_backs`."""
 

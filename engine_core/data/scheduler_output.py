@@ -46,6 +46,18 @@ class CachedRequestData(msgspec.Struct, array_like=True, gc=False):
     """Prompt and output token ids of requests that resume after a preemption: their rows are built again."""
 
 
+class StateRun(msgspec.Struct, array_like=True, gc=False):
+    """Names the slots of a run of tokens, which the layers that keep a state compute one after the other."""
+
+    req_id: str
+    num_tokens: int
+    read: int
+    """The slot with the state before the first token; -1: there is none, the run begins from zero."""
+    written: int
+    """The slot that takes the state after the last token. If it is ``read``, the state changes in place; otherwise the
+    slot that is read keeps what it has."""
+
+
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     """Describes the work of one step."""
 
@@ -71,6 +83,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     media_rows: dict[str, list[EmbedsSpan]] = {}
     """Rows of images for the tokens that this step computes, by request, in order of position: all that it needs, cut
     to its chunk, [n, levels * hidden_size]. The worker needs them for this step only."""
+    state_runs: list[StateRun] = []
+    """The runs of all requests of the step, in the order of ``num_scheduled_tokens``, those of a request by position;
+    empty for a model that keeps no state. No slot that one request writes is read or written by another one."""
 
     def num_computed_tokens(self) -> dict[str, int]:
         """Return, for every request of the step, how many of its tokens were computed before it."""

@@ -106,6 +106,7 @@ def merged_info(models: Sequence[ModelInfo], output_rank: int) -> ModelInfo:
     return replace(
         models[output_rank],
         kv_bytes_per_token=max(model.kv_bytes_per_token for model in models),
+        state_bytes=max(model.state_bytes for model in models),
         kv_layout=merged_layout([model.kv_layout for model in models]),
         fall_backs=list(dict.fromkeys(each for model in models for each in model.fall_backs)),
     )

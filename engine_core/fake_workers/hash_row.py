@@ -90,7 +90,10 @@ def _numbers(rows: npt.NDArray[np.int32]) -> Floats:
 class HashRow:
     """Holds the state of a request between steps."""
 
-    def __init__(self, token_ids: list[int], num_computed: int, params: CoreSamplingParams, block_size: int) -> None:
+    def __init__(
+        self, req_id: str, token_ids: list[int], num_computed: int, params: CoreSamplingParams, block_size: int
+    ) -> None:
+        self.req_id = req_id
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
         self.num_computed = num_computed
@@ -103,7 +106,7 @@ class HashRow:
     @classmethod
     def of_new(cls, new: NewRequestData, block_size: int) -> "HashRow":
         token_ids = new.prompt_token_ids + new.output_token_ids
-        row = cls(token_ids, new.num_computed_tokens, new.sampling_params, block_size)
+        row = cls(new.req_id, token_ids, new.num_computed_tokens, new.sampling_params, block_size)
         row.add_blocks(new.block_ids)
         return row
 

@@ -32,6 +32,7 @@ from ..data.scheduler_output import CachedRequestData, GrammarOutput, ModelRunne
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
 from .hash_row import HashRow, hash_logprobs, hash_pooled, hash_pooling
+from .hash_states import STATE_BYTES, HashStates, hash_run
 
 
 class HashLoras:
@@ -126,9 +127,11 @@ class HashWorker:
         vocab_size: int = DEFAULT_VOCAB_SIZE,
         max_model_len: int = DEFAULT_MAX_MODEL_LEN,
         experts_per_token: int = 0,
+        state_chunk: int = 0,
     ) -> None:
         """``vocab_size``, ``max_model_len`` and ``experts_per_token`` (see ``ModelInfo``) are used only if no model is
-        configured. Raises ``ValueError``."""
+        configured. ``state_chunk`` (see there) gives it a layer that keeps a state; 0: it has none. Raises
+        ``ValueError``."""
         self._loras = HashLoras(config.lora)
         if config.speculative is not None and config.speculative.rejection_sample_method != "strict":
             raise ValueError("rejection_sample_method: the hash worker has no probabilities; use strict")
@@ -137,6 +140,7 @@ class HashWorker:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._experts_per_token = experts_per_token
+        self._states = HashStates(state_chunk) if state_chunk else None
         self._rows: dict[str, HashRow] = {}
         self._embeds: dict[str, list[EmbedsSpan]] = {}
         self._params: dict[str, CoreSamplingParams] = {}  # preempted requests included
@@ -159,10 +163,12 @@ class HashWorker:
             max_model_len=self._max_model_len,
             kv_bytes_per_token=_BYTES_PER_TOKEN,
             kv_layout=self._kv_layout,
-            numerics="hash",
+            numerics="hash" if self._states is None else f"hash/state{self._states.chunk}",
             hidden_size=HIDDEN_SIZE,
             experts_per_token=self._experts_per_token,
             pooling=hash_pooling(generates=self._config.runner != "pooling"),
+            state_bytes=0 if self._states is None else STATE_BYTES,
+            state_chunk=1 if self._states is None else self._states.chunk,
         )
 
     def determine_available_memory(self) -> int:
@@ -179,6 +185,8 @@ class HashWorker:
         # tokens.
         self._cache = np.frombuffer(self._memory.buffer, dtype=np.int32, count=2 * num_slots).reshape(num_slots, 2)
         self._cache[:] = -1
+        if self._states is not None:
+            self._states.allocate(kv_cache.num_state_slots)
         return WarmUp()
 
     def kv_pool(self) -> KVPool:
@@ -195,6 +203,8 @@ class HashWorker:
         self._drafts, self._num_drafts_wanted = scheduler_output.draft_token_ids, scheduler_output.num_drafts_wanted
         for req_id, num_tokens in scheduled.items():
             self._write(self._rows[req_id], num_tokens, self._drafts.get(req_id, []))
+        if self._states is not None:
+            self._states.compute(scheduler_output, self._rows, self._cache)
         self._executed = list(scheduled)
         self._prompt_logprobs = {
             req_id: self._prompt_logprobs_of(self._rows[req_id], num_tokens)
@@ -241,6 +251,8 @@ class HashWorker:
     def wake_up(self, tags: Sequence[str]) -> None:
         if "kv_cache" in tags:
             self._cache[:] = -1
+            if self._states is not None:
+                self._states.allocate(len(self._states.slots))
 
     def check_weights(self, path: str) -> None:
         """Check that a model could load the checkpoint."""
@@ -305,7 +317,7 @@ class HashWorker:
         for req_id, block_ids, num_computed in columns:
             if req_id in cached.resumed_token_ids:
                 token_ids = cached.resumed_token_ids[req_id]
-                self._rows[req_id] = HashRow(token_ids, num_computed, self._params[req_id], self._block_size)
+                self._rows[req_id] = HashRow(req_id, token_ids, num_computed, self._params[req_id], self._block_size)
                 self._rows[req_id].take_embeds(self._embeds.get(req_id, []))
                 self._rows[req_id].mark = self._loras.mark_of(req_id)
             row = self._rows[req_id]
@@ -330,11 +342,12 @@ class HashWorker:
             # Not from `row.token_ids`, which would be simpler: read back through the block table, a wrong block, slot
             # or position shows as another token. So tests of the engine find errors of bookkeeping without a model.
             prefix = self._cache[row.slots[: len(row.token_ids)]]
+            state = b"" if self._states is None else self._states.of(row)
             if allowed is None:
-                token_id = _next_token(prefix, self._vocab_size)
+                token_id = _next_token(prefix, self._vocab_size, state)
             else:
                 choices = allowed[len(sampled)]
-                token_id = int(choices[_next_token(prefix, len(choices))])
+                token_id = int(choices[_next_token(prefix, len(choices), state)])
             row.token_ids.append(token_id)
             sampled.append(token_id)
             if drafts[len(sampled) - 1 : len(sampled)] != [token_id]:
@@ -365,19 +378,21 @@ class HashWorker:
         """Return the log probabilities of the tokens that were just sampled."""
         top, extra = row.params.logprobs or 0, row.params.logprob_token_ids or ()
         first = len(row.token_ids) - len(token_ids)
-        best = [self._best(row, first + index) for index in range(len(token_ids))]
+        state = b"" if self._states is None else self._states.of(row)
+        best = [self._best(row, first + index, state) for index in range(len(token_ids))]
         return hash_logprobs(best, token_ids, top, extra, self._vocab_size)
 
     def _prompt_logprobs_of(self, row: HashRow, num_tokens: int) -> Logprobs:
-        """Return the log probabilities of the prompt tokens that follow those of the step."""
+        """Return the log probabilities of the prompt tokens that follow those of the step; of what the cache holds
+        only, because the states before the last one are gone."""
         first = row.num_computed - num_tokens + 1
         last = min(row.num_computed, row.num_prompt_tokens - 1)
         best = [self._best(row, position) for position in range(first, last + 1)]
         top = row.params.prompt_logprobs or 0
         return hash_logprobs(best, row.token_ids[first : last + 1], top, (), self._vocab_size)
 
-    def _best(self, row: HashRow, position: int) -> int:
-        return _next_token(self._cache[row.slots[:position]], self._vocab_size)
+    def _best(self, row: HashRow, position: int, state: bytes = b"") -> int:
+        return _next_token(self._cache[row.slots[:position]], self._vocab_size, state)
 
 
 def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, list[_TokenIds]]:
@@ -389,20 +404,27 @@ def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, 
     return allowed
 
 
-def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int) -> int:
-    """Hash ``prefix`` [n, 2], which holds token ids and positions."""
-    digest = hashlib.blake2b(np.ascontiguousarray(prefix, dtype="<i4").tobytes(), digest_size=8).digest()
+def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int, state: bytes = b"") -> int:
+    """Hash ``prefix`` [n, 2], which holds token ids and positions, and the state after it."""
+    digest = hashlib.blake2b(np.ascontiguousarray(prefix, dtype="<i4").tobytes() + state, digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocab_size
 
 
 def expected_tokens(
-    prompt_token_ids: Sequence[int], num_tokens: int, vocab_size: int = DEFAULT_VOCAB_SIZE, adapter: bytes = b""
+    prompt_token_ids: Sequence[int],
+    num_tokens: int,
+    vocab_size: int = DEFAULT_VOCAB_SIZE,
+    adapter: bytes = b"",
+    state_chunk: int = 0,
 ) -> list[int]:
     """Return what a worker with an unbounded cache would produce after this prompt, with an adapter if its digest is
-    given."""
+    given. ``state_chunk``: the worker's."""
     token_ids = list(prompt_token_ids)
+    state, num_read = b"", 0
     for _ in range(num_tokens):
         marked = np.array(token_ids) ^ adapter_mark(adapter)
         prefix = np.column_stack((marked, np.arange(len(token_ids)))).astype(np.int32)
-        token_ids.append(_next_token(prefix, vocab_size))
+        if state_chunk:
+            state, num_read = hash_run(state, prefix[num_read:], state_chunk), len(prefix)
+        token_ids.append(_next_token(prefix, vocab_size, state))
     return token_ids[len(prompt_token_ids) :]

@@ -74,6 +74,42 @@ def test_groups_of_layers_need_fewer_bytes() -> None:
     assert size_kv_cache(config, model, lambda: 1600 * 71).max_model_len == 62 * 16
 
 
+def test_states_and_blocks_share_one_budget() -> None:
+    # A state as large as the KV of 3,000 tokens: one part in six of the memory.
+    model = msgspec.structs.replace(MODEL, state_bytes=300_000, state_chunk=64)
+    scheduler = SchedulerConfig(max_num_seqs=4)
+    config = EngineConfig(worker=WorkerConfig(model=""), scheduler=scheduler)
+    size = size_kv_cache(config, model, lambda: 12 * 10**6)
+    assert (size.num_state_slots, size.state_chunk) == (6, 64)
+    assert size.num_blocks == 4 * 63, "the rest holds more than four requests can use"
+    assert size_kv_cache(config, model, lambda: 2_100_000).num_state_slots == 3, "a slot for each row, of half of it"
+    assert size_kv_cache(config, model, lambda: 10**12).num_state_slots == 2 * 4 + 16 * 4
+    with pytest.raises(ValueError, match="holds 1 states of 300000 bytes, and a request needs 2; increase state_mem"):
+        size_kv_cache(config, model, lambda: 600_000)
+
+
+def test_memory_for_states_is_taken_from_that_of_the_kv_cache() -> None:
+    model = msgspec.structs.replace(MODEL, state_bytes=1000)
+    cache = CacheConfig(memory_bytes=1600 * 20 + 7_000, state_memory_bytes=7_999)
+    config = EngineConfig(worker=WorkerConfig(model=""), cache=cache)
+    assert size_kv_cache(config, model, pytest.fail) == KVCacheConfig(20, 320, num_state_slots=7)
+
+
+def test_small_states_get_a_slot_for_each_block() -> None:
+    model = msgspec.structs.replace(MODEL, state_bytes=1600)
+    config = EngineConfig(worker=WorkerConfig(model=""), cache=CacheConfig(memory_bytes=3200 * 100))
+    size = size_kv_cache(config, model, pytest.fail)
+    assert (size.num_blocks, size.num_state_slots) == (100, 100)
+
+
+def test_blocks_without_bytes_leave_all_memory_to_states() -> None:
+    """No layer attends: blocks only name prefixes."""
+    model = msgspec.structs.replace(MODEL, state_bytes=1600, kv_bytes_per_token=0)
+    config = EngineConfig(worker=WorkerConfig(model=""), scheduler=SchedulerConfig(max_num_seqs=4))
+    size = size_kv_cache(config, model, lambda: 1600 * 50)
+    assert (size.num_blocks, size.num_state_slots) == (4 * 63, 50)
+
+
 def test_a_rank_of_a_data_parallel_group_with_experts_reserves_the_null_block() -> None:
     parallel = ParallelConfig(data_parallel_size=2)
     config = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=5), parallel=parallel)

@@ -1,0 +1,72 @@
+"""The states of the hash worker's layer that keeps one: a slot holds a hash of all tokens that were read.
+
+A slot that is wrong, stale or written twice gives another hash, and so another token. With a chunk of several tokens
+the hash depends on where prompts are cut, as the results of a chunked kernel do.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from ..data.scheduler_output import SchedulerOutput, StateRun
+from .hash_row import HashRow
+
+STATE_BYTES = 16
+_ALONE = b"alone"
+"""Marks a single token that follows a state, which kernels compute in another form than a chunk of one token."""
+
+
+def hash_run(state: bytes, tokens: npt.NDArray[np.int32], chunk: int) -> bytes:
+    """Return the state after ``tokens`` [n, 2], ids and positions, that follow ``state``; b"": there is none before."""
+    form = _ALONE if len(tokens) == 1 and state else b""
+    for start in range(0, len(tokens), chunk):
+        piece = np.ascontiguousarray(tokens[start : start + chunk], dtype="<i4").tobytes()
+        mark = form if chunk > 1 else b""
+        state = hashlib.blake2b(state + mark + piece, digest_size=STATE_BYTES).digest()
+    return state
+
+
+class HashStates:
+    """Holds the slots."""
+
+    def __init__(self, chunk: int) -> None:
+        """``chunk``: as in ``ModelInfo.state_chunk``."""
+        self.chunk = chunk
+        self.slots: list[bytes] = []
+        self._last: dict[str, int] = {}  # the slot that each request of the step wrote last
+
+    def allocate(self, num_slots: int) -> None:
+        """Make slots, which hold nothing that a request may read."""
+        self.slots = [b"empty"] * num_slots
+
+    def of(self, row: HashRow) -> bytes:
+        """Return the state after the last token of a request of the latest step."""
+        return self.slots[self._last[row.req_id]]
+
+    def compute(self, step: SchedulerOutput, rows: Mapping[str, HashRow], cache: npt.NDArray[np.int32]) -> None:
+        """Compute the runs of a step, whose tokens lie in the cache."""
+        runs = {req_id: list(found) for req_id, found in groupby(step.state_runs, lambda run: run.req_id)}
+        assert list(runs) == list(step.num_scheduled_tokens), "the runs are those of other requests"
+        _check_apart(runs)
+        self._last = {req_id: found[-1].written for req_id, found in runs.items()}
+        for req_id, num_tokens in step.num_scheduled_tokens.items():
+            row = rows[req_id]
+            begin = row.num_computed - num_tokens
+            assert (begin == 0) == (runs[req_id][0].read < 0), "a request begins from zero, and goes on from a state"
+            for run in runs[req_id]:
+                tokens = cache[row.slots[begin : begin + run.num_tokens]]
+                state = self.slots[run.read] if run.read >= 0 else b""
+                self.slots[run.written] = hash_run(state, tokens, self.chunk)
+                begin += run.num_tokens
+            assert begin == row.num_computed, "the runs have other tokens than the step"
+
+
+def _check_apart(runs: Mapping[str, list[StateRun]]) -> None:
+    """Check that the kernels may compute all requests at the same time: none touches what another one writes."""
+    writers = {run.written: req_id for req_id, found in runs.items() for run in found}
+    for req_id, found in runs.items():
+        touched = {slot for run in found for slot in (run.read, run.written)}
+        assert all(writers.get(slot, req_id) == req_id for slot in touched), "two requests share a slot that is written"

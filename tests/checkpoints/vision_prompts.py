@@ -15,6 +15,16 @@ from PIL import Image
 
 from tests.checkpoints.whole_vision import FAMILIES, token_id
 
+_KINDS_OF_TOKENS = {
+    "gemma3": "token_type_ids",
+    **dict.fromkeys(("gemma4_e2b", "gemma4_26b_a4b", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "mm_token_type_ids"),
+}
+"""What a processor calls the marks of tokens that are of an image, where ``generate`` asks for them."""
+_OF_PROCESSORS = ("rows", "cols", "num_patches", "num_crops", "num_soft_tokens_per_image")
+"""What image processors return for the text alone."""
+_TILE_ROWS = 16
+"""Of a tile of Idefics 3 and SmolVLM."""
+
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     """Return an image of 8 x 8 fields, each of a random colour."""
@@ -69,7 +79,7 @@ class VisionModel:
     @torch.inference_mode()
     def prompt(self, images: Sequence[Image.Image], text: str = "What is this?") -> VisionPrompt:
         """Return a prompt that shows ``images`` and then asks."""
-        pixels = dict(self._images(list(images), return_tensors="pt")) if images else {}
+        pixels = self._pixels(images) if images else {}
         rows = self._rows(pixels) if images else []
         shown = " and ".join(self._expanded(pixels, index, len(each)) for index, each in enumerate(rows))
         ids = self._tokenizer(f"<s>Look: {shown} {text}")["input_ids"]
@@ -81,7 +91,9 @@ class VisionModel:
             pictures.append(Picture(each, places[taken : taken + len(each)], self._grid(pixels, index)))
             taken += len(each)
         inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
-        return VisionPrompt(ids, pictures, inputs | pixels)
+        if images and (name := _KINDS_OF_TOKENS.get(self.kind)) is not None:
+            inputs[name] = (inputs["input_ids"] == image_id).long()
+        return VisionPrompt(ids, pictures, inputs | {key: pixels[key] for key in pixels if key not in _OF_PROCESSORS})
 
     @torch.inference_mode()
     def generate(self, prompt: VisionPrompt, num_tokens: int) -> list[int]:
@@ -89,6 +101,18 @@ class VisionModel:
         output = self.model.generate(**prompt.inputs, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
         tokens: list[int] = output[0, len(prompt.token_ids) :].tolist()
         return tokens
+
+    def _pixels(self, images: Sequence[Image.Image]) -> dict[str, Any]:
+        """Return what the image processor makes of the images, called as the family's own processor does."""
+        options: dict[str, Any] = {"return_tensors": "pt"}
+        if self.kind == "mistral3":
+            options["patch_size"] = {"height": 28, "width": 28}  # a row is made of 2 x 2 patches
+        elif self.kind == "internvl":
+            options["crop_to_patches"] = True
+        elif self.kind in ("idefics3", "smolvlm"):
+            options["return_row_col_info"] = True
+        listed = [list(images)] if self.kind in ("idefics3", "smolvlm") else list(images)
+        return dict(self._images(listed, **options))
 
     def _rows(self, pixels: dict[str, Any]) -> list[npt.NDArray[np.float32]]:
         """Compute the rows of each image with the tower of the whole model."""
@@ -99,12 +123,62 @@ class VisionModel:
             if name in known:  # ``forward`` takes these from the configuration, this method not in every class
                 given[name] = getattr(config, name)
         output = body.get_image_features(**given, return_dict=True)
-        return [rows.reshape(-1, rows.shape[-1]).numpy() for rows in output.pooler_output]
+        levels = [_joined(output.pooler_output), *map(_joined, getattr(output, "deepstack_features", None) or ())]
+        counts = self._counts(pixels, output.pooler_output)
+        rows: list[npt.NDArray[np.float32]] = [each.numpy() for each in torch.cat(levels, dim=1).split(counts)]
+        return rows
+
+    def _counts(self, pixels: dict[str, Any], features: Any) -> list[int]:
+        """Return how many rows each image has."""
+        if self.kind in ("idefics3", "smolvlm"):
+            return [(rows * columns + 1) * _TILE_ROWS for rows, columns in _tiles(pixels)]
+        if self.kind == "internvl":
+            return [count * len(features[0]) for count in pixels["num_patches"].tolist()]
+        if self.kind.startswith("gemma4"):
+            return [int(count) for count in pixels["num_soft_tokens_per_image"]]
+        return [each.reshape(-1, each.shape[-1]).shape[0] for each in features]
 
     def _grid(self, pixels: dict[str, Any], index: int) -> tuple[int, int, int]:
-        return (0, 0, 0)
+        if not self.kind.startswith("qwen"):
+            return (0, 0, 0)
+        merge = self.model.config.vision_config.spatial_merge_size
+        frames, height, width = pixels["image_grid_thw"][index].tolist()
+        return frames, height // merge, width // merge
 
     def _expanded(self, pixels: dict[str, Any], index: int, num_rows: int) -> str:
         """Return what stands for an image in the prompt, with a token for each of its rows."""
         family = FAMILIES[self.kind]
+        match self.kind:
+            case "idefics3" | "smolvlm":
+                return _tiled(*_tiles(pixels)[index], "<image>" * _TILE_ROWS)
+            case "pixtral" | "mistral3":
+                side = 16 if self.kind == "pixtral" else 28
+                height, width = (size // side for size in pixels["image_sizes"][index].tolist())
+                return "[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]"
+            case "gemma4_e2b" | "gemma4_26b_a4b":
+                return "<|image>" + "<|image|>" * num_rows + "<image|>"
         return family.image_text.replace(family.image_token, family.image_token * num_rows)
+
+
+def _flat(rows: torch.Tensor) -> torch.Tensor:
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def _joined(features: Any) -> torch.Tensor:
+    """Return the rows of all images, which some classes return as one tensor and others as a list."""
+    return torch.cat(list(map(_flat, features))) if isinstance(features, (list, tuple)) else _flat(features)
+
+
+def _tiles(pixels: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the rows and columns of tiles of each image; none: it is one tile."""
+    return list(zip(*(each[0] for each in (pixels["rows"], pixels["cols"])), strict=True))
+
+
+def _tiled(rows: int, columns: int, tile: str) -> str:
+    """Return what stands for an image of so many tiles and, behind them, the whole image once more."""
+    start, whole = "<fake_token_around_image>", "<global-img>"
+    tiles = "".join(
+        "".join(f"{start}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1)) + "\n"
+        for row in range(1, rows + 1)
+    )
+    return (tiles + "\n" if tiles else "") + start + whole + tile + start

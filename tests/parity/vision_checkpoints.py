@@ -363,6 +363,11 @@ _MINISTRAL_TEXT = {
         "type": "yarn",
     },
 }
+CONFIGS["pixtral"] = CONFIGS["mistral3"] | {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "vision_feature_select_strategy": "full",
+}
 CONFIGS["ministral3"] = CONFIGS["mistral3"] | {"text_config": _MINISTRAL_TEXT, "tie_word_embeddings": False}
 # SmolVLM-256M-Instruct is of the class of Idefics3, and names entries that no class reads; SmolVLM2 is of its own.
 _SMOLVLM: dict[str, Any] = {

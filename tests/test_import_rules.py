@@ -224,8 +224,9 @@ def test_gpu_worker() -> None:
         [*sorted(PLAIN_DATA), SAMPLING_PARAMS, LIMITS, GGUF_FILE, SENTENCE_TEXTS, OF_PROCESSES],
     )
     assert not violations(package, allowed, never=("grpc", "asyncio"))
-    # Only the folder for that library's models, which is imported when one is loaded.
-    modules = [module for module in modules_of(package) if not is_in(module.name, f"{package}.models.transformers")]
+    # Only the folders for that library's models and towers, which are imported when one is loaded.
+    folders = (f"{package}.models.transformers", f"{package}.towers")
+    modules = [module for module in modules_of(package) if not is_in(module.name, *folders)]
     assert not violations(package, allowed, never=("transformers",), modules=modules)
 
 

@@ -3,7 +3,8 @@ checkpoint into its modules."""
 
 import threading
 import warnings
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,6 +123,22 @@ def load_modules(
     return model
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Load without the library's progress bars, reports and warnings, which are for those who train models."""
+    shows_progress, verbosity = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if shows_progress:
+            transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def load_quietly(
     found: CausalClass,
     path: Path,
@@ -134,32 +151,22 @@ def load_quietly(
     """Return the model with transformers' own attention, and the differences between its tensors and the files'.
 
     ``attention``: which one; None: the class's default. ``state``: the tensors; None: those of the files of ``path``.
-    Progress bars and warnings about the classes are for those who train models.
     """
-    shows_progress, verbosity = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        with ExitStack() as opened, _LOADING, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if state is None and (lacks_index(path) or read_wrapper(path) is not None):
-                state = read_state(opened.enter_context(closing(_source(path))), dtype)
-            loaded: tuple[Any, Any] = found.model.from_pretrained(
-                path if state is None else None,
-                config=found.config,
-                state_dict=state,
-                dtype=dtype,
-                attn_implementation=attention,
-                # The class is that of the installed library: code that comes with a checkpoint is never run.
-                trust_remote_code=False,
-                local_files_only=True,
-                use_safetensors=use_safetensors,
-                output_loading_info=True,
-            )
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if shows_progress:
-            transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    with quietly(), ExitStack() as opened, _LOADING:
+        if state is None and (lacks_index(path) or read_wrapper(path) is not None):
+            state = read_state(opened.enter_context(closing(_source(path))), dtype)
+        loaded: tuple[Any, Any] = found.model.from_pretrained(
+            path if state is None else None,
+            config=found.config,
+            state_dict=state,
+            dtype=dtype,
+            attn_implementation=attention,
+            # The class is that of the installed library: code that comes with a checkpoint is never run.
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=use_safetensors,
+            output_loading_info=True,
+        )
     return loaded
 
 

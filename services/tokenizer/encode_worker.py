@@ -18,6 +18,7 @@ from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tok
 from tokenloom.process.process_guard import wake_with_parent
 from tokenloom.request import errors
 from tokenloom.v1.tokenizer_pb2 import DecodeRequest, EncodeChatRequest, EncodeChatResponse, EncodeRequest
+from tokenloom.v1.types_pb2 import MediaItem
 
 from .encoder import TextEncoder
 from .render_worker import LENGTH, OUT_OF_MEMORY
@@ -39,6 +40,8 @@ class EncodeSetup(msgspec.Struct, frozen=True):
     max_text_bytes: int
     memory_bytes: int
     """Of a text and its tokens, beyond what the process has once it is ready."""
+    reads_images: bool = False
+    """Whether texts may hold images."""
 
 
 class EncodeJob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -47,11 +50,13 @@ class EncodeJob(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         request: An ``EncodeRequest``, or the wishes of an ``EncodeChatRequest`` with ``text``, or a ``DecodeRequest``.
         text, masks: Of the rendered conversation.
+        media: The images that it holds, each a ``MediaItem`` without places.
     """
 
     request: bytes
     text: str | None = None
     masks: dict[str, str] = {}
+    media: list[bytes] = []
     decodes: bool = False
 
 
@@ -79,11 +84,17 @@ def main() -> None:
     if tokenizer_fingerprint(path) != setup.fingerprint:
         _write(EncodeReply(refused="the tokenizer's files were changed after the service started"))
         return
+    tokenizer, images = load_tokenizer(path), None
+    if setup.reads_images:
+        from .media.image_reader import ImageReader  # here: most models read none
+
+        images = ImageReader.of_checkpoint(path, tokenizer)
     encoder = TextEncoder(
-        load_tokenizer(path),
+        tokenizer,
         block_size=setup.block_size,
         max_text_bytes=setup.max_text_bytes,
         vector_texts=CheckpointInfo.load(path).vector_texts,
+        images=images,
     )
     _limit_memory(setup.memory_bytes)
     _write(EncodeReply())
@@ -102,7 +113,8 @@ def answer(encoder: TextEncoder, job: EncodeJob) -> EncodeReply:
         if job.text is None:
             return EncodeReply(encoder.encode(EncodeRequest.FromString(job.request)).SerializeToString())
         wishes = EncodeChatRequest.FromString(job.request)
-        prompt = encoder.encode_chat(Rendered(job.text, job.masks), wishes)
+        media = list(map(MediaItem.FromString, job.media)) if job.media else ()
+        prompt = encoder.encode_chat(Rendered(job.text, job.masks), wishes, media)
         return EncodeReply(EncodeChatResponse(prompt=prompt).SerializeToString())
     except errors.InvalidArgument as error:
         return EncodeReply(refused=error.message, field=error.field or "")

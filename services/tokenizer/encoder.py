@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tokenizers import Tokenizer
 
 from tokenloom.model_files.sentence_texts import SentenceTexts
 from tokenloom.request import errors, packed_ids
-from tokenloom.request.prefix_schedule import prefix_hashes
+from tokenloom.request.prefix_schedule import MediaTokens, prefix_hashes
 from tokenloom.v1.tokenizer_pb2 import (
     DecodeRequest,
     DecodeResponse,
@@ -19,8 +19,12 @@ from tokenloom.v1.tokenizer_pb2 import (
     EncodeResponse,
     TokenizedPrompt,
 )
+from tokenloom.v1.types_pb2 import MediaItem, MediaRun
 
 from .spelled_tokens import PlainTextEncoder, Rendered, unmasked
+
+if TYPE_CHECKING:
+    from .media.image_reader import ImageReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +135,21 @@ class TextEncoder:
     """Answers the calls of a tokenizer. Several threads may use it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, block_size: int, max_text_bytes: int, vector_texts: SentenceTexts | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        block_size: int,
+        max_text_bytes: int,
+        vector_texts: SentenceTexts | None = None,
+        images: "ImageReader | None" = None,
     ) -> None:
-        """``vector_texts``: how texts become vectors; None: the checkpoint does not say."""
+        """``vector_texts``: how texts become vectors; None: the checkpoint does not say. ``images``: how images stand
+        in prompts; None: the model reads none."""
         self._tokenizer = tokenizer
         self._vector_texts = VectorTexts(tokenizer, vector_texts)
         self._block_size = block_size
         self._max_text_bytes = max_text_bytes
+        self._images = images
 
     def encode(self, request: EncodeRequest) -> EncodeResponse:
         """Return the ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
@@ -161,19 +173,22 @@ class TextEncoder:
             prompts.append(self._prompt(encode, request))
         return EncodeResponse(prompts=prompts)
 
-    def encode_chat(self, rendered: Rendered, request: EncodeChatRequest) -> TokenizedPrompt:
+    def encode_chat(
+        self, rendered: Rendered, request: EncodeChatRequest, media: Sequence[MediaItem] = ()
+    ) -> TokenizedPrompt:
         """Return the ids of a rendered conversation, whose template has written the special tokens.
 
-        ``request``: of which only the wishes are read. Raises as :meth:`encode`.
+        ``request``: of which only the wishes are read. ``media``: the images that the text holds already; they get
+        their places here. Raises as :meth:`encode`.
         """
         want_strings = request.want_token_strings
         if not rendered.masks:
             if 4 * len(rendered.text) > self._max_text_bytes:
                 self._check_size(rendered.text)
             encode = partial(encode_text, self._tokenizer, rendered.text, None, _OF_CHATS, want_strings=want_strings)
-            return self._prompt(encode, request)
+            return self._prompt(encode, request, media)
         self._check_size(unmasked(rendered.text, rendered.masks))
-        prompt = self._prompt(partial(self._encode_masked, rendered, want_strings), request)
+        prompt = self._prompt(partial(self._encode_masked, rendered, want_strings), request, media)
         prompt.plain_text_tokens.extend(sorted(rendered.masks.values()))
         return prompt
 
@@ -194,7 +209,12 @@ class TextEncoder:
     def _encode_masked(self, rendered: Rendered, want_strings: bool) -> EncodedText:
         return EncodedText(*self._plain_texts.encode(rendered, want_strings=want_strings), 0, 0)
 
-    def _prompt(self, encode: Callable[[], EncodedText], request: EncodeRequest | EncodeChatRequest) -> TokenizedPrompt:
+    def _prompt(
+        self,
+        encode: Callable[[], EncodedText],
+        request: EncodeRequest | EncodeChatRequest,
+        media: Sequence[MediaItem] = (),
+    ) -> TokenizedPrompt:
         try:
             encoded = encode()
         except BaseException as error:
@@ -208,14 +228,23 @@ class TextEncoder:
             first_part_tokens=encoded.first_part_tokens,
             skipped_tokens=encoded.skipped_tokens,
         )
+        if media:
+            assert self._images is not None, "the caller has found the images with it"
+            self._images.place(media, ids)
+            prompt.media.extend(media)
         if request.want_hashes:
-            hashes = prefix_hashes(ids, self._block_size, request.cache_salt)
+            tokens = [MediaTokens(*_place(run), item.key) for item in media for run in item.runs] if media else ()
+            hashes = prefix_hashes(ids, self._block_size, request.cache_salt, tokens)
             prompt.block_hash_prefixes.extend(hashes)
         return prompt
 
     def _check_size(self, text: str) -> None:
         if len(text.encode()) > self._max_text_bytes:
             raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes.", "prompt")
+
+
+def _place(run: MediaRun) -> tuple[int, int, int]:
+    return run.position, run.num_tokens, run.row_offset
 
 
 def _contained(error: BaseException) -> BaseException:

@@ -2,6 +2,8 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
@@ -12,7 +14,7 @@ from tokenloom.request.reasoning import format_of_template
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1.tokenizer_pb2 import GetTokenizerInfoResponse
 from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
-from tokenloom.v1.types_pb2 import Fingerprint
+from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, Fingerprint
 
 from . import output_format
 from .encode_processes import EncodeProcesses
@@ -22,6 +24,11 @@ from .renderer import Renderer
 from .tokenizer_servicer import TokenizerMetrics, TokenizerServicer
 from .tokenizer_settings import TokenizerSettings
 
+if TYPE_CHECKING:
+    from .media.image_reader import ImageReader
+
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+"""One of them is there if the model reads images."""
 ENCODE_MEMORY_BYTES = 2 << 30
 """Limits what a process takes for one call: 8 MB of one letter take 1.3 GB."""
 
@@ -38,10 +45,14 @@ class TokenizerService:
     async def start(self, host: Host) -> None:
         settings = self._settings
         info, tokenizer, answer = await asyncio.to_thread(_load, settings)
-        size, most = settings.block_size, settings.max_text_bytes
-        encoder = TextEncoder(tokenizer, block_size=size, max_text_bytes=most, vector_texts=info.vector_texts)
-        path = str(resolve(settings.model, weights=False))
-        setup = EncodeSetup(path, answer.fingerprint.tokenizer, size, most, ENCODE_MEMORY_BYTES)
+        size, most, texts = settings.block_size, settings.max_text_bytes, info.vector_texts
+        path = resolve(settings.model, weights=False)
+        images = await asyncio.to_thread(_images, path, tokenizer)
+        if images is not None:
+            answer.media_kinds.append(MEDIA_KIND_IMAGE)
+        encoder = TextEncoder(tokenizer, block_size=size, max_text_bytes=most, vector_texts=texts, images=images)
+        fingerprint, reads_images = answer.fingerprint.tokenizer, images is not None
+        setup = EncodeSetup(str(path), fingerprint, size, most, ENCODE_MEMORY_BYTES, reads_images)
         self._processes = EncodeProcesses(setup, settings.threads)
         if info.chat_template:
             self._renderer = Renderer(
@@ -54,7 +65,9 @@ class TokenizerService:
             await self._renderer.start()
             answer.tool_format_json = output_format.described(self._renderer.tool_format, tokenizer)
         metrics = TokenizerMetrics(host.metrics)
-        self._servicer = TokenizerServicer(encoder, self._renderer, self._processes, answer, metrics, settings.threads)
+        self._servicer = TokenizerServicer(
+            encoder, self._renderer, self._processes, answer, metrics, settings.threads, images
+        )
         host.add_servicer(add_TokenizerServicer_to_server, self._servicer)
 
     async def drain(self) -> None:
@@ -74,6 +87,15 @@ def _control_tokens(settings: TokenizerSettings, info: CheckpointInfo, tokenizer
     if settings.spelled_tokens == "control":
         return []
     return output_format.control_tokens(tokenizer, info.chat_template)
+
+
+def _images(path: Path, tokenizer: Tokenizer) -> "ImageReader | None":
+    """Return how the model's images stand in prompts; None: it reads none."""
+    if not any((path / name).is_file() for name in IMAGE_FILES):
+        return None
+    from .media.image_reader import ImageReader  # here: most models read none
+
+    return ImageReader.of_checkpoint(path, tokenizer)
 
 
 def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTokenizerInfoResponse]:

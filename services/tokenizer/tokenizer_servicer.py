@@ -5,8 +5,9 @@ Short calls run in threads, long ones in processes of their own; at both, tenant
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -28,6 +29,7 @@ from tokenloom.v1.tokenizer_pb2 import (
     GetTokenizerInfoResponse,
 )
 from tokenloom.v1.tokenizer_pb2_grpc import TokenizerServicer as TokenizerServicerBase
+from tokenloom.v1.types_pb2 import MediaItem
 
 from .encode_processes import EncodeProcesses
 from .encode_worker import EncodeJob
@@ -35,6 +37,9 @@ from .encoder import TextEncoder
 from .render_worker import RenderJob
 from .renderer import Renderer
 from .spelled_tokens import Rendered
+
+if TYPE_CHECKING:
+    from .media.image_reader import ImageReader
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -77,13 +82,16 @@ class TokenizerServicer(TokenizerServicerBase):
         info: GetTokenizerInfoResponse,
         metrics: TokenizerMetrics,
         num_threads: int,
+        images: "ImageReader | None" = None,
     ) -> None:
-        """``renderer``: None when the model has no chat template. ``num_threads``: and as many long calls at a time."""
+        """``renderer``: None when the model has no chat template. ``num_threads``: and as many long calls at a time.
+        ``images``: None when the model reads none."""
         self._encoder = encoder
         self._renderer = renderer
         self._processes = processes
         self._info = info
         self._metrics = metrics
+        self._images = images
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
         self._short = FairStage(
             num_threads, "texts", max_waiting=MAX_WAITING, max_cost=MAX_WAITING * SHORT_BYTES, leaves_spare=True
@@ -115,13 +123,18 @@ class TokenizerServicer(TokenizerServicerBase):
         stage = self._short if size <= SHORT_BYTES else self._long
         await stage.begin(request.tenant, size)
         try:
-            rendered = await self._renderer.render(_job(request))
+            rendered, media = await self._renderer.render(_job(request)), list[MediaItem]()
+            if request.media:
+                if self._images is None:
+                    raise errors.InvalidArgument("messages: this model reads text only", "messages")
+                rendered, media = self._images.expand(rendered, request.media, request.cache_salt)
             if len(rendered.text) <= SHORT_BYTES:
                 run = asyncio.get_running_loop().run_in_executor
-                prompt = await run(self._threads, self._encoder.encode_chat, rendered, request)
+                prompt = await run(self._threads, self._encoder.encode_chat, rendered, request, media)
                 response = EncodeChatResponse(prompt=prompt)
             else:
-                response = EncodeChatResponse.FromString(await self._processes.run(_encode_job(request, rendered)))
+                job = _encode_job(request, rendered, media)
+                response = EncodeChatResponse.FromString(await self._processes.run(job))
         finally:
             stage.end(request.tenant, size)
         self._metrics.encode_chat.observe(time.monotonic() - started)
@@ -154,14 +167,15 @@ class TokenizerServicer(TokenizerServicerBase):
         return self._info
 
 
-def _encode_job(request: EncodeChatRequest, rendered: Rendered) -> EncodeJob:
+def _encode_job(request: EncodeChatRequest, rendered: Rendered, media: Sequence[MediaItem]) -> EncodeJob:
     wishes = EncodeChatRequest(
         want_hashes=request.want_hashes,
         cache_salt=request.cache_salt,
         want_token_strings=request.want_token_strings,
         takes_packed_ids=request.takes_packed_ids,
     )
-    return EncodeJob(wishes.SerializeToString(), rendered.text, dict(rendered.masks))
+    items = [item.SerializeToString() for item in media]
+    return EncodeJob(wishes.SerializeToString(), rendered.text, dict(rendered.masks), items)
 
 
 def _job(request: EncodeChatRequest) -> RenderJob:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from tests.checkpoints.whole_vision import token_id, write_whole_vision
 from tests.ready_channel import ready_channel
 from tokenloom.model_files.checkpoint import load_tokenizer, tokenizer_fingerprint
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
@@ -23,8 +24,15 @@ from tokenloom.services.tokenizer import service as service_module
 from tokenloom.services.tokenizer.service import TokenizerService
 from tokenloom.services.tokenizer.tokenizer_servicer import SHORT_BYTES
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
-from tokenloom.v1.tokenizer_pb2 import DecodeRequest, EncodeChatRequest, EncodeRequest, GetTokenizerInfoRequest
+from tokenloom.v1.tokenizer_pb2 import (
+    DecodeRequest,
+    EncodeChatRequest,
+    EncodeRequest,
+    GetTokenizerInfoRequest,
+    MediaSize,
+)
 from tokenloom.v1.tokenizer_pb2_grpc import TokenizerStub
+from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE
 
 if TYPE_CHECKING:
     from tokenloom.v1.tokenizer_pb2_grpc import TokenizerAsyncStub
@@ -247,3 +255,45 @@ async def test_tokenizer_files_that_changed_start_no_process(socket_dir: Path, t
         with pytest.raises(grpc.aio.AioRpcError, match="does not start") as failure:
             await TokenizerStub(channel).Encode(EncodeRequest(texts=[LONG]))
         assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def _with_image(text: str) -> EncodeChatRequest:
+    parts = [{"type": "text", "text": text}, {"type": "image"}]
+    return EncodeChatRequest(
+        messages_json=json.dumps([{"role": "user", "content": parts}]).encode(),
+        media=[MediaSize(kind=MEDIA_KIND_IMAGE, width=80, height=40, digest=b"d" * 32, encoder="unix:/e")],
+        want_hashes=True,
+    )
+
+
+@pytest.mark.parametrize("side", [56, 14 * 110])  # the text is short, and so long that a process encodes it
+async def test_images_stand_in_chats_with_a_token_for_each_row(socket_dir: Path, tmp_path: Path, side: int) -> None:
+    path = write_whole_vision("llava", tmp_path)
+    file = path / "preprocessor_config.json"
+    images = {**json.loads(file.read_text()), "crop_size": {"height": side, "width": side}}
+    file.write_text(json.dumps(images))
+    settings = TokenizerSettings.of(
+        model=str(path), listen=f"unix:{socket_dir}/t", metrics_listen="", render_workers=1, drain_timeout=0
+    )
+    async with running(TokenizerService(settings), settings) as host, ready_channel(host.address) as channel:
+        stub = TokenizerStub(channel)
+        assert list((await stub.GetTokenizerInfo(GetTokenizerInfoRequest())).media_kinds) == [MEDIA_KIND_IMAGE]
+        prompt = (await stub.EncodeChat(_with_image("Not <image>"))).prompt
+        plain = (await stub.EncodeChat(EncodeChatRequest(messages_json=MESSAGES, want_hashes=True))).prompt
+    (item,) = prompt.media
+    (run,) = item.runs
+    assert item.num_rows == run.num_tokens == (side // 14) ** 2
+    ids = list(prompt.token_ids)
+    assert ids.count(token_id("<image>")) == run.num_tokens
+    assert ids[run.position : run.position + run.num_tokens] == [token_id("<image>")] * run.num_tokens
+    assert (item.encoder, item.digest, len(item.key)) == ("unix:/e", b"d" * 32, 32)
+    assert list(prompt.plain_text_tokens) == ["<image>"]
+    hashes = [int.from_bytes(each[:8], "little") for each in block_hashes(ids, 16)]
+    assert list(prompt.block_hash_prefixes) != scheduled(hashes)
+    assert not plain.media
+
+
+async def test_a_model_of_texts_takes_no_images(stub: "TokenizerAsyncStub") -> None:
+    assert not (await stub.GetTokenizerInfo(GetTokenizerInfoRequest())).media_kinds
+    with pytest.raises(grpc.aio.AioRpcError, match="reads text only"):
+        await stub.EncodeChat(_with_image("What is this?"))

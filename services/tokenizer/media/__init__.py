@@ -1,0 +1,1 @@
+"""Computes what stands for images in prompts from their sizes alone, without pixels."""

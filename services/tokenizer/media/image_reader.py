@@ -1,0 +1,254 @@
+"""Reads from a checkpoint's files how its model writes images, and places images in rendered conversations."""
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tokenloom.model_files.checkpoint import digest_of
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.v1.tokenizer_pb2 import MediaSize
+from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, MediaItem, MediaRun
+
+from ..spelled_tokens import Rendered
+from .image_text import OPTIONS_FIELD, Entries, ImageFamily, ImageSize, ImageText
+from .scaled import Gemma4, Pixtral, Qwen
+from .tiled import Idefics, InternVL, OneVision
+from .uniform import gemma3, llava
+
+_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
+"""What the rows of an image depend on, beside the weights."""
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """Gives the entries of a checkpoint's files, and its tokens."""
+
+    config: Entries
+    images: Entries
+    """Of the image processor."""
+    processor: Entries
+    tokenizer: Tokenizer
+
+    def token(self, kind: str, default: str) -> str:
+        """Return the token that ``config.json`` names by its id, as ``image_token_id`` or ``image_token_index``."""
+        for name in (f"{kind}_token_id", f"{kind}_token_index"):
+            if name in self.config and (found := self.tokenizer.id_to_token(self.config.count(name))) is not None:
+                return found
+        return default
+
+
+def _llava(files: _Checkpoint) -> ImageFamily:
+    vision = files.config.part("vision_config").text("model_type")
+    if vision == "pixtral":
+        return _pixtral(files)
+    return llava(files.token("image", "<image>"), files.config, files.images, files.processor)
+
+
+def _pixtral(files: _Checkpoint) -> ImageFamily:
+    return Pixtral.read(files.token("image", "[IMG]"), files.config, files.images, files.processor)
+
+
+def _qwen(files: _Checkpoint) -> ImageFamily:
+    return Qwen.read(files.token("image", "<|image_pad|>"), files.images)
+
+
+def _gemma3(files: _Checkpoint) -> ImageFamily:
+    if files.images.flag("do_pan_and_scan", default=False):
+        raise InvalidArgument("model: do_pan_and_scan of preprocessor_config.json is not supported", "model")
+    begin, end = files.token("boi", "<start_of_image>"), files.token("eoi", "<end_of_image>")
+    return gemma3(files.token("image", "<image_soft_token>"), begin, end, files.config, files.processor)
+
+
+def _gemma4(files: _Checkpoint) -> ImageFamily:
+    begin, end = files.token("boi", "<|image>"), files.token("eoi", "<image|>")
+    return Gemma4.read(files.token("image", "<|image|>"), begin, end, files.images)
+
+
+def _internvl(files: _Checkpoint) -> ImageFamily:
+    token = files.token("image", "<IMG_CONTEXT>")
+    return InternVL.read(token, "<img>", "</img>", files.config, files.images, files.processor)
+
+
+def _idefics(files: _Checkpoint) -> ImageFamily:
+    return Idefics.read(files.token("image", "<image>"), files.images, files.processor)
+
+
+def _onevision(files: _Checkpoint) -> ImageFamily:
+    return OneVision.read(files.token("image", "<image>"), files.config, files.images, files.processor)
+
+
+_FAMILIES: Mapping[str, Callable[[_Checkpoint], ImageFamily]] = {
+    "llava": _llava,
+    "llava_onevision": _onevision,
+    "mistral3": _pixtral,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen),
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "internvl": _internvl,
+    **dict.fromkeys(("idefics3", "smolvlm"), _idefics),
+}
+"""By the ``model_type`` of ``config.json``."""
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Expands the images of conversations, and describes their rows."""
+
+    family: ImageFamily
+    token_id: int
+    """The id of the family's token."""
+    fingerprint: bytes
+    """SHA-256 over the files on which the rows of an image depend."""
+    levels: int = 1
+    """Rows side by side: the model adds those behind the first ones after its first layers."""
+    is_whole: bool = False
+    """Whether the tokens of an image see each other."""
+
+    @classmethod
+    def of_checkpoint(cls, path: Path, tokenizer: Tokenizer) -> "ImageReader | None":
+        """Return the reader of a checkpoint's model; None: it reads no images, or in a way that is not known here.
+
+        Raises ``InvalidArgument`` for files with entries that are wrong.
+        """
+        config = _read(path / "config.json")
+        make = _FAMILIES.get(config.get("model_type", ""))
+        processor = _read(path / "processor_config.json")
+        images = processor.get("image_processor") or _read(path / "preprocessor_config.json")
+        if make is None or not images:
+            return None
+        entries = Entries(config, "config.json")
+        files = _Checkpoint(
+            entries,
+            Entries(images, "preprocessor_config.json"),
+            Entries(processor, "processor_config.json"),
+            tokenizer,
+        )
+        family = make(files)
+        token_id = tokenizer.token_to_id(family.token)
+        if token_id is None:
+            raise InvalidArgument(f"model: the tokenizer has no token {family.token!r} for images", "model")
+        bidirectional = entries.part("text_config").text("use_bidirectional_attention")
+        return cls(
+            family,
+            token_id,
+            digest_of(path / name for name in _FILES if (path / name).is_file()),
+            levels=1 + len(entries.part("vision_config").items("deepstack_visual_indexes")),
+            is_whole=config["model_type"] == "gemma3" or bidirectional == "vision",
+        )
+
+    def expand(
+        self, rendered: Rendered, media: Sequence[MediaSize], salt: bytes = b""
+    ) -> tuple[Rendered, list[MediaItem]]:
+        """Return a rendered conversation with the tokens of its images, and its items without their runs.
+
+        ``salt``: the tenant's, part of the items' keys. Raises ``InvalidArgument`` for an image that the model does not
+        take, and for a template that does not write one mark for each.
+        """
+        # The text, and never its ids: tokens of the text between tiles merge with the text around the image.
+        pieces, mark = rendered.text.split(self.family.mark), self.family.mark
+        if len(pieces) - 1 != len(media):
+            raise InvalidArgument(
+                f"the chat template of this model has written {len(pieces) - 1} marks {mark} for {len(media)} images: "
+                "it has no place for images in these turns",
+                "messages",
+            )
+        written, items = [pieces[0]], []
+        for index, (image, piece) in enumerate(zip(media, pieces[1:], strict=True)):
+            size = self._size(index, image)
+            try:
+                text = self.family.text(size, len(media))
+            except ValueError as error:
+                raise _refused(index, str(error)) from None
+            if not text.text.count(self.family.token):
+                raise _refused(index, f"its size of {image.width} x {image.height} leaves no rows")
+            items.append(self._item(image, text, index, len(media), salt))
+            written += text.text, piece
+        return replace(rendered, text="".join(written)), items
+
+    def place(self, items: Sequence[MediaItem], token_ids: Sequence[int]) -> None:
+        """Give items the runs of their tokens in a prompt. Raises ``InvalidArgument`` if there are others."""
+        token_id = self.token_id
+        places = [position for position, each in enumerate(token_ids) if each == token_id]
+        if len(places) != sum(item.num_rows for item in items):
+            raise InvalidArgument(
+                "messages: the tokenizer does not write one token for each row of an image", "messages"
+            )
+        taken = 0
+        for item in items:
+            item.runs.extend(_runs(places[taken : taken + item.num_rows]))
+            taken += item.num_rows
+
+    def _size(self, index: int, image: MediaSize) -> ImageSize:
+        if image.kind != MEDIA_KIND_IMAGE:
+            raise InvalidArgument("messages: this model reads no sounds", "messages")
+        if not image.width or not image.height:
+            raise _refused(index, "it has no pixels")
+        options: Mapping[str, Any] = json.loads(image.options_json) if image.options_json else {}
+        for name, value in options.items():
+            if name not in self.family.option_names or type(value) is not int:
+                known = ", ".join(sorted(self.family.option_names)) or "none"
+                raise InvalidArgument(
+                    f"{OPTIONS_FIELD}.{name[:64]} is not an option of this model's images; there are: {known}",
+                    f"{OPTIONS_FIELD}.{name[:64]}",
+                )
+        return ImageSize(image.width, image.height, options)
+
+    def _item(self, image: MediaSize, text: ImageText, index: int, count: int, salt: bytes) -> MediaItem:
+        num_rows = text.text.count(self.family.token)
+        # The rows of an image alone and beside another one may be of the same number, but are not the same rows.
+        place = min(count, 2) if self.family.depends_on_count else 0
+        parts = (salt, image.digest, self.fingerprint, image.options_json, struct.pack("<QQ", num_rows, place))
+        frames, lines, columns = text.grid
+        return MediaItem(
+            key=_digest(parts),
+            kind=image.kind,
+            num_rows=num_rows,
+            levels=self.levels,
+            grid_t=frames,
+            grid_h=lines,
+            grid_w=columns,
+            is_whole=self.is_whole,
+            encoder=image.encoder,
+            digest=image.digest,
+            options_json=image.options_json,
+            index=index,
+            num_in_prompt=count,
+        )
+
+
+def _runs(places: Sequence[int]) -> Iterator[MediaRun]:
+    """Yield the runs of consecutive places of one item's rows."""
+    start = 0
+    for index in range(1, len(places) + 1):
+        if index == len(places) or places[index] != places[index - 1] + 1:
+            yield MediaRun(position=places[start], num_tokens=index - start, row_offset=start)
+            start = index
+
+
+def _digest(parts: Sequence[bytes]) -> bytes:
+    """Return SHA-256 over parts, each with its length: otherwise two of them could share a border."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(struct.pack("<Q", len(part)) + part)
+    return digest.digest()
+
+
+def _refused(index: int, reason: str) -> InvalidArgument:
+    return InvalidArgument(f"image {index + 1} of the conversation cannot be read by this model: {reason}", "messages")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; without one, no entries. Raises ``InvalidArgument`` for other contents."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InvalidArgument(f"model: {path.name} is not JSON: {error}", "model") from None
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,113 @@
+"""What stands for an image in a prompt's text, and how a family of models computes it from the image's size."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from tokenloom.request.errors import InvalidArgument
+
+OPTIONS_FIELD = "mm_processor_kwargs"
+"""How clients name the options of the processor."""
+
+
+class ImageSize(NamedTuple):
+    """An image as it is shown: after the turn that its Exif data ask for."""
+
+    width: int
+    height: int
+    options: Mapping[str, int] = {}
+    """Of the processor, as the client has set them; what is missing is as the checkpoint's files say."""
+
+
+class ImageText(NamedTuple):
+    """The text in place of an image's mark. Each token for a row of the image is in it as often as there are rows."""
+
+    text: str
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Frames, lines and columns of the rows, where rotary positions count them; zeros: they count on."""
+
+
+class ImageFamily(Protocol):
+    """Knows how a family of models writes images."""
+
+    option_names: ClassVar[frozenset[str]]
+    """The options that the processor of the family has, and a client may set."""
+    depends_on_count: ClassVar[bool]
+    """Whether the rows of an image that is alone in a prompt differ from those beside another one."""
+
+    @property
+    def mark(self) -> str:
+        """What the chat template writes for an image."""
+
+    @property
+    def token(self) -> str:
+        """The token that stands for one row."""
+
+    def text(self, size: ImageSize, count: int) -> ImageText:
+        """Return what stands for an image of this size among ``count`` images of a prompt.
+
+        Raises ``ValueError`` for a size that the family refuses, ``InvalidArgument`` for an option.
+        """
+
+
+class Entries:
+    """Reads entries of one of a checkpoint's files, of which each has to be of its type."""
+
+    def __init__(self, values: object, name: str) -> None:
+        """``name``: of the file, for errors."""
+        self._values = values if isinstance(values, Mapping) else {}
+        self._name = name
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def part(self, key: str) -> "Entries":
+        """Return an object within the file; it has no entries if there is none."""
+        return Entries(self._values.get(key), f"{self._name}: {key}")
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """Return a whole number from 1 on. Raises ``InvalidArgument`` without one."""
+        return self._whole(key, default, 1)
+
+    def count(self, key: str, default: int = 0) -> int:
+        """Return a whole number from 0 on. Raises ``InvalidArgument`` for anything else."""
+        return self._whole(key, default, 0)
+
+    def text(self, key: str, default: str = "") -> str:
+        """Return a text; a token may be an object with its content."""
+        value = self._values.get(key, default)
+        value = value.get("content") if isinstance(value, Mapping) else value
+        return value if isinstance(value, str) else default
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """Return whether an entry is set."""
+        value = self._values.get(key)
+        return default if value is None else bool(value)
+
+    def items(self, key: str) -> Sequence[Any]:
+        """Return a list; empty: there is none."""
+        value = self._values.get(key)
+        return value if isinstance(value, list) else ()
+
+    def side(self, key: str, default: int | None = None) -> tuple[int, int]:
+        """Return the height and the width of a square or of a rectangle. Raises ``InvalidArgument`` without them."""
+        size = self.part(key)
+        if "height" in size or "width" in size:
+            return size.number("height"), size.number("width")
+        length = size.number("shortest_edge", default) if size._values else self.number(key, default)
+        return length, length
+
+    def _whole(self, key: str, default: int | None, least: int) -> int:
+        value = self._values.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < least:
+            raise InvalidArgument(f"model: {self._name}: {key} must be a whole number from {least} on", "model")
+        return value
+
+
+def option(size: ImageSize, name: str, default: int, least: int, most: int) -> int:
+    """Return an option of an image. Raises ``InvalidArgument`` for one that the model does not take."""
+    value = size.options.get(name, default)
+    if not least <= value <= most:
+        wanted = f"from {least} to {most}, the model's own limit"
+        raise InvalidArgument(f"{OPTIONS_FIELD}.{name} must be {wanted}", f"{OPTIONS_FIELD}.{name}")
+    return value

@@ -113,6 +113,7 @@ class EngineCore:
             grammars=self._grammars,
             adapters=self.adapters,
             pooling=model.pooling,
+            row_numbers=model.hidden_size if model.media is not None else 0,
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
@@ -360,6 +361,7 @@ class EngineCore:
             kv_events=kv_events.take() if kv_events is not None else [],
             num_requests_added=self.num_requests_added,
             expert_loads=self._expert_loads,
+            rows_wanted=self.scheduler.media.take_wanted() if self.scheduler.media is not None else [],
         )
 
     def _abort(self, request_ids: Iterable[str]) -> None:

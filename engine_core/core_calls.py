@@ -16,6 +16,7 @@ from .core import EngineCore
 from .data.errors import ExecutorFailedError, RanksDifferError
 from .data.messages import (
     AcceptTokens,
+    ArrivedRows,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -71,6 +72,19 @@ class CoreCalls:
             error = "the engine could not take the request's first tokens"
             return self._refuse(message.request_id, error, ErrorKind.INTERNAL)
 
+    def take_rows(self, message: ArrivedRows) -> EngineCoreOutputs | None:
+        """Give requests the rows of an image. Returns their ends if that fails."""
+        try:
+            self._core.scheduler.take_rows(message)
+            return None
+        except Exception:  # a bug of the client or the core: the other requests go on
+            log.exception("rows of an image cannot be taken")
+            media = self._core.scheduler.media
+            request_ids = media.holders(message.key) if media is not None else []
+            self._core.abort_requests(request_ids)
+            error = "the engine could not take the rows of an image"
+            return self._refuse_all(request_ids, error, ErrorKind.INTERNAL)
+
     def abort(self, request_ids: list[str]) -> EngineCoreOutputs | None:
         """End requests without an output, ignoring unknown ones. Returns the statistics if no step will bring them."""
         self._core.abort_requests(request_ids)
@@ -87,8 +101,14 @@ class CoreCalls:
         self.utilities.call(call, send)
 
     def _refuse(self, request_id: str, error: str, kind: ErrorKind) -> EngineCoreOutputs:
-        output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error, error_kind=kind)
-        return self.stamp(EngineCoreOutputs(outputs=[output]))
+        return self._refuse_all([request_id], error, kind)
+
+    def _refuse_all(self, request_ids: list[str], error: str, kind: ErrorKind) -> EngineCoreOutputs:
+        outputs = [
+            EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error, error_kind=kind)
+            for request_id in request_ids
+        ]
+        return self.stamp(EngineCoreOutputs(outputs=outputs))
 
     def stamp(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         """Add what every message to the client holds."""
@@ -138,6 +158,7 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
     return {
         **_adapter_methods(core.adapters),
         "reset_prefix_cache": core.reset_prefix_cache,
+        "reset_encoder_cache": core.scheduler.reset_rows,
         "pause": core.pause,
         "resume": core.resume,
         "sleep": core.sleeping.sleep,

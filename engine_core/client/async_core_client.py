@@ -19,7 +19,7 @@ from ..data.config import EngineConfig
 from ..data.errors import EngineDeadError, NotSentError
 from ..data.handshake import CoreReady
 from ..data.kv_messages import KVCall, KVEvent
-from ..data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
+from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..process.core_io import ENGINE_CORE_DEAD
 from ..process.core_launch import CoreProcess
 from ..wire.array_arena import ArrayArena, Loan
@@ -208,6 +208,10 @@ class AsyncCoreClient(Protocol):
     async def accept_tokens(self, message: AcceptTokens) -> None:
         """Send the tokens of a request that awaits them; unknown ids are ignored. Raises ``EngineDeadError``."""
 
+    async def send_rows(self, message: ArrivedRows) -> None:
+        """Send rows that the core has asked for. Raises ``EngineDeadError``, and ``NotSentError`` for rows that no
+        message can carry."""
+
     async def start_wave(self, wave: int) -> None:
         """Begin a wave that another rank of the data-parallel group has begun. Raises ``EngineDeadError``."""
 
@@ -360,6 +364,10 @@ class AsyncMPClient:
 
     async def accept_tokens(self, message: AcceptTokens) -> None:
         await self._send(RequestType.ACCEPT, message)
+
+    async def send_rows(self, message: ArrivedRows) -> None:
+        with self._arena.lend() as loan:
+            await self._send(RequestType.ROWS, message, loan)
 
     async def start_wave(self, wave: int) -> None:
         await self._send(RequestType.START_DP_WAVE, wave)

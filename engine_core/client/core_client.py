@@ -15,7 +15,7 @@ from ..core_calls import CoreCalls
 from ..data.config import EngineConfig
 from ..data.errors import EngineDeadError, EnginePausedError, UtilityError
 from ..data.handshake import CoreReady
-from ..data.messages import EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
+from ..data.messages import ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..executor.executor import Executor
 from ..process.core_io import ENGINE_CORE_DEAD
 from ..process.core_launch import CoreProcess
@@ -34,6 +34,9 @@ class CoreClient(Protocol):
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Add a request; a refusal comes as its output."""
+
+    def send_rows(self, message: ArrivedRows) -> None:
+        """Give the core rows that it has asked for."""
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """End requests without an output; unknown ids are ignored."""
@@ -69,6 +72,11 @@ class InprocClient:
     def add_request(self, request: EngineCoreRequest) -> None:
         """Add a request; a refusal comes as its output."""
         if (refusal := self._calls.add(request)) is not None:
+            self._early.append(refusal)
+
+    def send_rows(self, message: ArrivedRows) -> None:
+        """Give the core rows that it has asked for."""
+        if (refusal := self._calls.take_rows(message)) is not None:
             self._early.append(refusal)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
@@ -155,6 +163,10 @@ class SyncMPClient:
     def add_request(self, request: EngineCoreRequest) -> None:
         """Add a request; a refusal comes as its output. Raises ``EngineDeadError``."""
         self._send(RequestType.ADD, request)
+
+    def send_rows(self, message: ArrivedRows) -> None:
+        """Give the core rows that it has asked for. Raises ``EngineDeadError``."""
+        self._send(RequestType.ROWS, message)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """End requests without an output; unknown ids are ignored, and so are all if the core is dead."""

@@ -220,6 +220,13 @@ class CacheConfig(Struct, frozen=True):
     """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""
 
 
+class MediaLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How many images and sounds a prompt may have. Users write it as JSON (names as in vLLM)."""
+
+    image: Annotated[int, Meta(ge=0)] = 999
+    audio: Annotated[int, Meta(ge=0)] = 999
+
+
 class SchedulerConfig(Struct, frozen=True):
     """Limits of one step and the order of requests."""
 
@@ -248,6 +255,16 @@ class SchedulerConfig(Struct, frozen=True):
         bool, "Admit a request only when its whole prompt fits into the KV cache, not just one step."
     ] = True
     """Without it two long prompts that are admitted together might only preempt each other."""
+    rows_cache_bytes: Annotated[
+        Count,
+        "Bytes of the rows of images, as float32, that are computed soon or on their way from an encoder; the largest "
+        "image must fit, and prompts wait for room.",
+    ] = 1 << 30
+    limit_mm_per_prompt: Annotated[
+        MediaLimits | None,
+        'Most images and sounds of a prompt: a JSON object with image and audio, such as {"image": 4}; by default 999 '
+        "of each.",
+    ] = None
     log_events: Annotated[
         bool, "Log when requests are queued, scheduled and preempted.", Meta(extra={"name": "log_request_events"})
     ] = False

@@ -5,6 +5,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +23,14 @@ class EmbedsSpan(msgspec.Struct, array_like=True, gc=False):
     """Position of the first token in the prompt."""
     rows: npt.NDArray[np.float32]
     """[n, hidden_size]"""
+
+
+class RowsKey(NamedTuple):
+    """Names the rows of an image, with their shape: a request that states another one gets no rows of a wrong shape."""
+
+    key: bytes
+    num_rows: int
+    levels: int
 
 
 class MediaSpan(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -49,6 +58,11 @@ class MediaSpan(msgspec.Struct, array_like=True, gc=False, frozen=True):
     def end(self) -> int:
         """Position of the first token behind it."""
         return self.position + self.num_tokens
+
+    @property
+    def rows_key(self) -> RowsKey:
+        """The rows of the whole image."""
+        return RowsKey(self.key, self.num_rows, self.levels)
 
 
 def content_salt(salt: bytes, spans: Sequence[EmbedsSpan], media: Sequence[MediaSpan] = ()) -> bytes:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..wire.frames import from_raw
 from .core_params import CorePoolingParams, CoreSamplingParams
 from .draft_counts import DraftCounts, SpecDecodingStats
-from .embedding_rows import EmbedsSpan, MediaSpan
+from .embedding_rows import EmbedsSpan, MediaSpan, RowsKey
 from .errors import UtilityError
 from .kv_events import KVCacheEvent
 from .kv_messages import KVTarget
@@ -69,6 +69,8 @@ class RequestType(enum.Enum):
     """Tokens of the prefill leg, for a request that was added before them (not part of vLLM)."""
     GROUP = b"\x07"
     """Within the core: a message of the data-parallel group, or None when it is lost (not part of vLLM)."""
+    ROWS = b"\x08"
+    """Rows of an image that the core has asked for (not part of vLLM)."""
 
 
 class SessionTurn(msgspec.Struct, array_like=True, gc=False):
@@ -128,6 +130,22 @@ class AcceptTokens(msgspec.Struct, array_like=True, gc=False):
 
     request_id: str
     token_ids: list[int]
+
+
+class RowsWanted(msgspec.Struct, array_like=True, gc=False):
+    """Asks the client for the rows of an image. A client that cannot get them aborts the request."""
+
+    request_id: str
+    """One of those that need them; the others are named too."""
+    key: RowsKey
+
+
+class ArrivedRows(msgspec.Struct, array_like=True, gc=False):
+    """Brings the rows of an image that the core has asked for. What nothing waits for any more is dropped."""
+
+    key: RowsKey
+    rows: npt.NDArray[np.float32]
+    """[num_rows, levels * hidden_size] finite numbers."""
 
 
 class PrefillStats(msgspec.Struct, array_like=True, gc=False):
@@ -324,6 +342,16 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """None unless the engine speculates."""
     loras: list[LoraState] | None = None
     """The LoRA adapters, by name; None if nothing has changed since they were reported."""
+    num_waiting_for_rows: int = 0
+    """The part of ``num_waiting`` that waits for rows of images."""
+    rows_bytes: int = 0
+    """Bytes of the rows of images that are here or on their way."""
+    rows_items_asked: int = 0
+    """Counter: images whose rows were asked for; one that was computed and is needed again counts again."""
+    rows_items_received: int = 0
+    """Counter: images whose rows came and were needed."""
+    rows_bytes_received: int = 0
+    """Counter."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):
@@ -377,3 +405,5 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """After the latest step, of a model with experts."""
     group: GroupState | None = None
     """When it has changed, in a group that computes in waves."""
+    rows_wanted: list[RowsWanted] = []
+    """Rows of images that requests wait for; each is asked for once by each of them."""

@@ -6,6 +6,16 @@ from .core_params import ModelPooling
 from .kv_groups import KVGroup, layers_per_group
 
 
+class MediaTraits(msgspec.Struct, frozen=True):
+    """Describes what a model reads beside text."""
+
+    kinds: tuple[str, ...]
+    """``image``, ``audio``."""
+    levels: int = 1
+    """Rows side by side: a row has so many times ``hidden_size`` numbers; the further ones are added after the first
+    layers."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """Describes a loaded model to the core."""
 
@@ -33,6 +43,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     state_chunk: int = 1
     """Tokens of which the kernels of these layers compute several together. The result depends on where a prompt is cut
     unless cuts lie at multiples of it, and unless at least two tokens remain at its end. 1: it never does."""
+    media: MediaTraits | None = None
+    """None: it reads text only."""
     fall_backs: list[tuple[str, str]] = []
     """What the worker's process does without: kinds and details, as in :mod:`tokenloom.process.fall_backs`."""
 

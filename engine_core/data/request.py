@@ -26,6 +26,8 @@ class RequestStatus(enum.IntEnum):
     """It cannot be scheduled before blocks, or tokens, have arrived from another engine."""
     WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 4
     """The grammar of its output is being compiled. It is in no queue."""
+    WAITING_FOR_ROWS = 5
+    """Rows of its images are on their way, or have no room yet. It is in no queue and holds no blocks."""
     FINISHED_STOPPED = 16
     FINISHED_LENGTH_CAPPED = 17
     FINISHED_ABORTED = 18
@@ -43,11 +45,18 @@ _FINISHED = frozenset(status for status in _Status if status >= _Status.FINISHED
 # step sends every request back to WAITING; PREEMPTED ends by a token of a step that was in flight at the time.
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _Status.WAITING: _FINISHED
-    | {_Status.RUNNING, _Status.WAITING_FOR_REMOTE_KVS, _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR},
+    | {
+        _Status.RUNNING,
+        _Status.WAITING_FOR_REMOTE_KVS,
+        _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+        _Status.WAITING_FOR_ROWS,
+    },
     _Status.RUNNING: _FINISHED | {_Status.PREEMPTED, _Status.WAITING},
-    _Status.PREEMPTED: _FINISHED | {_Status.RUNNING, _Status.WAITING, _Status.WAITING_FOR_REMOTE_KVS},
+    _Status.PREEMPTED: _FINISHED
+    | {_Status.RUNNING, _Status.WAITING, _Status.WAITING_FOR_REMOTE_KVS, _Status.WAITING_FOR_ROWS},
     _Status.WAITING_FOR_REMOTE_KVS: _FINISHED | {_Status.WAITING, _Status.PREEMPTED},
     _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: _FINISHED | {_Status.WAITING},
+    _Status.WAITING_FOR_ROWS: _FINISHED | {_Status.WAITING, _Status.PREEMPTED},
 } | {status: frozenset() for status in _FINISHED}
 
 FINISH_REASONS: dict[RequestStatus, FinishReason] = {
@@ -228,6 +237,7 @@ class Request:
         "reasoning_start",
         "repetition_detection",
         "request_id",
+        "resume_status",
         "routed_rows",
         "sampling_params",
         "status",
@@ -240,6 +250,8 @@ class Request:
         params = message.sampling_params
         self.request_id = message.request_id
         self.status = RequestStatus.WAITING
+        self.resume_status = RequestStatus.WAITING
+        """The status to return to after waiting for rows."""
         self.sampling_params = params
         self.pooling_params = message.pooling_params
         self.is_constrained = params.structured_output is not None or params.thinking_token_budget is not None
@@ -334,6 +346,8 @@ class Request:
         if status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             assert self.kv.remote is not None
             status = self.kv.remote.resume_status
+        elif status is RequestStatus.WAITING_FOR_ROWS:
+            status = self.resume_status
         return status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
 
     def append_token(self, token_id: int) -> None:

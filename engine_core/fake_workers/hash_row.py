@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.core_params import CorePoolingParams, CoreSamplingParams, ModelPooling, PoolingTask
-from ..data.embedding_rows import EmbedsSpan
+from ..data.embedding_rows import EmbedsSpan, MediaSpan
 from ..data.messages import Logprobs
 from ..data.scheduler_output import NewRequestData
 
@@ -114,6 +114,17 @@ class HashRow:
         """Replace the ids that prompt embeddings cover by hashes of their rows."""
         for span in spans:
             self.token_ids[span.position : span.position + len(span.rows)] = embeds_ids(span)
+
+    def check_rows(self, media: list[MediaSpan], rows: list[EmbedsSpan], num_tokens: int) -> None:
+        """Raise ``AssertionError`` unless these rows are exactly those of the next ``num_tokens`` tokens."""
+        start, end = self.num_computed, self.num_computed + num_tokens
+        wanted = [(max(span.position, start), min(span.end, end)) for span in media]
+        wanted = [(first, last) for first, last in wanted if first < last]
+        found = [(span.position, span.position + len(span.rows)) for span in rows]
+        assert found == wanted, f"tokens {start} to {end} have rows at {found}, images at {wanted}"
+        for span in media:
+            cut = span.is_whole and span.position < end < span.end
+            assert not cut, f"a chunk ends at token {end}, inside the image of {span.position} to {span.end}"
 
     def is_in_prompt(self, num_tokens: int) -> bool:
         """Return whether the step that just computed ``num_tokens`` began within the prompt."""

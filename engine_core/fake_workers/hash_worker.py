@@ -22,12 +22,12 @@ from tokenloom.process.control_groups import resident_bytes
 
 from ..data.config import EngineConfig
 from ..data.core_params import CorePoolingParams, CoreSamplingParams
-from ..data.embedding_rows import EmbedsSpan
+from ..data.embedding_rows import EmbedsSpan, MediaSpan
 from ..data.handshake import WarmUp
 from ..data.kv_groups import NULL_BLOCK, KVCacheConfig
 from ..data.lora import LoraConfig, LoraInfo, read_adapter_files, read_rank
 from ..data.messages import Logprobs
-from ..data.model_info import FreedMemory, ModelInfo
+from ..data.model_info import FreedMemory, MediaTraits, ModelInfo
 from ..data.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
@@ -143,6 +143,7 @@ class HashWorker:
         self._states = HashStates(state_chunk) if state_chunk else None
         self._rows: dict[str, HashRow] = {}
         self._embeds: dict[str, list[EmbedsSpan]] = {}
+        self._media: dict[str, list[MediaSpan]] = {}
         self._params: dict[str, CoreSamplingParams] = {}  # preempted requests included
         self._pooling: dict[str, CorePoolingParams] = {}  # preempted requests included
         self._executed: list[str] = []
@@ -169,6 +170,7 @@ class HashWorker:
             pooling=hash_pooling(generates=self._config.runner != "pooling"),
             state_bytes=0 if self._states is None else STATE_BYTES,
             state_chunk=1 if self._states is None else self._states.chunk,
+            media=None if self._config.language_model_only else MediaTraits(("image", "audio")),
         )
 
     def determine_available_memory(self) -> int:
@@ -300,6 +302,7 @@ class HashWorker:
         for req_id in scheduler_output.finished_req_ids:
             self._params.pop(req_id, None)
             self._embeds.pop(req_id, None)
+            self._media.pop(req_id, None)
             self._pooling.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self._params[new.req_id] = new.sampling_params
@@ -310,7 +313,13 @@ class HashWorker:
             if new.prompt_embeds:
                 self._embeds[new.req_id] = new.prompt_embeds
                 self._rows[new.req_id].take_embeds(new.prompt_embeds)
+            if new.media:
+                self._media[new.req_id] = new.media
         self._update_cached(scheduler_output.scheduled_cached_reqs)
+        for req_id in self._media.keys() & scheduler_output.num_scheduled_tokens.keys():
+            rows = scheduler_output.media_rows.get(req_id, [])
+            self._rows[req_id].check_rows(self._media[req_id], rows, scheduler_output.num_scheduled_tokens[req_id])
+            self._rows[req_id].take_embeds(rows)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
         columns = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)

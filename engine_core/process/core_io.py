@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Final
 
-from ..data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
+from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..data_parallel.messages import ToRank
 from ..wire.array_arena import ArenaReader
 from ..wire.frames import Decoder, FrameReceiver, FrameSender
@@ -25,7 +25,7 @@ LAST_SECONDS = 2
 """How long sending the last message may take."""
 
 
-InputMessage = EngineCoreRequest | AcceptTokens | UtilityCall | ToRank | list[str] | int | None
+InputMessage = EngineCoreRequest | AcceptTokens | ArrivedRows | UtilityCall | ToRank | list[str] | int | None
 InputItem = tuple[RequestType, InputMessage]
 InputQueue = queue.Queue[InputItem]
 
@@ -44,6 +44,7 @@ class InputThread:
         self._requests = Decoder(EngineCoreRequest, arrays)
         self._calls = Decoder(UtilityCall)
         self._accepts = Decoder(AcceptTokens)
+        self._rows = Decoder(ArrivedRows, arrays)
         self._aborts: Decoder[list[str]] = Decoder(list[str])
         self._waves: Decoder[int] = Decoder(int)
 
@@ -80,6 +81,8 @@ class InputThread:
                     self.input_queue.put((kind, request_ids))
                 case RequestType.ACCEPT:
                     self.input_queue.put((kind, self._accepts.decode(body)))
+                case RequestType.ROWS:
+                    self.input_queue.put((kind, self._rows.decode(body)))
                 case RequestType.UTILITY:
                     self.input_queue.put((kind, self._calls.decode(body)))
                 case RequestType.START_DP_WAVE:

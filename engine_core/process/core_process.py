@@ -26,7 +26,7 @@ from ..core_calls import CoreCalls
 from ..data.config import EngineConfig, ParallelConfig
 from ..data.errors import ExecutorFailedError, GroupLostError, WorkerLostError
 from ..data.handshake import CoreFailed, CoreHello, CoreInit
-from ..data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
+from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..data_parallel.group_link import GroupLink, join_group
 from ..data_parallel.messages import ToRank
 from ..data_parallel.wave_loop import WaveLoop, WaveState
@@ -181,6 +181,9 @@ class EngineCoreProc:
         elif kind is RequestType.ACCEPT:
             assert isinstance(message, AcceptTokens)
             outputs = self._calls.accept(message)
+        elif kind is RequestType.ROWS:
+            assert isinstance(message, ArrivedRows)
+            outputs = self._calls.take_rows(message)
         elif kind is RequestType.UTILITY:
             assert isinstance(message, UtilityCall)
             self._calls.call(message, self._output.send)

@@ -11,6 +11,7 @@ from ..data.config import SchedulerConfig
 from ..data.request import Request, RequestStatus
 from ..kv_cache.kv_cache_manager import KVManager
 from .adapters import Adapters
+from .media_rows import MediaRows
 from .remote_kv import RemoteKV
 
 
@@ -144,10 +145,12 @@ class LiveRequests:
         num_costly: Those with log probabilities of their prompts, which make a step longer than its tokens say.
         waiting: Those in the queue.
         running: Those that have a row in the worker, in the order of the policy. It is always the same list.
+        media: The rows of their images, and those that wait for rows; None if the model reads text only.
     """
 
-    def __init__(self, *, by_priority: bool) -> None:
+    def __init__(self, *, by_priority: bool, media: MediaRows | None = None) -> None:
         """``by_priority``: whether priorities order the requests, instead of their arrival."""
+        self.media = media
         self.by_id: dict[str, Request] = {}
         self.are_several = False
         self.num_costly = 0
@@ -172,6 +175,8 @@ class LiveRequests:
             self._num_of_tenant[request.tenant] -= 1
         self.are_several = len(self._num_of_tenant) > 1
         self.num_costly -= request.sampling_params.prompt_logprobs is not None
+        if self.media is not None and request.kv.media:
+            self.media.drop(request)
 
     def run(self, request: Request) -> None:
         """Add a request that is in no queue to those that run."""
@@ -216,11 +221,13 @@ class Admission:
             then it is kept up to date. None while not more than one tenant has requests.
         expired: Requests that were taken out of the queue because their time has run out; the caller ends them.
         lost: Requests that were taken out of the queue because their adapter is gone; the caller ends them.
+        is_crowded: Whether the head was left because the step has too little room for an image that one step must
+            compute. The caller resets it.
     """
 
     def __init__(
         self,
-        queue: WaitingRequests,
+        live: LiveRequests,
         kv: KVManager,
         remote: RemoteKV | None,
         config: SchedulerConfig,
@@ -228,7 +235,8 @@ class Admission:
         adapters: Adapters | None = None,
     ) -> None:
         """``clock`` returns nanoseconds. ``adapters``: None if no request may name one."""
-        self._queue = queue
+        self._queue = live.waiting
+        self._media = live.media
         self._adapters = adapters
         self._kv = kv
         self._remote = remote
@@ -239,16 +247,18 @@ class Admission:
         self._watermark = int(kv.pool.num_blocks * config.watermark)
         self._blocked: _Blocked | None = None
         self.seats: Counter[str] | None = None
+        self.is_crowded = False
         self.expired: list[Request] = []  # bounded by the queue; the scheduler empties both in each step
         self.lost: list[Request] = []
         self._clock = clock
 
-    def next(self, max_tokens: int, *, others_run: bool, only_begun: bool = False) -> Request | None:
+    def next(self, max_tokens: int, room: int, *, others_run: bool, only_begun: bool = False) -> Request | None:
         """Remove the next request that may run from the queue, and give it the blocks that hold its beginning.
 
-        Requests at the head whose KV is on another engine are sent to wait for it. Returns None if no request may run
-        with ``max_tokens`` left in the step. A request whose time has run out is not computed. ``only_begun`` admits
-        only requests that were preempted.
+        Requests at the head whose KV is on another engine, or that lack rows of images, are sent to wait for these.
+        Returns None if no request may run with ``max_tokens`` left in the step, or ``room`` for an image that is
+        computed at once. A request whose time has run out is not computed. ``only_begun`` admits only requests that
+        were preempted.
         """
         find_head = self._head_begun if only_begun else self.head if self._adapters is not None else self._queue.peek
         while (request := find_head(self.seats)) is not None:
@@ -276,6 +286,12 @@ class Admission:
                 self._queue.remove(request)
                 self._remote.wait(request)
                 continue
+            if request.kv.media and not num_external:
+                if not self._has_rows(request, num_here):
+                    continue
+                if self._lacks_room(request, num_here, room):
+                    self.is_crowded = True
+                    return None
             if not self._chunked and request.num_tokens - num_here - num_external > max_tokens:
                 return None
             num_tokens = request.num_tokens
@@ -303,6 +319,23 @@ class Admission:
         """Return the request that may begin next among those that were preempted, whatever the ``seats``."""
         begun = (request for request in self._queue if request.status is RequestStatus.PREEMPTED)
         return next(begun, None) if self._adapters is None else self._adapters.choose(list(begun))
+
+    def _has_rows(self, request: Request, num_here: int) -> bool:
+        """Return whether a request with images has the rows to begin at a token; otherwise it waits for them."""
+        assert self._media is not None, "a model that reads text only got images"
+        if self._media.may_begin(request, num_here):
+            return True
+        self._queue.remove(request)
+        # Blocks that it has loaded can still be hit, and others may need them before the rows are here.
+        if request.kv.block_ids:
+            self._kv.free(request.kv)
+        self._media.park(request)
+        return False
+
+    def _lacks_room(self, request: Request, num_here: int, room: int) -> bool:
+        """Return whether a request begins among tokens that see each other and that the step cannot hold."""
+        assert self._media is not None
+        return self._media.chunk_end(request.kv, num_here, num_here + 1, num_here + room) == num_here
 
     def _admit(
         self, request: Request, hits: list[int], num_tokens: int, num_external: int, *, others_run: bool

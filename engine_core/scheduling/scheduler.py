@@ -9,7 +9,7 @@ from ..data.config import EngineConfig, SchedulerConfig
 from ..data.core_params import ModelPooling
 from ..data.kv_events import KVEventLog
 from ..data.kv_groups import KVCacheConfig
-from ..data.messages import AcceptTokens, EngineCoreRequest, ErrorKind, SchedulerStats
+from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreRequest, ErrorKind, SchedulerStats
 from ..data.request import Request, RequestStatus, finish_status
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.kv_cache_manager import KVManager, make_kv_manager
@@ -20,6 +20,7 @@ from .adapters import Adapters
 from .drafts import Drafts
 from .ended_requests import EndedRequests
 from .live_requests import LiveRequests
+from .media_rows import MediaRows
 from .pooled_requests import PooledRequests
 from .remote_kv import RemoteKV
 from .stats_recorder import StatsRecorder
@@ -61,6 +62,7 @@ class Scheduler:
         grammars: StructuredOutputManager | None = None,
         adapters: Adapters | None = None,
         pooling: ModelPooling = _GENERATES,
+        row_numbers: int = 0,
     ) -> None:
         """Raises ``ValueError`` naming a setting that does not work.
 
@@ -70,6 +72,7 @@ class Scheduler:
             grammars: Constrains structured outputs; without it they are refused.
             adapters: The LoRA adapters that requests may name; without it such requests are refused.
             pooling: What the model pools.
+            row_numbers: Numbers of a row of an image with one level; 0: the model reads text only.
         """
         scheduler, cache, speculative = config.scheduler, config.cache, config.speculative
         num_stages = config.parallel.pipeline_parallel_size
@@ -80,7 +83,11 @@ class Scheduler:
         self.kv = make_kv_manager(kv_cache, cache, scheduler, self.kv_events, lends=bool(config.kv.transports))
         self.kv.pool.kept.now = clock
         self._policy = SchedulingPolicy(scheduler.policy)
-        self._live = live = LiveRequests(by_priority=self._policy is SchedulingPolicy.PRIORITY)
+        self.media = None
+        if row_numbers:
+            in_chunks = scheduler.enable_chunked_prefill
+            self.media = MediaRows(scheduler.rows_cache_bytes, row_numbers, in_chunks=in_chunks)
+        self._live = live = LiveRequests(by_priority=self._policy is SchedulingPolicy.PRIORITY, media=self.media)
         self.requests, self.waiting, self.running = live.by_id, live.waiting, live.running
         self._remote = RemoteKV(connector, self.kv, config.kv.policy, clock) if connector is not None else None
         self._grammars = grammars
@@ -108,7 +115,8 @@ class Scheduler:
         moves_kv = self._remote is not None
         is_pooled = request.pooling_params is not None
         error = self._pooled.refusal(request) if is_pooled or not self._pooled.generates else ""
-        if error := error or _refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv):
+        error = error or _refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv)
+        if error := error or (self._media_refusal(request) if message.media else ""):
             field = error.partition(" ")[0] if is_pooled else ""  # such an error begins with the name of its field
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, field)
         elif message.accepted_token_ids and (status := finish_status(request)):
@@ -145,6 +153,19 @@ class Scheduler:
         is_parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_parked and self._remote.tokens_accepted(request):
             self.waiting.prepend(request)
+
+    def take_rows(self, message: ArrivedRows) -> None:
+        """Take the rows of an image: requests that waited for them continue. Raises ``ValueError`` for rows of another
+        shape than those that were asked for."""
+        if self.media is not None:
+            self._is_stalled = False
+            self._requeue_parked(self.media.arrived(message.key, message.rows))
+
+    def reset_rows(self) -> None:
+        """Forget the rows of images; requests that have not computed theirs ask again."""
+        if self.media is not None:
+            self._is_stalled = False
+            self.media.reset()
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without an output. Unknown ids are requests that have ended meanwhile. A bug that ending one of
@@ -198,6 +219,8 @@ class Scheduler:
             return True
         if self.pause_state is PauseState.PAUSED_ALL:
             return False
+        if self.media is not None and self.media.has_begun:
+            return True
         return bool(self.running) or any(request.status is RequestStatus.PREEMPTED for request in self.waiting)
 
     def has_work(self) -> bool:
@@ -212,6 +235,8 @@ class Scheduler:
         """Plan a step. It is empty only when no request can run: then :meth:`has_work` is False until that changes."""
         if self._grammars is not None and self._grammars.done:
             self._admit_compiled(self._grammars)
+        if self.media is not None and self.media.may_get_more:
+            self._requeue_parked(self.media.share_out())
         plan = self._planner.plan(PauseState.PAUSED_ALL if self._is_held else self.pause_state)
         self.ended.outputs += plan.early_outputs
         admission = self._planner.admission
@@ -223,6 +248,8 @@ class Scheduler:
             for request in lost:
                 self.ended.end_at_limit(request, _NO_ADAPTER, ErrorKind.NO_ADAPTER)
         self._is_stalled = not (plan.num_scheduled_tokens or plan.preempted_req_ids or self._in_flight)
+        if self.media is not None and self.media.may_get_more:
+            self._is_stalled = False
         # An empty plan never reaches the worker, so what the worker has to forget waits for the next step that does.
         if not plan.num_scheduled_tokens:
             self._preempted_req_ids += plan.preempted_req_ids  # the worker learns of them with the next step
@@ -277,6 +304,8 @@ class Scheduler:
         for request in self.requests.values():
             if request.status is RequestStatus.PREEMPTED:
                 request.set_status(RequestStatus.WAITING)
+        if self.media is not None:
+            self.media.lose_worker()
         if self._remote is not None:
             self._remote.lose_rows()
             self._remote.lose_hits()
@@ -313,11 +342,23 @@ class Scheduler:
             stats.num_waiting += len(self._grammars.compiling)
         if self._remote is not None:
             self._remote.fill_stats(stats)
+        if self.media is not None:
+            self.media.fill_stats(stats)
         if self.drafts is not None:
             stats.spec_decoding = self.drafts.stats()
         return stats
 
     # Parts
+
+    def _media_refusal(self, request: Request) -> str:
+        if self.media is None:
+            return "this model reads text only"
+        return self.media.refusal(request, self.config.max_num_batched_tokens)
+
+    def _requeue_parked(self, requests: Sequence[Request]) -> None:
+        """Let requests that waited for rows begin before others, in the order in which they waited."""
+        for request in reversed(requests):
+            self.waiting.prepend(request)
 
     def _constrain(self, request: Request) -> bool:
         """Return whether a constrained request may be queued now; otherwise it waits for its grammar or has ended."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
 from ..data.config import SchedulerConfig
+from ..data.embedding_rows import EmbedsSpan
 from ..data.messages import EngineCoreOutput
 from ..data.request import Request, RequestKV, RequestStatus
 from ..data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -99,6 +100,7 @@ class StepPlan:
         "budget",
         "early_outputs",
         "finished_req_ids",
+        "media_rows",
         "num_scheduled_tokens",
         "preempted_req_ids",
     )
@@ -110,6 +112,7 @@ class StepPlan:
         self.preempted_req_ids: list[str] = []
         self.finished_req_ids: list[str] = []
         self.early_outputs: list[EngineCoreOutput] = []
+        self.media_rows: dict[str, list[EmbedsSpan]] = {}
         self._new: list[NewRequestData] = []
         self._req_ids: list[str] = []
         self._new_block_ids: list[list[int]] = []
@@ -175,6 +178,11 @@ class StepPlan:
         self.num_scheduled_tokens[request.request_id] = num_new_tokens
         self.budget -= num_new_tokens
 
+    @property
+    def num_planned(self) -> int:
+        """The tokens of the step so far."""
+        return self._budget_at_start - self.budget
+
     def output(self) -> SchedulerOutput:
         return SchedulerOutput(
             scheduled_new_reqs=self._new,
@@ -183,6 +191,7 @@ class StepPlan:
             total_num_scheduled_tokens=self._budget_at_start - self.budget,
             finished_req_ids=self.finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
+            media_rows=self.media_rows,
         )
 
 
@@ -219,8 +228,10 @@ class StepPlanner:
         least = config.prefill_tokens_beside_decode if config.enable_chunked_prefill else None
         self.prompt_share = PromptShare(least) if least is not None else None
         """Limits the prompt tokens of a step in which other requests decode; None: nothing does."""
-        self.admission = Admission(live.waiting, kv, remote, config, clock, adapters)
+        self.admission = Admission(live, kv, remote, config, clock, adapters)
         self._has_deferred = False
+        self._crowded: str | None = None
+        """The request for whose image the next step leaves out the others; empty: one that waits."""
         self._prompt_turns = PromptTurns() if config.enable_chunked_prefill else None
         self._grants: Counter[str] | None = None
         """What the prompts of each tenant may still cost in this step; None: as much as its tokens, of any tenant."""
@@ -235,6 +246,9 @@ class StepPlanner:
             # it.
             taken_back = self._take_back_seat()
             deferred = self._rows_to_defer()
+        if self._crowded is not None:
+            deferred |= {request.request_id for request in self._running if request.request_id != self._crowded}
+            self._crowded = None
         others = frozenset[str]() if self._num_stages == 1 else self._rows_of_other_steps()
         budget = self._token_budget() if self._running else self._max_tokens
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else budget)
@@ -265,6 +279,8 @@ class StepPlanner:
         if self._remote is not None:
             self._remote.connector.request_preempted(request.kv)
         self._kv.free(request.kv)
+        if request.kv.media and self._live.media is not None:
+            self._live.media.drop(request)
         request.set_status(status)
         if status is RequestStatus.PREEMPTED:
             self._recorder.preempted(request)
@@ -366,19 +382,23 @@ class StepPlanner:
                 # Each of those after it gets at least one token; so does it, though what rows that were left out would
                 # have taken, or what rows got that were planned before, is no longer in the budget.
                 num_after = len(running) - index - 1
-                num_new_tokens = self._chunk(request, max(1, plan.budget - num_after))
-                if self._grants is not None:
-                    num_new_tokens = self._take_grant(request, num_new_tokens)
+                num_new_tokens = self._chunk(request, max(1, plan.budget - num_after), plan)
+                if not num_new_tokens:
+                    index += 1
+                    continue
             new_block_ids = allocate(request.kv, num_new_tokens)
             if new_block_ids is None and not may_preempt:
                 return
             if new_block_ids is None and (new_block_ids := self._make_room(index, num_new_tokens, plan)) is None:
                 continue  # the next request is at its index now
+            if request.kv.media:
+                self._add_rows(request, num_new_tokens, plan)
             plan.add_running(request, num_new_tokens, new_block_ids)
             index += 1
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        """Return how many tokens of a prompt the step computes.
+    def _chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
+        """Return how many tokens of a prompt the step computes; 0: rows of its next image are missing, or it does not
+        fit into this step.
 
         A chunk ends before the prompt's first embedding. Other prompts share the blocks before it, and an embedding may
         make NaN, which masked attention spreads to earlier tokens of its chunk: 0 * NaN is NaN.
@@ -387,17 +407,39 @@ class StepPlanner:
         # `Request.num_missing_tokens`, written out: a call less for each prompt of a step.
         num_missing = request.num_tokens + request.num_output_placeholders - kv.num_computed_tokens
         num_tokens = min(num_missing, budget, self._max_chunk)
+        if self._grants is not None:
+            # At least one token, so that it gets on.
+            num_tokens = max(min(num_tokens, self._grants[request.tenant] // cost_per_token(request)), 1)
         if kv.prompt_embeds and kv.num_computed_tokens < kv.prompt_embeds[0].position:
-            return min(num_tokens, kv.prompt_embeds[0].position - kv.num_computed_tokens)
+            num_tokens = min(num_tokens, kv.prompt_embeds[0].position - kv.num_computed_tokens)
+        if kv.media and kv.num_computed_tokens < kv.media[-1].end:
+            num_tokens = self._media_chunk(request, num_tokens, num_missing, plan)
+        if self._grants is not None:
+            self._grants[request.tenant] -= num_tokens * cost_per_token(request)
         return num_tokens
 
-    def _take_grant(self, request: Request, num_tokens: int) -> int:
-        """Return how many of the tokens of a prompt its tenant's turn permits; at least one, so that it gets on."""
-        assert self._grants is not None
-        cost = cost_per_token(request)
-        num_tokens = max(min(num_tokens, self._grants[request.tenant] // cost), 1)
-        self._grants[request.tenant] -= num_tokens * cost
-        return num_tokens
+    def _media_chunk(self, request: Request, num_tokens: int, num_missing: int, plan: StepPlan) -> int:
+        """Return how many of the next ``num_tokens`` tokens have their rows and need not be computed with later ones;
+        more of an image that one step must compute. ``num_missing``: tokens that are not computed."""
+        media, kv = self._live.media, request.kv
+        assert media is not None, "a model that reads text only got images"
+        if num_missing - num_tokens == 1 and kv.media[-1].end == request.num_tokens:
+            # A single token is planned as if it decoded, without rows. So an image that ends the prompt does not leave
+            # one.
+            num_tokens += 1
+        start = kv.num_computed_tokens
+        end = media.chunk_end(kv, start, start + num_tokens, start + self._max_tokens - plan.num_planned)
+        if end == start and not media.is_starved(kv):
+            self._crowded = request.request_id
+        return end - start
+
+    def _add_rows(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
+        """Give the step the rows of the tokens that it computes."""
+        kv, media = request.kv, self._live.media
+        assert media is not None, "a model that reads text only got images"
+        start = kv.num_computed_tokens
+        if start < kv.media[-1].end and (rows := media.take(request, start, num_tokens)):
+            plan.media_rows[request.request_id] = rows
 
     def _make_room(self, index: int, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
         """Allocate blocks for a running request. Other engines lose their leases first; then running requests are
@@ -422,23 +464,28 @@ class StepPlanner:
     def _plan_waiting(self, plan: StepPlan, *, only_begun: bool) -> None:
         """Begin waiting requests, as far as tokens, rows and blocks reach."""
         self.admission.seats = self._count_seats() if self._live.are_several else None
+        self.admission.is_crowded = False
         while plan.budget > 0 and self._waiting.num_tokens and len(self._running) < self._max_num_seqs:
             if self._grants is not None and all(self._grants[tenant] <= 0 for tenant in self._waiting.tenants):
                 break  # those that wait have had their turn in this step
-            request = self.admission.next(plan.budget, others_run=bool(self._running), only_begun=only_begun)
+            room = self._max_tokens - plan.num_planned
+            others_run = bool(self._running)
+            request = self.admission.next(plan.budget, room, others_run=others_run, only_begun=only_begun)
             if request is None:
                 break
-            num_new_tokens = self._chunk(request, plan.budget)
-            if self._grants is not None:
-                num_new_tokens = self._take_grant(request, num_new_tokens)
+            num_new_tokens = self._chunk(request, plan.budget, plan)
             if self._remote is not None:
                 plan.early_outputs += self._remote.starts(request, num_new_tokens)
             new_block_ids = self._kv.allocate(request.kv, num_new_tokens)
             assert new_block_ids is not None, "an admitted request has room"
             self._live.run(request)
             self._recorder.started(request)
+            if request.kv.media:
+                self._add_rows(request, num_new_tokens, plan)
             if request.status is RequestStatus.PREEMPTED:
                 plan.add_resumed(request, num_new_tokens)
             else:
                 plan.add_new(request, num_new_tokens)
             request.set_status(RequestStatus.RUNNING)
+        if self.admission.is_crowded:
+            self._crowded = ""

@@ -38,6 +38,7 @@ def make_config(
     num_drafts: int = 0,
     draft_accuracy: float = 0.7,
     draft_model: str = "",
+    rows_bytes: int = 1 << 20,
 ) -> EngineConfig:
     return EngineConfig(
         worker=WorkerConfig(model="", worker="hash", draft_accuracy=draft_accuracy),
@@ -54,6 +55,7 @@ def make_config(
             long_prefill_token_threshold=long_prefill,
             reserve_full_prompt=reserve_full_prompt,
             watermark=watermark,
+            rows_cache_bytes=rows_bytes,
         ),
         max_model_len=max_model_len,
         speculative=_speculative(num_drafts, draft_model),

@@ -70,7 +70,6 @@ ANSWERS = {
     "--enable-auto-tool-choice": "use --tool-call-parser",
     "--tool-parser-plugin": "use --tool-call-parser",
     "--reasoning-parser-plugin": "use --reasoning-parser",
-    "--limit-mm-per-prompt": "use --language-model-only",
     "--mm-processor-kwargs": _TEXT_ONLY,
     "--media-io-kwargs": _TEXT_ONLY,
     "--allowed-local-media-path --allowed-media-domains": _TEXT_ONLY,

@@ -1,32 +1,25 @@
 """Renders chat templates in a process that can be killed: ``python -m tokenloom.services.tokenizer.render_worker``.
 
-The process exchanges msgpack behind 4-byte big-endian lengths over stdin and stdout: first ``RenderSetup``, answered by
-a ``RenderReply`` without text, then one ``RenderReply`` for each ``RenderJob``. It ends when stdin does. Its memory is
-limited, and a job that exceeds its processor time, or has not been done after a much longer time, ends the process.
+The process exchanges msgpack over its pipe: first ``RenderSetup``, answered by a ``RenderReply`` without text, then one
+``RenderReply`` for each ``RenderJob``. Its memory is limited, and a job that exceeds its processor time, or has not
+been done after a much longer time, ends the process.
 """
 
 import json
 import os
 import resource
-import signal
-import struct
-import sys
 from collections.abc import Mapping
-from typing import Any, BinaryIO, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
-from tokenloom.process.process_guard import wake_with_parent
+from tokenloom.process import helper_pipe
 from tokenloom.request.tool_format import to_json
 
 from .chat_template import ChatTemplate, MaskingTemplate, TemplateRefused, TemplateTooLong
 from .spelled_tokens import TokenFinder
 from .template_probe import probe_forms
 from .tool_probe import NotDerived, derive
-
-LENGTH = struct.Struct(">I")
-OUT_OF_MEMORY = 3
-"""The status of a process that a job left without memory. Python's own failures have status 1."""
 
 
 class RenderSetup(TypedDict):
@@ -65,38 +58,37 @@ class RenderReply(TypedDict, total=False):
     too_long: str
 
 
-def pack(message: RenderSetup | RenderJob | RenderReply) -> bytes:
-    """Encode a message for the pipe. Raises ``UnicodeEncodeError`` when it contains half a surrogate pair."""
-    data = msgspec.msgpack.encode(message)  # a text of 6 MB as JSON kept the service's event loop busy for 0.15 s
-    return LENGTH.pack(len(data)) + data
+def pack(reply: RenderReply) -> bytes:
+    """Encode an answer. Raises ``UnicodeEncodeError`` when it contains half a surrogate pair."""
+    return msgspec.msgpack.encode(reply)  # a text of 6 MB as JSON kept the service's event loop busy for 0.15 s
 
 
 def main() -> None:
     """Serve until stdin ends."""
-    wake_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
-    setup: RenderSetup = _read(sys.stdin.buffer) or sys.exit()
+    helper_pipe.begin()
+    if (first := helper_pipe.read_message()) is None:
+        return
+    setup: RenderSetup = msgspec.msgpack.decode(first)
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
-    _limit(0, setup["wait_seconds"])
+    helper_pipe.limit_time(0, setup["wait_seconds"])
     try:
         template = ChatTemplate(setup["source"], setup["special_tokens"])
         template.forms = probe_forms(template)
         masking = MaskingTemplate(template, TokenFinder(setup["control_tokens"]), setup["parsed_marks"])
     except (ValueError, MemoryError, RecursionError) as error:
-        _write(
-            pack(RenderReply(refused=_printable(str(error) or "Compiling the chat template takes too much memory.")))
-        )
+        reason = _printable(str(error) or "Compiling the chat template takes too much memory.")
+        helper_pipe.write_message(pack(RenderReply(refused=reason)))
         return
-    _write(pack(_derived(template)))
+    helper_pipe.write_message(pack(_derived(template)))
     while True:
-        _limit(0, 0)
+        helper_pipe.limit_time(0, 0)
         try:
-            if (job := _read(sys.stdin.buffer)) is None:
+            if (job := helper_pipe.read_message()) is None:
                 return
-            _limit(setup["seconds"], setup["wait_seconds"])
-            _write(_answer(masking, job))
+            helper_pipe.limit_time(setup["seconds"], setup["wait_seconds"])
+            helper_pipe.write_message(_answer(masking, msgspec.msgpack.decode(job)))
         except MemoryError:
-            os._exit(OUT_OF_MEMORY)
+            os._exit(helper_pipe.OUT_OF_MEMORY)
 
 
 def _derived(template: ChatTemplate) -> RenderReply:
@@ -104,12 +96,6 @@ def _derived(template: ChatTemplate) -> RenderReply:
         return RenderReply(tool_format=to_json(derive(template)))
     except (NotDerived, MemoryError, RecursionError):
         return RenderReply()
-
-
-def _limit(processor_seconds: float, seconds: float) -> None:
-    """End the process after this much time, by the default actions of SIGPROF and SIGALRM; 0: never."""
-    signal.setitimer(signal.ITIMER_PROF, processor_seconds)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _answer(template: MaskingTemplate, job: RenderJob) -> bytes:
@@ -152,18 +138,6 @@ def _objects(text: str) -> list[dict[str, Any]]:
 
 def _printable(text: str) -> str:
     return text.encode(errors="replace").decode()[:1000]
-
-
-def _read(stream: BinaryIO) -> Any:
-    header = stream.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        return None
-    return msgspec.msgpack.decode(stream.read(LENGTH.unpack(header)[0]))
-
-
-def _write(data: bytes) -> None:
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

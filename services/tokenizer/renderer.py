@@ -2,19 +2,16 @@
 
 import asyncio
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
 import msgspec
 
-from tokenloom.process.process_guard import is_stopped
 from tokenloom.request import errors
+from tokenloom.services.runtime.helper_process import LOOK_SECONDS, TOO_MUCH_MEMORY, HelperProcess
 
 from .output_format import PARSED_MARKS
-from .render_worker import LENGTH, OUT_OF_MEMORY, RenderJob, RenderReply, RenderSetup, pack
+from .render_worker import RenderJob, RenderReply, RenderSetup
 from .spelled_tokens import Rendered
 
 _MEMORY_BYTES = 1 << 30
@@ -23,61 +20,6 @@ MAX_DEATHS = 3
 """Workers that may end, by no limit of theirs, while they render one conversation. Each is replaced at once."""
 _WAIT_SECONDS = 30.0
 """As long as a rendering may take, on a busy machine, until it is given up and not judged."""
-_LOOK_SECONDS = 0.5
-"""How often a worker that owes an answer is looked at: its own limits of time do not end one that is stopped."""
-_TOO_MUCH_MEMORY = (-signal.SIGABRT, OUT_OF_MEMORY)  # a library that gets no more memory aborts
-
-
-class HelperProcess:
-    """Runs a child process that answers one message with one message."""
-
-    def __init__(
-        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self.reader = reader
-        """It is at its end as soon as the process is."""
-        self._process = process
-        self._writer = writer
-
-    @classmethod
-    async def launch(cls, module: str) -> Self:
-        """Start the process of a module of this folder. Raises ``OSError``."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                process = await asyncio.to_thread(_spawn, theirs, module)
-        except BaseException:
-            ours.close()
-            raise
-        return cls(process, *await asyncio.open_unix_connection(sock=ours))
-
-    async def talk(self, request: bytes, seconds: float) -> bytes:
-        """Send a packed message and return the answer. When this is cut short, :meth:`kill` the process.
-
-        Raises ``TimeoutError`` after ``seconds``, ``IncompleteReadError`` or ``ConnectionError`` if the process ended.
-        One that is stopped meanwhile is ended.
-        """
-        self._looks = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
-        try:
-            async with asyncio.timeout(seconds):
-                self._writer.write(request)
-                await self._writer.drain()
-                (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
-                return await self.reader.readexactly(length)
-        finally:
-            self._looks.cancel()
-
-    async def kill(self) -> int:
-        """End the process at once. Returns its status: that of its own end if it has ended already."""
-        self._process.kill()
-        self._writer.close()
-        return await asyncio.to_thread(self._process.wait)
-
-    def _look(self) -> None:
-        if is_stopped(self._process.pid):
-            self._process.kill()
-        else:
-            self._looks = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
 
 class RenderProcess(HelperProcess):
@@ -93,11 +35,13 @@ class RenderProcess(HelperProcess):
     async def start(cls, setup: RenderSetup) -> Self:
         """Start a worker. Raises ``Unavailable`` when it does not start, ``InvalidArgument`` for a wrong template."""
         try:
-            worker = await cls.launch("render_worker")
+            worker = await cls.launch(f"{__package__}.render_worker")
         except OSError as error:  # no process or descriptor is left
             raise errors.Unavailable("The process that renders chat templates does not start.") from error
         try:
-            reply: RenderReply = msgspec.msgpack.decode(await worker.talk(pack(setup), _START_SECONDS))
+            reply: RenderReply = msgspec.msgpack.decode(
+                await worker.talk(msgspec.msgpack.encode(setup), _START_SECONDS)
+            )
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
             await worker.kill()
             raise errors.Unavailable("The process that renders chat templates does not start.") from error
@@ -164,7 +108,7 @@ class Renderer:
         ``DeadlineExceeded`` when it takes too much processor time, ``Unavailable`` when
         no worker starts, or the machine is too busy.
         """
-        request = pack(job)
+        request = msgspec.msgpack.encode(job)
         worker = await self._idle.get()  # None: one has to be started
         kept: RenderProcess | None = None
         reply: RenderReply | None = None
@@ -172,7 +116,7 @@ class Renderer:
         try:
             if worker is None or worker.reader.at_eof():
                 worker = await self._successor(worker)
-            reply = msgspec.msgpack.decode(await worker.talk(request, _WAIT_SECONDS + _LOOK_SECONDS))
+            reply = msgspec.msgpack.decode(await worker.talk(request, _WAIT_SECONDS + LOOK_SECONDS))
             kept = worker
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             pass  # its status says why
@@ -208,7 +152,7 @@ class Renderer:
             )
         # Only what the worker says of itself: the OOM killer of a full machine once made 4 of 10 conversations "too
         # large", for ever.
-        if status in _TOO_MUCH_MEMORY:
+        if status in TOO_MUCH_MEMORY:
             raise errors.ResourceExhausted("Rendering the conversation took too much memory.", retry_after=None)
         if status == -signal.SIGALRM:
             raise errors.Unavailable("The machine is too busy to render the conversation; retry.")
@@ -221,9 +165,3 @@ class Renderer:
         while not self._idle.empty():
             if (worker := self._idle.get_nowait()) is not None:
                 await worker.kill()
-
-
-def _spawn(theirs: socket.socket, module: str) -> "subprocess.Popen[bytes]":
-    # Not through the event loop: uvloop forks, which gRPC's threads do not take well; subprocess uses vfork.
-    command = [sys.executable, "-m", f"{__package__}.{module}"]
-    return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())

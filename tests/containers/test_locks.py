@@ -45,7 +45,7 @@ def _text(name: str) -> str:
     return (LOCKS / f"{name}.txt").read_text()
 
 
-EXTRAS = ("engine", "transformers", "cuda", "xgrammar", "nixl", "mcp", "ray", "dev")
+EXTRAS = ("engine", "transformers", "encoder", "cuda", "xgrammar", "nixl", "mcp", "ray", "dev")
 
 
 def needed(*extras: str) -> list[Requirement]:

@@ -9,7 +9,7 @@ import msgspec
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.tokenizer.render_worker import RenderJob, RenderReply, RenderSetup
-from tokenloom.services.tokenizer.renderer import LENGTH, Renderer, RenderProcess
+from tokenloom.services.tokenizer.renderer import Renderer, RenderProcess
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from tokenloom.v1.types_pb2 import Fingerprint
@@ -36,7 +36,7 @@ class Helper(RenderProcess):
                 await self._ended.wait()
         except TimeoutError:
             if not self.is_stopped:
-                job: RenderJob = msgspec.msgpack.decode(request[LENGTH.size :])
+                job: RenderJob = msgspec.msgpack.decode(request)
                 (message,) = json.loads(job["messages_json"])
                 reply = RenderReply(text=message["content"], masks={}, reasoning_start="UNSPECIFIED")
                 return msgspec.msgpack.encode(reply)

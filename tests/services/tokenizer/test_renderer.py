@@ -11,9 +11,10 @@ from typing import NoReturn, Self
 import pytest
 
 from tests.loop_clock import pass_time, settle
+from tokenloom.process.helper_pipe import OUT_OF_MEMORY
 from tokenloom.request import errors
-from tokenloom.services.tokenizer import renderer as renderer_module
-from tokenloom.services.tokenizer.render_worker import OUT_OF_MEMORY, RenderJob, RenderSetup
+from tokenloom.services.runtime import helper_process
+from tokenloom.services.tokenizer.render_worker import RenderJob, RenderSetup
 from tokenloom.services.tokenizer.renderer import MAX_DEATHS, Renderer, RenderProcess
 
 # Obeys the conversation: the first message says what to do.
@@ -183,7 +184,7 @@ async def test_a_worker_that_does_not_start_again_is_no_fault_of_the_client(
     async with rendering() as renderer:
         await idle(renderer).kill()
         with monkeypatch.context() as patch:
-            patch.setattr(renderer_module, "_spawn", fail)
+            patch.setattr(helper_process, "_spawn", fail)
             with pytest.raises(errors.Unavailable, match="does not start"):
                 await renderer.render(job("fine"))
         assert (await renderer.render(job("fine"))).text == "fine"

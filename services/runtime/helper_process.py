@@ -1,0 +1,167 @@
+"""Runs child processes that answer one message with one message, and that can be killed while they do."""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Self
+
+from tokenloom.process.helper_pipe import LENGTH, OUT_OF_MEMORY
+from tokenloom.process.process_guard import is_stopped
+from tokenloom.request import errors
+
+LOOK_SECONDS = 0.5
+"""How often a process that owes an answer is looked at: its own limits of time do not end one that is stopped."""
+TOO_MUCH_MEMORY = (-signal.SIGABRT, OUT_OF_MEMORY)  # a library that gets no more memory aborts
+_MAX_DEATHS = 3
+
+
+class HelperProcess:
+    """Runs one child process."""
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.reader = reader
+        """It is at its end as soon as the process is."""
+        self._process = process
+        self._writer = writer
+
+    @classmethod
+    async def launch(cls, module: str, pass_fds: Sequence[int] = ()) -> Self:
+        """Start the process of a module. ``pass_fds``: descriptors that it has under the same numbers. Raises
+        ``OSError``."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = await asyncio.to_thread(_spawn, theirs, module, pass_fds)
+        except BaseException:
+            ours.close()
+            raise
+        return cls(process, *await asyncio.open_unix_connection(sock=ours))
+
+    async def talk(self, request: bytes, seconds: float) -> bytes:
+        """Send a message and return the answer. When this is cut short, :meth:`kill` the process.
+
+        Raises ``TimeoutError`` after ``seconds``, ``IncompleteReadError`` or ``ConnectionError`` if the process ended.
+        One that is stopped meanwhile is ended.
+        """
+        self._looks = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+        try:
+            async with asyncio.timeout(seconds):
+                self._writer.writelines((LENGTH.pack(len(request)), request))
+                await self._writer.drain()
+                (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
+                return await self.reader.readexactly(length)
+        finally:
+            self._looks.cancel()
+
+    async def kill(self) -> int:
+        """End the process at once. Returns its status: that of its own end if it has ended already."""
+        self._process.kill()
+        self._writer.close()
+        return await asyncio.to_thread(self._process.wait)
+
+    def _look(self) -> None:
+        if is_stopped(self._process.pid):
+            self._process.kill()
+        else:
+            self._looks = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+
+
+class HelperPool:
+    """Shares a few processes of one kind, each of which is started when it is needed. The callers take turns before
+    they call."""
+
+    def __init__(
+        self, start: Callable[[], Awaitable[HelperProcess]], num_processes: int, what: str, seconds: float
+    ) -> None:
+        """Args:
+        start: Returns a process that is ready. Raises ``OSError``, or what :meth:`HelperProcess.talk` raises.
+        what: What a process is to do, for errors: "encode the text".
+        seconds: As long as a message may take, on a busy machine, until its process is given up.
+        """
+        self._start = start
+        self._what = what
+        self._seconds = seconds
+        self._idle: asyncio.LifoQueue[HelperProcess | None] = asyncio.LifoQueue(num_processes)  # None: to be started
+        for _ in range(num_processes):
+            self._idle.put_nowait(None)
+
+    async def run(self, request: bytes) -> bytes:
+        """Return the answer to a message.
+
+        Raises ``ResourceExhausted`` for one that takes too much memory, ``DeadlineExceeded`` for one that takes too
+        much processor time, ``Unavailable`` when no process starts, and ``Internal`` after the ends of several.
+        """
+        for _ in range(_MAX_DEATHS):
+            process = await self._idle.get()
+            kept: HelperProcess | None = None
+            data, status = b"", 0
+            try:
+                if process is None or process.reader.at_eof():
+                    process = await self._successor(process)
+                data = await process.talk(request, self._seconds)
+                kept = process
+            except TimeoutError as error:
+                raise errors.Unavailable(f"The machine is too busy to {self._what}; retry.") from error
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass  # its status says why
+            finally:
+                # After any failure, cancellation included, it may be in the middle of a call, so it is given up.
+                self._idle.put_nowait(kept)
+                if process is not None and kept is None:
+                    status = await process.kill()
+            if kept is not None:
+                return data
+            if status in TOO_MUCH_MEMORY:
+                raise errors.ResourceExhausted(f"It takes too much memory to {self._what}.", retry_after=None)
+            if status == -signal.SIGPROF:
+                raise errors.DeadlineExceeded(f"It takes too much processor time to {self._what}.")
+        raise errors.Internal(f"{_MAX_DEATHS} processes ended that were to {self._what}")
+
+    async def start(self) -> None:
+        """Start a process, if none has been started yet. Raises as :meth:`run`."""
+        process = self._idle.get_nowait()
+        try:
+            process = process or await self._successor(None)
+        finally:
+            self._idle.put_nowait(process)
+
+    async def close(self) -> None:
+        """End the processes. Call this when nothing runs any more."""
+        while not self._idle.empty():
+            if (process := self._idle.get_nowait()) is not None:
+                await process.kill()
+
+    async def _successor(self, ended: HelperProcess | None) -> HelperProcess:
+        if ended is not None:
+            await ended.kill()
+        try:
+            return await self._start()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, errors.InvalidArgument) as error:
+            raise errors.Unavailable(f"The process that is to {self._what} does not start.") from error
+
+
+async def start_helper(
+    module: str, setup: bytes, check: Callable[[bytes], object], seconds: float, pass_fds: Sequence[int] = ()
+) -> HelperProcess:
+    """Return a process that has answered its first message. ``check`` raises for an answer that refuses it.
+
+    Raises ``OSError``, or what ``check`` and :meth:`HelperProcess.talk` raise.
+    """
+    process = await HelperProcess.launch(module, pass_fds)
+    try:
+        check(await process.talk(setup, seconds))
+    except BaseException:
+        await process.kill()
+        raise
+    return process
+
+
+def _spawn(theirs: socket.socket, module: str, pass_fds: Sequence[int]) -> "subprocess.Popen[bytes]":
+    # Not through the event loop: uvloop forks, which gRPC's threads do not take well; subprocess uses vfork.
+    command = [sys.executable, "-m", module]
+    return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=pass_fds)

@@ -1,0 +1,51 @@
+"""What a helper process does at its end of the pipe: reads messages, answers them, and limits what it takes.
+
+A message is bytes behind their length, of 4 bytes, big-endian. A helper has the pipe as its stdin and stdout, and ends
+when stdin does.
+"""
+
+import resource
+import signal
+import struct
+import sys
+
+from tokenloom.process.process_guard import wake_with_parent
+
+LENGTH = struct.Struct(">I")
+OUT_OF_MEMORY = 3
+"""The status of a process that a job left without memory. Python's own failures have status 1."""
+
+
+def begin() -> None:
+    """Leave signals of the terminal to the parent, and notice its end. Call it first."""
+    wake_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
+
+
+def read_message() -> bytes | None:
+    """Return the next message; None: the parent has closed the pipe."""
+    header = sys.stdin.buffer.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return None
+    return sys.stdin.buffer.read(*LENGTH.unpack(header))
+
+
+def write_message(data: bytes) -> None:
+    """Answer the last message."""
+    sys.stdout.buffer.write(LENGTH.pack(len(data)) + data)
+    sys.stdout.buffer.flush()
+
+
+def limit_time(processor_seconds: float, seconds: float) -> None:
+    """End the process after this much time, by the default actions of SIGPROF and SIGALRM; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, processor_seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Let the process take so many bytes more than it has now."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmData:"))
+    limit = (int(line.split()[1]) << 10) + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a library that gets no more aborts

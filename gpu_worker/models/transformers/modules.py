@@ -199,15 +199,22 @@ class LinearModule(nn.Module):
 
 
 class NormModule(nn.Module):
-    """Computes RMSNorm with our operation."""
+    """Computes RMSNorm with our operation, for rows of the weight's dtype."""
 
-    def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
+    def __init__(self, weight: Tensor, eps: float, ops: Ops, own: nn.Module) -> None:
+        """``own`` is transformers' module, which computes rows of another dtype."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self._eps = eps
         self._ops = ops
+        self.__dict__["own"] = own
 
     def forward(self, x: Tensor) -> Tensor:
+        # Mamba-2 keeps its residuals in float32 beside bfloat16 weights (residual_in_fp32); the operation would read
+        # such rows as bfloat16 and return garbage without an error.
+        if x.dtype is not self.weight.dtype:
+            result: Tensor = self.__dict__["own"](x)
+            return result
         rows = x.reshape(-1, x.shape[-1])
         return self._ops.add_norm(rows.contiguous(), None, self.weight, self._eps).view(x.shape)
 
@@ -264,7 +271,7 @@ def _replace_norm(module: Any, ops: Ops) -> nn.Module | None:
     expected, tolerance = module(x), _TOLERANCE[weight.dtype]
     for candidate in (weight, (1.0 + weight.float()).to(weight.dtype)):
         if expected.dtype == x.dtype and torch.allclose(rms_norm(x, candidate, eps), expected, tolerance, tolerance):
-            return NormModule(candidate, eps, ops)
+            return NormModule(candidate, eps, ops, module)
     return None
 
 

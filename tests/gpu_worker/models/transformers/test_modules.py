@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mamba2.modeling_mamba2 import Mamba2RMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tokenloom.gpu_worker.models.transformers.experts import can_group
 from tokenloom.gpu_worker.models.transformers.modules import LinearModule, NormModule, replace_modules
 from tokenloom.gpu_worker.models.transformers.paged_attention import UnservableModel
+from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 
 
@@ -33,6 +35,18 @@ def test_norms_with_either_meaning_of_the_weight_are_replaced(kind: Any, dtype: 
     assert isinstance(module[0], NormModule)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(module(x), expected, rtol=tolerance, atol=tolerance)
+
+
+@torch.inference_mode()
+def test_a_norm_of_bfloat16_weights_computes_float32_rows_as_transformers_does() -> None:
+    module = nn.Sequential(Mamba2RMSNorm(64)).to(torch.bfloat16)
+    module[0].weight.normal_()
+    x = torch.randn(1, 5, 64)
+    expected = module(x)
+    replace_modules(module, None, make_ops("auto", torch.device("cpu")), None)
+    assert isinstance(module[0], NormModule)
+    assert torch.equal(module(x), expected)
+    assert module(x.to(torch.bfloat16)).dtype == torch.bfloat16
 
 
 class OddRMSNorm(LlamaRMSNorm):

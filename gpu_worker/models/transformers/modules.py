@@ -52,6 +52,12 @@ class AbsentWeight(Tensor):
             return function(*args, **(kwargs or {}))
 
 
+def _check_dtype(x: Tensor, dtype: torch.dtype) -> None:
+    """Raise ``TypeError``, as transformers' layers do, for rows that the kernels would read as another dtype."""
+    if x.dtype is not dtype:
+        raise TypeError(f"rows of {x.dtype} for a linear layer of {dtype}")
+
+
 _MLP = ("gate_proj", "up_proj")
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), _MLP)
 """Names of a module's layers that read the same input."""
@@ -96,10 +102,12 @@ class MergedPart(nn.Module):
         self.__dict__["merged"] = merged
         self._index = index
         self.out_features, self.in_features = layer.weight.shape
+        self._dtype = layer.weight.dtype
         self.weight = AbsentWeight.like(layer.weight)
         self.bias = None if layer.bias is None else AbsentWeight.like(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        _check_dtype(x, self._dtype)
         merged: MergedLinear = self.__dict__["merged"]
         return merged.part(self._index, x)
 
@@ -190,11 +198,13 @@ class LinearModule(nn.Module):
         super().__init__()
         self._linear = linear
         self.out_features, self.in_features = weight.shape
+        self._dtype = weight.dtype
         self.weight = AbsentWeight.like(weight)
         self.bias = None if bias is None else AbsentWeight.like(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape
+        _check_dtype(x, self._dtype)
         return self._linear(x.reshape(-1, self.in_features)).view(*shape[:-1], self.out_features)
 
 
@@ -306,6 +316,7 @@ class Head:
         self._shell = copy.copy(model)
         self._shell.__dict__["_modules"] = {**model._modules, body_name: self._body}
         self._ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self._dtype = dtype
         self._plain: LinearModule | None = None
         output = model.get_output_embeddings()
         if isinstance(output, LinearModule):
@@ -316,7 +327,10 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Turn hidden states [R, hidden_size] into float32 logits [R, vocab_size]."""
-        return self._plain(hidden).float() if self._plain is not None else self._through_model(hidden)
+        if self._plain is None or hidden.dtype is not self._dtype:  # float32 rows: the model rounds them itself
+            return self._through_model(hidden)
+        logits: Tensor = self._plain(hidden)
+        return logits.float()
 
     def _through_model(self, hidden: Tensor) -> Tensor:
         self._body.__dict__["hidden"] = hidden[None]

@@ -49,6 +49,14 @@ def test_a_norm_of_bfloat16_weights_computes_float32_rows_as_transformers_does()
     assert module(x.to(torch.bfloat16)).dtype == torch.bfloat16
 
 
+@torch.inference_mode()
+def test_a_linear_layer_refuses_rows_of_another_dtype_as_torch_does() -> None:
+    module = nn.Sequential(nn.Linear(64, 96)).to(torch.bfloat16)
+    replace_modules(module, None, TorchOps(), None)
+    with pytest.raises(TypeError, match=r"rows of .*float32 for a linear layer of .*bfloat16"):
+        module(torch.randn(3, 64))
+
+
 class OddRMSNorm(LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return 3 * super().forward(hidden_states)

@@ -1,7 +1,7 @@
 """Runs one step of the model: the scheduler's differences go in, tokens come out."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunn
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
+from .attention.states import StateSlots
 from .batch.expected_tokens import ExpectedTokens
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.prompt_rows import PromptPart
@@ -54,6 +55,8 @@ class RunnerParts:
     """Pools prompts; None: no request asks for it."""
     ranks: Ranks = ONLY_RANK
     """One of them samples the tokens of all."""
+    states: StateSlots | None = None
+    """The slots of layers that keep a state; None: no layer does."""
 
 
 _NO_PARTS: Final = RunnerParts()
@@ -97,6 +100,7 @@ class ModelRunner:
         self._samples_on_device = parts.proposer is None and parts.device_sampler is not None
         self._loras = parts.loras
         self._device = parts.device
+        self._states = parts.states
         self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
         self.kv_caches: list[KVCache] = []
         """The cache of each layer."""
@@ -118,15 +122,27 @@ class ModelRunner:
         """Allocate empty KV caches, if there are none."""
         if not self.kv_caches:
             self.kv_caches = self._make_kv_caches()
+        self.make_states()
         if self._speculation is not None:
             self._speculation.proposer.make_kv_caches()
 
     def drop_kv_caches(self) -> None:
         """Drop the KV caches with their content; no step may run before :meth:`make_kv_caches`."""
         self.kv_caches = []
+        self.drop_states()
         self._forget_recordings()
         if self._speculation is not None:
             self._speculation.proposer.drop_kv_caches()
+
+    def make_states(self) -> None:
+        """Allocate empty slots for states, if layers keep any and there are none."""
+        if self._states is not None:
+            self._states.allocate()
+
+    def drop_states(self) -> None:
+        """Drop the slots of states with their content; no step may run before :meth:`make_states`."""
+        if self._states is not None:
+            self._states.drop()
 
     def execute(self, step: SchedulerOutput) -> None:
         """Compute the scheduled tokens, and the logits of each request whose known tokens are then all computed.
@@ -148,6 +164,8 @@ class ModelRunner:
                 self._speculation.update(step)
             if step.total_num_scheduled_tokens:
                 inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids)
+                if self._states is not None:
+                    inputs = replace(inputs, states=self._states.plan(step.state_runs))
                 if self._routes is not None:
                     self._routes.begin(keep_choices=bool(self._batch.routed))
                 if self._loras is not None and self._batch.adapters:
@@ -201,7 +219,8 @@ class ModelRunner:
         self, inputs: StepInputs, *, adapted: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the same from a recording; None: the step cannot be recorded."""
-        if self._recordings is None:
+        # A recording counts only if it computes the same bits once more, which would advance a state twice.
+        if self._recordings is None or self._states is not None:
             return None
         if self._routes is not None:
             if not self._recordings.computes_every_step:
@@ -224,7 +243,7 @@ class ModelRunner:
         token_ids, positions = self._to_device(inputs.token_ids), self._to_device(inputs.positions)
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, self._to_device(rows.copy())) for start, rows in inputs.embeds]
-        return self._model.forward(token_ids, positions, self.kv_caches, plan, embeds)
+        return self._model.forward(token_ids, positions, self.kv_caches, plan, embeds, inputs.states)
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return to_device(array, self._device)
@@ -338,8 +357,9 @@ class ModelRunner:
         arrays = (cu_query_lens, lengths, tables, slots)
         plan = self._backend.plan(*arrays)
         positions_tensor = self._to_device(positions)
+        states = None if self._states is None else self._states.dummy_plan(query_lens)
         hidden = self._model.forward(
-            torch.zeros_like(positions_tensor), positions_tensor, self.kv_caches[:num_layers], plan
+            torch.zeros_like(positions_tensor), positions_tensor, self.kv_caches[:num_layers], plan, (), states
         )
         if self._speculation is not None:
             self._speculation.proposer.dummy_run(positions, hidden, arrays)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention.attention_backend import AttentionPlan, KVCache
+from .attention.states import StatePlan
 from .checkpoint.model_config import ModelConfig
 from .checkpoint.weights import Checkpoint, FileStamps, check_unchanged, file_stamps
 from .layers.embedding import InputEmbeds
@@ -85,6 +86,7 @@ class AbsentModel:
         kv_caches: list[KVCache],
         plan: AttentionPlan,
         embeds: InputEmbeds = (),
+        states: StatePlan | None = None,
     ) -> NoReturn:
         raise AssertionError("the weights are asleep")
 

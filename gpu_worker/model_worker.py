@@ -25,6 +25,7 @@ from .attention.attention_backends import make_attention_backend
 from .attention.cache import make_kv_pool
 from .attention.context_backend import ContextBackend
 from .attention.grouped_backend import PoolLayers
+from .attention.states import StateSlots
 from .batch.input_batch import InputBatch
 from .checkpoint.local_config import check_kv_dtype, check_options, num_sharing
 from .checkpoint.model_config import ModelConfig
@@ -87,6 +88,7 @@ class ModelWorker:
         self._max_model_len = 0
         self._layers: PoolLayers | None = None
         self._largest: LargestStep | None = None  # set once it was computed
+        self._num_states = 0  # slots for states, beside that of dummy steps
 
     def load_model(self) -> ModelInfo:
         """Load the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
@@ -140,6 +142,8 @@ class ModelWorker:
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=self._kv_bytes_per_token,
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
+            state_bytes=model_config.state_bytes,
+            state_chunk=model_config.states.chunk if model_config.states else 1,
             numerics=numerics_of(model_config, self._platform, self._backend.name, library, place),
             kv_groups=self._layers.groups,
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
@@ -170,6 +174,7 @@ class ModelWorker:
             lengths = largest_step(scheduler, kv_cache.max_model_len)
             self._largest = self._run_largest_step(within(kv_cache.num_blocks, block_size, lengths))
         started = time.perf_counter()
+        self._num_states = kv_cache.num_state_slots
         self._make_pool(kv_cache.num_blocks, memory)
         batches = decode_batches(scheduler, kv_cache.num_blocks)
         with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
@@ -237,7 +242,7 @@ class ModelWorker:
             peak = self._platform.peak_of(run)
         # A device holds the whole pool, a host the pages that were written.
         num_slots = sum(lengths) if self._platform.pool_is_on_host else num_blocks * block_size
-        kv_bytes = num_slots * self._pool_layers.written_bytes_per_token(num_layers)
+        kv_bytes = num_slots * self._pool_layers.written_bytes_per_token(num_layers) + model_config.state_bytes
         if self._drafting is not None:
             kv_bytes += num_slots * self._drafting.kv_bytes_per_token
         return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
@@ -275,6 +280,7 @@ class ModelWorker:
             self._require_runner().drop_kv_caches()
         elif self._pages is not None:
             self._pages.drop()
+        self._require_runner().drop_states()
         self._platform.return_freed()
         return FreedMemory(max(0, before - with_kv), max(0, with_kv - self._platform.bytes_in_use()), kept)
 
@@ -284,6 +290,8 @@ class ModelWorker:
             self._take_model()
             if self._drafting is not None:
                 self._drafting.restore()
+        if "kv_cache" in tags:
+            self._require_runner().make_states()
         if "kv_cache" in tags and self._pages is not None:
             self._pages.begin()
         elif "kv_cache" in tags and self._pool is None:
@@ -410,6 +418,7 @@ class ModelWorker:
             loras=self._loras,
             pooler=self._pooler,
             ranks=self._ranks,
+            states=StateSlots(self._kv_config, self._num_states, self._device) if self._kv_config.states else None,
         )
         return ModelRunner(
             self._model,

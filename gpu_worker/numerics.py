@@ -32,5 +32,13 @@ def numerics_of(config: ModelConfig, platform: Platform, backend: str, library: 
     # with other KV than it began with.
     rounding = input_rounding() if kind == "cpu" and (scheme or quantization) else None
     layers = (config.dtype_name, scheme, quantization, backend, rounding, config.rope_stretch)
-    parts = (kind, platform.hardware, *layers, f"torch-{torch.__version__}", library, place.numerics)
+    parts = (kind, platform.hardware, *layers, _states(config), f"torch-{torch.__version__}", library, place.numerics)
     return "/".join(part for part in parts if part)
+
+
+def _states(config: ModelConfig) -> str | None:
+    """Return how states are computed, and at which multiples of tokens prompts are cut; None: no layer keeps any."""
+    if config.states is None:
+        return None
+    chunk = config.states.chunk
+    return f"states-{config.states.form}" + (f"-chunk{chunk}-strict" if chunk > 1 else "")

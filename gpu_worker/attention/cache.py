@@ -124,16 +124,19 @@ def make_kv_pool(config: ModelConfig, num_blocks: int, block_size: int, memory: 
 
 
 def kv_layout(config: ModelConfig, block_size: int) -> str:
-    """Name order, dtype (``int8+fp32``: numbers and scales), layers x heads x head size in the cache, and block size.
+    """Name order, dtype (``int8+fp32``: numbers and scales), layers x heads x head size in the cache, and block size;
+    behind them what layers keep of a sequence between tokens.
 
     Caches with equal names can exchange blocks.
     """
     dtype = _NAMES[config.kv_dtype]
+    states = f"/state/{_NAMES[config.dtype]}+fp32/{config.states.name}" if config.states else ""
     if config.latent is not None:
-        return f"latent/{dtype}/{config.num_layers}x{config.latent.rank}+{config.latent.rope_size}/{block_size}"
+        rows = f"{config.latent.rank}+{config.latent.rope_size}"
+        return f"latent/{dtype}/{config.num_layers}x{rows}/{block_size}{states}"
     shapes = dict.fromkeys(config.kv_shapes or ((config.num_kv_heads, config.cache_head_size),))
     rows = "+".join(f"{heads}x{size}" for heads, size in shapes)
-    return f"HND/{dtype}/{config.num_layers}x{rows}/{block_size}"
+    return f"HND/{dtype}/{config.num_layers}x{rows}/{block_size}{states}"
 
 
 def pointers(kv_cache: KVCache) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from tokenloom.engine_core.data.core_params import CorePoolingParams, CoreSampli
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 
+from ..attention.states import StatePlan
 from ..pooling.pooler import PooledPrompt, PooledRows
 from ..sampler.host.logits_processors import make_logits_processors
 from ..sampler.host.logprobs import LogprobRows
@@ -48,6 +49,8 @@ class StepInputs:
     """Embeddings that replace those of ``token_ids``."""
     drafts: Mapping[str, list[int]] = field(default_factory=dict)
     """Drafts by request of the step: its last tokens here, which are verified and not yet its own."""
+    states: StatePlan | None = None
+    """The slots that the step reads and writes; None: no layer keeps a state."""
 
     def num_logit_rows(self) -> Ints:
         """Return how many rows of logits each request of ``sampled`` has with its drafts, [S]."""

@@ -1,8 +1,10 @@
 """Describes a model: its shapes and switches, as a checkpoint's configuration states them. It imports torch only where
 a dtype is asked for, so that checks before a start read what the engine reads."""
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tokenloom.engine_core.data.config import KVCacheDtype
@@ -116,6 +118,44 @@ class KVShape(NamedTuple):
     """As in the cache: whole 16s."""
 
 
+class StateShape(NamedTuple):
+    """Holds the shapes of what one layer keeps of a sequence between tokens."""
+
+    channels: int
+    """Of the short convolution before the recurrence."""
+    taps: int
+    """How many of the convolution's last inputs are kept, in the model's dtype."""
+    recurrent: tuple[int, int, int] | None = None
+    """The recurrence's state, in float32: heads x keys x values, or heads x head size x state size; None: none."""
+
+    def nbytes(self, itemsize: int) -> int:
+        """Return the size for one sequence, in bytes. ``itemsize``: of the model's dtype."""
+        return self.channels * self.taps * itemsize + 4 * (prod(self.recurrent) if self.recurrent else 0)
+
+    def __str__(self) -> str:
+        recurrent = f"+{'x'.join(map(str, self.recurrent))}" if self.recurrent else ""
+        return f"{self.taps}x{self.channels}{recurrent}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Describes what the layers of a model keep of a sequence between tokens, beside keys and values."""
+
+    layers: tuple[StateShape | None, ...]
+    """What each layer keeps, or each of those that keep anything; None: nothing."""
+    form: str
+    """Names how states are computed: another form rounds them differently."""
+    chunk: int = 1
+    """The chunks of a prompt end at multiples of so many tokens, on which the form's sums depend; 1: they end anywhere,
+    and no sum depends on it."""
+
+    @property
+    def name(self) -> str:
+        """Name the shapes: slots of equal names and dtypes can be exchanged."""
+        counts = Counter(str(shape) for shape in self.layers if shape is not None)
+        return "+".join(f"{count}x{shape}" for shape, count in counts.items())
+
+
 _HEAD_STEP = 16
 
 SCALE_BYTES = 4
@@ -187,6 +227,8 @@ class ModelConfig:
     are then those of the layers with the largest rows, of which each smaller row is a whole part."""
     kv_sources: tuple[int, ...] = ()
     """[num_layers]: the layer whose keys and values each one attends to; empty: its own."""
+    states: StateLayout | None = None
+    """What layers keep of a sequence beside its KV; None: nothing."""
     quantization: str | None = None
     """How matrices are quantized at load: one of ``QUANTIZATIONS`` or None."""
     has_class_head: bool = False
@@ -262,6 +304,12 @@ class ModelConfig:
     def kv_bytes_per_token(self) -> int:
         """Return the size of one token's keys and values in all layers, in bytes."""
         return self.kv_planes * self.num_layers * self.num_kv_heads * self.kv_row_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the size of what all layers keep of one sequence beside its KV, in bytes; 0: nothing."""
+        itemsize = self.dtype.itemsize if self.states else 0
+        return sum(shape.nbytes(itemsize) for shape in self.states.layers if shape) if self.states else 0
 
     @property
     def rope_stretch(self) -> str | None:

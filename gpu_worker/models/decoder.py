@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache, ScoreRule
+from ..attention.states import StatePlan
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.rope_config import QueryScaling
 from ..checkpoint.weights import Checkpoint
@@ -342,6 +343,7 @@ class DecoderModel:
         kv_caches: list[KVCache],
         plan: AttentionPlan,
         embeds: InputEmbeds = (),
+        states: StatePlan | None = None,
     ) -> Tensor:
         if self._stage is None or self.config.first_layer == 0:
             residual = embed(self._embedding, input_ids, embeds, self.config.embedding_scale, self._embedding_norm)

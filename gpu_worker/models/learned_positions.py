@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache, ScoreRule
+from ..attention.states import StatePlan
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
@@ -159,6 +160,7 @@ class LearnedPositionsModel:
         kv_caches: list[KVCache],
         plan: AttentionPlan,
         embeds: InputEmbeds = (),
+        states: StatePlan | None = None,
     ) -> Tensor:
         if self._stage is None or self.config.first_layer == 0:
             x = embed(self._token_embedding, input_ids, embeds)

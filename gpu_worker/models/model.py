@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
+from ..attention.states import StatePlan
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..device.memory import return_freed
@@ -33,12 +34,13 @@ class LanguageModel(Protocol):
         kv_caches: list[KVCache],
         plan: AttentionPlan,
         embeds: InputEmbeds = (),
+        states: StatePlan | None = None,
     ) -> Tensor:
         """Compute the last hidden states [T, hidden_size] of T tokens; ``input_ids`` and ``positions`` are int64 [T].
 
         Writes the tokens' keys and values to ``kv_caches`` (one per layer) where ``plan`` says. ``embeds``
-        replace the embeddings of ``input_ids``. With fewer caches only the first layers are computed, which a profile
-        of memory uses.
+        replace the embeddings of ``input_ids``. ``states``: the slots of the layers that keep a state; None: none
+        does. With fewer caches only the first layers are computed, which a profile of memory uses.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

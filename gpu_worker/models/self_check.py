@@ -11,7 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tokenloom.engine_core.data.scheduler_output import StateRun
+
 from ..attention.attention_backend import AttentionBackend, KVCache
+from ..attention.states import FROM_ZERO, StatePlan, StateSlots
 from ..checkpoint.model_config import ModelConfig
 from .model import LanguageModel
 
@@ -19,6 +22,8 @@ from .model import LanguageModel
 # between steps.
 _STEPS = ((16, 0), (7, 9), (0, 1), (1, 1), (13, 0), (1, 1), (1, 0), (1, 1))
 """Tokens of the two rows in each step: prompts in chunks and decoding, separately and together."""
+_TAILS = ((7, 0), (1, 2), (1, 1), (0, 1))
+"""The same behind the first chunk of each row, if the model keeps states, whose prompts are cut at whole chunks."""
 _TOLERANCE = {torch.float32: 1e-4}
 _ROUNDED_TOLERANCE = 5e-2
 """The relative error of logits that bfloat16, or a product in int8, may cause: 3.3e-2 was seen with random weights."""
@@ -57,7 +62,8 @@ class CheckedModel(LanguageModel, Protocol):
 def check_model(model: CheckedModel, backend: AttentionBackend, block_size: int, device: torch.device) -> None:
     """Raise ``ValueError`` naming the architecture if paged attention gives other logits than the modules' own."""
     generator = torch.Generator().manual_seed(0)
-    lengths = [sum(step[row] for step in _STEPS) for row in range(2)]
+    steps = _steps(model.config)
+    lengths = [sum(step[row] for step in steps) for row in range(2)]
     limit = min(model.config.vocab_size, 1 << 15)
     rows = [torch.randint(0, limit, (length,), generator=generator).to(device) for length in lengths]
     try:
@@ -126,14 +132,24 @@ def _refusal(model: CheckedModel, reason: str) -> ValueError:
     return ValueError(f"config.json: {model.architecture} is not supported: it {reason}")
 
 
+def _steps(config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Return how many tokens of the two rows each step computes."""
+    if config.states is None:
+        return _STEPS
+    chunk = max(config.states.chunk, _STEPS[0][0])
+    return ((chunk, 0), (_TAILS[0][0], chunk), *_TAILS[1:])
+
+
 def _compute_paged(model: CheckedModel, backend: AttentionBackend, block_size: int, rows: list[Tensor]) -> list[Tensor]:
-    """Return the logits of each row's tokens, computed in ``_STEPS`` over scattered blocks."""
+    """Return the logits of each row's tokens, computed in steps, over scattered blocks and slots."""
     width = max(-(-len(row) // block_size) for row in rows)
     tables = np.arange(len(rows) * width).reshape(width, len(rows)).T[:, ::-1].copy()
     caches = backend.allocate(tables.size)
     done = [0] * len(rows)
     logits: list[list[Tensor]] = [[] for _ in rows]
-    for step in _STEPS:
+    slots = StateSlots(model.config, 2 * len(rows), rows[0].device)
+    slots.allocate()
+    for number, step in enumerate(_steps(model.config)):
         members = [row for row, count in enumerate(step) if count]
         parts = _compute_step(
             model,
@@ -143,11 +159,19 @@ def _compute_paged(model: CheckedModel, backend: AttentionBackend, block_size: i
             tables[members],
             [rows[i] for i in members],
             [(done[i], done[i] + step[i]) for i in members],
+            slots.plan([_run(i, done[i], step[i], number) for i in members]) if slots.layers else None,
         )
         for row, part in zip(members, parts, strict=True):
             logits[row].append(part)
             done[row] += step[row]
     return [torch.cat(parts) for parts in logits]
+
+
+def _run(row: int, done: int, count: int, number: int) -> StateRun:
+    """Return the run of ``count`` tokens behind ``done`` ones of a row, in step ``number``: each of a row's steps reads
+    one of its two slots and writes the other one."""
+    slots = 2 * row + (number + 1) % 2, 2 * row + number % 2
+    return StateRun(str(row), count, slots[0] if done else FROM_ZERO, slots[1])
 
 
 def _compute_step(
@@ -158,6 +182,7 @@ def _compute_step(
     tables: npt.NDArray[np.int64],
     rows: list[Tensor],
     spans: list[tuple[int, int]],
+    states: StatePlan | None,
 ) -> list[Tensor]:
     """Return the logits of the tokens ``spans`` (begin, end) of each row."""
     positions = [np.arange(begin, end) for begin, end in spans]
@@ -168,7 +193,8 @@ def _compute_step(
     plan = backend.plan(cu_query_lens, np.array([end for _, end in spans]), tables, np.concatenate(slots))
     device = rows[0].device
     ids = torch.cat([row[begin:end] for row, (begin, end) in zip(rows, spans, strict=True)])
-    hidden = model.forward(ids, torch.from_numpy(np.concatenate(positions)).to(device), caches, plan)
-    if model.num_attention_calls != model.config.num_layers:
+    places = torch.from_numpy(np.concatenate(positions)).to(device)
+    hidden = model.forward(ids, places, caches, plan, (), states)
+    if model.num_attention_calls != model.config.num_layers and model.num_attention_calls:
         raise RuntimeError(f"{model.num_attention_calls} of {model.config.num_layers} layers attended")
     return list(torch.split(model.compute_logits(hidden), [end - begin for begin, end in spans]))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...checkpoint.model_config import DtypeName, KVShape, ModelConfig
+from ...checkpoint.model_config import DtypeName, KVShape, ModelConfig, StateLayout
 from ...checkpoint.rope_config import CONTEXT_ENTRIES, GROWING, longest_context
 from .paged_attention import LayerRule, UnservableModel
 
@@ -62,12 +62,17 @@ def declared_config(
     )
 
 
-def complete(declared: ModelConfig, text: Any, rules: list[LayerRule]) -> ModelConfig:
-    """Return the configuration with what the layers' ``rules`` show. ``text`` is transformers' configuration.
+def complete(
+    declared: ModelConfig, text: Any, rules: list[LayerRule], states: StateLayout | None = None
+) -> ModelConfig:
+    """Return the configuration with what the layers' ``rules`` show, and what they keep. ``text`` is transformers'
+    configuration.
 
     Raises :class:`UnservableModel` if the layers cannot share one KV cache.
     """
-    _check_layers(text, rules, declared.max_model_len)
+    if states is not None and not rules:
+        return _without_attention(declared, states)
+    _check_layers(text, rules, declared.max_model_len, keeps_states=states is not None)
     shapes = _shapes(rules)
     widest = max(shapes, key=math.prod)
     if any(math.prod(widest) % math.prod(shape) for shape in shapes):
@@ -76,6 +81,7 @@ def complete(declared: ModelConfig, text: Any, rules: list[LayerRule]) -> ModelC
         )
     return replace(
         declared,
+        num_layers=len(rules),
         num_heads=rules[0].num_heads,
         num_kv_heads=widest.num_heads,
         head_size=widest.head_size,
@@ -83,6 +89,23 @@ def complete(declared: ModelConfig, text: Any, rules: list[LayerRule]) -> ModelC
         attention_scales=tuple(rule.scores.scale for rule in rules),
         sliding_windows=tuple(rule.scores.sliding_window for rule in rules),
         kv_sources=tuple(layer if rule.source is None else rule.source for layer, rule in enumerate(rules)),
+        states=states,
+    )
+
+
+def _without_attention(declared: ModelConfig, states: StateLayout) -> ModelConfig:
+    """Return the configuration of a model whose layers keep states only. Its KV blocks hold the smallest rows of one
+    layer that no token ever writes: they name prefixes, by which states are found."""
+    return replace(
+        declared,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=16,
+        attention_scales=(1.0,),
+        sliding_windows=(None,),
+        kv_sources=(0,),
+        states=states,
     )
 
 
@@ -103,15 +126,15 @@ def _number(text: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _check_layers(text: Any, rules: list[LayerRule], max_length: int) -> None:
+def _check_layers(text: Any, rules: list[LayerRule], max_length: int, *, keeps_states: bool) -> None:
     num_layers = _number(text, "num_hidden_layers")
     if not rules:
         raise UnservableModel("computes attention or state by itself, not through transformers' AttentionInterface")
-    if len(rules) != num_layers:
+    if len(rules) != num_layers and not keeps_states:
         raise UnservableModel(
             f"attends {len(rules)} times in {num_layers} layers: the others keep a state of their own"
         )
-    if len({id(rule.module) for rule in rules}) != num_layers:
+    if len({id(rule.module) for rule in rules}) != len(rules):
         raise UnservableModel("attends more than once in a layer")
     heads = sorted({rule.num_heads for rule in rules})
     if len(heads) > 1:

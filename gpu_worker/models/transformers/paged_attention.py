@@ -273,8 +273,6 @@ def record(body: nn.Module, model: Any, max_model_len: int, device: torch.device
 
     Raises :class:`UnservableModel`.
     """
-    if getattr(model, "_is_stateful", False):
-        raise UnservableModel("keeps a state between tokens, as recurrent layers do")
     recorder = AttentionRecorder(max_model_len)
     bind(model, recorder)
     model.set_attn_implementation(PROBING)

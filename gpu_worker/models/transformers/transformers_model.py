@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from ...attention.attention_backend import AttentionPlan, KVCache
+from ...attention.states import StatePlan
 from ...checkpoint.gguf.config import described_by
 from ...checkpoint.model_config import DtypeName, ModelConfig, as_torch
 from ...checkpoint.weights import Checkpoint
@@ -23,6 +24,7 @@ from .experts import routes_of_modules
 from .loading import CausalClass, find_causal_class, load_modules, make_on_meta
 from .modules import Head
 from .paged_attention import NUM_PROBED, SERVING, EnoughLayers, PagedAttention, UnservableModel, bind, record
+from .states import LayersWithStates, keeps_states
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class _Parts:
     """The part of ``model`` that computes hidden states."""
     head: Head
     attention: PagedAttention
+    states: LayersWithStates | None
+    """Computes the layers that keep a state between tokens; None: there are none."""
 
 
 class TransformersModel:
@@ -80,18 +84,23 @@ class TransformersModel:
         kv_caches: list[KVCache],
         plan: AttentionPlan,
         embeds: InputEmbeds = (),
+        states: StatePlan | None = None,
     ) -> Tensor:
         parts = self._parts
         inputs: dict[str, Tensor] = {"input_ids": input_ids[None]}
         if embeds:
             inputs = _embed(parts, input_ids, embeds)
         parts.attention.begin(plan, kv_caches)
+        if parts.states is not None and states is not None:
+            parts.states.begin(states)
         try:
             output = parts.body(**inputs, position_ids=positions[None], use_cache=False)
         except EnoughLayers:
             return torch.zeros(len(input_ids), self.config.hidden_size, dtype=self._dtype, device=self._device)
         finally:
             parts.attention.end()
+            if parts.states is not None:
+                parts.states.end()
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -139,9 +148,15 @@ class TransformersModel:
             length = min(wanted or 0, declared.max_model_len)
             fix_ropes(model, length)
             self.library = f"{type(self).library}-rope-{length}"
+        states = None
+        if keeps_states(found.config):
+            states = LayersWithStates(body, found.config, self._dtype, self._device)
+        elif getattr(model, "_is_stateful", False):
+            raise UnservableModel("keeps a state between tokens, and not in transformers' cache")
         rules = record(body, model, declared.max_model_len, self._device)
         self.routes = routes_of_modules(body, NUM_PROBED)
-        self._set_config(complete(declared, found.config.get_text_config(decoder=True), rules))
+        layout = None if states is None else states.layout
+        self._set_config(complete(declared, found.config.get_text_config(decoder=True), rules, layout))
         sizes = [shape.head_size for shape in self.config.kv_shapes] or [self.config.head_size] * len(rules)
         attention = PagedAttention(rules, sizes)
         bind(model, attention)
@@ -150,7 +165,7 @@ class TransformersModel:
             head = Head(model, body_name, declared.hidden_size, self._device, self._dtype)
         except EnoughLayers:
             raise UnservableModel("computes logits from a part that is inside another one") from None
-        return _Parts(model, body, head, attention)
+        return _Parts(model, body, head, attention, states)
 
     def _set_config(self, config: ModelConfig) -> None:
         """Keep what the first checkpoint showed. Raises :class:`UnservableModel` if another one differs."""

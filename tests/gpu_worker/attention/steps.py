@@ -50,6 +50,7 @@ def shape(
         kv_planes=2,
         latent=None,
         kv_shapes=(),
+        states=None,
         attention_chunks=(),
         kv_bytes_per_token=2 * num_kv_heads * row_bytes,
     )

@@ -37,6 +37,7 @@ CONFIG: Any = SimpleNamespace(
     kv_planes=2,
     latent=None,
     kv_shapes=(),
+    states=None,
     kv_bytes_per_token=2 * 3 * 2 * 4 * 2,
 )
 

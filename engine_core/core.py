@@ -32,6 +32,7 @@ from .kv_cache.kv_cache_size import has_waves, size_kv_cache
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import StepTransfers, take_updates
 from .scheduling.adapters import Adapters
+from .scheduling.media_rows import MediaRows
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
@@ -114,7 +115,7 @@ class EngineCore:
             grammars=self._grammars,
             adapters=self.adapters,
             pooling=model.pooling,
-            row_numbers=model.hidden_size if model.media is not None else 0,
+            media=MediaRows.of_model(config.scheduler, model),
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
@@ -354,7 +355,7 @@ class EngineCore:
             self.sleeping.settle()
 
     def _report(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
-        kv_events = self.scheduler.kv_events
+        kv_events, media = self.scheduler.kv_events, self.scheduler.media
         return EngineCoreOutputs(
             step=self.num_steps,
             outputs=outputs,
@@ -362,7 +363,7 @@ class EngineCore:
             kv_events=kv_events.take() if kv_events is not None else [],
             num_requests_added=self.num_requests_added,
             expert_loads=self._expert_loads,
-            rows_wanted=self.scheduler.media.take_wanted() if self.scheduler.media is not None else [],
+            rows_wanted=media.take_wanted() if media is not None and media.wanted else [],
         )
 
     def _abort(self, request_ids: Iterable[str]) -> None:

@@ -42,6 +42,7 @@ def core_ready(
         loras=adapters.answer().adapters if adapters is not None else [],
         pooling=model.pooling,
         pool_is_on_host=model.pool_is_on_host,
+        media=model.media,
         has_waves=has_waves,
         fall_backs=list(dict.fromkeys((*model.fall_backs, *OF_PROCESS.own()))),
     )

@@ -6,6 +6,7 @@ from ..wire.array_arena import ArenaAddress
 from .config import EngineConfig
 from .core_params import ModelPooling
 from .lora import LoraState
+from .model_info import MediaTraits
 
 
 class CoreHello(msgspec.Struct, tag="HELLO"):
@@ -79,6 +80,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     pooling: ModelPooling = ModelPooling()
     """As in ``ModelInfo``."""
     pool_is_on_host: bool = True
+    """As in ``ModelInfo``."""
+    media: MediaTraits | None = None
     """As in ``ModelInfo``."""
     parallel_config_hash: bytes = b""
     """A digest of what the ranks of the data-parallel group must share; empty: there is no group."""

@@ -138,14 +138,20 @@ class RowsWanted(msgspec.Struct, array_like=True, gc=False):
     request_id: str
     """One of those that need them; the others are named too."""
     key: RowsKey
+    number: int
+    """Of this asking: rows that were freed, or given up, meanwhile are asked for under another one."""
 
 
 class ArrivedRows(msgspec.Struct, array_like=True, gc=False):
-    """Brings the rows of an image that the core has asked for. What nothing waits for any more is dropped."""
+    """Brings consecutive rows of an image that the core has asked for, each after the one before it. What nothing waits
+    for any more is dropped."""
 
     key: RowsKey
+    number: int
+    """As in :class:`RowsWanted`."""
+    first_row: int
     rows: npt.NDArray[np.float32]
-    """[num_rows, levels * hidden_size] finite numbers."""
+    """[n, levels * hidden_size] finite numbers."""
 
 
 class PrefillStats(msgspec.Struct, array_like=True, gc=False):

@@ -318,10 +318,15 @@ class HashWorker:
             if new.media:
                 self._media[new.req_id] = new.media
         self._update_cached(scheduler_output.scheduled_cached_reqs)
-        for req_id in self._media.keys() & scheduler_output.num_scheduled_tokens.keys():
-            rows = scheduler_output.media_rows.get(req_id, [])
-            self._rows[req_id].check_rows(self._media[req_id], rows, scheduler_output.num_scheduled_tokens[req_id])
-            self._rows[req_id].take_embeds(rows)
+        if self._media:
+            self._take_media_rows(scheduler_output)
+
+    def _take_media_rows(self, scheduler_output: SchedulerOutput) -> None:
+        for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            if (media := self._media.get(req_id)) is not None:
+                rows = scheduler_output.media_rows.get(req_id, [])
+                self._rows[req_id].check_rows(media, rows, num_tokens)
+                self._rows[req_id].take_embeds(rows)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
         columns = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)

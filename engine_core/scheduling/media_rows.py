@@ -8,8 +8,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..data.config import SchedulerConfig
 from ..data.embedding_rows import EmbedsSpan, RowsKey
-from ..data.messages import RowsWanted, SchedulerStats
+from ..data.messages import ArrivedRows, RowsWanted, SchedulerStats
+from ..data.model_info import ModelInfo
 from ..data.request import Request, RequestKV, RequestStatus
 
 _NUMBER_BYTES: Final = 4
@@ -20,7 +22,14 @@ class _Entry:
     """The rows of one image: those that are here, or that were asked for."""
 
     num_bytes: int
+    number: int
+    """Of the asking; one that follows another has a higher one."""
     rows: npt.NDArray[np.float32] | None = None
+    """All of them."""
+    parts: npt.NDArray[np.float32] | None = None
+    """Memory for all of them, while only some are here."""
+    num_received: int = 0
+    """Rows that are here, from the first one on."""
     holders: dict[str, None] = field(default_factory=dict)
     """The requests that need them, by id, in the order in which they asked."""
 
@@ -47,10 +56,12 @@ class MediaRows:
     what it holds lets it compute. A request that runs and lacks its next row takes the room of those that wait.
     """
 
-    def __init__(self, capacity: int, hidden_size: int, *, in_chunks: bool = True) -> None:
+    def __init__(self, capacity: int, hidden_size: int, levels: int = 1, *, in_chunks: bool = True) -> None:
         """``capacity``: bytes of rows, as float32, that are here or on their way. ``hidden_size``: numbers of a row of
-        one level. ``in_chunks``: whether the prefill of a prompt may take several steps."""
+        one level. ``levels``: those of the model. ``in_chunks``: whether the prefill of a prompt may take several
+        steps."""
         self.capacity = capacity
+        self._levels = levels
         self.parked: dict[str, Request] = {}
         """The requests that wait for rows; only the methods change it."""
         self.num_bytes = 0
@@ -59,10 +70,22 @@ class MediaRows:
         self._in_chunks = in_chunks
         self._entries: dict[RowsKey, _Entry] = {}
         self._holdings: dict[str, _Holding] = {}  # of live requests with images
-        self._wanted: list[RowsWanted] = []  # bounded by the rows that may be on their way, and their holders
+        self.wanted: list[RowsWanted] = []
+        """What was asked for since :meth:`take_wanted`: bounded by the rows that may be on their way, and their
+        holders."""
         self.may_get_more = False
         """Whether room was freed, or a request began to wait, since :meth:`share_out`."""
-        self._num_asked = self._num_received = self._bytes_received = self._parked_tokens = 0
+        self.num_asked = 0
+        """Images that were asked for."""
+        self._num_received = self._bytes_received = self._parked_tokens = 0
+
+    @classmethod
+    def of_model(cls, config: SchedulerConfig, model: ModelInfo) -> "MediaRows | None":
+        """Return what keeps the rows for this model; None if it reads text only."""
+        if model.media is None:
+            return None
+        in_chunks = config.enable_chunked_prefill
+        return cls(config.rows_cache_bytes, model.hidden_size, model.media.levels, in_chunks=in_chunks)
 
     # Admission
 
@@ -70,6 +93,8 @@ class MediaRows:
         """Return why the images of a request can never be computed; empty if they can. ``max_tokens``: of a step."""
         sizes: dict[RowsKey, int] = {}
         for span in request.kv.media:
+            if span.levels != self._levels:
+                return f"an image has rows of {span.levels} levels; this model reads {self._levels}"
             size = sizes[span.rows_key] = self._size(span.rows_key)
             if size > self.capacity:
                 return (
@@ -102,17 +127,31 @@ class MediaRows:
         self._parked_tokens += request.num_tokens
         self.may_get_more = True
 
-    def arrived(self, key: RowsKey, rows: npt.NDArray[np.float32]) -> list[Request]:
-        """Take rows [n, levels * hidden_size] that were asked for; others are ignored. Returns the requests that need
-        not wait any more, with the status that they had before."""
-        entry = self._entries.get(key)
-        if entry is None or entry.rows is not None:
+    def arrived(self, message: ArrivedRows) -> list[Request]:
+        """Take rows that were asked for; others are ignored. Returns the requests that need not wait any more, with the
+        status that they had before. Raises ``ValueError`` for rows of another width, too many or out of order."""
+        entry = self._entries.get(message.key)
+        if entry is None or entry.number != message.number or entry.rows is not None:
             return []
-        if rows.nbytes != entry.num_bytes:
-            raise ValueError(f"rows of shape {rows.shape}, expected {entry.num_bytes} bytes")
-        entry.rows = rows.reshape(key.num_rows, -1)
-        self._num_received += 1
+        rows, end = message.rows, message.first_row + len(message.rows)
+        shape = (message.key.num_rows, message.key.levels * self._row_bytes // _NUMBER_BYTES)
+        if message.first_row > entry.num_received or end > shape[0] or rows.shape[1:] != shape[1:]:
+            raise ValueError(
+                f"rows {message.first_row} on of shape {rows.shape}; {entry.num_received} of {shape} are here"
+            )
+        if end <= entry.num_received:  # a client that lost count begins again
+            return []
+        entry.num_received = end
         self._bytes_received += rows.nbytes
+        if len(rows) < shape[0]:
+            if entry.parts is None:
+                entry.parts = np.empty(shape, np.float32)
+            entry.parts[message.first_row : end] = rows
+            rows = entry.parts
+        if end < shape[0]:
+            return []
+        entry.rows, entry.parts = rows, None
+        self._num_received += 1
         return self._take_ready(list(entry.holders))
 
     def share_out(self) -> list[Request]:
@@ -207,7 +246,7 @@ class MediaRows:
 
     def take_wanted(self) -> list[RowsWanted]:
         """Return what was asked for since the last call."""
-        wanted, self._wanted = self._wanted, []
+        wanted, self.wanted = self.wanted, []
         return wanted
 
     @property
@@ -221,7 +260,7 @@ class MediaRows:
         stats.num_waiting_tokens += self._parked_tokens
         stats.num_waiting_for_rows = len(self.parked)
         stats.rows_bytes = self.num_bytes
-        stats.rows_items_asked = self._num_asked
+        stats.rows_items_asked = self.num_asked
         stats.rows_items_received = self._num_received
         stats.rows_bytes_received = self._bytes_received
 
@@ -282,13 +321,13 @@ class MediaRows:
         if entry is None:
             if self.num_bytes + (size := self._size(key)) > self.capacity:
                 return False
-            entry = self._entries[key] = _Entry(size)
+            self.num_asked += 1
+            entry = self._entries[key] = _Entry(size, self.num_asked)
             self.num_bytes += size
-            self._num_asked += 1
         if request_id not in entry.holders:
             entry.holders[request_id] = None
             if entry.rows is None:  # also if another request has asked: who fetches rows knows who waits for them
-                self._wanted.append(RowsWanted(request_id, key))
+                self.wanted.append(RowsWanted(request_id, key, entry.number))
         return True
 
     def _release(self, holding: _Holding, keys: list[RowsKey]) -> None:

@@ -62,7 +62,7 @@ class Scheduler:
         grammars: StructuredOutputManager | None = None,
         adapters: Adapters | None = None,
         pooling: ModelPooling = _GENERATES,
-        row_numbers: int = 0,
+        media: MediaRows | None = None,
     ) -> None:
         """Raises ``ValueError`` naming a setting that does not work.
 
@@ -72,7 +72,7 @@ class Scheduler:
             grammars: Constrains structured outputs; without it they are refused.
             adapters: The LoRA adapters that requests may name; without it such requests are refused.
             pooling: What the model pools.
-            row_numbers: Numbers of a row of an image with one level; 0: the model reads text only.
+            media: The rows of images; None: the model reads text only.
         """
         scheduler, cache, speculative = config.scheduler, config.cache, config.speculative
         num_stages = config.parallel.pipeline_parallel_size
@@ -83,11 +83,8 @@ class Scheduler:
         self.kv = make_kv_manager(kv_cache, cache, scheduler, self.kv_events, lends=bool(config.kv.transports))
         self.kv.pool.kept.now = clock
         self._policy = SchedulingPolicy(scheduler.policy)
-        self.media = None
-        if row_numbers:
-            in_chunks = scheduler.enable_chunked_prefill
-            self.media = MediaRows(scheduler.rows_cache_bytes, row_numbers, in_chunks=in_chunks)
-        self._live = live = LiveRequests(by_priority=self._policy is SchedulingPolicy.PRIORITY, media=self.media)
+        self.media = media
+        self._live = live = LiveRequests(by_priority=self._policy is SchedulingPolicy.PRIORITY, media=media)
         self.requests, self.waiting, self.running = live.by_id, live.waiting, live.running
         self._remote = RemoteKV(connector, self.kv, config.kv.policy, clock) if connector is not None else None
         self._grammars = grammars
@@ -155,11 +152,11 @@ class Scheduler:
             self.waiting.prepend(request)
 
     def take_rows(self, message: ArrivedRows) -> None:
-        """Take the rows of an image: requests that waited for them continue. Raises ``ValueError`` for rows of another
-        shape than those that were asked for."""
+        """Take rows of an image: requests that waited for the last of them continue. Raises ``ValueError`` for rows of
+        another shape than those that were asked for."""
         if self.media is not None:
             self._is_stalled = False
-            self._requeue_parked(self.media.arrived(message.key, message.rows))
+            self._requeue_parked(self.media.arrived(message))
 
     def reset_rows(self) -> None:
         """Forget the rows of images; requests that have not computed theirs ask again."""
@@ -219,7 +216,7 @@ class Scheduler:
             return True
         if self.pause_state is PauseState.PAUSED_ALL:
             return False
-        if self.media is not None and self.media.has_begun:
+        if self.media is not None and self.media.parked and self.media.has_begun:
             return True
         return bool(self.running) or any(request.status is RequestStatus.PREEMPTED for request in self.waiting)
 
@@ -347,7 +344,7 @@ class Scheduler:
             stats.num_waiting += len(self._grammars.compiling)
         if self._remote is not None:
             self._remote.fill_stats(stats)
-        if self.media is not None:
+        if self.media is not None and self.media.num_asked:
             self.media.fill_stats(stats)
         if self.drafts is not None:
             stats.spec_decoding = self.drafts.stats()

@@ -81,6 +81,8 @@ async def _start(
     undo.push_async_callback(client.close)
     stamps = await asyncio.to_thread(weights_stamps, path, settings.engine.worker)
     core = await start_core(settings, client, load, host, name)
+    if core.rows is not None:
+        undo.push_async_callback(core.rows.close)
     fingerprint = await asyncio.to_thread(make_fingerprint, path, name, core.ready, settings)
     if await asyncio.to_thread(weights_stamps, path, settings.engine.worker) != stamps:  # which did the core load?
         raise FailedPrecondition(f"the files of {path} changed while they were loaded; start the engine again")

@@ -55,8 +55,9 @@ class RowClient:
     def __init__(self, core: EngineCore, *, at_once: bool = True) -> None:
         self.core = core
         self.asked: list[RowsWanted] = []
-        self.pending: list[RowsKey] = []
+        self.pending: list[RowsWanted] = []
         self._at_once = at_once
+        self.rows_of_piece = 1000
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, EngineCoreOutput] = {}
 
@@ -73,16 +74,19 @@ class RowClient:
                 self.ended[output.request_id] = output
         self.asked += outputs.rows_wanted
         for wanted in outputs.rows_wanted:
-            if wanted.key not in self.pending:
-                self.pending.append(wanted.key)
+            if wanted.number not in [each.number for each in self.pending]:
+                self.pending.append(wanted)
         if self._at_once:
             self.bring()
 
     def bring(self, count: int | None = None, rows: Callable[[RowsKey], npt.NDArray[np.float32]] = rows_of) -> None:
         """Bring the rows of the first ``count`` images that were asked for."""
-        keys, self.pending = self.pending[:count], [] if count is None else self.pending[count:]
-        for key in keys:
-            self.core.scheduler.take_rows(ArrivedRows(key, rows(key)))
+        wanted, self.pending = self.pending[:count], [] if count is None else self.pending[count:]
+        for each in wanted:
+            whole = rows(each.key)
+            for first in range(0, len(whole), self.rows_of_piece):
+                piece = whole[first : first + self.rows_of_piece]
+                self.core.scheduler.take_rows(ArrivedRows(each.key, each.number, first, piece))
 
     def finish(self, max_steps: int = 1000) -> None:
         """Step until the core is idle, or waits for rows that are not brought."""

@@ -9,6 +9,7 @@
     ├── PermissionDenied       403
     ├── NotFound               404
     │   ├── ModelNotFound      404
+    │   ├── MediaLost          503  the file of an image is gone; the gateway puts it again
     │   └── RequestLost        404  the request cannot be resumed; it may be sent again
     ├── FailedPrecondition     400  (409 would invite a blind retry)
     ├── Aborted                409  replaced by something newer
@@ -167,6 +168,11 @@ class ModelNotFound(NotFound, openai=_WRONG):
 
 class QueryLost(NotFound):
     """The engine does not hold the query's vectors, or not any more; the gateway sends the query again."""
+
+
+class MediaLost(NotFound, http=503, openai="server_error", is_final=False):
+    """The encoder does not hold the file of an image or a sound any more, or is gone. The gateway, which has the file,
+    puts it again and sends the rest of the request."""
 
 
 class RequestLost(NotFound):

@@ -18,6 +18,7 @@ from ..records.attempt import Attempt, log_events, trace_attempt
 from ..records.engine_metrics import EngineMetrics
 from ..records.kv_event_feed import KVEventFeed
 from ..records.load import LoadTracker
+from .row_loads import RowLoads
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class CoreLink:
         metrics: The engine's metrics.
         kv_events: Receives the events of the prefix cache; None if they are not published.
         clock: Returns the seconds by which the times of attempts are measured.
+        rows: Loads the rows that the core asks for; None if the model reads text only.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class CoreLink:
         self._logs_events = logs_events
         self._tracer = tracer
         self.clock = clock
+        self.rows: RowLoads | None = None
         self._load = load
         self._live: dict[str, tuple[Attempt, StreamAttempts]] = {}
         self._aborts: list[str] = []  # keys to abort in the core; bounded by the live requests
@@ -191,6 +194,10 @@ class CoreLink:
                 self._ended(attempt, now)
         for attempts in changed:
             attempts.notify()
+        if outputs.rows_wanted and self.rows is not None:
+            for wanted in outputs.rows_wanted:
+                if (entry := self._live.get(wanted.request_id)) is not None:
+                    self.rows.begin(entry[0], wanted)
 
     def _ended(self, attempt: Attempt, now: float) -> None:
         self._load.ended()

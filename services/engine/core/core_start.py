@@ -15,6 +15,7 @@ from ..records.engine_settings import EngineSettings
 from ..records.kv_event_feed import KVEventFeed
 from ..records.load import LoadTracker
 from .core_link import CoreLink
+from .row_loads import RowLoads, RowMetrics
 from .workers import CORE_COMMAND
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ async def start_core(
     metrics.observe_ready(ready, enable_prefix_caching=settings.engine.cache.enable_prefix_caching)
     metrics.kv.start_transports(name for name in settings.kv_transports if name != "auto")
     kv_events = KVEventFeed(host.epoch) if settings.engine.cache.kv_events else None
-    return CoreLink(
+    core = CoreLink(
         client,
         ready,
         load,
@@ -69,6 +70,10 @@ async def start_core(
         tracer=host.tracer,
         clock=host.clock.seconds,
     )
+    if ready.media is not None:
+        row_metrics = RowMetrics(host.metrics, metrics.labels, lambda: metrics.stats)
+        core.rows = RowLoads(core, host.channels, ready.hidden_size, row_metrics)
+    return core
 
 
 def _show_token_costs(host: Host, metrics: EngineMetrics, client: AsyncCoreClient) -> None:

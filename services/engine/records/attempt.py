@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from tokenloom.engine_core.data.core_params import PoolingTask
+from tokenloom.engine_core.data.embedding_rows import RowsKey
 from tokenloom.engine_core.data.messages import EngineCoreEvent, EngineCoreRequest, FinishReason, PrefillStats
 from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import Headers, Tracer
+from tokenloom.v1 import types_pb2
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,23 @@ class AttemptKV:
     on_end: Callable[[], None] | None = None
 
 
+@dataclass(slots=True)
+class AttemptMedia:
+    """Holds the images and sounds of an attempt, for the encoders that compute their rows.
+
+    Attributes:
+        items: By what they are named in the core.
+        tenant: Whose turn the computation takes.
+        cache_salt: That of the prompt.
+        on_end: Called once, when the attempt has ended.
+    """
+
+    items: Mapping[RowsKey, types_pb2.MediaItem]
+    tenant: str
+    cache_salt: bytes
+    on_end: Callable[[], None] | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Attempt:
     """Describes one attempt at a request.
@@ -67,6 +86,7 @@ class Attempt:
         pooling_task: What a pooling request asks for; None for one that generates.
         saw_nans: Whether a token was sampled from logits that contained NaN.
         finish_reason: None while the attempt is live.
+        media: Its images and sounds; None if it has none.
     """
 
     slot: int
@@ -82,6 +102,7 @@ class Attempt:
     pooling_task: PoolingTask | None = None
     saw_nans: bool = False
     finish_reason: FinishReason | None = None
+    media: AttemptMedia | None = None
 
     def ended(self) -> None:
         """Cancel the deadline and call ``on_end``, when the attempt has ended."""
@@ -89,6 +110,8 @@ class Attempt:
             self.deadline.cancel()
         if self.kv.on_end is not None:
             self.kv.on_end()
+        if self.media is not None and self.media.on_end is not None:
+            self.media.on_end()
 
 
 def log_events(attempt: Attempt, events: Iterable[EngineCoreEvent]) -> None:

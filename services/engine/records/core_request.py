@@ -2,7 +2,7 @@
 default filled in."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import Any
 
@@ -18,7 +18,7 @@ from tokenloom.engine_core.data.core_params import (
     PoolingTask,
     StructuredOutput,
 )
-from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 from tokenloom.engine_core.data.messages import EngineCoreRequest, SessionTurn
 from tokenloom.request import validation
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
@@ -32,6 +32,7 @@ LEASE_ID_BYTES = 16
 _MAX_ENGINE_ID_CHARS = 256
 _MAX_TENANT_CHARS = 256
 _DIGEST_BYTES = 32
+_MAX_KEY_BYTES = 64
 _MAX_TIMEOUT_NS = 10**18
 """More than 31 years: a longer timeout ends no request either, and might not fit into the core's numbers."""
 
@@ -68,6 +69,7 @@ def to_core_request(
         lease_id=random.randbytes(LEASE_ID_BYTES) if add.hold_kv else b"",
         awaits_tokens=add.awaits_tokens,
         prompt_embeds=to_spans(prompt.embeds) if prompt.embeds else [],
+        media=to_media(prompt, limits) if prompt.media else [],
         tenant=add.tenant,
         timeout_ns=min(add.timeout.ToNanoseconds(), _MAX_TIMEOUT_NS) if add.HasField("timeout") else 0,
         adapter=prompt.adapter,
@@ -115,6 +117,60 @@ def to_core_sampling(
 def to_spans(embeds: Iterable[types_pb2.PromptEmbeds]) -> list[EmbedsSpan]:
     """Return prompt embeddings for the core: views of the message's bytes, nothing is copied."""
     return [EmbedsSpan(span.position, np.frombuffer(span.rows, "<f4").reshape(span.num_tokens, -1)) for span in embeds]
+
+
+def to_media(prompt: types_pb2.Prompt, limits: types_pb2.ModelLimits) -> list[MediaSpan]:
+    """Return the images and sounds of a prompt for the core, in order. Raises ``InvalidArgument``."""
+    if prompt.embeds:
+        raise InvalidArgument("a prompt has either embeddings or images and sounds", "media")
+    if len(prompt.media) > limits.max_media_per_prompt and limits.media_kinds:
+        raise InvalidArgument(
+            f"the prompt has {len(prompt.media)} images and sounds; at most {limits.max_media_per_prompt} are allowed",
+            "media",
+        )
+    spans = sorted((span for item in prompt.media for span in _runs(item, limits)), key=lambda span: span.position)
+    end = 0
+    for span in spans:
+        if span.position < end or span.end > len(prompt.token_ids):
+            raise InvalidArgument("images and sounds overlap, or lie outside the prompt", "media")
+        end = span.end
+    return spans
+
+
+def _runs(item: types_pb2.MediaItem, limits: types_pb2.ModelLimits) -> Iterator[MediaSpan]:
+    """Yield where the rows of an item stand. Raises ``InvalidArgument``."""
+    if item.kind not in limits.media_kinds:
+        raise InvalidArgument(f"{_media_name(item)}: this engine reads {_media_kinds(limits)}", "media")
+    if not 0 < len(item.key) <= _MAX_KEY_BYTES or not item.levels or not item.runs:
+        raise InvalidArgument(f"{_media_name(item)} has no key, no levels or no runs", "media")
+    if not 1 <= item.num_rows <= limits.max_media_rows:
+        raise InvalidArgument(
+            f"{_media_name(item)} has {item.num_rows} rows; the engine takes up to {limits.max_media_rows}", "media"
+        )
+    frames, lines, columns = item.grid_t, item.grid_h, item.grid_w
+    if frames and len(item.runs) == frames:
+        frames = 1  # a run for each frame
+    for run in item.runs:
+        if not run.num_tokens or run.row_offset + run.num_tokens > item.num_rows:
+            raise InvalidArgument(f"{_media_name(item)} has an empty run, or one beyond its rows", "media")
+        if frames * lines * columns != (run.num_tokens if frames or lines or columns else 0):
+            raise InvalidArgument(
+                f"{_media_name(item)} has a run of {run.num_tokens} tokens in a grid of {frames} x {lines} x {columns}",
+                "media",
+            )
+        grid = (frames, lines, columns)
+        yield MediaSpan(
+            run.position, run.num_tokens, run.row_offset, item.key, item.num_rows, item.is_whole, grid, item.levels
+        )
+
+
+def _media_name(item: types_pb2.MediaItem) -> str:
+    return f"{'sound' if item.kind == types_pb2.MEDIA_KIND_AUDIO else 'image'} {item.index}"
+
+
+def _media_kinds(limits: types_pb2.ModelLimits) -> str:
+    names = {types_pb2.MEDIA_KIND_IMAGE: "images", types_pb2.MEDIA_KIND_AUDIO: "sounds"}
+    return " and ".join(["text", *(names[kind] for kind in limits.media_kinds if kind in names)]) + " only"
 
 
 def _check_kv(add: engine_pb2.AddRequest) -> None:
@@ -175,6 +231,8 @@ def to_core_pooling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -
     validation.check_pooling_prompt(add.prompt.token_ids, limits, field="prompt")
     if add.prompt.embeds:
         raise InvalidArgument("prompt embeddings cannot be pooled; send token ids", "prompt_embeds")
+    if add.prompt.media:
+        raise InvalidArgument("images and sounds cannot be pooled; send text", "media")
     if add.accepted_token_ids or add.hold_kv or add.HasField("kv_source"):
         raise InvalidArgument("a pooling request has no output tokens and moves no KV", "pooling_params")
     if wire.first_part_tokens > len(add.prompt.token_ids):

@@ -253,6 +253,7 @@ class EngineMetrics:
 
     Attributes:
         labels: The labels that all metrics of the engine have.
+        stats: The core's latest statistics.
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class EngineMetrics:
         self.kv = KVMetrics(registry, model, engine)
         self._registry = registry
         self._labels = (model, engine)
-        self._seen = SchedulerStats()
+        self.stats = SchedulerStats()
         self._show_stats()
         self._corrupted = self._counter("corrupted_requests", "Requests with NaN in their logits, if that is checked.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that produced output.")
@@ -289,7 +290,7 @@ class EngineMetrics:
         self._logits = _LogitsMetrics(registry, labels_of) if logits else None
         if speculative is not None:
             num_tokens = speculative.num_speculative_tokens
-            SpeculationMetrics(registry, labels_of, num_tokens, lambda: self._seen.spec_decoding)
+            SpeculationMetrics(registry, labels_of, num_tokens, lambda: self.stats.spec_decoding)
         self._experts: ExpertMetrics | None = None  # of a model with experts, once it is loaded
 
     def _make_histograms(self) -> None:
@@ -345,7 +346,7 @@ class EngineMetrics:
         """Observe a step as a whole."""
         if (stats := outputs.scheduler_stats) is not None:
             self.kv.observe_stats(stats)
-            self._seen = stats
+            self.stats = stats
         if outputs.expert_loads is not None and self._experts is not None:
             self._experts.loads = outputs.expert_loads
         if outputs.outputs:
@@ -403,19 +404,19 @@ class EngineMetrics:
 
     def _show_stats(self) -> None:
         """Show the core's latest statistics. They are read when metrics are scraped, so steps pay nothing for them."""
-        self._gauge("num_requests_running", "Requests that are running.", lambda: self._seen.num_running)
-        self._gauge("num_requests_waiting", "Requests that wait to run.", lambda: self._seen.num_waiting)
-        self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", lambda: self._seen.kv_usage)
+        self._gauge("num_requests_running", "Requests that are running.", lambda: self.stats.num_running)
+        self._gauge("num_requests_waiting", "Requests that wait to run.", lambda: self.stats.num_waiting)
+        self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", lambda: self.stats.kv_usage)
         text = "Prompt tokens of the requests that wait to run."
         waiting = Gauge("tokenloom_prompt_tokens_waiting", text, _LABELS, registry=self._registry)
-        waiting.labels(*self._labels).set_function(lambda: self._seen.num_waiting_tokens)
+        waiting.labels(*self._labels).set_function(lambda: self.stats.num_waiting_tokens)
         labels = dict(zip(_LABELS, self._labels, strict=True))
         for name, text in _COUNTERS_OF_CORE.items():
             read = functools.partial(self._read, name)
             process_metrics.fast_counter(self._registry, name, text, labels, read)
 
     def _read(self, name: str) -> int:
-        value: int = getattr(self._seen, name)
+        value: int = getattr(self.stats, name)
         return value
 
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:

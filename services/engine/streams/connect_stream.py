@@ -10,6 +10,7 @@ from typing import TypeAlias
 import grpc.aio
 import msgspec
 
+from tokenloom.engine_core.data.embedding_rows import RowsKey
 from tokenloom.engine_core.data.messages import (
     AcceptTokens,
     EngineCoreOutput,
@@ -27,7 +28,7 @@ from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
 
 from ..core.core_link import CoreLink
 from ..kv.kv_front import KVFront
-from ..records.attempt import Attempt, AttemptKV, AttemptTimes, TokenCounts
+from ..records.attempt import Attempt, AttemptKV, AttemptMedia, AttemptTimes, TokenCounts
 from ..records.core_request import to_core_request
 from ..records.load import LoadTracker
 from .frame_builder import FrameBuilder, FramePace
@@ -111,6 +112,9 @@ class Attempts:
             kv=AttemptKV(request.lease_id, request.awaits_tokens),
             pooling_task=None if request.pooling_params is None else request.pooling_params.task,
         )
+        if request.media:
+            items = {RowsKey(item.key, item.num_rows, item.levels): item for item in add.prompt.media}
+            attempt.media = AttemptMedia(items, add.tenant, request.cache_salt)
         return attempt
 
     def refuse(self, add: engine_pb2.AddRequest, error: BaseException) -> None:

@@ -15,7 +15,13 @@ from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError, EngineStartError
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.engine_core.data.kv_messages import KVCall, KVEvent
-from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, UtilityCall
+from tokenloom.engine_core.data.messages import (
+    AcceptTokens,
+    ArrivedRows,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    UtilityCall,
+)
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
 from tokenloom.engine_core.kv_transfer.kv_service import KVService, KVThread
@@ -68,6 +74,9 @@ class AsyncInprocClient:
         await self._put(list(request_ids))
 
     async def accept_tokens(self, message: AcceptTokens) -> None:
+        await self._put(message)
+
+    async def send_rows(self, message: ArrivedRows) -> None:
         await self._put(message)
 
     async def get_output(self) -> EngineCoreOutputs:
@@ -137,6 +146,8 @@ class AsyncInprocClient:
             case AcceptTokens():
                 self._core.scheduler.accept_tokens(message)
                 return
+            case ArrivedRows():
+                answer = self._calls.take_rows(message)
             case UtilityCall():
                 self._calls.call(message, self._answer)
                 return

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.engine_core.helpers import make_core, make_request, tokens_of
-from tests.engine_core.media import ROW_BYTES, RowClient, expected, image, keys_of, make_media
+from tests.engine_core.media import ROW_BYTES, RowClient, expected, image, keys_of, make_media, rows_of
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.embedding_rows import MediaSpan
-from tokenloom.engine_core.data.messages import FinishReason
+from tokenloom.engine_core.data.messages import ArrivedRows, FinishReason
 from tokenloom.engine_core.data.request import RequestStatus
 from tokenloom.engine_core.scheduling.step_planner import PauseState
 
@@ -356,12 +356,43 @@ def test_rows_are_forgotten_and_asked_for_again() -> None:
     client.check(requests)
 
 
-def test_rows_of_another_shape_are_an_error_of_the_client() -> None:
+@pytest.mark.parametrize(("first", "shape"), [(0, (8, 9)), (0, (9, 8)), (1, (7, 8)), (4, (5, 8)), (0, (8,))])
+def test_rows_of_another_shape_or_place_are_an_error_of_the_client(first: int, shape: tuple[int, ...]) -> None:
     client = RowClient(make_core(), at_once=False)
     client.add(make_media("a", image(4, 8)))
     client.step()
-    with pytest.raises(ValueError, match="expected 256 bytes"):
-        client.bring(rows=lambda key: np.zeros((3, 8), np.float32))
+    (wanted,) = client.asked
+    with pytest.raises(ValueError, match=r"0 of \(8, 8\) are here"):
+        client.core.scheduler.take_rows(ArrivedRows(wanted.key, wanted.number, first, np.zeros(shape, np.float32)))
+
+
+def test_rows_come_in_pieces_and_a_request_waits_for_the_last() -> None:
+    client = RowClient(make_core())
+    client.rows_of_piece = 3
+    request = make_media("a", image(4, 8))
+    client.add(request)
+    client.finish()
+    client.check([request])
+    assert client.core.scheduler.stats().rows_items_received == 1
+
+
+def test_rows_of_an_earlier_asking_are_dropped() -> None:
+    client = RowClient(make_core(), at_once=False)
+    for name in "ab":
+        client.core.abort_requests(["a"])
+        client.add(make_media(name, image(4, 8)))
+        client.step()
+    first, second = client.asked
+    assert first.number < second.number
+    client.core.scheduler.take_rows(ArrivedRows(first.key, first.number, 0, rows_of(first.key)[:2]))
+    assert client.core.scheduler.stats().rows_bytes_received == 0
+
+
+def test_rows_of_other_levels_are_refused() -> None:
+    client = RowClient(make_core())
+    client.add(make_media("r", MediaSpan(0, 5, 0, b"k", 5, levels=3)))
+    client.finish()
+    assert client.ended["r"].error == "an image has rows of 3 levels; this model reads 1"
 
 
 def test_drafts_do_not_change_the_tokens() -> None:

@@ -57,6 +57,7 @@ FINAL = {
     "ModelNotFound": True,
     "RequestLost": True,
     "QueryLost": True,
+    "MediaLost": False,  # the caller sends the image again
     "FailedPrecondition": True,
     "Aborted": False,  # the call that has taken the answer over may be an earlier one of the same client
     "Unimplemented": True,

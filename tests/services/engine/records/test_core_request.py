@@ -1,11 +1,13 @@
 """An Add becomes a message that the core can be sent, or is refused by name."""
 
 from random import Random
+from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from tests.services.engine.peer import make_add
+from tokenloom.engine_core.data.embedding_rows import MediaSpan
 from tokenloom.engine_core.data.messages import EngineCoreRequest, SessionTurn
 from tokenloom.engine_core.wire.frames import Decoder, encode
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
@@ -52,3 +54,89 @@ def test_the_turn_of_a_session_reaches_the_core() -> None:
     decoded = Decoder(EngineCoreRequest).decode(encode(request))
     assert decoded.session == SessionTurn((1 << 64) - 1, ((1 << 32) - 1) * 1_000_000)
     assert to_core_request(make_add(1, [1, 2]), "key", LIMITS, Random(0)).session is None
+
+
+WITH_MEDIA = types_pb2.ModelLimits(
+    max_model_len=100,
+    vocab_size=100,
+    max_logprobs=20,
+    media_kinds=[types_pb2.MEDIA_KIND_IMAGE],
+    max_media_per_prompt=2,
+    max_media_rows=12,
+)
+
+
+def item(*runs: tuple[int, int, int], key: bytes = b"k", num_rows: int = 12, **fields: Any) -> types_pb2.MediaItem:
+    made = [types_pb2.MediaRun(position=position, num_tokens=n, row_offset=offset) for position, n, offset in runs]
+    values = {"kind": types_pb2.MEDIA_KIND_IMAGE, "levels": 1, "num_rows": num_rows, "runs": made}
+    return types_pb2.MediaItem(key=key, **{**values, **fields})
+
+
+def with_media(*items: types_pb2.MediaItem) -> engine_pb2.AddRequest:
+    add = make_add(1, range(40))
+    add.prompt.media.extend(items)
+    return add
+
+
+def test_images_reach_the_core_in_order_of_position() -> None:
+    lines = item((20, 4, 0), (25, 4, 4), (30, 4, 8), levels=2)
+    frames = item((2, 6, 0), (10, 6, 6), key=b"f", grid_t=2, grid_h=2, grid_w=3, is_whole=True)
+    request = to_core_request(with_media(lines, frames), "key", WITH_MEDIA, Random(0))
+    assert Decoder(EngineCoreRequest).decode(encode(request)).media == [
+        MediaSpan(2, 6, 0, b"f", 12, True, (1, 2, 3)),
+        MediaSpan(10, 6, 6, b"f", 12, True, (1, 2, 3)),
+        MediaSpan(20, 4, 0, b"k", 12, levels=2),
+        MediaSpan(25, 4, 4, b"k", 12, levels=2),
+        MediaSpan(30, 4, 8, b"k", 12, levels=2),
+    ]
+    whole = to_core_request(with_media(item((0, 12, 0), grid_t=1, grid_h=3, grid_w=4)), "key", WITH_MEDIA, Random(0))
+    assert whole.media[0].grid == (1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("items", "error"),
+    [
+        ([item((0, 4, 0)), item((3, 4, 0))], "overlap"),
+        ([item((30, 11, 0))], "outside the prompt"),
+        ([item((0, 4, 9))], "beyond its rows"),
+        ([item((0, 0, 0))], "empty run"),
+        ([item()], "no runs"),
+        ([item((0, 4, 0), key=b"")], "no key"),
+        ([item((0, 4, 0), key=bytes(65))], "no key"),
+        ([item((0, 4, 0), levels=0)], "no levels"),
+        ([item((0, 4, 0), num_rows=13)], "image 0 has 13 rows; the engine takes up to 12"),
+        (
+            [item((0, 4, 0), kind=types_pb2.MEDIA_KIND_AUDIO, index=3)],
+            "sound 3: this engine reads text and images only",
+        ),
+        ([item((0, 4, 0), grid_t=1, grid_h=2, grid_w=3)], "4 tokens in a grid of 1 x 2 x 3"),
+        ([item((0, 4, 0), grid_h=2, grid_w=2)], "in a grid of 0 x 2 x 2"),
+        ([item((4 * index, 4, 0)) for index in range(3)], "3 images and sounds; at most 2"),
+    ],
+)
+def test_images_that_cannot_be_computed_are_refused(items: list[types_pb2.MediaItem], error: str) -> None:
+    with pytest.raises(InvalidArgument, match=error) as caught:
+        to_core_request(with_media(*items), "key", WITH_MEDIA, Random(0))
+    assert caught.value.field == "media"
+
+
+def test_a_model_of_text_takes_no_images() -> None:
+    with pytest.raises(InvalidArgument, match="image 0: this engine reads text only"):
+        to_core_request(with_media(item((0, 4, 0))), "key", LIMITS, Random(0))
+
+
+def test_images_stand_neither_beside_embeddings_nor_in_what_is_pooled() -> None:
+    add = with_media(item((0, 4, 0)))
+    add.prompt.embeds.add(position=10, num_tokens=1, rows=bytes(4))
+    limits = types_pb2.ModelLimits()
+    limits.CopyFrom(WITH_MEDIA)
+    limits.hidden_size = 1
+    with pytest.raises(InvalidArgument, match="either embeddings or images"):
+        to_core_request(add, "key", limits, Random(0))
+    pooled = engine_pb2.AddRequest(
+        slot=1,
+        pooling_params=types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_EMBED),
+        prompt=with_media(item((0, 4, 0))).prompt,
+    )
+    with pytest.raises(InvalidArgument, match="cannot be pooled"):
+        to_core_request(pooled, "key", POOLING, Random(0))

@@ -47,7 +47,7 @@ class ModelRouter:
     def routes(self) -> Routes:
         """Return the routes of all models."""
         return {
-            route: self._by_model(route) if route.method == "POST" and not route.parameter else handler
+            route: self._by_model(route) if route.method == "POST" and not route.parameters else handler
             for route, handler in self._of(self._meshes.first).items()
         }
 

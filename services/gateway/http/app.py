@@ -238,11 +238,10 @@ class App:
 
 
 def _pattern(path: str) -> str:
-    """Return the path with ``*`` in place of its third part; the name of a model may contain slashes."""
+    """Return the path with ``*`` in place of its third and fifth parts; the name of a model may contain slashes."""
     if path.startswith(_MODEL_PATH):
         return _MODEL_PATH + "*"
-    parts = path.split("/", 5)
-    return "/".join((*parts[:3], "*", *parts[4:])) if len(parts) > 3 else path
+    return "/".join("*" if at in (3, 5) else part for at, part in enumerate(path.split("/", 6)))
 
 
 class Cors:

@@ -19,7 +19,7 @@ class Route:
     method: str
     """In capital letters; a GET answers HEAD too."""
     path: str
-    """It may hold one parameter in braces, which stands for the id of an object."""
+    """It may hold parameters in braces, as its third and fifth parts, which stand for ids of objects."""
     summary: str = ""
     """What it does; empty: the OpenAPI document leaves it out, as it does not belong to the API."""
     answer: type[msgspec.Struct] | None = None
@@ -49,14 +49,13 @@ class Route:
     """Whether it needs a directory for batches; gateways without one say so."""
 
     @property
-    def parameter(self) -> str:
-        """The name of the parameter in the path; empty: it has none."""
-        found = _PARAMETER.search(self.path)
-        return found.group().strip("{}") if found else ""
+    def parameters(self) -> list[str]:
+        """The names of the parameters in the path."""
+        return [name.strip("{}") for name in _PARAMETER.findall(self.path)]
 
     @property
     def pattern(self) -> str:
-        """The path with ``*`` for its parameter, as metrics and logs name it."""
+        """The path with ``*`` for each parameter, as metrics and logs name it."""
         return _PARAMETER.sub("*", self.path)
 
 

@@ -162,9 +162,9 @@ def _operation(each: Route) -> dict[str, Any]:
 
 
 def _parameters(each: Route) -> Iterator[dict[str, Any]]:
-    if each.parameter:
+    for name in each.parameters:
         yield {
-            "name": each.parameter,
+            "name": name,
             "in": "path",
             "required": True,
             "description": "Name of the object; it may hold slashes.",

@@ -184,6 +184,13 @@ class ConversationItems(msgspec.Struct):
     has_more: Annotated[bool, Meta(description="Whether there are more.")]
 
 
+class ConversationItem(msgspec.Struct):
+    """An item of a conversation; further members are those of its type."""
+
+    id: Annotated[str, Meta(description="Its id.")]
+    type: Annotated[str, Meta(description="message, reasoning, function_call, function_call_output, …")]
+
+
 class DeletedResponse(msgspec.Struct):
     """Confirms that a response or a conversation was forgotten."""
 

@@ -128,6 +128,15 @@ ADD_ITEMS = _route(
     answers.ConversationItems,
     bodies.ConversationRequest,
 )
+CONVERSATION_ITEM = _route(
+    "GET", "/v1/conversations/{id}/items/{item_id}", "An item of a conversation", answers.ConversationItem
+)
+DELETE_ITEM = _route(
+    "DELETE",
+    "/v1/conversations/{id}/items/{item_id}",
+    "Leave an item out of a conversation",
+    answers.ConversationObject,
+)
 MESSAGES = _route(
     "POST",
     "/v1/messages",

@@ -3,7 +3,7 @@ objects that responses belong to."""
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -115,6 +115,8 @@ MAX_BODY_BYTES = 1 << 20
 """Limits these items."""
 _MAX_PAGE = 100
 _FIELDS = frozenset({"items", "metadata"})
+_INCLUDE = ("include", "include[]")
+"""Asks for what only tools that run at OpenAI have; as it is and as OpenAI's clients write lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ class Conversations:
 
     async def items(self, exchange: HttpExchange) -> None:
         """Answer with the items of a conversation."""
-        names = ("after", "limit", "order", "include")
+        names = ("after", "limit", "order", *_INCLUDE)
         query = PageQuery.read(exchange.query, most=_MAX_PAGE, default=20, names=names)
         await _respond(exchange, query.page(list(self._stored(exchange).turns)))
 
@@ -166,6 +168,18 @@ class Conversations:
         self.store.append(name, exchange.tenant.name, items)
         page = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
         await _respond(exchange, {"object": "list", "data": items, **page})
+
+    async def item(self, exchange: HttpExchange) -> None:
+        """Answer with an item of a conversation. Raises ``NotFound``."""
+        turns = self._stored(exchange).turns
+        await _respond(exchange, turns[_place_of_item(exchange, turns)])
+
+    async def delete_item(self, exchange: HttpExchange) -> None:
+        """Leave an item out of a conversation from now on; answer with the conversation. Raises ``NotFound``."""
+        stored = self._stored(exchange)
+        at = _place_of_item(exchange, stored.turns)
+        self.store.put(replace(stored, turns=[*stored.turns[:at], *stored.turns[at + 1 :]]))
+        await _respond(exchange, stored.response)
 
     def _stored(self, exchange: HttpExchange) -> StoredResponse:
         name = _id_of(exchange)
@@ -213,6 +227,15 @@ def _failure(error: errors.TokenloomError) -> dict[str, str]:
 
 def _id_of(exchange: HttpExchange) -> str:
     return exchange.path.split("/")[3]
+
+
+def _place_of_item(exchange: HttpExchange, items: Sequence[Mapping[str, Any]]) -> int:
+    """Return which item of a conversation a path names."""
+    name = exchange.path.split("/")[5]
+    place = next((at for at, item in enumerate(items) if item["id"] == name), None)
+    if place is None:
+        raise errors.NotFound(f"the conversation has no item {name[:64]!r}")
+    return place
 
 
 async def _respond(exchange: HttpExchange, answer: dict[str, Any]) -> None:

@@ -127,6 +127,8 @@ def api_routes(
         route_table.DELETE_CONVERSATION: conversations.delete,
         route_table.CONVERSATION_ITEMS: conversations.items,
         route_table.ADD_ITEMS: conversations.add,
+        route_table.CONVERSATION_ITEM: conversations.item,
+        route_table.DELETE_ITEM: conversations.delete_item,
         **tokenize.routes(),
         **pooling_routes(mesh, parser, reader, limit),
     }

@@ -111,6 +111,7 @@ TABLE: Mapping[str, Row] = {
     **_each("GET /v1/batches, GET /v1/batches/*, POST /v1/batches/*/cancel", _STORED),
     **_each("GET /v1/responses/*, DELETE /v1/responses/*, POST /v1/responses/*/cancel", _KEEPS),
     **_each("GET /v1/conversations/*, DELETE /v1/conversations/*, GET /v1/conversations/*/items", _KEEPS),
+    **_each("GET /v1/conversations/*/items/*, DELETE /v1/conversations/*/items/*", _KEEPS),
     **_each("POST /v1/conversations, POST /v1/conversations/*, POST /v1/conversations/*/items", _KEEPS_BODY),
     **_each("GET /, GET /health, GET /ping, POST /ping, GET /docs, GET /openapi.json, GET /page/*", _OPEN),
     **_each("GET /v1/models, GET /v1/models/tokenloom-demo, GET /v1/models/*, GET /model_info", _READS),

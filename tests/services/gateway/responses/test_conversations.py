@@ -48,6 +48,25 @@ async def test_a_conversation_grows_with_each_response(both: Both) -> None:
     assert newest.data[0].content[0].text == "Hello"  # type: ignore[union-attr]
 
 
+async def test_items_are_read_and_left_out_by_their_ids(both: Both) -> None:
+    mesh, client = both
+    texts = [f"turn {number}" for number in range(5)]
+    turns: Any = [{"role": "user", "content": text} for text in texts]
+    items = client.conversations.items
+    name = (await client.conversations.create(items=turns)).id
+    listed = [item async for item in items.list(name, limit=2, include=["reasoning.encrypted_content"])]
+    found = [(await items.retrieve(item.id, conversation_id=name)).content[0].text for item in listed]  # type: ignore
+    assert found == texts[::-1], "the newest first, over three pages"
+    left = await items.delete(listed[1].id, conversation_id=name)
+    assert (left.id, left.object) == (name, "conversation")
+    for call in (items.retrieve, items.delete):
+        for item_id, conversation in ((listed[1].id, name), ("item_1", name), (listed[0].id, "conv_1")):
+            with pytest.raises(openai.NotFoundError):
+                await call(item_id, conversation_id=conversation)
+    await client.responses.create(model=MODEL, input="now", conversation=name)
+    assert [turn["content"] for turn in last_chat(mesh)] == [*texts[:3], texts[4], "now"]
+
+
 def _second(mesh: FakeMesh) -> Any:
     """The conversation that was rendered last."""
     chats = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]

@@ -1,6 +1,7 @@
 """``context_management`` of Anthropic's API: leaves old results of tools, and old reasoning, out of a conversation that
 has grown long."""
 
+import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -28,7 +29,22 @@ DEFAULT_KEEP: Final = 3
 MOST_EDITS: Final = 8
 """Each may encode the conversation again."""
 _MOST: Final = 2**31
-_read_turns = msgspec.json.Decoder(list[dict[str, Any]]).decode
+_SLICE_BYTES: Final = 256 << 10
+"""Decoded before other tasks of the event loop run: about a millisecond. A conversation may have 8 MiB."""
+_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_read_turn = msgspec.json.Decoder(dict[str, Any]).decode
+Turn = dict[str, Any]
+
+
+async def _read_turns(written: Sequence[msgspec.Raw]) -> list[Turn]:
+    turns, size = [], 0
+    for each in written:
+        turns.append(_read_turn(each))
+        size += len(each)
+        if size > _SLICE_BYTES:
+            await asyncio.sleep(0)
+            size = 0
+    return turns
 
 
 @dataclass(slots=True)
@@ -48,17 +64,22 @@ class ContextEdits:
         """Return the conversation that the model is to see, and its tokens. ``encode``: renders a conversation."""
         prompt = await encode(chat)
         self.num_tokens = num_tokens = num_ids(prompt)
+        split = _split(chat.messages_json) if self.edits else []
+        written: list[bytes | msgspec.Raw] = [*split]
+        turns = await _read_turns(split)
         for edit in self.edits:
-            turns = _read_turns(chat.messages_json)
-            if not (num_cleared := edit.clear(turns, num_tokens)):
+            num_cleared, changed = edit.clear(turns, num_tokens)
+            if not num_cleared:
                 continue
-            edited = replace(chat, messages_json=encode_json(turns))
+            rewritten = [encode_json(changed[at]) if at in changed else each for at, each in enumerate(written)]
+            edited = replace(chat, messages_json=b"[%b]" % b",".join(rewritten))
             shorter = await encode(edited)
             if num_tokens - num_ids(shorter) < edit.at_least:
                 continue
             report: dict[str, object] = {"type": edit.kind, edit.counted: num_cleared}
             self.applied.append(report | {"cleared_input_tokens": num_tokens - num_ids(shorter)})
-            chat, prompt, num_tokens = edited, shorter, num_ids(shorter)
+            chat, prompt, num_tokens, written = edited, shorter, num_ids(shorter), rewritten
+            turns = [changed.get(at, turn) for at, turn in enumerate(turns)]
         return chat, prompt
 
 
@@ -84,23 +105,36 @@ class ToolUses:
     kind = TOOL_USES
     counted = "cleared_tool_uses"
 
-    def clear(self, turns: Sequence[dict[str, Any]], num_tokens: int) -> int:
-        """Clear old results; return how many."""
-        calls = {call.get("id"): call for turn in turns for call in turn.get("tool_calls", ())}
-        results = [turn for turn in turns if turn["role"] == "tool"]
+    def clear(self, turns: Sequence[Turn], num_tokens: int) -> tuple[int, dict[int, Turn]]:
+        """Return how many old results are cleared, and the turns that change, by their places."""
+        results = [at for at, turn in enumerate(turns) if turn["role"] == "tool"]
         if (len(results) if self.counts_uses else num_tokens) <= self.trigger:
-            return 0
-        num_cleared = 0
-        for result in results[: -self.keep or None]:
-            call = calls.get(result.get("tool_call_id"), {"function": {"name": ""}})
-            name = call["function"]["name"]
-            if name in self.excluded or result["content"] == CLEARED:
+            return 0, {}
+        calls = {
+            call.get("id"): (at, call["function"]["name"])
+            for at, turn in enumerate(turns)
+            for call in turn.get("tool_calls", ())
+        }
+        num_cleared, changed = 0, dict[int, Turn]()
+        for at in results[: -self.keep or None]:
+            call_id = turns[at].get("tool_call_id")
+            caller, name = calls.get(call_id, (at, ""))
+            if name in self.excluded or turns[at]["content"] == CLEARED:
                 continue
-            result["content"] = CLEARED
+            changed[at] = turns[at] | {"content": CLEARED}
             num_cleared += 1
-            if self.inputs is True or (self.inputs and name in self.inputs):
-                call["function"]["arguments"] = {}
-        return num_cleared
+            if caller != at and (self.inputs is True or (self.inputs and name in self.inputs)):
+                changed[caller] = _without_input(changed.get(caller, turns[caller]), call_id)
+        return num_cleared, changed
+
+
+def _without_input(turn: Turn, call_id: object) -> Turn:
+    """Return an answer whose call of this id has no arguments."""
+    emptied = [
+        call | {"function": call["function"] | {"arguments": {}}} if call.get("id") == call_id else call
+        for call in turn["tool_calls"]
+    ]
+    return turn | {"tool_calls": emptied}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +150,16 @@ class Thinking:
     kind = THINKING
     counted = "cleared_thinking_turns"
 
-    def clear(self, turns: Sequence[dict[str, Any]], num_tokens: int) -> int:
-        """Clear old reasoning; return of how many turns."""
-        answers = [turn for turn in turns if turn["role"] == "assistant"]
+    def clear(self, turns: Sequence[Turn], num_tokens: int) -> tuple[int, dict[int, Turn]]:
+        """Return of how many turns old reasoning is cleared, and these turns without it, by their places."""
+        answers = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
         old = () if self.keep is None else answers[: -self.keep or None]
-        return sum(turn.pop("reasoning_content", None) is not None for turn in old)
+        changed = {
+            at: {name: value for name, value in turns[at].items() if name != "reasoning_content"}
+            for at in old
+            if "reasoning_content" in turns[at]
+        }
+        return len(changed), changed
 
 
 def read_edits(value: object) -> ContextEdits | None:

@@ -4,6 +4,7 @@ import re
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tokenloom.request.packed_ids import pack
 from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, types_pb2
@@ -29,6 +30,22 @@ _MAX_SPANS = 1000
 """Limits the answers of one prompt whose tokens are replaced."""
 
 
+MAX_SESSION_NAME = 256
+"""Characters by which the names of sessions are compared."""
+
+
+class TurnNames(NamedTuple):
+    """Holds the client's names for a turn: of its answer, of the answer of the turn to compare it with, and of its
+    session. Empty: it gives none."""
+
+    answer: str = ""
+    compared: str = ""
+    session: str = ""
+
+
+UNNAMED = TurnNames()
+
+
 @dataclass(slots=True)
 class OpenTurn:
     """Holds a turn from its prompt to the end of its answer.
@@ -45,6 +62,7 @@ class OpenTurn:
         cause: Why they differ; 0 where the prompt continues the whole turn.
         spans: Generated tokens in the prompt, which have replaced those of a fresh tokenization.
         answer: The client's name for the answer; empty: it has the request's id.
+        session: The client's name for the session; empty: it gives none.
     """
 
     chat: ChatDigest
@@ -60,6 +78,7 @@ class OpenTurn:
     cause: MissCause = inference_pb2.MISS_CAUSE_UNSPECIFIED
     spans: list[GeneratedSpan] = field(default_factory=list)
     answer: str = ""
+    session: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +147,7 @@ class OpenTurn:
             engine=finished.timeline.decode_engine or finished.timeline.prefill_engine,
             num_reasoning=num_reasoning,
             opens_reasoning=self.opens_reasoning,
+            session=self.session,
         )
 
     @property
@@ -161,17 +181,16 @@ class TurnComparer:
         block_size: int,
         ends: Collection[int],
         decode: Decode,
-        named: tuple[str, str] = ("", ""),
+        named: TurnNames = UNNAMED,
     ) -> OpenTurn:
         """Compare a prompt with the turn that it continues; with replayed ids, change the prompt, which then has no
         hashes. ``packed``: its ids, 4 bytes each; empty: they are not packed. ``salt``: of its KV blocks, and the
-        digest of its adapter. ``ends``: the tokens that end an answer. ``named``: the name of the answer, and that of
-        the answer of the turn to compare with; empty: the client gives none."""
+        digest of its adapter. ``ends``: the tokens that end an answer."""
         tokens = packed or pack(prompt.token_ids)
         is_open = prompt.reasoning_start == types_pb2.REASONING_START_OPEN
         turn = OpenTurn(digest_of(chat), tokens, prompt.block_hash_prefixes, *salt, block_size, is_open)
-        turn.answer, compared = named
-        before = self.past.of_answer(tenant, compared) if compared else None
+        turn.answer, turn.session = named.answer, named.session
+        before = self.past.of_answer(tenant, named.compared) if named.compared else None
         turn.before = before = before or self.past.find(tenant, tokens, turn.hashes)
         if before is None:
             turn.cause, turn.potential = inference_pb2.MISS_CAUSE_NEW_PREFIX, turn.num_tokens
@@ -182,14 +201,17 @@ class TurnComparer:
             )
             turn.potential = num_common(tokens, before.tokens)
         else:
-            await self._compare(turn, before, ends, decode)
+            await self._compare(turn, before, ends, decode, is_named=turn.is_compared_with(named.compared))
         if turn.tokens != tokens:
             del prompt.token_ids[:], prompt.block_hash_prefixes[:]
             prompt.token_ids.extend(array("I", turn.tokens))
         return turn
 
-    async def _compare(self, turn: OpenTurn, before: PastTurn, ends: Collection[int], decode: Decode) -> None:
-        """Find where the prompt differs from the turn before, and why; replace answers that say the same."""
+    async def _compare(
+        self, turn: OpenTurn, before: PastTurn, ends: Collection[int], decode: Decode, *, is_named: bool
+    ) -> None:
+        """Find where the prompt differs from the turn before, and why; replace answers that say the same.
+        ``is_named``: the client names the turn before."""
         while True:
             common = turn.common = num_common(turn.tokens, before.tokens)
             turn.cause = inference_pb2.MISS_CAUSE_UNSPECIFIED
@@ -199,6 +221,9 @@ class TurnComparer:
             span = next((span for span in before.spans if span.start <= common < span.end), None)
             if span is None:
                 turn.cause = cause_within_prompt(before, turn.chat)
+                is_changed = turn.cause == inference_pb2.MISS_CAUSE_MESSAGE_CHANGED
+                if is_changed and not is_named and _is_another(before, turn):
+                    turn.cause, turn.potential = inference_pb2.MISS_CAUSE_NEW_PREFIX, turn.num_tokens
                 break
             piece = _piece(turn.tokens, before.tokens, span, ends)
             if not (is_same := bool(span.fresh) and piece.now == span.fresh):
@@ -282,6 +307,18 @@ def cause_within_prompt(before: PastTurn, chat: ChatDigest) -> MissCause:
     if before.chat.variables == chat.variables and has_reasoned:
         return inference_pb2.MISS_CAUSE_REASONING_DROPPED
     return inference_pb2.MISS_CAUSE_TEMPLATE_CHANGED
+
+
+def _is_another(before: PastTurn, turn: OpenTurn) -> bool:
+    """Return whether a prompt has no answer yet, and of an earlier one nothing but the system prompt: it begins another
+    conversation. In a session that the client names it compacts or branches that one."""
+    if (turn.session and turn.session == before.session) or any(m.role == "assistant" for m in turn.chat.messages):
+        return False
+    then, now = [
+        {message.content for message in chat.messages if message.role not in ("system", "developer")}
+        for chat in (before.chat, turn.chat)
+    ]
+    return then.isdisjoint(now)
 
 
 _BLANKS = re.compile(r"\s+")

@@ -115,6 +115,7 @@ class PastTurn:
         engine: The engine that has its KV blocks.
         num_reasoning: Reasoning tokens of the answer, without the marks around them.
         opens_reasoning: Whether the prompt has opened the reasoning.
+        session: The client's name for its session; empty: it gave none.
     """
 
     answer: str
@@ -128,6 +129,7 @@ class PastTurn:
     engine: str
     num_reasoning: int
     opens_reasoning: bool
+    session: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -28,7 +28,7 @@ from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from ..tenants.tenant import SALT_BYTES
 from .beam_run import BeamPlan, plan_beams
 from .encoded_prompt import EncodedPrompt, add_hashes, continued, read_ids, truncated, unpack_kept
-from .open_turn import OpenTurn, TurnComparer
+from .open_turn import MAX_SESSION_NAME, OpenTurn, TurnComparer, TurnNames
 from .past_turns import MAX_CHAT_BYTES, PastTurns
 
 _TRUNCATED_CONTEXTS = 8
@@ -227,7 +227,7 @@ class Preparer:
             return (await self._tokenizers.decode(token_ids, skip_special_tokens=False, tenant=tenant)).text
 
         keys = salt, b"" if request.adapter is None else request.adapter.digest
-        named = request.answer, request.compared or ""
+        named = TurnNames(request.answer, request.compared or "", request.session[:MAX_SESSION_NAME])
         return await self._turns.open(chat, prompt, packed, tenant, keys, block_size, ends, decode, named)
 
     async def _encode(

@@ -1,5 +1,6 @@
 """``context_management`` and ``diagnostics`` of Anthropic's API, with bodies as Claude Code sends them."""
 
+import asyncio
 import copy
 import json
 from typing import Any
@@ -240,3 +241,18 @@ async def test_a_malformed_id_is_refused(http: httpx.AsyncClient) -> None:
     response = await post(http, diagnostics={"previous_message_id": 3})
     assert response.status_code == 400
     assert "diagnostics.previous_message_id" in response.json()["error"]["message"]
+
+
+async def test_a_large_conversation_lets_other_tasks_run() -> None:
+    messages = turns(40)
+    for message in messages:
+        message["content"] += "y" * 50_000
+    edits = read_edits({"edits": [FEW, {"type": "clear_thinking_20251015"}]})
+    assert edits is not None
+    num_turns, edited = 0, asyncio.create_task(edits.run(read_chat(messages), encode))
+    while not edited.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert num_turns > 8, "4 MB are read in slices"
+    assert [each["type"] for each in edits.applied] == ["clear_tool_uses_20250919", "clear_thinking_20251015"]
+    assert results(json.loads(edited.result()[0].messages_json)) == [True] * 37 + [False] * 3

@@ -10,7 +10,7 @@ import pytest
 from tokenloom.request.packed_ids import pack
 from tokenloom.request.prefix_schedule import prefix_hashes
 from tokenloom.services.gateway.formats.tool_request import Tool
-from tokenloom.services.gateway.generation.open_turn import OpenTurn, TurnComparer, cause_between
+from tokenloom.services.gateway.generation.open_turn import UNNAMED, OpenTurn, TurnComparer, TurnNames, cause_between
 from tokenloom.services.gateway.generation.past_turns import PastTurns
 from tokenloom.services.gateway.openai.chat import read_chat
 from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, types_pb2
@@ -52,6 +52,7 @@ class Conversation:
         tenant: str = "one",
         keeps_reasoning: bool = True,
         tokens: Sequence[int] | None = None,
+        named: TurnNames = UNNAMED,
         **chat: Any,
     ) -> OpenTurn:
         """A turn's prompt. ``text``: what the template writes."""
@@ -62,7 +63,7 @@ class Conversation:
         )
         packed = pack(ids) if len(messages) > 3 else b""
         keys, read = (salt + adapter, adapter), read_chat(messages, **chat)
-        turn = await self.comparer.open(read, prompt, packed, tenant, keys, BLOCK, (0,), self.decode)
+        turn = await self.comparer.open(read, prompt, packed, tenant, keys, BLOCK, (0,), self.decode, named)
         assert array("I", prompt.token_ids).tobytes() == turn.tokens
         return turn
 
@@ -114,6 +115,29 @@ async def test_a_turn_keeps_nothing_of_the_tokenizers_message() -> None:
     (turn,) = [turn for shelf in talk.past._shelves.values() for turn, _ in shelf.turns.values()]
     assert isinstance(turn.hashes, array)
     assert list(turn.hashes) == prefix_hashes(list(array("I", turn.tokens))[: turn.num_prompt], BLOCK, b"")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        (TurnNames(), TurnNames(), "new_prefix"),
+        (TurnNames(session="one"), TurnNames(session="two"), "new_prefix"),
+        (TurnNames(session="one"), TurnNames(session="one"), "message_changed"),
+        (TurnNames(), TurnNames(compared="a"), "message_changed"),
+    ],
+)
+async def test_another_conversation_with_the_same_system_prompt_is_new(
+    before: TurnNames, now: TurnNames, expected: str
+) -> None:
+    talk = await begun(named=before)
+    turn = await talk.ask(SYSTEM, {"role": "user", "content": "Read all files."}, named=now)
+    assert turn.common >= len(write(SYSTEM))
+    miss = turn.difference(turn.num_reusable)
+    assert miss is not None
+    assert miss.cause == cause(expected)
+    assert turn.miss(finished(turn.num_reusable)) == miss
+    if expected == "new_prefix":
+        assert (miss.token, miss.missed_tokens) == (turn.common, turn.num_tokens - turn.common)
 
 
 async def test_what_is_in_no_cache_any_more_was_evicted_or_lies_elsewhere() -> None:

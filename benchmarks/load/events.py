@@ -36,6 +36,7 @@ class _Usage(msgspec.Struct):
     output_tokens: int = 0
     input_tokens_details: _Cached | None = None
     cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
     cache_miss: _CacheMiss | None = None
 
     def read_into(self, outcome: "Outcome") -> None:
@@ -46,7 +47,7 @@ class _Usage(msgspec.Struct):
             outcome.cached_tokens = details.cached_tokens
         elif self.cache_read_input_tokens is not None:  # Anthropic counts cached tokens beside the others
             outcome.cached_tokens = self.cache_read_input_tokens
-            outcome.input_tokens += self.cache_read_input_tokens
+            outcome.input_tokens += self.cache_read_input_tokens + (self.cache_creation_input_tokens or 0)
         miss = self.cache_miss if details is None else details.cache_miss
         outcome.miss_cause = "" if miss is None else miss.cause
 

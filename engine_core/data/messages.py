@@ -80,6 +80,8 @@ class SessionTurn(msgspec.Struct, array_like=True, gc=False):
     """Stands for the line of turns; the coordinator gives the numbers."""
     return_ns: int
     """Nanoseconds from its arrival until that of the next turn; 0: it may come at any time."""
+    keep_ns: int = 0
+    """Nanoseconds from its arrival for which the client wants its prompt kept; 0: it does not say."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

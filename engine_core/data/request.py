@@ -107,11 +107,13 @@ class RemoteKVState:
 
 class SessionReturn(NamedTuple):
     """Says when the next turn of a session is expected. ``branch``: its line of turns; ``began_ns``, ``due_ns``: when
-    this turn arrived and when the next one is likely to, in nanoseconds on the clock of the arrivals."""
+    this turn arrived and when the next one is likely to, in nanoseconds on the clock of the arrivals; ``keep_ns``:
+    until when the client wants its prompt kept, 0: it does not say."""
 
     branch: int
     began_ns: int
     due_ns: int
+    keep_ns: int = 0
 
 
 class RequestState:
@@ -335,7 +337,9 @@ class Request:
         self.kv.skip_reading_prefix_cache = params.skip_reading_prefix_cache or self.prompt_logprobs is not None
 
         if message.session is not None:
-            self.kv.session = SessionReturn(message.session.branch, arrival_ns, arrival_ns + message.session.return_ns)
+            turn = message.session
+            keep_ns = arrival_ns + turn.keep_ns if turn.keep_ns else 0
+            self.kv.session = SessionReturn(turn.branch, arrival_ns, arrival_ns + turn.return_ns, keep_ns)
 
         self.times = RequestTimes(arrival_ns, message.timeout_ns)
         self.first_output_sent = False

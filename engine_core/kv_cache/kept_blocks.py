@@ -1,16 +1,19 @@
 """Orders the free blocks of sessions by when their next turns are likely, and compares them with other free blocks."""
 
 import time
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from typing import Literal
 
 from ..data.request import SessionReturn
 
 OTHERS_WEIGHT = 4
 """Blocks that nothing is expected of count as so many times as long unused as they are. A session that does not return
 keeps its blocks for no more than so many times as long as those were kept before there were sessions."""
+KEPT_WEIGHT = 4
+"""Blocks that a client wants kept count as unused for so many times less than they are, while it wants that. Without a
+bound a client that wants all of its prompts kept for an hour would leave no cache to the others."""
 MIN_SAVED_BLOCKS = 16
 """A shorter prompt costs less to compute again than to read back."""
 
@@ -18,18 +21,18 @@ MIN_SAVED_BLOCKS = 16
 class _Kept:
     """Holds the free blocks of one line of turns, the next to evict first: its end before its beginning."""
 
-    __slots__ = ("blocks", "is_overdue", "turn")
+    __slots__ = ("blocks", "place", "turn")
 
     def __init__(self, turn: SessionReturn) -> None:
         self.turn = turn
         """The latest one that ended."""
         self.blocks: OrderedDict[int, None] = OrderedDict()
-        self.is_overdue = False
+        self.place: Literal["to come", "wanted", "overdue"] = "to come"
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its place among those that are to come, by when, or among those that are overdue, by since when."""
-        return (self.turn.began_ns if self.is_overdue else self.turn.due_ns, self.turn.branch)
+        """Its place among those that are to come, by when, or among those that are not, by since when."""
+        return (self.turn.due_ns if self.place == "to come" else self.turn.began_ns, self.turn.branch)
 
 
 class KeptBlocks:
@@ -39,7 +42,8 @@ class KeptBlocks:
     as the session's intervals say. One that is overdue, or that no interval predicts, is as far away as the last one:
     gaps with a long tail, such as those in which tools run, are the longer to come the longer they have lasted. So is a
     block that several lines share, for example of a system prompt. All other blocks go in the order of their last use,
-    as without sessions.
+    as without sessions. While a client wants a prompt kept, its line counts as unused for a shorter time,
+    and the blocks that it shares with other lines are its own.
 
     Each block costs O(1), and a line that gets or loses its last one O(log n) of the lines with free blocks.
     """
@@ -59,6 +63,8 @@ class KeptBlocks:
         self._kept: dict[int, _Kept] = {}  # by branch; those with free blocks only
         self._to_come: list[tuple[int, int]] = []  # when, and branch, sorted
         self._overdue: list[tuple[int, int]] = []  # since when, and branch, sorted
+        self._wanted: list[tuple[int, int]] = []  # the same of those that clients want kept
+        self._wanted_until: list[tuple[int, int]] = []  # until when, and branch, sorted
         self._shared: OrderedDict[int, int] = OrderedDict()  # when each was used last
         self._kept_in: dict[int, _Kept | None] = {}  # by free block; None: it is shared
         self._users: dict[int, int | None] = {}  # by block: the branch that used it last; None: several have
@@ -67,22 +73,24 @@ class KeptBlocks:
         """Keep blocks that became free when a turn ended, the next to evict first."""
         self.is_used = True
         self.num_blocks += len(block_ids)
-        users, branch = self._users, turn.branch
+        users, branch, now = self._users, turn.branch, self.now()
         if (kept := self._kept.pop(branch, None)) is not None:
             self._unlist(kept)
             kept.turn = turn
         else:
             kept = _Kept(turn)
         for block_id in block_ids:
+            if turn.keep_ns > now:
+                users[block_id] = branch
             if users.setdefault(block_id, branch) == branch:
                 kept.blocks[block_id] = None
                 self._kept_in[block_id] = kept
             else:
                 users[block_id] = self._kept_in[block_id] = None
-                self._shared[block_id] = self.now()
+                self._shared[block_id] = now
         if kept.blocks:
             self._kept[branch] = kept
-            self._list(kept, is_overdue=turn.due_ns <= self.now())
+            self._list(kept, now)
         if self.unsaved is not None and len(block_ids) >= MIN_SAVED_BLOCKS:
             self.unsaved.update(dict.fromkeys(block_ids))
 
@@ -125,6 +133,8 @@ class KeptBlocks:
             furthest, block_id = away, next(iter(self._kept[self._to_come[-1][1]].blocks))
         if self._overdue and (away := now - self._overdue[0][0]) > furthest:
             furthest, block_id = away, next(iter(self._kept[self._overdue[0][1]].blocks))
+        if self._wanted and (away := (now - self._wanted[0][0]) // KEPT_WEIGHT) > furthest:
+            furthest, block_id = away, next(iter(self._kept[self._wanted[0][1]].blocks))
         if self._shared:
             first, since = next(iter(self._shared.items()))
             if now - since > furthest:
@@ -143,17 +153,29 @@ class KeptBlocks:
         self._users.clear()
         return block_ids
 
-    def _list(self, kept: _Kept, *, is_overdue: bool) -> None:
-        kept.is_overdue = is_overdue
-        insort(self._overdue if is_overdue else self._to_come, kept.key)
+    def _list(self, kept: _Kept, now: int) -> None:
+        turn = kept.turn
+        kept.place = "to come" if turn.due_ns > now else "wanted" if turn.keep_ns > now else "overdue"
+        insort(self._keys(kept), kept.key)
+        if kept.place == "wanted":
+            insort(self._wanted_until, (turn.keep_ns, turn.branch))
 
     def _unlist(self, kept: _Kept) -> None:
-        keys = self._overdue if kept.is_overdue else self._to_come
+        keys, turn = self._keys(kept), kept.turn
         del keys[bisect_left(keys, kept.key)]
+        if kept.place == "wanted":
+            del self._wanted_until[bisect_left(self._wanted_until, (turn.keep_ns, turn.branch))]
+
+    def _keys(self, kept: _Kept) -> list[tuple[int, int]]:
+        """Return the list in which a line has its place."""
+        if kept.place == "to come":
+            return self._to_come
+        return self._wanted if kept.place == "wanted" else self._overdue
 
     def _pass(self, now: int) -> None:
-        """Move the lines whose turns have become overdue."""
-        num_due = bisect_right(self._to_come, now, key=itemgetter(0))
-        due, self._to_come[:num_due] = self._to_come[:num_due], []
-        for _, branch in due:
-            self._list(self._kept[branch], is_overdue=True)
+        """Move the lines whose turns have become overdue, and those that clients want kept no more."""
+        for times in (self._to_come, self._wanted_until):
+            while times and times[0][0] <= now:
+                kept = self._kept[times[0][1]]
+                self._unlist(kept)
+                self._list(kept, now)

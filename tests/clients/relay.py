@@ -36,8 +36,8 @@ class Exchange:
     def prompt_tokens(self) -> int:
         if (tokens := self.usage.get("prompt_tokens")) is not None:
             return int(tokens)
-        parts = ("input_tokens",) if self._details else ("input_tokens", "cache_read_input_tokens")
-        return sum(self.usage[part] for part in parts)
+        beside = () if self._details else ("cache_creation_input_tokens", "cache_read_input_tokens")
+        return sum(self.usage.get(part, 0) for part in ("input_tokens", *beside))
 
     @property
     def cached_tokens(self) -> int:

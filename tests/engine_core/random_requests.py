@@ -77,5 +77,7 @@ ARRIVALS = st.builds(
     stop=st.sampled_from([(), (), (1,), tuple(range(0, VOCAB_SIZE, 9))]),
     salt=st.sampled_from([b"", b"", b"tenant"]),
     priority=st.integers(-1, 2),
-    session=st.sampled_from([None, None, SessionTurn(1, 0), SessionTurn(2, 1_000_000), SessionTurn(3, 10**12)]),
+    session=st.sampled_from(
+        [None, None, SessionTurn(1, 0), SessionTurn(2, 1_000_000), SessionTurn(3, 10**12), SessionTurn(4, 0, 10**9)]
+    ),
 )

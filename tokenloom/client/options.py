@@ -42,6 +42,10 @@ class Options(GenerationFields, kw_only=True):
     length_penalty: float | None = None
     """With ``use_beam_search``: exponent of the length by which scores are divided; default 1."""
     priority: int = 0
+    session: str = ""
+    """Names the session of which the request is a turn: it runs where the KV of the turns before lies. Only a hint."""
+    keep_seconds: int = 0
+    """How long the prompt is worth keeping in the cache; 0: the mesh decides. Only a hint."""
     request_id: str = ""
     """Echoed in the call's metadata and in logs; never an identity."""
 

@@ -42,6 +42,8 @@ class Usage:
     """Prompt tokens found in a cache."""
     reasoning_tokens: int | None = None
     """The part of ``completion_tokens`` that is reasoning; None if the server does not know the model's marks."""
+    cache_write_tokens: int = 0
+    """With ``keep_seconds``: prompt tokens that no cache had, and one has now."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class AnswerCollector:
 
 def _usage(usage: inference_pb2.Usage) -> Usage:
     reasoning = usage.reasoning_tokens if usage.HasField("reasoning_tokens") else None
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, reasoning)
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, reasoning, usage.cache_write_tokens)
 
 
 def _logprobs(columns: types_pb2.Logprobs, token_ids: Sequence[int], num_also: int) -> list[dict[int, Logprob]]:

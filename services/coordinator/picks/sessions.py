@@ -96,13 +96,15 @@ class _Branch:
     engine: EngineRef
     points: deque[int]  # hashes at the ends of its latest turns, under which it is found
     intervals: Intervals
+    keeps: bool = False  # whether the client wants the latest prompt kept
     num_turns: int = 1
     counted: tuple[EngineRef, int] | None = None  # the engine that it is expected on, with its tokens
 
     @property
     def is_expected(self) -> bool:
         """Whether anything says that another turn follows."""
-        return self.num_turns > 1 or (bool(self.session.key) and self.session.num_lost <= _MAX_LOST)
+        is_named = bool(self.session.key) and self.session.num_lost <= _MAX_LOST
+        return self.num_turns > 1 or self.keeps or is_named
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +181,7 @@ class SessionTable:
     def find(self, request: PickRequest) -> Turn | None:
         """Return which turn of which session a request is; None if it is of none that could be recognised later."""
         hashes = request.block_hash_prefixes
-        if request.pools or not (request.session or len(hashes) >= SESSION_HASHES):
+        if request.pools or not (request.session or request.keep_seconds or len(hashes) >= SESSION_HASHES):
             return None
         self._forget_old()
         if (tenant := self._tenants.get(request.tenant)) is None:
@@ -212,6 +214,7 @@ class SessionTable:
             self._continue(branch, request, placed)
         elif request.role != _DECODE:
             branch.engine = placed
+        branch.keeps = bool(request.keep_seconds)
         self._count(branch)
         if not branch.is_expected:
             return None
@@ -221,6 +224,7 @@ class SessionTable:
             return_milliseconds=round(1000 * branch.intervals.next),
             past_tokens=past_tokens,
             moved=moved and bool(past_tokens),
+            keep_seconds=request.keep_seconds,
         )
 
     def _begin(self, turn: Turn, request: PickRequest, engine: EngineRef) -> _Branch:

@@ -29,6 +29,8 @@ from tokenloom.request.sampling_params import RepetitionDetectionParams, Samplin
 from tokenloom.v1 import engine_pb2, types_pb2
 
 LEASE_ID_BYTES = 16
+MAX_KEEP_SECONDS = 86_400
+"""For no longer a prompt is kept because its client wants that."""
 _MAX_ENGINE_ID_CHARS = 256
 _MAX_TENANT_CHARS = 256
 _DIGEST_BYTES = 32
@@ -75,10 +77,13 @@ def to_core_request(
         adapter=prompt.adapter,
         pooling_params=pooling,
         reasoning_start=prompt.reasoning_start,
-        session=SessionTurn(add.session.branch, add.session.return_milliseconds * 1_000_000)
-        if add.HasField("session")
-        else None,
+        session=_read_turn(add.session) if add.HasField("session") else None,
     )
+
+
+def _read_turn(turn: engine_pb2.SessionTurn) -> SessionTurn:
+    keep_seconds = min(turn.keep_seconds, MAX_KEEP_SECONDS)
+    return SessionTurn(turn.branch, turn.return_milliseconds * 1_000_000, keep_seconds * 1_000_000_000)
 
 
 def _read_sampling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits, random: Random) -> CoreSamplingParams:

@@ -7,18 +7,18 @@ from ..openai.body_reader import ignored_members
 from ..openapi.request_schemas import MessagesRequest
 
 _TURN = frozenset({"role", "content"})
-_TOOL = frozenset({"type", "name", "description", "input_schema", "strict"})
+_TOOL = frozenset({"type", "name", "description", "input_schema", "strict", "cache_control"})
 _METADATA = frozenset({"user_id"})
 _THINKING = frozenset({"type", "budget_tokens"})
 _OUTPUT = frozenset({"effort", "format"})
 _CHOICE = frozenset({"type", "name", "disable_parallel_tool_use"})
 _BLOCKS: Mapping[str, frozenset[str]] = {
-    "text": frozenset({"type", "text"}),
-    "tool_use": frozenset({"type", "id", "name", "input"}),
-    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error"}),
+    "text": frozenset({"type", "text", "cache_control"}),
+    "tool_use": frozenset({"type", "id", "name", "input", "cache_control"}),
+    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
     "thinking": frozenset({"type", "thinking", "signature"}),
     "redacted_thinking": frozenset({"type", "data"}),
-    "document": frozenset({"type", "source"}),
+    "document": frozenset({"type", "source", "cache_control"}),
 }
 """The members of a block that are read, or that only the service which made them can read."""
 

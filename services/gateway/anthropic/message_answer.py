@@ -24,6 +24,8 @@ _STOP_REASONS = {
     "repetition": "max_tokens",  # the API has no other word for a turn that a limit has ended
     "abort": "pause_turn",  # the client sends the turn back, and the model continues it
 }
+SHORT_SECONDS = 300
+"""The shorter of the two times for which a mark keeps a prompt."""
 _UNCACHED = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
@@ -46,15 +48,27 @@ class MessageReports:
     Attributes:
         edits: Shorten the conversation; None: the client asks for none.
         previous: As ``GenerateRequest.compared``.
+        keep_seconds: For how long each mark of the request wants the prompt kept; None: they differ, or there is none.
     """
 
     edits: ContextEdits | None = None
     previous: str | None = None
+    keep_seconds: int | None = None
 
     @property
     def context_management(self) -> dict[str, object]:
         """What was cleared, as a member; empty if the client did not ask for it."""
         return {} if self.edits is None else {"context_management": {"applied_edits": self.edits.applied}}
+
+    def cache_creation(self, num_tokens: int) -> dict[str, object]:
+        """Return how many tokens were written to the cache for which time, as a member; empty where no time is that of
+        all marks."""
+        if self.keep_seconds is None:
+            return {}
+        is_short = self.keep_seconds == SHORT_SECONDS
+        by_time = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}
+        by_time[f"ephemeral_{'5m' if is_short else '1h'}_input_tokens"] = num_tokens
+        return {"cache_creation": by_time}
 
     def diagnostics(self, turn: OpenTurn | None) -> dict[str, object]:
         """Return why the cache could not reuse the prompt of an earlier turn, as a member; empty if the client did not
@@ -93,7 +107,8 @@ class MessageAnswer:
     def first_events(self) -> bytes:
         """Return the events before any output."""
         # How many of the prompt's tokens were cached is known at the end; the usage there replaces this one.
-        usage = {"input_tokens": self._generation.usage.prompt_tokens, "output_tokens": 0} | _UNCACHED
+        counts = {"input_tokens": self._generation.usage.prompt_tokens, "output_tokens": 0}
+        usage = {**counts, **_UNCACHED, **self._reports.cache_creation(0)}
         message = self._message([], None, None) | {"usage": usage}
         return event("message_start", {"message": message})
 
@@ -157,11 +172,13 @@ class MessageAnswer:
         return _STOP_REASONS[reason], None
 
     def _usage(self) -> dict[str, object]:
-        """Return the tokens; those of the prompt that were cached are counted separately, as in Anthropic's API."""
+        """Return the tokens; those of the prompt that were cached, or that a mark has let be cached, are counted
+        separately, as in Anthropic's API."""
         usage = self._generation.usage
         return {
-            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.cache_write_tokens,
+            "cache_creation_input_tokens": usage.cache_write_tokens,
+            **self._reports.cache_creation(usage.cache_write_tokens),
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
             **cache_miss(usage),

@@ -13,7 +13,7 @@ from ..tenants.tenant import Tenant
 from .context_edits import ignored_edits, read_edits
 from .ignored_members import ignored_in_message
 from .message_answer import MessageAnswer, MessageReports
-from .messages_body import chat_body, most_tokens, previous_message, session
+from .messages_body import chat_body, lifetimes, most_tokens, previous_message, session
 
 _FIELDS = {
     "stop": "stop_sequences",
@@ -52,11 +52,14 @@ class MessagesApi:
             members += inherited(options.ignored, _FIELDS)
         members += tuple(ignored_edits(fields.context_management))
         ignored = (*self.reader.ignored(body, MessagesRequest), *members)
-        reports = MessageReports(read_edits(fields.context_management), previous_message(fields))
+        kept = lifetimes(fields)
+        edits, previous = read_edits(fields.context_management), previous_message(fields)
+        reports = MessageReports(edits, previous, keep_seconds=kept[0] if len({*kept}) == 1 else None)
         request = replace(
             request,
             most_tokens=longest,
             session=session(fields),
+            keep_seconds=max(kept, default=0),
             edits=reports.edits,
             compared=reports.previous,
         )

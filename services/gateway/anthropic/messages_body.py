@@ -1,6 +1,6 @@
 """Translates a body of Anthropic's Messages API into the body of a chat."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
@@ -8,6 +8,7 @@ from tokenloom.request.narrowing import narrow_int
 
 from ..openai.body_reader import SAMPLING_FIELDS, Body
 from ..openapi.request_schemas import CountTokensRequest, MessagesRequest
+from ..records.cache_marks import Blocks, anthropic_lifetimes
 from .message_turns import read_turns
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -44,6 +45,23 @@ def session(fields: MessagesRequest) -> str:
     if name is not None and not isinstance(name, str):
         raise InvalidArgument("metadata.user_id must be a string", "metadata.user_id")
     return name or ""
+
+
+def lifetimes(fields: MessagesRequest) -> list[int]:
+    """Return the seconds of each ``cache_control`` of a request. Raises ``InvalidArgument``."""
+    return anthropic_lifetimes(fields.cache_control, _marked(fields))
+
+
+def _marked(fields: MessagesRequest) -> Iterator[Blocks]:
+    """Yield what may hold a ``cache_control``."""
+    yield "tools", fields.tools
+    yield "system", fields.system
+    for index, message in enumerate(fields.messages):
+        content = message.get("content")
+        yield f"messages[{index}].content", content
+        for at, block in enumerate(content if isinstance(content, list) else ()):
+            if block.get("type") == "tool_result":
+                yield f"messages[{index}].content[{at}].content", block.get("content")
 
 
 def previous_message(fields: MessagesRequest) -> str | None:

@@ -66,6 +66,8 @@ def usage_object(usage: inference_pb2.Usage) -> dict[str, object]:
     cached: dict[str, object] = {"cached_tokens": usage.cached_tokens}
     if usage.HasField("cache_miss"):
         cached |= cache_miss(usage)
+    if usage.cache_write_tokens:
+        cached["cache_write_tokens"] = usage.cache_write_tokens
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

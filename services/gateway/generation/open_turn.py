@@ -63,6 +63,7 @@ class OpenTurn:
         spans: Generated tokens in the prompt, which have replaced those of a fresh tokenization.
         answer: The client's name for the answer; empty: it has the request's id.
         session: The client's name for the session; empty: it gives none.
+        is_kept: Whether the client wants the prompt kept in the cache.
     """
 
     chat: ChatDigest
@@ -79,6 +80,7 @@ class OpenTurn:
     spans: list[GeneratedSpan] = field(default_factory=list)
     answer: str = ""
     session: str = ""
+    is_kept: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +118,10 @@ class OpenTurn:
             return None
         missed = max(self.potential - max(self.common, cached), 0)
         return inference_pb2.CacheMiss(cause=self.cause, token=self.common or cached, missed_tokens=missed)
+
+    def num_written(self, cached: int) -> int:
+        """Return how many tokens of the prompt the cache has got, in whole blocks. ``cached``: those that it had."""
+        return max(self.num_tokens // self.block_size * self.block_size - cached, 0)
 
     def is_compared_with(self, answer: str) -> bool:
         """Return whether the turn before has this answer."""

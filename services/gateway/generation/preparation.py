@@ -147,7 +147,7 @@ class Preparer:
         # and the call runs whenever the task wakes.
         prompts: list[EncodedPrompt]
         turn: OpenTurn | None = None
-        is_compared = request.answer or request.compared is not None
+        is_compared = request.compared is not None or request.keep_seconds
         if isinstance(request.prompts, Chat):
             chat = request.prompts
             if request.edits is None:
@@ -228,7 +228,9 @@ class Preparer:
 
         keys = salt, b"" if request.adapter is None else request.adapter.digest
         named = TurnNames(request.answer, request.compared or "", request.session[:MAX_SESSION_NAME])
-        return await self._turns.open(chat, prompt, packed, tenant, keys, block_size, ends, decode, named)
+        turn = await self._turns.open(chat, prompt, packed, tenant, keys, block_size, ends, decode, named)
+        turn.is_kept = request.keep_seconds > 0
+        return turn
 
     async def _encode(
         self,
@@ -335,6 +337,7 @@ def _submit(
     submit.prompt.cache_salt = salt
     if request.session:
         submit.session = session_digest(request)
+    submit.keep_seconds = request.keep_seconds
     if request.adapter is not None:
         submit.prompt.adapter = request.adapter.digest
     params = submit.sampling_params

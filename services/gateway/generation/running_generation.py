@@ -115,8 +115,11 @@ class RunningGeneration:
             ),
             reasoning_tokens=None if self.reasoning is None else self.reasoning.total,
         )
-        if self.turn is not None and self.finished and (miss := self.turn.miss(self.finished[0])) is not None:
-            usage.cache_miss.CopyFrom(miss)
+        if self.turn is not None and self.finished:
+            if (miss := self.turn.miss(self.finished[0])) is not None:
+                usage.cache_miss.CopyFrom(miss)
+            if self.turn.is_kept:
+                usage.cache_write_tokens = self.turn.num_written(usage.cached_tokens)
         return usage
 
     @property

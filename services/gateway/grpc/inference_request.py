@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 from google.protobuf.message import Message
 
@@ -88,6 +89,8 @@ def _generate_request(
         add_special_tokens=_optional(request, "add_special_tokens") is not False,
         data_parallel_rank=_optional(request, "data_parallel_rank"),
         timeout=timeout,
+        session=request.session,
+        keep_seconds=request.keep_seconds,
     )
 
 
@@ -115,6 +118,7 @@ class InputSession:
 
     def __init__(self, tenant: Tenant) -> None:
         self._tenant = tenant
+        self._name = f"input session {uuid4().hex}"  # unless its client has another one
         self._tokens: list[int] = []
         self._num_output = 0
 
@@ -133,6 +137,8 @@ class InputSession:
         if request.HasField("truncate_prompt_tokens"):
             raise InvalidArgument("truncate_prompt_tokens is not supported in a session", "truncate_prompt_tokens")
         generate_request, _, _ = read_request(request, plans, self._tenant, timeout)
+        if not generate_request.session:
+            generate_request = replace(generate_request, session=self._name)
         if not self._tokens:
             return generate_request
         # The tokens that begin a text were added to the first turn.

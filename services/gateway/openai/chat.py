@@ -2,7 +2,7 @@
 accept."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenloom.request import errors
@@ -15,10 +15,19 @@ from ..formats.call_arguments import raw_arguments
 from ..formats.tool_request import NO_TOOLS, Tool, read_tool_request
 from ..generation.running_generation import RunningGeneration
 from ..openapi.request_schemas import ChatCompletionRequest
+from ..records.cache_marks import BREAKPOINT, OPTIONS, openai_seconds
 from ..records.generate_request import Chat, GenerateRequest
 from ..tenants.tenant import Tenant
 from .answer import AnswerBase, ChatAnswer
-from .body_reader import AnswerOptions, Body, BodyReader, ignored_in_chat, make_generate_request, sampling_params
+from .body_reader import (
+    AnswerOptions,
+    Body,
+    BodyReader,
+    ignored_in_chat,
+    ignored_members,
+    make_generate_request,
+    sampling_params,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +63,25 @@ class ChatApi:
         shows = fields.include_reasoning is not False and not (fields.reasoning or {}).get("exclude")
         plan, unbound = self.plans.apply(request, generate_request, include_reasoning=shows)
         ignored = (*self.reader.ignored(body, ChatCompletionRequest), *ignored_in_chat(body), *lost, *unbound)
+        if fields.prompt_cache_options is not None or _MARK in ignored:
+            generate_request = replace(generate_request, keep_seconds=_keep_seconds(fields))
+            others = ignored_members(OPTIONS, (fields.prompt_cache_options,), _CACHE_OPTIONS)
+            ignored = tuple(name for name in (*ignored, *others) if name != _MARK)
         if request.tools and "structured_outputs" not in names and body.get("structured_outputs") is None:
             names["structured_outputs"] = "tools"  # constrained, if at all, to calls that are forced or strict
         return generate_request, AnswerOptions.of(fields, sampling, plan=plan, ignored=ignored, field_names=names)
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> ChatAnswer:
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", generation.model, "chat.completion.chunk"))
+
+
+_MARK = f"messages[].content[].{BREAKPOINT}"
+_CACHE_OPTIONS = frozenset({"mode", "ttl"})
+
+
+def _keep_seconds(fields: ChatCompletionRequest) -> int:
+    parts = ((f"messages[{at}].content", turn.get("content")) for at, turn in enumerate(fields.messages))
+    return openai_seconds(fields.prompt_cache_options, parts)
 
 
 def _sampling(

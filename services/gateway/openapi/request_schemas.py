@@ -119,6 +119,13 @@ class ChatCompletionRequest(CommonFields, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[
         Any, Meta(description="Newer name of max_tokens; takes precedence.", extra_json_schema=INTEGER)
     ] = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description='{"mode": "implicit" | "explicit", "ttl": "30m" | "12h"}: keep the prompt in the cache longer '
+            "than others, while that time lasts."
+        ),
+    ] = None
     add_generation_prompt: Annotated[bool | None, Meta(description="Open the assistant's turn (default).")] = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Meta(description="Variables of the chat template, such as enable_thinking.")
@@ -258,6 +265,13 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
             description='{"previous_message_id": …}: the answer says why the cache did not reuse that turn\'s prompt.'
         ),
     ] = None
+    cache_control: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description='{"type": "ephemeral", "ttl": "5m" | "1h"}: keep the prompt in the cache longer than others, '
+            "while that time lasts; blocks and tools may have it too."
+        ),
+    ] = None
     metadata: Annotated[
         dict[str, Any] | None,
         Meta(description="user_id names the session: its next turn runs where its beginning is cached. Only a hint."),
@@ -311,6 +325,13 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: Annotated[
         str | None,
         Meta(description="Names the session: its next turn runs where its beginning is cached. Only a hint."),
+    ] = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description='{"mode": "implicit" | "explicit", "ttl": "30m" | "12h"}: keep the prompt in the cache longer '
+            "than others, while that time lasts; comparison_response_id asks why it was not found there."
+        ),
     ] = None
     include: Annotated[list[str] | None, Meta(description="Further parts of the response; they have no effect.")] = None
     truncation: Annotated[str | None, Meta(description="auto, disabled; a longer input is refused.")] = None

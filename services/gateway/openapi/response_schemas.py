@@ -51,6 +51,9 @@ class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
 
     cached_tokens: Annotated[int, Meta(description="Prompt tokens found in a prefix cache.")]
     cache_miss: Annotated[CacheMiss | None, Meta(description="Only if an earlier turn was missed.")] = None
+    cache_write_tokens: Annotated[
+        int, Meta(description="Prompt tokens that the cache has got, where the client asks to keep them.")
+    ] = 0
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -203,7 +206,7 @@ class MessageUsage(msgspec.Struct):
     """Counts of tokens, in Anthropic's form."""
 
     input_tokens: Annotated[int, Meta(description="Tokens of the prompt that were not cached.")]
-    cache_creation_input_tokens: Annotated[int, Meta(description="0: the cache of prefixes is filled without asking.")]
+    cache_creation_input_tokens: Annotated[int, Meta(description="Tokens that cache_control has let be cached.")]
     cache_read_input_tokens: Annotated[int, Meta(description="Tokens of the prompt that were cached.")]
     output_tokens: Annotated[int, Meta(description="Tokens of the output.")]
 

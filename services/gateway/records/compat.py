@@ -73,7 +73,8 @@ FOREIGN_APIS = (
         """
         messages messages[].content[].text messages[].name messages[].tool_calls messages[].tool_call_id
         messages[].refusal messages[].content[].refusal model frequency_penalty logit_bias logprobs
-        max_completion_tokens max_tokens n parallel_tool_calls presence_penalty prompt_cache_key reasoning_effort
+        max_completion_tokens max_tokens n parallel_tool_calls presence_penalty prompt_cache_key
+        prompt_cache_options messages[].content[].prompt_cache_breakpoint reasoning_effort
         response_format response_format.json_schema seed stop stream stream_options.include_usage temperature
         tool_choice tool_choice.function tool_choice.allowed_tools tools tools[].function.strict top_logprobs top_p
         """,
@@ -93,6 +94,7 @@ FOREIGN_APIS = (
         ignored={
             "messages[].annotations": "Templates have no citations.",
             "metadata": "Chats are not stored; /v1/responses returns it.",
+            "prompt_cache_options.prewarm": "Ask with the prompt and few max_tokens.",
             "prompt_cache_retention": _SALTED,
             "safety_identifier": _NO_ACCOUNTS,
             "service_tier": "Use priority.",
@@ -125,6 +127,7 @@ FOREIGN_APIS = (
         input input[].function_call input[].function_call_output input[].reasoning input[].compaction conversation
         background instructions
         max_output_tokens metadata model parallel_tool_calls previous_response_id prompt_cache_key
+        prompt_cache_options input[].content[].prompt_cache_breakpoint
         reasoning.effort store stream temperature text.format tool_choice tool_choice.name tools tools[].strict
         tools[].namespace top_p
         """,
@@ -141,6 +144,7 @@ FOREIGN_APIS = (
             "context_management": "The client shortens its conversation.",
             "include": "Reasoning is returned as text.",
             "max_tool_calls": "Limits the calls of tools of MCP servers, if the operator names any (--mcp-servers).",
+            "prompt_cache_options.prewarm": "Ask with the prompt and few max_output_tokens.",
             "prompt_cache_retention": _CACHED_ANYWAY,
             "reasoning.summary": "Reasoning is returned in full.",
             "reasoning.generate_summary": "Reasoning is returned in full.",
@@ -164,7 +168,8 @@ FOREIGN_APIS = (
         metadata.user_id model max_tokens
         output_config.effort output_config.format output_format stop_sequences stream system system[].text temperature
         thinking.type thinking.budget_tokens tool_choice.type tool_choice.name tool_choice.disable_parallel_tool_use
-        tools tools[].strict top_k top_p context_management diagnostics
+        tools tools[].strict top_k top_p context_management diagnostics cache_control
+        messages[].content[].cache_control system[].cache_control tools[].cache_control
         """,
         refused={
             "messages[].content[].image": _ONLY_TEXT,
@@ -173,19 +178,15 @@ FOREIGN_APIS = (
             "tools[].type": "The client runs tools.",
         },
         ignored={
-            "messages[].content[].cache_control": _CACHED_ANYWAY,
             "messages[].content[].citations": "No citations.",
             "messages[].content[].title": "Only the document's text is read.",
-            "cache_control": _CACHED_ANYWAY,
             "container": "No code runs at the server.",
             "context_management.edits[].compact_20260112": "The client compacts its conversation.",
             "inference_geo": "The mesh runs where it is.",
             "output_config.task_budget": "Use max_tokens.",
             "service_tier": "Use priority.",
             "speed": "Use priority.",
-            "system[].cache_control": _CACHED_ANYWAY,
             "thinking.display": "Thinking is returned in full.",
-            "tools[].cache_control": _CACHED_ANYWAY,
             "tools[].defer_loading": "All tools are in the prompt.",
             "tools[].input_examples": "Not in templates.",
             "tools[].eager_input_streaming": "Arguments are always streamed as they come.",

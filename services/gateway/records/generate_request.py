@@ -104,6 +104,8 @@ class GenerateRequest:
     session: str = ""
     """The client's name for the session of which it is a turn, a hint for placement and caches; empty: it gives
     none."""
+    keep_seconds: int = 0
+    """For how long the client wants the prompt kept in the cache; 0: it does not say. A hint for caches."""
     edits: PromptEdits | None = None
     """Shortens a conversation; None: the model sees all of it."""
     answer: str = ""

@@ -5,11 +5,13 @@ from typing import Any
 
 from ..openai.body_reader import ignored_members
 from ..openapi.request_schemas import ResponsesRequest
+from ..records.cache_marks import OPTIONS
 from .function_tools import is_left_out
 from .mcp_tools import McpTool
 
 _WITHOUT_EFFECT = ("include", "max_tool_calls", "stream_options")
 _REASONING = frozenset({"effort"})
+_CACHE_OPTIONS = frozenset({"mode", "ttl", "comparison_response_id"})
 _TEXT = frozenset({"format"})
 _TOOL = frozenset({"type", "name", "description", "parameters", "strict"})
 _NAMESPACE = frozenset({"type", "name", "tools"})
@@ -39,6 +41,7 @@ def ignored_in_response(fields: ResponsesRequest, hosted: Mapping[int, McpTool])
         found.append("truncation")
     found += ignored_members("reasoning", (fields.reasoning,), _REASONING)
     found += ignored_members("text", (fields.text,), _TEXT)
+    found += ignored_members(OPTIONS, (fields.prompt_cache_options,), _CACHE_OPTIONS)
     found += _in_tools(fields.tools or (), hosted)
     for item in fields.input if isinstance(fields.input, list) else ():
         found += ignored_members("input[]", (item,), _ITEMS[item.get("type", "message")])

@@ -17,6 +17,7 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2
 from ..assistant.message_plans import OutputReader
 from ..encoding.sse import encode_json
 from ..generation.generator import Generator
+from ..generation.open_turn import OpenTurn
 from ..generation.running_generation import RunningGeneration
 from ..http.request_body import BodyParser
 from ..mesh.collector import Delta, Outlet
@@ -99,6 +100,7 @@ class McpRounds:
     ) -> None:
         """``request``: what every round has of the first one's. ``held``: holds the present round."""
         self.request_id = opener.run.response_id
+        self.turn: OpenTurn | None = None  # of the first round, which continues what the client has
         self._opener = opener
         self._run = opener.run
         self._sessions = sessions
@@ -254,9 +256,13 @@ class McpRounds:
             data_parallel_rank=first.data_parallel_rank,
             most_tokens=left,
             session=first.session,
+            keep_seconds=first.keep_seconds,
+            answer=first.answer,
+            compared=first.compared if self.turn is None else None,
         )
         opened = opener.generator.open(request, self._trace_headers, outlives_call=False)
         generation = self._round = await self._held.enter_async_context(opened)
+        self.turn = self.turn or generation.turn
         is_open, may_reason = generation.opens_reasoning, generation.may_reason
         run.reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
 
@@ -277,6 +283,7 @@ def _sum(one: inference_pb2.Usage, other: inference_pb2.Usage) -> inference_pb2.
     return inference_pb2.Usage(
         prompt_tokens=one.prompt_tokens + other.prompt_tokens,
         cached_tokens=one.cached_tokens + other.cached_tokens,
+        cache_write_tokens=one.cache_write_tokens + other.cache_write_tokens,
         completion_tokens=one.completion_tokens + other.completion_tokens,
         reasoning_tokens=one.reasoning_tokens + other.reasoning_tokens,
     )

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenloom.request.errors import Unavailable
+from tokenloom.v1 import inference_pb2
+from tokenloom.v1.inference_pb2 import MissCause
 
 from ..assistant.message_plans import OutputReader
 from ..encoding.sse import KEEP_ALIVE, cache_miss, encode_json
+from ..generation.open_turn import OpenTurn
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
@@ -19,6 +22,16 @@ from .output_items import OutputItems
 from .response_store import ResponseStore, StoredResponse
 
 _STATUSES = {"stop": "completed", "length": "incomplete", "repetition": "incomplete", "abort": "failed"}
+_REASONS: Mapping[MissCause, str] = {
+    inference_pb2.MISS_CAUSE_ADAPTER_CHANGED: "model_changed",
+    inference_pb2.MISS_CAUSE_TOOLS_CHANGED: "tools_changed",
+    inference_pb2.MISS_CAUSE_MESSAGE_CHANGED: "input_changed",
+    inference_pb2.MISS_CAUSE_VOLATILE_LINE: "input_changed",
+    inference_pb2.MISS_CAUSE_REASONING_DROPPED: "input_changed",
+    inference_pb2.MISS_CAUSE_BLANKS_CHANGED: "input_changed",
+    inference_pb2.MISS_CAUSE_ARGUMENTS_RESERIALISED: "input_changed",
+}
+"""The API's words for what a client changed; others are ``unavailable`` there."""
 ABORTED = {"code": "server_error", "message": "the server ended the answer before it was complete; ask again"}
 """The error of a response whose generation was aborted. It keeps the output so far."""
 
@@ -88,6 +101,7 @@ class ResponseRequest:
         mcp: How the tools of MCP servers are run; None: the request names none that the operator names too.
         conversation: The id of the conversation object that the response belongs to; empty: to none.
         items: What the request adds to that object, or the user's messages that a compaction keeps.
+        compared: The id of the response with whose prompt the client compares this one; None: with none.
     """
 
     response_id: str
@@ -102,6 +116,26 @@ class ResponseRequest:
     mcp: McpRun | None = None
     conversation: str = ""
     items: Sequence[dict[str, Any]] = ()
+    compared: str | None = None
+
+    def diagnostics(self, turn: OpenTurn | None) -> dict[str, object]:
+        """Return why the cache could not reuse the prompt of the compared response, as a member; empty if the client
+        did not ask for it."""
+        if self.compared is None:
+            return {}
+        return {"prompt_cache_diagnostics": self._compared(turn)}
+
+    def _compared(self, turn: OpenTurn | None) -> dict[str, object]:
+        if turn is None:
+            return {"type": "unavailable"}
+        if not turn.is_compared_with(self.compared or ""):
+            return {"type": "comparison_response_not_found"}
+        if (difference := turn.difference()) is None:
+            return {"type": "cache_hit"}
+        if (reason := _REASONS.get(difference.cause)) is None:
+            return {"type": "unavailable"}
+        counts = {"cache_missed_tokens": difference.missed_tokens, "comparison_reusable_tokens": turn.common}
+        return {"type": "cache_miss", "reason": reason, **counts}
 
 
 class ResponseAnswer:
@@ -162,9 +196,10 @@ class ResponseAnswer:
         status = self._status()
         self._items.end(_item_status(status))
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        ending = {"output": self._items.items, "incomplete_details": details, "usage": self._usage()}
+        ending: dict[str, Any] = {"output": self._items.items, "incomplete_details": details, "usage": self._usage()}
         if status == "failed":
             ending["error"] = ABORTED
+        ending |= self._request.diagnostics(self._generation.turn)
         response = response_of(self._head, status, **ending)
         if self._request.is_stored:
             self._store.put(self._stored(response))
@@ -184,7 +219,11 @@ class ResponseAnswer:
         usage = self._generation.usage
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, **cache_miss(usage)},
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens,
+                "cache_write_tokens": usage.cache_write_tokens,
+                **cache_miss(usage),
+            },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,

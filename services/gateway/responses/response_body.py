@@ -8,6 +8,7 @@ from tokenloom.request.narrowing import narrow_int
 
 from ..openai.body_reader import SAMPLING_FIELDS, Body
 from ..openapi.request_schemas import ResponsesRequest
+from ..records.cache_marks import openai_seconds
 from .function_tools import tools_of
 from .input_items import Turn
 
@@ -41,6 +42,18 @@ def most_tokens(fields: ResponsesRequest) -> int:
     names no limit. Raises ``InvalidArgument``."""
     limit = fields.max_output_tokens
     return 0 if limit is None else narrow_int("max_output_tokens", limit, 1, 2**32 - 1)
+
+
+def keep_seconds(fields: ResponsesRequest) -> int:
+    """Return for how long the client wants the prompt kept in the cache; 0: it does not say. Raises
+    ``InvalidArgument``."""
+    items = fields.input if isinstance(fields.input, list) else ()
+    parts = (
+        (f"input[{index}].{member}", item.get(member))
+        for index, item in enumerate(items)
+        for member in ("content", "output")
+    )
+    return openai_seconds(fields.prompt_cache_options, parts)
 
 
 def _reasoning(reasoning: Mapping[str, Any] | None) -> dict[str, Any]:

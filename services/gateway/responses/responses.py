@@ -13,6 +13,7 @@ from ..generation.running_generation import RunningGeneration
 from ..openai.body_reader import AnswerOptions, Body, BodyReader, inherited, renamed_twice
 from ..openai.chat import ChatApi
 from ..openapi.request_schemas import ResponsesRequest
+from ..records.cache_marks import OPTIONS, comparison
 from ..records.generate_request import GenerateRequest
 from ..records.model_names import ModelNames
 from ..tenants.tenant import Tenant
@@ -23,7 +24,7 @@ from .mcp_servers import MAX_CALLS, McpServers
 from .mcp_tools import McpTool, read_approvals, shown
 from .output_items import OutputItems
 from .response_answer import CompactAnswer, McpAnswer, McpRun, ResponseAnswer, ResponseRequest
-from .response_body import chat_body, most_tokens
+from .response_body import chat_body, keep_seconds, most_tokens
 from .response_store import CONVERSATION, ResponseStore
 
 _FIELDS = {
@@ -75,7 +76,15 @@ class ResponsesApi:
         ignored = (*ignored_in_response(fields, hosted), *self.reader.ignored(body, ResponsesRequest))
         if options.ignored:
             ignored += inherited(options.ignored, _FIELDS)
-        return replace(generate_request, most_tokens=longest, session=request.session), replace(
+        generate_request = replace(
+            generate_request,
+            most_tokens=longest,
+            session=request.session,
+            keep_seconds=keep_seconds(fields),
+            answer=request.response_id,
+            compared=request.compared,
+        )
+        return generate_request, replace(
             options, request=request, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )
 
@@ -104,6 +113,8 @@ class ResponsesApi:
         turns, session = self._turns(fields, tenant)
         if conversation := _conversation(fields):
             echo["conversation"] = {"id": conversation}
+        if fields.prompt_cache_options is not None:
+            echo[OPTIONS] = {"mode": "implicit", "ttl": "30m", **fields.prompt_cache_options}
         return ResponseRequest(
             response_id=f"resp_{uuid4().hex}",
             created=int(time.time()),
@@ -116,6 +127,7 @@ class ResponsesApi:
             namespaced=namespaced(fields),
             conversation=conversation,
             items=items_of(fields.input) if conversation else (),
+            compared=comparison(fields.prompt_cache_options),
         )
 
     def _mcp_run(

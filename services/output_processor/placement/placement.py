@@ -125,6 +125,7 @@ class Placer:
             or submit.HasField("pooling_params")
             or submit.HasField("data_parallel_rank")
             or submit.session
+            or submit.keep_seconds
             or len(submit.block_hash_prefixes) >= SESSION_HASHES
         ):
             return None  # the coordinator does more for it than to choose an engine, or may refuse it
@@ -347,4 +348,5 @@ def _pick_request(
         subset=subset,
         data_parallel_rank=submit.data_parallel_rank if submit.HasField("data_parallel_rank") else None,
         session=submit.session,
+        keep_seconds=submit.keep_seconds,
     )

@@ -68,7 +68,13 @@ def test_cached_tokens_are_counted_in_each_api() -> None:
     details = {"cached_tokens": 32, "cache_miss": miss}
     chat = event(choices=[], usage={"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": details})
     response = {"usage": {"input_tokens": 40, "output_tokens": 2, "input_tokens_details": details}}
-    message = {"input_tokens": 8, "output_tokens": 2, "cache_read_input_tokens": 32, "cache_miss": miss}
+    message = {
+        "input_tokens": 3,
+        "cache_creation_input_tokens": 5,
+        "output_tokens": 2,
+        "cache_read_input_tokens": 32,
+        "cache_miss": miss,
+    }
     for payload in (
         text("a") + chat,
         event(type="response.output_text.delta", delta="a") + event(type="response.completed", response=response),

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tokenloom.engine_core.data.request import SessionReturn
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
-from tokenloom.engine_core.kv_cache.kept_blocks import OTHERS_WEIGHT
+from tokenloom.engine_core.kv_cache.kept_blocks import KEPT_WEIGHT, OTHERS_WEIGHT
 
 
 class Clock:
@@ -23,6 +23,10 @@ class Clock:
         return self.now
 
 
+def turn_at(now: int, branch: int, returns: int, keep: int = 0) -> SessionReturn:
+    return SessionReturn(branch, now, now + returns, now + keep if keep else 0)
+
+
 class Cache:
     """A pool, and prompts that run in it."""
 
@@ -30,9 +34,9 @@ class Cache:
         self.pool = BlockPool(num_blocks)
         self.clock = self.pool.kept.now = Clock()
 
-    def run(self, *names: str, branch: int = 0, after: int = 0, returns: int = 0) -> list[int]:
+    def run(self, *names: str, branch: int = 0, after: int = 0, returns: int = 0, keep: int = 0) -> list[int]:
         """Run a prompt of blocks with these contents. ``after``: nanoseconds before it; ``returns``: of a turn, until
-        the next."""
+        the next; ``keep``: for which the client wants it kept."""
         self.clock.now += after
         hits = list[int]()
         for name in names:
@@ -45,7 +49,7 @@ class Cache:
             self.pool.register(block_id, name.encode())
         table = [*hits, *fresh]
         if branch:
-            self.pool.release_turn(table, SessionReturn(branch, self.clock.now, self.clock.now + returns))
+            self.pool.release_turn(table, turn_at(self.clock.now, branch, returns, keep))
         else:
             self.pool.release(table)
         return hits
@@ -130,9 +134,31 @@ def test_forgotten_content_is_kept_no_more() -> None:
     assert not cache.pool.kept._to_come
 
 
+def test_what_a_client_wants_kept_counts_as_unused_for_a_quarter_of_the_time_while_it_does() -> None:
+    cache = Cache(8)
+    cache.run(*names("a", 4), branch=1, keep=100)
+    cache.run(*names("b", 4), branch=2, after=50)
+    cache.clock.now += 20
+    assert cache.evict(1) == {"b3"}, "70 // 4 against 20"
+    cache.clock.now += 30
+    assert cache.evict(1) == {"a3"}, "its time is over: 100 against 50"
+    assert KEPT_WEIGHT == 4
+
+
+def test_a_beginning_that_a_client_wants_kept_stays_with_the_line_that_used_it_last() -> None:
+    cache = Cache(8)
+    cache.run("s0", "s1", *names("a", 2), branch=1, keep=1000)
+    cache.run("s0", "s1", *names("b", 2), branch=2, keep=1000, after=100)
+    cache.run(*names("c", 2), branch=3, after=100)
+    cache.clock.now += 60
+    assert cache.evict(4) == {"a1", "a0", "c1", "c0"}, "260 // 4, then 60, and 160 // 4 for the rest"
+    assert cache.pool.find(b"s1") is not None
+
+
 BLOCKS = 12
 letters, counts = st.sampled_from("abcd"), st.integers(1, 6)
 times = st.integers(0, 30)
+keeps = st.sampled_from([0, 0, 20, 200])
 
 
 class PlainMachine(RuleBasedStateMachine):
@@ -172,10 +198,10 @@ class SessionMachine(RuleBasedStateMachine):
         self.cache = Cache(BLOCKS)
         self.held: list[list[int]] = []
 
-    @rule(letter=letters, count=counts, after=times, branch=st.integers(0, 3), returns=st.integers(0, 60))
-    def run(self, letter: str, count: int, after: int, branch: int, returns: int) -> None:
+    @rule(letter=letters, count=counts, after=times, branch=st.integers(0, 3), returns=st.integers(0, 60), keep=keeps)
+    def run(self, letter: str, count: int, after: int, branch: int, returns: int, keep: int) -> None:
         if count <= self.cache.pool.num_free:
-            self.cache.run(*names(letter, count), branch=branch, after=after, returns=returns)
+            self.cache.run(*names(letter, count), branch=branch, after=after, returns=returns, keep=keep)
 
     @rule(letter=letters, count=counts)
     def hold(self, letter: str, count: int) -> None:
@@ -185,11 +211,11 @@ class SessionMachine(RuleBasedStateMachine):
         self.held.append(found)
 
     @precondition(lambda self: self.held)
-    @rule(branch=st.integers(0, 3), returns=st.integers(0, 60))
-    def give_back(self, branch: int, returns: int) -> None:
+    @rule(branch=st.integers(0, 3), returns=st.integers(0, 60), keep=keeps)
+    def give_back(self, branch: int, returns: int, keep: int) -> None:
         pool, now = self.cache.pool, self.cache.clock.now
         if branch:
-            pool.release_turn(self.held.pop(), SessionReturn(branch, now, now + returns))
+            pool.release_turn(self.held.pop(), turn_at(now, branch, returns, keep))
         else:
             pool.release(self.held.pop())
 
@@ -209,8 +235,8 @@ class SessionMachine(RuleBasedStateMachine):
             away[block_id] = float("inf") if since is None else OTHERS_WEIGHT * (now - since)
         for line in kept._kept.values():
             turn = line.turn
-            is_overdue = turn.due_ns <= now
-            away[next(iter(line.blocks))] = now - turn.began_ns if is_overdue else turn.due_ns - now
+            since = (now - turn.began_ns) // (KEPT_WEIGHT if turn.keep_ns > now else 1)
+            away[next(iter(line.blocks))] = since if turn.due_ns <= now else turn.due_ns - now
         if kept._shared:
             block_id, since = next(iter(kept._shared.items()))
             away[block_id] = now - since
@@ -227,7 +253,10 @@ class SessionMachine(RuleBasedStateMachine):
         assert len(kept._kept_in) == kept.num_blocks
         assert all(line.blocks for line in kept._kept.values())
         keys = sorted(line.key for line in kept._kept.values())
-        assert keys == sorted([*kept._to_come, *kept._overdue])
+        assert keys == sorted([*kept._to_come, *kept._overdue, *kept._wanted])
+        assert len(kept._wanted_until) == len(kept._wanted)
+        assert kept._wanted_until == sorted(kept._wanted_until)
+        assert kept._wanted == sorted(kept._wanted)
         assert kept._to_come == sorted(kept._to_come)
         assert kept._overdue == sorted(kept._overdue)
         assert all(not pool.ref_counts[block_id] and pool.content_of(block_id) for block_id in kept._kept_in)

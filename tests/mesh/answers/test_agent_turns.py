@@ -33,12 +33,17 @@ async def claude_turns(http: httpx.AsyncClient, number: int, **fields: Any) -> l
     return usages
 
 
+def num_prompt(usage: dict[str, Any]) -> int:
+    return sum(usage[f"{part}input_tokens"] for part in ("", "cache_read_", "cache_creation_"))
+
+
 async def test_the_third_turn_finds_the_conversation(http: httpx.AsyncClient) -> None:
     usages = await claude_turns(http, 3, max_tokens=12)
     for before, usage in pairwise(usages):
         assert usage["volatile"] == "claude-code.billing"
-        previous = before["input_tokens"] + before["cache_read_input_tokens"]
-        assert usage["cache_read_input_tokens"] >= 0.95 * previous, usages
+        assert usage["cache_read_input_tokens"] >= 0.95 * num_prompt(before), usages
+        in_blocks = num_prompt(usage) // 16 * 16
+        assert usage["cache_creation_input_tokens"] == in_blocks - usage["cache_read_input_tokens"] > 0
 
 
 async def test_a_changing_line_loses_it(mesh_dir: Any, mesh_options: dict[str, Any]) -> None:

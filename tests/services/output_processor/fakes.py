@@ -213,7 +213,7 @@ class FakeCoordinator(CoordinatorServicer):
         engine, role = next((each for each in able if each[1] == request.role), able[0])
         pick = PickId(coordinator_epoch=7, number=len(self.requests))
         whole = request.role != EngineRole.ENGINE_ROLE_DECODE and role != EngineRole.ENGINE_ROLE_PREFILL
-        session = SessionTurn(branch=request.session) if request.session else None
+        session = SessionTurn(branch=request.session, keep_seconds=request.keep_seconds) if request.session else None
         return PickResponse(engine=engine, whole_request=whole, pick=pick, session=session)
 
     async def Enroll(  # type: ignore[override]

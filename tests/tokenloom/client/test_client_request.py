@@ -53,6 +53,8 @@ OF_THE_REQUEST: dict[str, Any] = {
     "return_prompt_token_ids": True,
     "return_timeline": True,
     "priority": -1,
+    "session": "one",
+    "keep_seconds": 300,
 }
 
 

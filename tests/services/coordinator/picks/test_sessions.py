@@ -49,6 +49,7 @@ class Mesh:
         role: EngineRole = PREFILL,
         exclude: str = "",
         after: float = 0.0,
+        keep: int = 0,
     ) -> SessionTurn | None:
         self.clock.now += after
         request = PickRequest(
@@ -57,6 +58,7 @@ class Mesh:
             block_hash_prefixes=scheduled(hashes),
             session=session,
             tenant=tenant,
+            keep_seconds=keep,
             exclude=[EngineRef(engine_id=exclude)] if exclude else [],
         )
         found = self.sessions.find(request)
@@ -94,6 +96,18 @@ def test_a_short_prompt_is_a_turn_only_by_an_id() -> None:
     assert second is not None
     assert (first.past_tokens, first.return_milliseconds) == (0, 0)
     assert (second.branch, second.past_tokens, second.return_milliseconds) == (first.branch, 4 * BLOCK_SIZE, 0)
+
+
+def test_a_prompt_that_its_client_wants_kept_is_a_turn_whatever_its_length() -> None:
+    mesh = Mesh()
+    first = mesh.turn(chain((1, 4)), keep=300)
+    assert first is not None
+    assert (first.keep_seconds, first.past_tokens) == (300, 0)
+    assert mesh.tokens["a"] == 4 * BLOCK_SIZE + 1
+    second = mesh.turn(chain((1, 6)), keep=3600, more_tokens=9)
+    assert second is not None
+    assert (second.branch, second.keep_seconds) == (first.branch, 3600)
+    assert mesh.turn(chain((2, 4))) is None
 
 
 def test_questions_after_a_common_beginning_are_no_turns() -> None:

@@ -11,7 +11,7 @@ from tokenloom.engine_core.data.embedding_rows import MediaSpan
 from tokenloom.engine_core.data.messages import EngineCoreRequest, SessionTurn
 from tokenloom.engine_core.wire.frames import Decoder, encode
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
-from tokenloom.services.engine.records.core_request import to_core_request
+from tokenloom.services.engine.records.core_request import MAX_KEEP_SECONDS, to_core_request
 from tokenloom.v1 import engine_pb2, types_pb2
 
 LIMITS = types_pb2.ModelLimits(max_model_len=100, vocab_size=100, max_logprobs=20)
@@ -49,10 +49,17 @@ def test_a_pooling_task_that_the_model_has_not_is_named(task: types_pb2.PoolingT
 
 
 def test_the_turn_of_a_session_reaches_the_core() -> None:
-    turn = engine_pb2.SessionTurn(branch=(1 << 64) - 1, return_milliseconds=(1 << 32) - 1, past_tokens=5)
+    turn = engine_pb2.SessionTurn(
+        branch=(1 << 64) - 1, return_milliseconds=(1 << 32) - 1, past_tokens=5, keep_seconds=300
+    )
     request = to_core_request(make_add(1, [1, 2], session=turn), "key", LIMITS, Random(0))
     decoded = Decoder(EngineCoreRequest).decode(encode(request))
-    assert decoded.session == SessionTurn((1 << 64) - 1, ((1 << 32) - 1) * 1_000_000)
+    assert decoded.session == SessionTurn((1 << 64) - 1, ((1 << 32) - 1) * 1_000_000, 300 * 10**9)
+    for asked, kept in ((0, 0), ((1 << 32) - 1, MAX_KEEP_SECONDS * 10**9)):
+        turn.keep_seconds = asked
+        read = to_core_request(make_add(1, [1, 2], session=turn), "key", LIMITS, Random(0)).session
+        assert read is not None
+        assert read.keep_ns == kept
     assert to_core_request(make_add(1, [1, 2]), "key", LIMITS, Random(0)).session is None
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
+from tests.services.gateway.fakes import BLOCK_SIZE, LIMITS, MODEL, FakeMesh
 from tokenloom.request import errors
 from tokenloom.v1 import types_pb2
 
@@ -51,7 +51,9 @@ async def test_a_whole_answer(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     assert response.status_code == 200
     assert response.headers["request-id"] == response.headers["x-request-id"]
     assert message.pop("id").startswith("msg_")
-    num_prompt = message["usage"]["input_tokens"] + 1  # one token was cached
+    usage = message["usage"]
+    assert usage.pop("cache_miss")["cause"] == "new_prefix"
+    in_blocks = (usage["input_tokens"] + usage["cache_creation_input_tokens"] + 1) // BLOCK_SIZE * BLOCK_SIZE
     assert message == {
         "type": "message",
         "role": "assistant",
@@ -60,13 +62,70 @@ async def test_a_whole_answer(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "usage": {
-            "input_tokens": num_prompt - 1,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": usage["input_tokens"],
+            "cache_creation_input_tokens": in_blocks - 1,
+            "cache_creation": {"ephemeral_5m_input_tokens": in_blocks - 1, "ephemeral_1h_input_tokens": 0},
             "cache_read_input_tokens": 1,
             "output_tokens": 5,
         },
     }
     assert last_chat(mesh) == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+
+
+MARK = {"type": "ephemeral"}
+HOUR = {**MARK, "ttl": "1h"}
+TWO = [{"type": "text", "text": text} for text in ("Be brief.", "And kind.")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds", "times"),
+    [
+        ({}, 0, None),
+        ({"cache_control": MARK}, 300, {"5m": 1, "1h": 0}),
+        ({"system": [TWO[0] | {"cache_control": HOUR}, TWO[1]]}, 3600, {"5m": 0, "1h": 1}),
+        ({"system": [TWO[0] | {"cache_control": HOUR}, TWO[1] | {"cache_control": MARK}]}, 3600, None),
+        ({"tools": [TOOLS[0] | {"cache_control": MARK}]}, 300, {"5m": 1, "1h": 0}),
+    ],
+)
+async def test_marks_say_for_how_long_the_prompt_is_kept(
+    socket_dir: Path, fields: dict[str, Any], seconds: int, times: dict[str, int] | None
+) -> None:
+    async with claude(socket_dir) as (mesh, client):
+        mesh.outputs.auto = ["x"]
+        messages: Any = [{"role": "user", "content": "x" * 2 * BLOCK_SIZE}]
+        body: Any = {**BODY, "messages": messages} | fields
+        usage = (await client.messages.create(**body)).usage
+        async with client.messages.stream(**body) as stream:
+            assert (await stream.get_final_message()).usage.cache_read_input_tokens == 1
+    requests = [request for session in mesh.outputs.sessions for request in session.requests.values()]
+    assert {request.submit.keep_seconds for request in requests} == {seconds}
+    written = usage.cache_creation_input_tokens
+    assert bool(written) == bool(seconds)
+    found = usage.cache_creation
+    assert (found is None) == (times is None)
+    if found is not None and times is not None:
+        assert (found.ephemeral_5m_input_tokens, found.ephemeral_1h_input_tokens) == tuple(
+            times[each] * (written or 0) for each in ("5m", "1h")
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"cache_control": {"type": "forever"}}, "cache_control"),
+        ({"cache_control": {**MARK, "ttl": "2h"}}, "cache_control.ttl"),
+        ({"system": [TWO[0] | {"cache_control": 3}]}, "system[0].cache_control"),
+        ({"system": [TWO[0] | {"cache_control": MARK}] * 5}, "system[4].cache_control"),
+        (
+            {"messages": [{"role": "user", "content": [TWO[0] | {"cache_control": {**MARK, "ttl": 5}}]}]},
+            "messages[0].content[0].cache_control.ttl",
+        ),
+    ],
+)
+async def test_malformed_marks_are_refused_by_name(http: httpx.AsyncClient, fields: dict[str, Any], named: str) -> None:
+    response = await post(http, **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(named), response.text
 
 
 async def test_sampling_and_stop_sequences_reach_the_engine(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

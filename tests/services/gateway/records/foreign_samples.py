@@ -160,6 +160,14 @@ SAMPLES: dict[str, Samples] = {
             "prediction": {"type": "content", "content": "x"},
             "presence_penalty": 0.5,
             "prompt_cache_key": "k",
+            "prompt_cache_options": {"ttl": "30m"},
+            "prompt_cache_options.prewarm": {"prewarm": True},
+            "messages[].content[].prompt_cache_breakpoint": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "ho", "prompt_cache_breakpoint": {"mode": "explicit"}}],
+                }
+            ],
             "prompt_cache_retention": "24h",
             "reasoning_effort": "low",
             "response_format": {"type": "json_object"},
@@ -235,6 +243,14 @@ SAMPLES: dict[str, Samples] = {
             "previous_response_id": "resp_1",
             "prompt": {"id": "pmpt_1"},
             "prompt_cache_key": "k",
+            "prompt_cache_options": {"ttl": "30m"},
+            "prompt_cache_options.prewarm": {"prewarm": True},
+            "input[].content[].prompt_cache_breakpoint": [
+                {
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "ho", "prompt_cache_breakpoint": {"mode": "explicit"}}],
+                }
+            ],
             "prompt_cache_retention": "24h",
             "reasoning.effort": {"effort": "low"},
             "reasoning.summary": {"summary": "auto"},

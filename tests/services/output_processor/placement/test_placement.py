@@ -236,6 +236,7 @@ async def test_the_only_engine_is_not_asked_for(socket_dir: Path) -> None:
             submit(1, trace_headers={"traceparent": "x"}),
             submit(1, data_parallel_rank=0),
             submit(1, session=9),
+            submit(1, keep_seconds=300),
             submit(1, block_hash_prefixes=range(SESSION_HASHES)),
             adapted,
         ):

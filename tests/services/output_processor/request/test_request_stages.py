@@ -75,11 +75,11 @@ async def test_each_leg_is_picked_when_it_is_due_and_within_the_pool_of_the_firs
 
 async def test_both_legs_name_the_turn_of_the_session(mesh: Mesh) -> None:
     ids = mesh.ids("Once upon")
-    _, prefill = await prefilling(mesh, session=9)
+    _, prefill = await prefilling(mesh, session=9, keep_seconds=300)
     prefill.stream.prefilled(prefill.slot, 0, ids[:1])
     decode = await part(mesh, 2)
-    assert [pick.session for pick in mesh.coordinator.requests] == [9, 9]
-    assert prefill.add.session == decode.add.session == SessionTurn(branch=9)
+    assert [(pick.session, pick.keep_seconds) for pick in mesh.coordinator.requests] == [(9, 300)] * 2
+    assert prefill.add.session == decode.add.session == SessionTurn(branch=9, keep_seconds=300)
 
 
 async def test_a_request_without_a_session_names_none(mesh: Mesh) -> None:

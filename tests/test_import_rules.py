@@ -42,7 +42,7 @@ ABOUT_REQUESTS = (
     "tokenloom.model_files",
     "tokenloom.gguf",
 )
-SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
+SERVICES = ("coordinator", "encoder", "engine", "gateway", "output_processor", "tokenizer")
 
 # What worker code may take from the engine core: its plain data and protocols, none of its machinery.
 PLAIN_DATA = {
@@ -235,6 +235,8 @@ def test_services(service: str) -> None:
     allowed = ["tokenloom.services.runtime", *ABOUT_REQUESTS, OF_PROCESSES, "tokenloom.v1"]
     if service == "engine":
         allowed += ["tokenloom.engine_core", "tokenloom.gpu_worker"]
+    if service == "encoder":  # its processes alone: the service itself imports none of it
+        allowed += ["tokenloom.gpu_worker.towers"]
     assert not violations(f"tokenloom.services.{service}", allowed, never=("torch", "transformers"))
 
 

@@ -2,6 +2,7 @@
 torchvision."""
 
 import hashlib
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import transformers
+from PIL import Image
 
-from .image_file import MAX_PIXELS, BadImage, read_image
+from .image_file import FORMATS, MAX_PIXELS, BadImage, read_image
 
 Pixels = dict[str, npt.NDArray[Any]]
 """What a processor returns, by the name of the tower's argument. The first dimension of ``pixel_values`` counts images,
@@ -48,6 +50,13 @@ class Processor:
         if not name.endswith("Pil"):
             raise ValueError(f"the image processor {name} needs torchvision")
         self._is_nested, self._counts_images = name.startswith(_NESTED), name.startswith(_COUNTS_IMAGES)
+
+    def warm_up(self) -> None:
+        """Import what the first image needs."""
+        for kind in FORMATS:
+            data = io.BytesIO()
+            Image.new("RGB", (64, 64)).save(data, kind)
+            self.pixels(data.getvalue())
 
     def pixels(
         self, data: bytes, options: Mapping[str, Any] | None = None, *, num_in_prompt: int = 1,

@@ -33,12 +33,15 @@ class Tower:
         levels: Rows side by side in one (deepstack); ``width`` is a multiple of it.
     """
 
-    def __init__(self, path: Path, dtype: str = "auto", device: str = "cpu") -> None:
+    def __init__(self, path: Path, dtype: str = "auto", device: str = "cpu", threads: int = 0) -> None:
         """Load the tower of a checkpoint directory.
 
-        ``dtype``: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's. Raises ``ValueError`` for a
+        ``dtype``: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's. ``threads``: of the whole
+        process, on CPUs; 0: as they are. Raises ``ValueError`` for a
         checkpoint without a tower, or one whose tower is stored in a form that is not read.
         """
+        if threads:
+            torch.set_num_threads(threads)
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         hidden_size = _drop_decoder(config)
         try:
@@ -79,10 +82,13 @@ class Tower:
 
     @torch.inference_mode()
     def rows(self, pixels: Pixels) -> Rows:
-        """Return the rows of one image, [num_rows, width]. Raises ``ValueError`` for pixels that the tower cannot
-        compute, or whose rows are not finite."""
-        given = {name: self._tensor(value) for name, value in pixels.items() if name in self._known}
-        output = self._body.get_image_features(**given, **self._settings, return_dict=True)
+        """Return the rows of one image, [num_rows, width]. Raises ``ValueError`` for an image whose rows are not
+        finite, ``MemoryError`` if the device has no room for it."""
+        try:
+            given = {name: self._tensor(value) for name, value in pixels.items() if name in self._known}
+            output = self._body.get_image_features(**given, **self._settings, return_dict=True)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
         levels = [_flat(output.pooler_output), *map(_flat, getattr(output, "deepstack_features", None) or ())]
         rows: Rows = torch.cat(levels, dim=-1).float().cpu().numpy()
         if rows.shape[1] != self.width:

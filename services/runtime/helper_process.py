@@ -123,10 +123,13 @@ class HelperPool:
         raise errors.Internal(f"{_MAX_DEATHS} processes ended that were to {self._what}")
 
     async def start(self) -> None:
-        """Start a process, if none has been started yet. Raises as :meth:`run`."""
+        """Start a process, if none has been started yet. Raises what the process does not take, as the client's fault
+        or, as :meth:`run`, as ours."""
         process = self._idle.get_nowait()
         try:
             process = process or await self._successor(None)
+        except errors.Unavailable as error:
+            raise error.__cause__ if isinstance(error.__cause__, errors.InvalidArgument) else error from None
         finally:
             self._idle.put_nowait(process)
 

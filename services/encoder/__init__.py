@@ -1,0 +1,1 @@
+"""The encoder turns images and sounds into the rows that stand for them in prompts."""

@@ -1,0 +1,244 @@
+"""Serves ``Encoder``: keeps the files of requests, and answers with rows."""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, Protocol
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from tokenloom.request import errors
+from tokenloom.services.runtime.fair_stage import FairStage
+from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
+from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
+from tokenloom.v1.encoder_pb2 import (
+    GetEncoderInfoRequest,
+    GetEncoderInfoResponse,
+    GetRequest,
+    HasRequest,
+    HasResponse,
+    PutHeader,
+    PutRequest,
+    PutResponse,
+    ReleaseFilesRequest,
+    ReleaseFilesResponse,
+    RowChunk,
+)
+from tokenloom.v1.encoder_pb2_grpc import EncoderServicer as EncoderServicerBase
+from tokenloom.v1.types_pb2 import MediaItem, MediaKind
+
+from .file_store import FileStore, Owner, Pin
+from .media_fetcher import MediaFetcher
+from .row_cache import RowCache
+from .row_maker import Rows
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+MESSAGE_SECONDS = 60.0
+"""Between two messages of a ``Put``."""
+CHUNK_BYTES = 1 << 20
+MAX_WAITING = 1024
+"""Files whose headers, and items whose rows, wait."""
+MAX_FETCHES = 16
+MAX_WAITING_ROWS = 1 << 22
+"""Of all items that are computed and wait."""
+_LONG_BYTES = 64 << 10
+"""A digest of more is computed in a thread: 1 ms for 2 MB."""
+_DIGEST_BYTES = 32
+
+
+class Maker(Protocol):
+    """Computes what the servicer does not; see :class:`.RowMaker`."""
+
+    num_places: int
+
+    async def size(self, data: bytes) -> PutResponse:
+        """Return the size of an image."""
+
+    async def make(self, data: bytes, item: MediaItem) -> Rows:
+        """Return the rows of an item."""
+
+
+class EncoderMetrics:
+    """Counts what the encoder does and holds."""
+
+    def __init__(self, registry: CollectorRegistry, files: FileStore, cache: RowCache) -> None:
+        name = "tokenloom_encoder_"
+        self.put_bytes = Counter(registry, name + "put_bytes", "Bytes of the files that were put.", {})
+        self.rows = Counter(registry, name + "rows", "Rows that were computed.", {})
+        for outcome, read in (
+            ("computed", lambda: cache.num_computed),
+            ("found", lambda: cache.num_found),
+            ("joined", lambda: cache.num_joined),
+        ):
+            text = f"Items that engines asked for whose rows were {outcome}."
+            Counter(registry, f"{name}items_{outcome}", text, {}, read)
+        self.decode, self.tower = (
+            Histogram(registry, f"{name}{step}_seconds", f"Seconds that {text} took.", {}, LATENCY_SECONDS)
+            for step, text in (("decode", "decoding an image and preparing its pixels"), ("tower", "an image's tower"))
+        )
+
+
+class EncoderServicer(EncoderServicerBase):
+    """Answers gateways and engines.
+
+    Attributes:
+        num_calls: Calls of ``Get`` that are answered now.
+        num_waiting: Items that wait for their turns.
+        changed: Set when a request was released or a call has ended.
+    """
+
+    def __init__(
+        self, files: FileStore, cache: RowCache, maker: Maker, info: GetEncoderInfoResponse, metrics: EncoderMetrics,
+        fetcher: MediaFetcher | None = None,
+    ) -> None:  # fmt: skip
+        """``info``: what the encoder says of itself. ``fetcher``: None: no URL is fetched."""
+        self._files, self._cache, self._maker, self._metrics = files, cache, maker, metrics
+        self._info = info
+        self._fetcher = fetcher
+        size = info.max_file_bytes
+        self._headers = FairStage(1, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING * size)
+        self._fetches = FairStage(MAX_FETCHES, "files to fetch", max_waiting=MAX_WAITING, max_cost=MAX_WAITING)
+        self._turns = FairStage(maker.num_places, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING_ROWS)
+        self.num_calls = 0
+        self.changed = asyncio.Event()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._turns.num_waiting
+
+    async def Put(self, requests: AsyncIterator[PutRequest], context: _Context) -> PutResponse:
+        messages = aiter(requests)
+        header = (await _next(messages)).header
+        self._check(header)
+        if header.url:
+            return await self._put_from(header)
+        with self._files.arriving(header.tenant, header.num_bytes):
+            return await self._keep(header, await _received(messages, header.num_bytes))
+
+    async def Has(self, request: HasRequest, context: _Context) -> HasResponse:
+        owner = Owner(request.tenant, request.cache_salt)
+        facts = [self._files.find(owner, digest, request.request_id) for digest in request.digest]
+        return HasResponse(has=[each is not None for each in facts], facts=[each or PutResponse() for each in facts])
+
+    async def Get(self, request: GetRequest, context: _Context) -> AsyncIterator[RowChunk]:
+        item = request.item
+        if not (item.key and item.num_rows):
+            raise errors.InvalidArgument("an item needs a key and a number of rows", "item")
+        self.num_calls += 1
+        try:
+            rows = await self._rows(request)
+            if rows.num_rows != item.num_rows:
+                raise errors.InvalidArgument(
+                    f"Image {item.index} has {rows.num_rows} rows, and {item.num_rows} tokens stand for it.", "messages"
+                )
+            size = len(rows.data) // rows.num_rows
+            step, data = max(1, CHUNK_BYTES // size), memoryview(rows.data)
+            for first in range(request.first_row, rows.num_rows, step):
+                end = min(first + step, rows.num_rows)
+                part = bytes(data[first * size : end * size])
+                yield RowChunk(first_row=first, num_rows=end - first, width=rows.width, rows=part, type=rows.type)
+        finally:
+            self.num_calls -= 1
+            self.changed.set()
+
+    async def ReleaseFiles(self, request: ReleaseFilesRequest, context: _Context) -> ReleaseFilesResponse:
+        self._files.release(Pin(request.tenant, request.request_id))
+        self.changed.set()
+        return ReleaseFilesResponse()
+
+    async def GetEncoderInfo(self, request: GetEncoderInfoRequest, context: _Context) -> GetEncoderInfoResponse:
+        self._info.encoded = self._cache.num_computed
+        return self._info
+
+    def _check(self, header: PutHeader) -> None:
+        if header.kind not in self._info.media_kinds:
+            kind = MediaKind.Name(header.kind).removeprefix("MEDIA_KIND_").lower()
+            raise errors.InvalidArgument(f"This model reads no files of the kind {kind}.", "kind")
+        if header.url:
+            return
+        if len(header.digest) != _DIGEST_BYTES:
+            raise errors.InvalidArgument("digest must be a SHA-256, of 32 bytes", "digest")
+        if not header.num_bytes:
+            raise errors.InvalidArgument("The file is empty.", "messages")
+        if header.num_bytes > self._info.max_file_bytes:
+            raise errors.PayloadTooLarge(
+                f"The file has {header.num_bytes:,} bytes; at most {self._info.max_file_bytes:,} are taken.", "messages"
+            )
+
+    async def _put_from(self, header: PutHeader) -> PutResponse:
+        if self._fetcher is None:
+            raise errors.PermissionDenied(
+                "Files are not fetched from URLs here (--allowed-media-domains); send them as data: URLs.", "url"
+            )
+        await self._fetches.begin(header.tenant, 1)
+        try:
+            with self._files.arriving(header.tenant, self._info.max_file_bytes):
+                return await self._keep(header, await self._fetcher.fetch(header.url))
+        finally:
+            self._fetches.end(header.tenant, 1)
+
+    async def _keep(self, header: PutHeader, data: bytes) -> PutResponse:
+        """Keep a file that has arrived, and return what it is."""
+        hashed = await asyncio.to_thread(_digest, data) if len(data) > _LONG_BYTES else _digest(data)
+        if header.digest and hashed != header.digest:
+            raise errors.InvalidArgument("The file's bytes are not those of its digest.", "digest")
+        self._metrics.put_bytes.inc(len(data))
+        owner = Owner(header.tenant, header.cache_salt)
+        if (facts := self._files.add_owner(owner, hashed, header.request_id)) is not None:
+            return facts
+        await self._headers.begin(header.tenant, len(data))
+        try:
+            facts = await self._maker.size(data)
+        finally:
+            self._headers.end(header.tenant, len(data))
+        facts.digest = hashed
+        self._files.put(owner, data, facts, header.request_id)
+        return facts
+
+    async def _rows(self, request: GetRequest) -> Rows:
+        seconds = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else math.inf
+        try:
+            async with asyncio.timeout(seconds if seconds < math.inf else None):
+                make = partial(self._make, request.item, request.tenant)
+                return await self._cache.get(request.item.key, make)
+        except TimeoutError:
+            raise errors.DeadlineExceeded("The image was not encoded in time.") from None
+
+    async def _make(self, item: MediaItem, tenant: str) -> Rows:
+        await self._turns.begin(tenant, item.num_rows)
+        try:
+            if (data := self._files.data(item.digest)) is None:
+                raise errors.NotFound(f"The file of image {item.index} is not here any more; put it again.")
+            rows = await self._maker.make(data, item)
+        finally:
+            self._turns.end(tenant, item.num_rows)
+        self._metrics.rows.inc(rows.num_rows)
+        return rows
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+async def _next(messages: AsyncIterator[PutRequest]) -> PutRequest:
+    try:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            return await anext(messages)
+    except StopAsyncIteration:
+        raise errors.InvalidArgument("the call ends before the file does", "data") from None
+    except TimeoutError:
+        raise errors.DeadlineExceeded(f"no part of the file arrived within {MESSAGE_SECONDS:g} s") from None
+
+
+async def _received(messages: AsyncIterator[PutRequest], num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        piece = (await _next(messages)).data
+        if not piece or len(data) + len(piece) > num_bytes:
+            raise errors.InvalidArgument(f"the file does not have the {num_bytes} bytes of its header", "data")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,116 @@
+"""Runs the encoder as a service: loads a checkpoint's tower, serves, and joins the coordinator."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from pathlib import Path
+
+from google.protobuf.duration_pb2 import Duration
+
+from tokenloom.model_files import model_path
+from tokenloom.model_files.checkpoint import tokenizer_fingerprint, weights_fingerprint
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.v1 import coordinator_pb2, types_pb2
+from tokenloom.v1.encoder_pb2 import GetEncoderInfoResponse
+from tokenloom.v1.encoder_pb2_grpc import add_EncoderServicer_to_server
+
+from .coordinator_link import CoordinatorLink
+from .encoder_servicer import EncoderMetrics, EncoderServicer
+from .encoder_settings import EncoderSettings
+from .file_store import FileStore
+from .media_fetcher import MediaFetcher
+from .row_cache import RowCache
+from .row_maker import MakerMetrics, RowMaker
+
+log = logging.getLogger(__name__)
+
+
+class EncoderService:
+    """Serves ``Encoder``."""
+
+    def __init__(self, settings: EncoderSettings) -> None:
+        self._settings = settings
+        self._undo = contextlib.AsyncExitStack()
+        self._files: FileStore | None = None
+        self._servicer: EncoderServicer | None = None
+        self._link: CoordinatorLink | None = None
+
+    async def start(self, host: Host) -> None:
+        """Load the tower, serve, and return when the encoder has joined its coordinator, if it has one.
+
+        Raises ``InvalidArgument`` for a model that reads no images.
+        """
+        settings = self._settings
+        if not settings.model:
+            raise InvalidArgument("--model must name a checkpoint that reads images", "model")
+        path = await asyncio.to_thread(model_path.resolve, settings.model, weights=True)
+        fingerprint = await asyncio.to_thread(_fingerprint, path, settings)
+        self._files = FileStore(settings.files_bytes, settings.file_lease, asyncio.get_running_loop().time)
+        cache = RowCache(settings.rows_bytes)
+        metrics = EncoderMetrics(host.metrics, self._files, cache)
+        maker = RowMaker(str(path), settings, MakerMetrics(metrics.decode, metrics.tower))
+        self._undo.push_async_callback(maker.close)
+        await maker.start()
+        self._undo.push_async_callback(cache.close)
+        if not maker.is_confined:
+            log.warning("images are decoded in processes that may use the network: this system has no filter for it")
+        domains = settings.allowed_media_domains
+        fetcher = MediaFetcher(domains, settings.max_file_bytes) if domains else None
+        info = self._info(maker, fingerprint)
+        self._servicer = EncoderServicer(self._files, cache, maker, info, metrics, fetcher)
+        host.add_servicer(add_EncoderServicer_to_server, self._servicer)
+        await self._join(host, fingerprint)
+
+    async def drain(self) -> None:
+        """Let gateways put new files elsewhere, and return when no request needs one that is here."""
+        if self._link is not None:
+            self._link.drain()
+        servicer, files = self._servicer, self._files
+        while servicer is not None and files is not None and (servicer.num_calls or files.num_pinned_bytes):
+            servicer.changed.clear()
+            await servicer.changed.wait()
+
+    async def stop(self) -> None:
+        await self._undo.aclose()
+
+    def _info(self, maker: RowMaker, fingerprint: types_pb2.Fingerprint) -> GetEncoderInfoResponse:
+        settings, lease = self._settings, Duration()
+        lease.FromNanoseconds(round(settings.file_lease * 1e9))
+        return GetEncoderInfoResponse(
+            fingerprint=fingerprint,
+            media_kinds=[types_pb2.MEDIA_KIND_IMAGE],
+            max_file_bytes=settings.max_file_bytes,
+            max_pixels=settings.max_image_pixels,
+            row_width=maker.width,
+            row_type=maker.row_type,
+            lease=lease,
+            fetches=bool(settings.allowed_media_domains),
+        )
+
+    async def _join(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
+        settings, servicer = self._settings, self._servicer
+        if not settings.coordinator or servicer is None:
+            return
+        identity = coordinator_pb2.EngineIdentity(
+            engine_id=settings.instance_id,
+            epoch=host.epoch,
+            address=settings.advertise_address or host.address,
+            host=socket.gethostname(),
+            fingerprint=fingerprint,
+            limits=types_pb2.ModelLimits(media_kinds=[types_pb2.MEDIA_KIND_IMAGE]),
+        )
+        channel = await self._undo.enter_async_context(host.channels.open(settings.coordinator, "coordinator"))
+        supervisor = "" if settings.state_file is None else f"{socket.gethostname()}:{settings.state_file}"
+        self._link = link = CoordinatorLink(
+            channel, identity, supervisor, lambda: (servicer.num_waiting, servicer.num_calls)
+        )
+        host.spawn(link.run(link.drain), name="encoder-coordinator")
+        log.info("waiting for the coordinator")
+        await link.joined.wait()
+
+
+def _fingerprint(path: Path, settings: EncoderSettings) -> types_pb2.Fingerprint:
+    name = settings.served_model_name or model_path.served_name(path, settings.model)
+    return types_pb2.Fingerprint(model=name, weights=weights_fingerprint(path), tokenizer=tokenizer_fingerprint(path))

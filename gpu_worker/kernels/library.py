@@ -51,7 +51,7 @@ class HeadsArgs(Structure):
 
     _fields_ = [
         *_fields(_P, "heads weights cos sin slots keys values"),
-        *_fields(_I64, "num_tokens num_heads num_kv_heads head_size cache_head_size block_size"),
+        *_fields(_I64, "num_tokens num_heads num_kv_heads head_size rotated_size cache_head_size block_size"),
         *_fields(_F, "eps shift"),
         *_fields(_I32, "is_bf16 is_int8 num_threads"),
     ]
@@ -94,6 +94,48 @@ class DrawArgs(Structure):
         *_fields(_P, "tokens known prompts rows params places logits drawn"),
         *_fields(_I64, "num_drawn tokens_stride logits_stride vocab num_rows num_requests most_drawn"),
         *_fields(_I32, "num_threads"),
+    ]
+
+
+class DeltaArgs(Structure):
+    """Mirrors the struct in ``gated_delta.h``."""
+
+    _fields_ = [
+        *_fields(_P, "query key value decay beta states out read written starts"),
+        *_fields(_I64, "num_runs num_heads num_key_heads key_size value_size key_stride value_stride"),
+        *_fields(_I32, "by_channel is_bf16 num_threads"),
+    ]
+
+
+class Mamba2Args(Structure):
+    """Mirrors the struct in ``mamba2.h``."""
+
+    _fields_ = [
+        *_fields(_P, "x b c dt a d dt_bias states out read written starts"),
+        *_fields(_I64, "num_runs num_heads num_groups head_size state_size row_stride dt_stride"),
+        *_fields(_F, "least_dt most_dt"),
+        *_fields(_I32, "is_bf16 num_threads"),
+    ]
+
+
+class ConvArgs(Structure):
+    """Mirrors the struct in ``short_conv.h``."""
+
+    _fields_ = [
+        *_fields(_P, "x weight bias gate_in gate_out states out read written starts"),
+        *_fields(_I64, "num_runs channels taps row_stride"),
+        *_fields(_I32, "has_silu is_bf16 num_threads"),
+    ]
+
+
+class GatedNormArgs(Structure):
+    """Mirrors the struct in ``fused.cpp``."""
+
+    _fields_ = [
+        *_fields(_P, "x gate weight out"),
+        *_fields(_I64, "num_rows num_groups size gate_stride weight_stride"),
+        *_fields(_F, "eps"),
+        *_fields(_I32, "norm_first is_bf16 num_threads"),
     ]
 
 
@@ -176,7 +218,7 @@ def load_fused(march: str = "native") -> CDLL:
     """Load the operations between a layer's matrices. Raises :class:`KernelsUnavailable`."""
     gates = dict.fromkeys(("silu_mul", "gelu_mul", "clamped_swiglu_mul"), "iPPqqi")
     library = _built("fused", march)
-    return _load(library, add_norm="iPPPPqqffi", rotate_and_write="P", rotations="PPPPqqfi", **gates)
+    return _load(library, add_norm="iPPPPqqffi", rotate_and_write="P", rotations="PPPPqqfi", gated_norm="P", **gates)
 
 
 @load_once
@@ -269,6 +311,13 @@ def load_batch(march: str = "native") -> CDLL:
 def load_draw(march: str = "native") -> CDLL:
     """Load what draws the tokens of steps. Raises :class:`KernelsUnavailable`."""
     return _load(_built("draw", march), append_drawn="P:i")
+
+
+@load_once
+def load_states(march: str = "native") -> CDLL:
+    """Load layers that keep a state between tokens. Raises :class:`KernelsUnavailable`."""
+    structs = dict.fromkeys(("gated_delta", "mamba2", "short_conv"), "P")
+    return _load(_built("states", march), delta_gates="iPPPPPPqqq", **structs)
 
 
 @load_once

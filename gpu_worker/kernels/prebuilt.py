@@ -45,7 +45,7 @@ _HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 _SOFTCAP_HEAD_SIZES = (64, 128, 256)
 """Of Gemma 2, and of models with attention sinks."""
 _PRODUCTS = ("int8", "quantized", "float8", "bfloat16", "bfloat16_dots", "bfloat16_tiles", "floats")
-_OTHERS = (*_PRODUCTS, "fused", "drafts", "replay", "batch", "draw", "lora", "pool", "sums")
+_OTHERS = (*_PRODUCTS, "fused", "drafts", "replay", "batch", "draw", "lora", "pool", "states", "sums")
 
 Variant = tuple[str, dict[str, int]]
 """The name of a source, and the macros with which it is compiled."""

@@ -115,9 +115,12 @@ def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Ten
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [T, heads, head_size], in its dtype.
 
-    Dimension i pairs with i + head_size / 2 (the Hugging Face convention).
+    Dimension i pairs with i + head_size / 2 (the Hugging Face convention). With fewer than head_size / 2 angles only
+    the first dimensions are rotated, as a head of their own.
     """
-    cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
+    cos, sin, rotated = cos.to(heads.dtype), sin.to(heads.dtype), 2 * cos.shape[-1]
+    if rotated < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :rotated], cos, sin), heads[..., rotated:]), dim=-1)
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from ctypes import byref
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ..kernels.threads import kernel_threads
 from ..layers.activation import ACTIVATIONS
 from ..layers.panel_linear import PanelLinear
 from .ops import HeadNorm, Rotation
+from .state_ops import CPUStateOps, StateOps
 from .torch_ops import TorchOps
 
 _GATES = {
@@ -31,8 +33,13 @@ class CPUOps(TorchOps):
 
     def __init__(self, march: str = "native") -> None:
         super().__init__()
+        self._march = march
         self._kernels = load_fused(march)
         self._gates = {name: getattr(self._kernels, kernel) for name, kernel in _GATES.items()}
+
+    @cached_property
+    def states(self) -> StateOps:
+        return CPUStateOps(self._march)
 
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0
@@ -98,6 +105,7 @@ class CPUOps(TorchOps):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=heads.shape[2],
+            rotated_size=2 * rotation[0].shape[2],
             cache_head_size=cache_head_size - SCALE_BYTES if is_int8 else cache_head_size,
             block_size=block_size,
             eps=eps,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..checkpoint.weights import Linear
+from .state_ops import StateOps
 
 Rotation = tuple[Tensor, Tensor]
 """The cosines and sines of a step, each [T, 1, head_size / 2] float32."""
@@ -24,6 +25,10 @@ class HeadNorm(NamedTuple):
 
 class Ops(Protocol):
     """Computes the operations. It holds no state, so every layer shares one."""
+
+    @property
+    def states(self) -> StateOps:
+        """The operations of layers that keep a state between tokens."""
 
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0
@@ -61,6 +66,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Rotate queries and keys, after ``norm`` if there is one, and write the KV.
 
-        ``heads`` [T, num_heads + 2 * num_kv_heads, head_size] are queries, keys, values, and may be overwritten.
+        ``heads`` [T, num_heads + 2 * num_kv_heads, head_size] are queries, keys, values, and may be overwritten. A
+        rotation of fewer than head_size / 2 angles turns the first dimensions of a head alone.
         Returns the queries, [T, num_heads, head_size].
         """

@@ -1,6 +1,7 @@
 """Runs the operations with PyTorch, rounding as transformers does."""
 
 from collections.abc import Callable
+from functools import cached_property
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from ..layers.activation import gated
 from ..layers.norm import rms_norm
 from ..layers.rotary import rotate, rotation
 from .ops import HeadNorm, Rotation
+from .state_ops import StateOps
 
 
 class TorchOps:
@@ -19,6 +21,10 @@ class TorchOps:
     def __init__(self, num_kv_heads: int = 0) -> None:
         """``num_kv_heads``: among the heads that are rotated; 0: as many as the KV cache has."""
         self._num_kv_heads = num_kv_heads
+
+    @cached_property
+    def states(self) -> StateOps:
+        return StateOps()
 
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0

@@ -69,6 +69,8 @@ class TritonOps(TorchOps):
         kv_cache: KVCache,
         plan: AttentionPlan,
     ) -> Tensor:
+        if 2 * rotation[0].shape[2] < heads.shape[2]:
+            return super().rotate_and_write(heads, norm, rotation, kv_cache, plan)
         assert heads.is_contiguous()
         num_tokens, num_all, head = heads.shape
         num_kv_heads, block_size, cache_head = kv_cache.shape[2:]

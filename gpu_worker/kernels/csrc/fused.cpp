@@ -12,12 +12,20 @@ extern "C" {
 struct HeadsArgs {
   void* heads;             // [T, num_heads + 2 * num_kv_heads, D]: queries, keys, values; queries are changed in place
   const void* weights;     // [num_heads + num_kv_heads, D] of the heads' RMSNorms; null: none
-  const float *cos, *sin;  // [T, D / 2]
+  const float *cos, *sin;  // [T, rotated_size / 2]
   const int64_t* slots;    // [T]
   void *keys, *values;     // [num_blocks, num_kv_heads, block_size, cache_head_size], zeros behind D; or as kv_int8.h
-  int64_t num_tokens, num_heads, num_kv_heads, head_size, cache_head_size, block_size;
+  int64_t num_tokens, num_heads, num_kv_heads, head_size, rotated_size, cache_head_size, block_size;
   float eps, shift;        // shift: added to each weight
   int32_t is_bf16, is_int8, num_threads;  // is_int8: keys and values
+};
+
+struct GatedNormArgs {
+  const void *x, *gate, *weight;              // [T, groups, size]; rows of the same; [size], or [groups, size]
+  void* out;                                  // as x
+  int64_t num_rows, num_groups, size, gate_stride, weight_stride;  // weight_stride: of groups
+  float eps;
+  int32_t norm_first, is_bf16, num_threads;
 };
 
 }  // extern "C"
@@ -57,12 +65,12 @@ void add_norm_rows(T* residual, const T* delta, const T* weight, T* out, int64_t
   });
 }
 
-// Dimension i turns with i + D / 2.
+// Dimension i turns with i + rotated / 2; those from `rotated` on stay.
 template <class T>
-void norm_rotate(const T* x, const T* weight, const float* cos, const float* sin, T* out, int64_t size, float eps,
-                 float shift) {
+void norm_rotate(const T* x, const T* weight, const float* cos, const float* sin, T* out, int64_t size,
+                 int64_t rotated, float eps, float shift) {
   const float scale = weight ? inverse_rms(x, size, eps) : 1.f;
-  const int64_t half = size / 2;
+  const int64_t half = rotated / 2;
   for (int64_t i = 0; i < half; i += LANES) {
     const int64_t n = half - i;
     Vec a = load(x + i, n) * scale, b = load(x + half + i, n) * scale;
@@ -74,6 +82,11 @@ void norm_rotate(const T* x, const T* weight, const float* cos, const float* sin
     store(out + i, a * c - b * s, n);
     store(out + half + i, b * c + a * s, n);
   }
+  for (int64_t i = rotated; i < size; i += LANES) {
+    Vec a = load(x + i, size - i) * scale;
+    if (weight) a *= load(weight + i, size - i) + shift;
+    store(out + i, a, size - i);
+  }
 }
 
 template <class T, bool INT8>
@@ -81,12 +94,13 @@ void rotate_range(const HeadsArgs& a, int64_t begin, int64_t end) {
   const int64_t D = a.head_size, H = a.num_heads, K = a.num_kv_heads;
   for (int64_t t = begin; t < end; ++t) {
     T* row = (T*)a.heads + t * (H + 2 * K) * D;
-    const float *cos = a.cos + t * D / 2, *sin = a.sin + t * D / 2;
+    const float *cos = a.cos + t * a.rotated_size / 2, *sin = a.sin + t * a.rotated_size / 2;
     const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
     for (int64_t h = 0; h < H + K; ++h) {
       const int64_t place = ((block * K + h - H) * a.block_size + offset) * a.cache_head_size;
       T *x = row + h * D, *out = h < H || INT8 ? x : (T*)a.keys + place;
-      norm_rotate(x, a.weights ? (const T*)a.weights + h * D : nullptr, cos, sin, out, D, a.eps, a.shift);
+      norm_rotate(x, a.weights ? (const T*)a.weights + h * D : nullptr, cos, sin, out, D, a.rotated_size,
+                  a.eps, a.shift);
       if (h < H) continue;
       if constexpr (INT8) {
         store_int8_row(x, D, (int8_t*)a.keys, a.slots[t], K, h - H, a.block_size, a.cache_head_size);
@@ -113,6 +127,32 @@ void gate_rows(const T* gate_up, T* out, int64_t rows, int64_t n, int threads) {
       for (int64_t i = 0; i < n; i += LANES)
         store(out + r * n + i, Activation::of(load(gate + i, n - i), load(up + i, n - i)), n - i);
     }
+  });
+}
+
+// x / rms(x) * weight * silu(gate), the norm before or after the gate.
+template <class T>
+void norm_group(const GatedNormArgs& a, int64_t row, int64_t group) {
+  const int64_t n = a.size, at = (row * a.num_groups + group) * n;
+  const T *x = (const T*)a.x + at, *gate = (const T*)a.gate + row * a.gate_stride + group * n;
+  const T* weight = (const T*)a.weight + group * a.weight_stride;
+  T* out = (T*)a.out + at;
+  const auto gated = [&](int64_t i) { return Silu::of(load(gate + i, n - i), load(x + i, n - i)); };
+  Vec squares = {};
+  for (int64_t i = 0; i < n; i += LANES) {
+    const Vec v = a.norm_first ? load(x + i, n - i) : gated(i);
+    squares += v * v;
+  }
+  const float scale = 1.f / std::sqrt(sum(squares) / n + a.eps);
+  for (int64_t i = 0; i < n; i += LANES)
+    store(out + i, gated(i) * scale * load(weight + i, n - i), n - i);
+}
+
+template <class T>
+void norm_rows(const GatedNormArgs& a) {
+  const int64_t count = a.num_rows * a.num_groups;
+  for_ranges(count, row_grain(a.size), row_threads(count, a.size, a.num_threads), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) norm_group<T>(a, i / a.num_groups, i % a.num_groups);
   });
 }
 
@@ -143,6 +183,11 @@ static void gate(int32_t is_bf16, const void* gate_up, void* out, int64_t rows, 
     gate_rows<Activation>((const BF16*)gate_up, (BF16*)out, rows, size, threads);
   else
     gate_rows<Activation>((const float*)gate_up, (float*)out, rows, size, threads);
+}
+
+// RMSNorm of each group of x, and silu of the gate.
+extern "C" void gated_norm(const GatedNormArgs* args) {
+  args->is_bf16 ? norm_rows<BF16>(*args) : norm_rows<float>(*args);
 }
 
 // out = silu(gate) * up of [rows, 2 * size] gates and ups side by side.

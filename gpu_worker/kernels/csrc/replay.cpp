@@ -65,7 +65,7 @@ constexpr Entry entry() {
 // Templates convert the words, so that a call parses no types. A kernel with another signature ends a recording until
 // its line is added here.
 constexpr Entry SIGNATURES[] = {
-    entry<P>(),                                               // attend, rotate_and_write
+    entry<P>(),                                               // attend, rotate_and_write, gated_delta and others
     entry<I, P, P, P, P, L, L, F, F, I>(),                    // add_norm
     entry<I, P, P, L, L, I>(),                                // silu_mul, gelu_mul, clamped_swiglu_mul
     entry<I, P, P, P, P, P, L, L, L, L, L>(),                 // write_kv
@@ -82,6 +82,7 @@ constexpr Entry SIGNATURES[] = {
     entry<P, P, L>(),                                         // widen
     entry<P, P, P, P>(),                                      // add_lora
     entry<P, P, L, I, I, I>(),                                // sum_ranks
+    entry<I, P, P, P, P, P, P, L, L, L>(),                    // delta_gates
 };
 
 template <class T>

@@ -88,11 +88,11 @@ def test_gates_of_any_size():
 @dtypes
 @builds
 @rows
-@pytest.mark.parametrize("head_size", [64, 24, 6])
+@pytest.mark.parametrize(("head_size", "rotated"), [(64, 64), (24, 24), (6, 6), (64, 16), (26, 6)])
 @pytest.mark.parametrize("shift", [None, 0.0, 1.0])
-def test_rotate_and_write(dtype, march, num_rows, head_size, shift):
+def test_rotate_and_write(dtype, march, num_rows, head_size, rotated, shift):
     heads = random(dtype, num_rows, 4 + 2 * 2, head_size)
-    angles = random(torch.float32, num_rows, 1, head_size // 2)
+    angles = random(torch.float32, num_rows, 1, rotated // 2)
     norm = None if shift is None else HeadNorm(random(dtype, 6, head_size), 1e-6, shift)
     num_blocks = -(-num_rows // BLOCK_SIZE) + 2
     slots = torch.randperm(num_blocks * BLOCK_SIZE, generator=torch.Generator().manual_seed(1))[:num_rows]

@@ -53,6 +53,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--standby", action="store_true", help="run two coordinators, and kill them at any time")
     parser.add_argument("--administered", action="store_true", help="pause the mesh and put it to sleep meanwhile")
     parser.add_argument("--chats", action="store_true", help="send chats and grammars, and kill what handles them")
+    parser.add_argument("--states", action="store_true", help="serve a model that keeps a state")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 
@@ -67,6 +68,7 @@ def _hunt(arguments: argparse.Namespace) -> int:
                 has_standby=arguments.standby,
                 is_administered=arguments.administered,
                 has_chats=arguments.chats,
+                has_states=arguments.states,
             )
         if result.violations:
             _show(result)
@@ -84,6 +86,7 @@ def _results(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[Re
         has_standby=arguments.standby,
         is_administered=arguments.administered,
         has_chats=arguments.chats,
+        has_states=arguments.states,
     )
     if jobs == 1:
         yield from map(run, seeds)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from tokenloom.engine_core.data.request import RequestKV
+from tokenloom.engine_core.kv_cache.state_slots import StateSlots
 from tokenloom.engine_core.structured_output import compiler
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
 from tokenloom.request.errors import InvalidArgument, Unavailable
@@ -97,6 +99,41 @@ def _schemas_fault(error: BaseException) -> GrammarError:
     return GrammarError(f"the grammar could not be compiled: {error}")
 
 
+def _found_at_once(states: StateSlots, request: RequestKV, num_tokens: int) -> None:
+    """Let a state be hit in the very step that writes it."""
+    _add(states, request, num_tokens)
+    for kept in states._kept:
+        states._keep(kept)
+
+
+def _written_on(states: StateSlots, slot: int) -> int:
+    """Change a state in place that can be hit."""
+    return slot if slot >= 0 else states.pool.allocate(1)[0]
+
+
+def _of_block_before(states: StateSlots, request: RequestKV, num_hits: int, num_found: int) -> None:
+    """Begin with the state of fewer blocks than those that were hit."""
+    _begin(states, request, num_hits, num_found)
+    state = request.state
+    found = [states.pool.find(block_hash) for block_hash in request.block_hashes[: max(0, num_hits - 1)]]
+    if state is not None and (others := [slot for slot in found if slot is not None]):
+        states.pool.share(others[-1:])
+        states.pool.release([state.slot])
+        state.slot = others[-1]
+
+
+def _anywhere(states: StateSlots, request: RequestKV, num_tokens: int, most: int) -> int:
+    """Cut prompts anywhere, also where the result depends on it."""
+    return num_tokens
+
+
+def _as_prompt(states: StateSlots, request: RequestKV, begin: int, end: int) -> tuple[int, ...]:
+    """Compute tokens that were decoded as if they were a prompt, after a preemption or another engine's end."""
+    return ()
+
+
+_add, _begin = StateSlots.add, StateSlots.begin
+
 _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "schemas_fault": {(compiler, "_for_clients"): _schemas_fault},
     "no_wait": {(CallRetries, "pause"): _no_wait},
@@ -107,6 +144,11 @@ _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "state_of_one_life": {(WantedState, "adopt"): _nothing},
     "older_state": {(WantedState, "adopt"): _any},
     "kept_lease": {(KubernetesLease, "keep"): _never_lost},
+    "stale_state": {(StateSlots, "add"): _found_at_once},
+    "twice_written_state": {(StateSlots, "_take"): _written_on},
+    "wrong_state": {(StateSlots, "begin"): _of_block_before},
+    "cut_state": {(StateSlots, "whole_chunks"): _anywhere},
+    "state_of_prompt": {(StateSlots, "_replayed"): _as_prompt},
     "ignored_lease": {(Reading, "keep"): _never_renewed, (Reading, "release"): _always_valid},
 }
 BUGS = tuple(_BUGS)

@@ -49,7 +49,7 @@ class CoreClient:
         self.is_hung = False
         self._config = config
         self._vocab_size = vocab_size
-        self._step_seconds, self._copy_seconds = plan.step_seconds, plan.copy_seconds
+        self._plan = plan
         self._random = random
         self._transports = transports
         self._inputs: deque[Any] = deque()
@@ -62,7 +62,13 @@ class CoreClient:
     async def start(self) -> CoreReady:
         loop = asyncio.get_running_loop()
         kv = make_core_kv(self._config, self._transports, self._make_kv_service)
-        worker = HashWorker(self._config, vocab_size=self._vocab_size, max_model_len=self._config.max_model_len or 128)
+        worker = HashWorker(
+            self._config,
+            vocab_size=self._vocab_size,
+            max_model_len=self._config.max_model_len or 128,
+            state_chunk=self._plan.state_chunk,
+            state_bytes=self._plan.state_bytes,
+        )
         self.core = EngineCore(self._config, UniProcExecutor(worker), kv, lambda: round(loop.time() * 1e9))
         self._calls = CoreCalls(self.core)
         if self.core._grammars is not None:
@@ -129,9 +135,9 @@ class CoreClient:
             self._kv.events.put_nowait(None)
 
     async def _compute(self) -> None:
-        await asyncio.sleep(self._step_seconds)
+        await asyncio.sleep(self._plan.step_seconds)
         while self.is_hung and self._dead is None:  # noqa: ASYNC110
-            await asyncio.sleep(self._step_seconds)
+            await asyncio.sleep(self._plan.step_seconds)
         if self._dead is not None:
             raise self._dead
 
@@ -164,7 +170,7 @@ class CoreClient:
             config,
             transports,
             failpoints,
-            executor=_TimedExecutor(loop, self._copy_seconds),
+            executor=_TimedExecutor(loop, self._plan.copy_seconds),
             clock=loop.time,
             new_id=lambda: random.randbytes(16),
         )

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
+
 from .reference import Expected, expected
 
 
@@ -86,6 +88,8 @@ class Plan:
         num_blocks: KV blocks of each engine.
         spares: No fault takes away the last engine or output processor.
         num_coordinators: One holds the lease, the others stand by.
+        state_chunk: Of the layer of the engines' model that keeps a state; 0: none does.
+        state_bytes: How large its states are.
     """
 
     seed: int
@@ -99,6 +103,8 @@ class Plan:
     spares: bool
     num_coordinators: int = 1
     num_tokenizers: int = 1
+    state_chunk: int = 0
+    state_bytes: int = STATE_BYTES
     asks: list[Ask] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -185,6 +191,31 @@ def with_standby(plan: Plan) -> Plan:
     return replace(pair, faults=sorted(faults, key=lambda fault: fault.at))
 
 
+def with_states(plan: Plan) -> Plan:
+    """Return the plan with a model that keeps a state, large or small, in chunks of several tokens or of one. Prompts
+    begin alike more often, and blocks are scarce, so that states are hit and requests are preempted."""
+    random = Random(f"states {plan.seed}")
+    chunk, nbytes = random.choice((1, 8)), random.choice((STATE_BYTES, 10_000))
+    beginning = _draw_ids(random, 40)
+
+    def drawn(ask: Ask) -> Ask:
+        prompt = beginning[: random.choice((0, 17, 33, 40))] + ask.prompt[-30:]
+        max_tokens = min(ask.max_tokens, 40)
+        stop = _draw_stop(random, prompt, max_tokens, chunk) if ask.stop else ()
+        wanted = expected(prompt, max_tokens, stop, chunk)
+        num_samples = max(ask.num_samples, random.choice((1, 1, 3)))
+        return replace(ask, prompt=prompt, max_tokens=max_tokens, stop=stop, expected=wanted, num_samples=num_samples)
+
+    return replace(
+        plan,
+        roles=("both",) * len(plan.roles),
+        num_blocks=random.choice((10, 14, 24)),
+        state_chunk=chunk,
+        state_bytes=nbytes,
+        asks=[drawn(ask) for ask in plan.asks],
+    )
+
+
 def with_chats(plan: Plan) -> Plan:
     """Return the plan with two tokenizers, of which most requests need one, and with grammars. The tokenizers, and the
     processes that render for them and that compile for engines, are killed and stopped, too."""
@@ -233,9 +264,9 @@ def _draw_ask(random: Random, prefixes: Sequence[tuple[int, ...]], lengths: tupl
     return replace(ask, cut_after=of_connection.uniform(0.0, 0.6)) if is_cut else ask
 
 
-def _draw_stop(random: Random, prompt: tuple[int, ...], max_tokens: int) -> tuple[str, ...]:
+def _draw_stop(random: Random, prompt: tuple[int, ...], max_tokens: int, state_chunk: int = 0) -> tuple[str, ...]:
     """Return a stop string that the output contains, if it is long enough."""
-    text = expected(prompt, max_tokens).text
+    text = expected(prompt, max_tokens, (), state_chunk).text
     start = random.randrange(len(text) + 1)
     stop = text[start : start + random.randrange(1, 6)]
     return (stop,) if stop.strip("\ufffd") == stop and stop else ()

@@ -40,13 +40,13 @@ def load_once(path: Path, settings: OutputProcessorSettings) -> Loaded:
 
 
 @functools.lru_cache(maxsize=256)
-def _tokens(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    return expected_tokens(prompt, num_tokens, VOCAB_SIZE)
+def _tokens(prompt: tuple[int, ...], num_tokens: int, state_chunk: int) -> list[int]:
+    return expected_tokens(prompt, num_tokens, VOCAB_SIZE, state_chunk=state_chunk)
 
 
-def expected(prompt: tuple[int, ...], num_tokens: int, stop: tuple[str, ...] = ()) -> Expected:
-    """Return what every sample of an answer must be."""
-    tokens = _tokens(prompt, num_tokens)
+def expected(prompt: tuple[int, ...], num_tokens: int, stop: tuple[str, ...] = (), state_chunk: int = 0) -> Expected:
+    """Return what every sample of an answer must be. ``state_chunk``: that of the engines' workers."""
+    tokens = _tokens(prompt, num_tokens, state_chunk)
     detokenizer = Detokenizer(_load()[1], prompt, stop=stop)
     texts: list[str] = []
     for token in tokens:

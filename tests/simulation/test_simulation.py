@@ -19,6 +19,7 @@ SEEDS = (*range(40), 491)
 STANDBY_SEEDS = 12
 ADMINISTERED_SEEDS = 12
 CHAT_SEEDS = 12
+STATE_SEEDS = 12
 TRACED = 3
 PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).trace for seed in range({})))"
 
@@ -44,6 +45,19 @@ def test_engines_are_in_the_state_that_an_operator_wants(seed: int, has_standby:
 def test_helpers_that_die_cost_no_answer(seed: int) -> None:
     """Tokenizers, and the processes that render for them and compile for engines, die, are stopped, or do not start."""
     assert not run_seed(seed, has_chats=True).violations
+
+
+@pytest.mark.parametrize("seed", range(STATE_SEEDS))
+@pytest.mark.parametrize("is_administered", [False, True])
+def test_states_follow_their_tokens(seed: int, is_administered: bool) -> None:
+    """A state is a hash of all tokens before it: one that is stale, of others or written twice is a wrong token."""
+    assert not run_seed(seed, has_states=True, is_administered=is_administered).violations
+
+
+@pytest.mark.parametrize("bug", ["stale_state", "twice_written_state", "wrong_state", "cut_state", "state_of_prompt"])
+def test_a_bug_of_states_that_is_put_back_is_found(bug: str) -> None:
+    with reintroduced(bug):
+        assert any(run_seed(seed, has_states=True).violations for seed in range(200))
 
 
 @pytest.mark.parametrize("bug", ["no_wait", "clients_fault", "schemas_fault"])

@@ -41,6 +41,7 @@ from tokenloom.v1.types_pb2 import EngineRole
 
 from .caches.cache_followers import CacheFollowers
 from .engines.data_parallel_groups import Commands, DataParallelGroups
+from .engines.encoders import ENCODE
 from .engines.engine_record import check_identity, check_report
 from .engines.engine_registry import Registry
 from .engines.engine_stream import EngineStream, to_duration
@@ -200,6 +201,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         first = await _first_report(requests)
         check_hello(first.hello, peer_id=self._name, epoch=self._epoch, expected_peer=first.identity.engine_id)
         check_identity(first)
+        if first.role == ENCODE:
+            answer = EngineCommand(hello=make_hello(self._name, self._epoch))
+            await self._registry.encoders.serve(first, requests, answer, context)
+            return
         stream = self._open(first)  # an engine that reads our hello is registered
         answer = EngineCommand(
             hello=make_hello(self._name, self._epoch),
@@ -262,7 +267,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
 
     def drain(self, engine_id: str, grace: float) -> None:
         """Ask an engine to finish its requests and leave within ``grace`` seconds. Raises ``NotFound`` if unknown."""
-        stream = self._streams.get(engine_id)
+        stream = self._streams.get(engine_id) or self._registry.encoders.stream(engine_id)
         if stream is None:
             raise NotFound(f"No engine {engine_id!r} has joined.")
         stream.command(EngineCommand(drain=Drain(grace=to_duration(grace))))
@@ -281,6 +286,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         """Keep the registry as it is. To be called before the streams are cut: output processors place by the last
         snapshot from then on, which must not be empty."""
         self._closing = True
+        self._registry.encoders.close()
         self._replicas.close()
 
     def _pick(self, request: PickRequest) -> Placed:
@@ -409,6 +415,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     async def _read(self, stream: EngineStream, requests: _Reports) -> None:
         async for report in requests:
             check_report(report)
+            if report.role == ENCODE:
+                raise InvalidArgument("an engine does not become an encoder", "role")
             is_further = report.progress != stream.record.report.progress
             self._registry.report(stream.record, report)
             if is_further:

@@ -135,6 +135,8 @@ class CoordinatorService:
         )
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)
         engines.set_function(lambda: len(registry))
+        encoders = Gauge("tokenloom_encoders", "Encoders that are joined.", registry=host.metrics)
+        encoders.set_function(lambda: len(registry.encoders))
         reports = Gauge("tokenloom_reports_read", "Reports of engines since the start.", registry=host.metrics)
         reports.set_function(lambda: registry.num_reports)
         lines = Gauge("tokenloom_session_lines", "Lines of turns of sessions that are known.", registry=host.metrics)

@@ -44,6 +44,7 @@ class CoordinatorLink:
         self._load = load
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
         self._changed = asyncio.Event()
+        self._num_reports = 0
         self.joined = asyncio.Event()
 
     def drain(self) -> None:
@@ -99,8 +100,13 @@ class CoordinatorLink:
 
     def _report(self) -> coordinator_pb2.EngineReport:
         waiting, running = self._load()
+        self._num_reports += 1
         return coordinator_pb2.EngineReport(
-            role=types_pb2.ENGINE_ROLE_ENCODE, state=self._state, waiting=waiting, running=running
+            role=types_pb2.ENGINE_ROLE_ENCODE,
+            state=self._state,
+            waiting=waiting,
+            running=running,
+            step=self._num_reports,  # it has none: one large image may take longer than any step of an engine
         )
 
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CoordinatorStub:
-    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    """Knows the engines and encoders, and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
     soft: engines re-join and rebuild it.
     """
 
@@ -79,7 +79,7 @@ class CoordinatorStub:
 
 
 class CoordinatorServicer:
-    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    """Knows the engines and encoders, and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
     soft: engines re-join and rebuild it.
     """
 
@@ -87,7 +87,8 @@ class CoordinatorServicer:
         """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
         name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
         the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
-        of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later.
+        of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later. An encoder joins the same way, with
+        its role; it is never picked. Callers: engines, encoders.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,7 +207,7 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator:
-    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    """Knows the engines and encoders, and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
     soft: engines re-join and rebuild it.
     """
 

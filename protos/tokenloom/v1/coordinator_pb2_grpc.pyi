@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CoordinatorStub:
-    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    """Knows the engines and encoders, and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
     soft: engines re-join and rebuild it.
     """
 
@@ -39,7 +39,8 @@ class CoordinatorStub:
     """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
     name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
     the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
-    of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later.
+    of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later. An encoder joins the same way, with
+    its role; it is never picked. Callers: engines, encoders.
     """
     Pick: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PickRequest, _coordinator_pb2.PickResponse]
     """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
@@ -77,7 +78,7 @@ class CoordinatorStub:
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
-    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    """Knows the engines and encoders, and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
     soft: engines re-join and rebuild it.
     """
 
@@ -86,7 +87,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
     name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
     the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
-    of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later.
+    of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later. An encoder joins the same way, with
+    its role; it is never picked. Callers: engines, encoders.
     """
     Pick: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PickRequest, _coordinator_pb2.PickResponse]  # type: ignore[assignment]
     """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
@@ -123,7 +125,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
-    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    """Knows the engines and encoders, and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
     soft: engines re-join and rebuild it.
     """
 
@@ -136,7 +138,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. A
         name belongs to the engine that has it for as long as that one reports: another engine's join fails with FAILED_PRECONDITION, which names
         the holder, unless one supervisor has started both. When the name has passed on, the older stream ends with ABORTED, and so do later joins
-        of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later.
+        of that engine. A stream ends with UNAVAILABLE when another one of the same process has arrived later. An encoder joins the same way, with
+        its role; it is never picked. Callers: engines, encoders.
         """
 
     @_abc_1.abstractmethod

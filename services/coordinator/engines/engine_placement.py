@@ -14,7 +14,8 @@ from tokenloom.services.runtime.placement.rules import Ask, Home, Rule, cost
 from tokenloom.v1.coordinator_pb2 import PickRequest
 from tokenloom.v1.types_pb2 import EngineRole
 
-_UNSPECIFIED, _DECODE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineRole.ENGINE_ROLE_DECODE
+_DECODE = EngineRole.ENGINE_ROLE_DECODE
+_NO_LEG = (EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineRole.ENGINE_ROLE_ENCODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Policy:
 
 def check_request(request: PickRequest) -> None:
     """Raise ``InvalidArgument`` for a request that no engine could take."""
-    if request.role == _UNSPECIFIED:
+    if request.role in _NO_LEG:
         raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
     if request.prompt_tokens == 0:
         raise InvalidArgument("prompt_tokens must be at least 1", "prompt_tokens")

@@ -71,7 +71,8 @@ def check_identity(report: EngineReport) -> None:
         raise InvalidArgument("identity.epoch differs from the hello's", "identity.epoch")
     if not identity.address:
         raise InvalidArgument("identity.address is empty", "identity.address")
-    if identity.num_kv_blocks == 0 or identity.fingerprint.block_size == 0:
+    has_kv = report.role != EngineRole.ENGINE_ROLE_ENCODE
+    if has_kv and (identity.num_kv_blocks == 0 or identity.fingerprint.block_size == 0):
         raise InvalidArgument("identity must state the size of the KV cache", "identity.num_kv_blocks")
     if identity.fingerprint.block_size > MAX_BLOCK_SIZE:
         field = "identity.fingerprint.block_size"

@@ -32,6 +32,7 @@ from ..picks.prefix_placements import PrefixPlacements
 from ..picks.sessions import SessionTable, Turn
 from ..prefixes.prefix_index import Path, PrefixIndex
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
+from .encoders import Encoders
 from .engine_placement import EngineCosts, Placement, Policy, check_request
 from .engine_pools import EnginePools
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord, check_name
@@ -119,6 +120,7 @@ class Registry:
     Attributes:
         adapters: The LoRA adapters that the engines should have.
         wanted: The state that the engines should be in.
+        encoders: The encoders, of which picks know nothing.
         changed: The engines that changed since the last look of the feed of snapshots.
         prefixes: Which blocks the engines have in their caches.
         popular: Where prompts with popular beginnings were placed.
@@ -156,6 +158,7 @@ class Registry:
         self._costs = EngineCosts(self._columns, self._kinds) if policy.rule is cost else None
         self._expiring = ExpiringPicks()
         self._num_picks = 0
+        self.encoders = Encoders(clock)
         self.adapters = WantedAdapters()
         self.wanted = WantedState(wall_milliseconds)
         self._incarnation = 0  # the last one that was given
@@ -335,6 +338,7 @@ class Registry:
         now = self._clock()
         self._expire(now)
         self._pools.refresh(now)
+        self.encoders.refresh()
         changed = [record for record in self._silent(now) if record.refresh(now)]
         is_complete = now >= self._complete_at or (self._has_predecessor and not self._awaited)
         if changed or is_complete != self._is_complete:

@@ -129,7 +129,7 @@ class _Pending:
         constants: What seldom changes, as they were sent it.
     """
 
-    def __init__(self, constants: tuple[bool, int, int, int]) -> None:
+    def __init__(self, constants: tuple[bool, int, int, int, int]) -> None:
         self.changed: dict[str, bool] = {}
         self.left: dict[str, None] = {}
         self.constants = constants
@@ -212,6 +212,9 @@ class SnapshotFeed:
         if not (pending.changed or pending.left or pending.constants != constants):
             return b""
         head = Snapshot(left=pending.left, complete=constants[0])
+        if pending.constants[4] != constants[4]:
+            head.new_encoders = True
+            head.encoders.extend(self._registry.encoders.entries)
         if pending.constants[3] != constants[3]:
             head.desired.CopyFrom(self._registry.wanted.whole())
         if pending.constants[2] != constants[2]:
@@ -313,9 +316,12 @@ class SnapshotFeed:
         return self._head(revision) + self._wanted() + self._outlines
 
     def _wanted(self) -> bytes:
-        """Return what operators want, as a part of a message."""
+        """Return what operators want, and the encoders, as a part of a message."""
         wanted, state = self._registry.adapters, self._registry.wanted.whole()
-        return Snapshot(adapters=wanted, unloaded_adapters=wanted.unloaded, desired=state).SerializeToString()
+        encoders = self._registry.encoders.entries
+        return Snapshot(
+            adapters=wanted, unloaded_adapters=wanted.unloaded, desired=state, encoders=encoders
+        ).SerializeToString()
 
     def _head(self, revision: int, base_revision: int = 0) -> bytes:
         return Snapshot(
@@ -327,10 +333,11 @@ class SnapshotFeed:
             base_revision=base_revision,
         ).SerializeToString()
 
-    def _constants(self) -> tuple[bool, int, int, int]:
+    def _constants(self) -> tuple[bool, int, int, int, int]:
         """Return what seldom changes."""
         registry = self._registry
-        return registry.is_complete, registry.pd_threshold, registry.adapters.version, registry.wanted.version
+        versions = registry.adapters.version, registry.wanted.version, registry.encoders.version
+        return registry.is_complete, registry.pd_threshold, *versions
 
 
 def _outline(entry: EngineEntry) -> bytes:

@@ -161,6 +161,11 @@ class MeshView:
         self._view.update_loads()
         return self._engines
 
+    @property
+    def encoders(self) -> Sequence[coordinator_pb2.EngineEntry]:
+        """Return the encoders of the last complete view that take files."""
+        return [entry for entry in self._view.encoders if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING]
+
     def follow_capacity(self, fingerprint: types_pb2.Fingerprint, on_capacity: Callable[[Capacity], None]) -> None:
         """Call ``on_capacity`` now and with each snapshot. Without a serving engine, or without a coordinator, it gets
         the last capacity, with no load."""

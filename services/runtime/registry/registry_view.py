@@ -46,6 +46,7 @@ class RegistryView:
         adapters: The LoRA adapters that all engines should have, by name.
         unloaded_adapters: Names of adapters that were unloaded, the latest last.
         desired: What operators want of the engines.
+        encoders: The encoders, with the loads of the time when one joined, left or changed its state.
         version: Grows when anything but loads changes.
     """
 
@@ -58,6 +59,7 @@ class RegistryView:
         self.adapters: Sequence[Adapter] = ()
         self.unloaded_adapters: Sequence[str] = ()
         self.desired = DesiredState()
+        self.encoders: Sequence[EngineEntry] = ()
         self.version = 0
         self._entries: dict[str, EngineEntry] = {}
         self._names: dict[int, str] = {}
@@ -119,6 +121,7 @@ class RegistryView:
         self._prefixes.clear()
         self._take_prefixes(message)
         self._take_adapters(message)
+        self.encoders = list(message.encoders)
         for entry in message.engines:
             self._put(entry)
         self._engines = None
@@ -140,8 +143,11 @@ class RegistryView:
         self._take_prefixes(message)
         if message.new_adapters:
             self._take_adapters(message)
+        if message.new_encoders:
+            self.encoders = list(map(_copy, message.encoders))
         self._take_header(message)
-        if message.left or message.engines or message.new_adapters or header != (self.complete, self.pd_threshold):
+        is_other = message.new_adapters or message.new_encoders
+        if message.left or message.engines or is_other or header != (self.complete, self.pd_threshold):
             self._engines = None
             self.version += 1
         return True

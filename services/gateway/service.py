@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
 
@@ -56,6 +57,9 @@ from .settings.mesh_spec import MeshSpec, mesh_specs
 from .tenants.api_keys import ApiKeys, admit_calls
 from .tenants.tenant import MAX_SESSIONS, CacheSalts, gateway_limits
 from .tenants.tenant_shares import TenantMetrics, TenantShares
+
+if TYPE_CHECKING:
+    from .http.body_files import BodyFiles
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +195,7 @@ def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
         max_live=max_live,
         max_sessions=MAX_SESSIONS,
         max_message_bytes=settings.max_body_bytes_in_flight,
+        max_media_bytes=settings.max_media_bytes_in_flight,
         clock=lambda: loop.time(),
     )
 
@@ -258,7 +263,8 @@ async def open_servers(
     servers = McpServers.load(settings.mcp_servers, is_shared=shares.is_shared)
 
     def routes_of(mesh: ServedMesh) -> Routes:
-        return api_routes(settings, host, mesh, parser, reader, store, servers)
+        files = _files(mesh, parser, shares)
+        return api_routes(settings, host, mesh, parser, reader, store, servers, files)
 
     if meshes.is_one:
         routes = routes_of(meshes.first)
@@ -270,6 +276,16 @@ async def open_servers(
     routes |= await _admin_routes(settings, host, meshes, finished.recent)
     access = ClientAccess(keys, admin_keys, guard, shares, settings.cors_origins)
     return App(routes, access, counts, finished, ERROR_FORMS)
+
+
+def _files(mesh: ServedMesh, parser: BodyParser, shares: TenantShares) -> "BodyFiles | None":
+    """Return what takes the files out of large bodies; None: the model reads text only."""
+    info = mesh.tokenizers.info
+    if info is None or not info.media_kinds:
+        return None
+    from .http.body_files import BodyFiles  # here: most models read no images
+
+    return BodyFiles(parser, shares.media)
 
 
 def _add_grpc_services(

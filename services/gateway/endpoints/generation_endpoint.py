@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
@@ -30,6 +30,9 @@ from ..records.request_ids import NEW, ResumeToken, fingerprint, token_of_key, t
 from ..records.volatile_lines import AGENTS, VolatileLine, lines_of, settled
 from ..tenants.tenant import Tenant
 from . import orca
+
+if TYPE_CHECKING:
+    from ..http.body_files import BodyFiles
 
 log = logging.getLogger(__name__)
 
@@ -333,6 +336,8 @@ class GenerationEndpoint:
     """Looks at its streams."""
     volatile: Sequence[VolatileLine] | None = ()
     """Lines that are taken out of every system prompt, besides those of the client; None: prompts stay as they are."""
+    files: "BodyFiles | None" = None
+    """Takes the files out of large bodies; None: the model reads text only."""
     stream_headers: HeaderPairs = sse.HEADERS
 
     async def __call__(self, exchange: HttpExchange, held: list[ReadRequest] | None = None) -> None:
@@ -358,7 +363,7 @@ class GenerationEndpoint:
 
     async def read(self, exchange: HttpExchange) -> ReadRequest:
         """Return what the body asks for, and which request of the mesh it is."""
-        body = await exchange.read_body(self.max_body_bytes)
+        body = await exchange.read_body(self.max_body_bytes, self.files)
         headers, token = exchange.headers, NEW
         lines, agent = self.volatile, headers.get(b"user-agent", b"")
         if lines is not None and agent.startswith(AGENTS):
@@ -368,6 +373,8 @@ class GenerationEndpoint:
             raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
         # A line of a batch. It may begin only while a quarter of the seats stay free, because under the policy fcfs a
         # request that runs keeps its seat.
+        if body.files is not None:
+            request = replace(request, files=body.files)
         if exchange.internal_tenant is not None:
             request = replace(request, is_sheddable=True)
         if (rank := headers.get(RANK_HEADER)) is not None:

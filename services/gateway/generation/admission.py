@@ -235,6 +235,13 @@ class RequestAdmission:
         num_tokens = estimate_prompt_tokens(request)
         return AdmittedRequest(share, estimator, seats, leave, num_tokens=num_tokens, grammar=grammar)
 
+    def take_files(self, request: GenerateRequest) -> Reservation:
+        """Take room for the files of a request's images that no large body holds. Raises ``ResourceExhausted``."""
+        assert isinstance(request.prompts, Chat)
+        size = sum(part.file.num_bytes for part in request.prompts.media if part.file is not None)
+        room = self._shares.media
+        return self._shares.of(request.tenant).take_media(size, room) if size else room.empty()
+
     def check_open(self) -> None:
         """Raise ``Unavailable`` while the gateway drains."""
         if self._draining:

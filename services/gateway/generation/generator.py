@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -15,7 +16,7 @@ from tokenloom.v1 import types_pb2
 from ..mesh.mesh_view import MeshLoad
 from ..mesh.tokenizer_client import limited
 from ..metrics.gateway_metrics import GatewayMetrics
-from ..records.generate_request import GenerateRequest
+from ..records.generate_request import Chat, GenerateRequest
 from ..records.pooling_input import PoolingInput, task_name
 from ..records.request_ids import NEW, ResumeToken
 from ..request_log.request_record import record_generation
@@ -29,6 +30,9 @@ from .request_trace import GatewayTrace, traced
 from .resumable import ResumableRequests
 from .running_generation import RunningGeneration
 from .running_pooling import MOST_AT_ONCE, PoolingStage, RunningPooling, check_task, encode
+
+if TYPE_CHECKING:
+    from ..mesh.encoder_client import RequestMedia
 
 _CONNECTION_ENDED = (asyncio.CancelledError, grpc.aio.BaseError)
 """Raised within a call whose client has gone: a gateway cannot distinguish a lost connection from a cancelled call."""
@@ -130,9 +134,12 @@ class Generator:
             # Before anything is awaited: a call that is cancelled while its prompt is encoded must give back, too, what
             # it holds.
             call.held.callback(admitted_call.end)
+            media = None
+            if isinstance(request.prompts, Chat) and request.prompts.media:
+                media = self._hold_media(request, call.held)
             is_search, tenant = request.beam_search is not None, request.tenant
             admitted, is_bounded = admitted_call.admitted, request.sampling.HasField("max_tokens")
-            prepared = await self._preparer.prepare(request)
+            prepared = await self._preparer.prepare(request, media)
             admitted.take_tokens(prepared.num_prompt_tokens, prepared.num_output_tokens, is_bounded=is_bounded)
             generation = RunningGeneration(
                 prepared,
@@ -231,6 +238,8 @@ class Generator:
     async def close(self) -> None:
         """Cancel the requests whose client's connection has ended."""
         await self._resumable.close()
+        if self._links.encoders is not None:
+            await self._links.encoders.close()
 
     @asynccontextmanager
     async def _call(self, request: GenerateRequest, headers: Headers, task: str = "") -> "AsyncIterator[_Call]":
@@ -246,6 +255,16 @@ class Generator:
                     yield _Call(held, trace, limit, timeout, model)
             except TimeoutError:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
+
+    def _hold_media(self, request: GenerateRequest, held: ExitStack) -> "RequestMedia":
+        """Return what places the images of a request. ``held``: gives back what they take."""
+        media = self._preparer.open_media(request)
+        held.callback(media.release)
+        held.callback(self._admission.take_files(request).release)
+        if request.files is not None:
+            request.files.hold()
+            held.callback(request.files.close)
+        return media
 
     def _settle(self, admitted: AdmittedRequest, generation: RunningGeneration, tenant: Tenant) -> None:
         """Count what a call has used of its request, at its end."""

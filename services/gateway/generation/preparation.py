@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING
 
 from tokenloom.request import bad_words, errors, validation
 from tokenloom.request.adapter_names import adapter_salt
@@ -31,6 +32,9 @@ from .encoded_prompt import EncodedPrompt, add_hashes, continued, read_ids, trun
 from .open_turn import MAX_SESSION_NAME, OpenTurn, TurnComparer, TurnNames
 from .past_turns import MAX_CHAT_BYTES, PastTurns
 
+if TYPE_CHECKING:
+    from ..mesh.encoder_client import EncoderClient, RequestMedia
+
 _TRUNCATED_CONTEXTS = 8
 """Limit on a text that is to be truncated, in contexts: all of it is encoded first."""
 
@@ -46,6 +50,8 @@ class MeshLinks:
     tokenizers: TokenizerClient
     view: MeshView
     outputs: OutputPool
+    encoders: "EncoderClient | None" = None
+    """None: the model reads text only."""
 
     def limits(self) -> types_pb2.ModelLimits:
         """Return the limits of the model. Raises ``Unavailable`` before the first engine serves."""
@@ -77,6 +83,8 @@ class Prepared:
     """How to search; None: the outputs are sampled."""
     turn: OpenTurn | None = None
     """How the prompt differs from the turn before it; None: it is no turn of a conversation."""
+    media: "RequestMedia | None" = None
+    """Its images; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +134,24 @@ class Preparer:
         self.past_turns = PastTurns(lambda: context.clock() / 1e9)
         self._turns = TurnComparer(self.past_turns, replays_ids=context.replays_ids)
 
-    async def prepare(self, request: GenerateRequest) -> Prepared:
+    def open_media(self, request: GenerateRequest) -> "RequestMedia":
+        """Return what places the images of a request, which is to be released at the end of the request.
+
+        Raises ``InvalidArgument`` where they cannot be read, ``Unavailable`` before the first engine serves.
+        """
+        from ..records.media import check_request  # here: most requests have none
+
+        assert isinstance(request.prompts, Chat)
+        chat, files, encoders = request.prompts, request.files, self._links.encoders
+        check_request(request, self._links.view.limits, self._context.model, is_able=encoders is not None)
+        assert encoders is not None
+        of_body = {} if files is None else files.files
+        return encoders.open(chat.media, of_body, request.tenant.name, cache_salt(request), chat.media_options)
+
+    async def prepare(self, request: GenerateRequest, media: "RequestMedia | None" = None) -> Prepared:
         """Wait for an engine and a tokenizer where none serves: the deadline of the request cancels the wait.
 
+        ``media``: the request's images; None: it has none.
         Raises ``InvalidArgument`` for what cannot run, if possible before it is encoded.
         """
         context, view = self._context, self._links.view
@@ -151,14 +174,16 @@ class Preparer:
         if isinstance(request.prompts, Chat):
             chat = request.prompts
             if request.edits is None:
-                encoding = self._tokenizers.encode_chat(chat, hash_salt=salt, tenant=request.tenant.name)
+                sizes = () if media is None else await media.put()
+                encoding = self._tokenizers.encode_chat(chat, hash_salt=salt, tenant=request.tenant.name, media=sizes)
                 rendered = (await encoding).prompt
             else:
                 chat, rendered = await request.edits.run(chat, self._encoder(salt, request.tenant.name))
             if packed := rendered.packed_token_ids:
                 await unpack_kept(rendered, keep, request.prompt_field, limits)
             prompts = [rendered]
-            if (chat.tools_json or chat.has_answers or request.session or is_compared) and keep is None:
+            has_turns = chat.tools_json or chat.has_answers or request.session or is_compared
+            if has_turns and keep is None and media is None:
                 turn = await self._open_turn(request, chat, rendered, packed, salt, info.eos_token_ids)
         else:
             prompts = await self._encode(request, request.prompts, keep, salt, limits)
@@ -200,6 +225,7 @@ class Preparer:
             clock=context.clock,
             beams=beams,
             turn=turn,
+            media=media,
         )
 
     def _encoder(self, salt: bytes, tenant: str) -> Encode:
@@ -335,6 +361,11 @@ def _submit(
         trace_headers=CURRENT.get(),
     )
     submit.prompt.cache_salt = salt
+    if isinstance(request.prompts, Chat) and request.prompts.media:
+        from ..records.media import check_items
+
+        check_items(prompt.media, request.prompts.media, limits)
+        submit.prompt.media.extend(prompt.media)
     if request.session:
         submit.session = session_digest(request)
     submit.keep_seconds = request.keep_seconds

@@ -83,6 +83,7 @@ class RunningGeneration:
         self.charge: Charge | None = None
         self.turn = prepared.turn
         self._submits, self._beams = submits, prepared.beams
+        self._media = prepared.media
         self._clock = prepared.clock
         self._started_ns, self._tokenize_ns = prepared.started_ns, prepared.tokenize_ns
         self._collector: Collector | BeamRun = Collector(self.num_outputs)
@@ -195,7 +196,7 @@ class RunningGeneration:
             submit.request_id = self.request_id if len(submits) == 1 else f"{self.request_id}-{index}"
             submit.timeout.FromNanoseconds(left_ns)
             submit.fingerprint, submit.take_over = token.fingerprint, token.takes_over
-            self._cancels.append(send(submit, collector, index * self.num_samples))
+            self._cancels.append(send(submit, collector, index * self.num_samples, self._media))
 
     def search(self, pool: OutputPool, texts: BeamTexts, *, timeout: float) -> None:
         """Search the outputs of every prompt with beams, while the caller takes them. ``timeout``: as in `submit`."""

@@ -167,6 +167,8 @@ class App:
             task = asyncio.current_task()
             if exchange.internal_tenant is not None or task is None or not task.cancelling():
                 exchange.body.close()
+                if exchange.body.files is not None:
+                    exchange.body.close_files()
                 raise
             await self._report(exchange, errors.Unavailable(STOPPED))
         except Exception as error:
@@ -177,6 +179,8 @@ class App:
     def _end(self, exchange: HttpExchange, status: int, reason: str = "") -> None:
         """Drop the request's body, and count and record how the request has ended. ``reason``: of an error."""
         exchange.body.close()  # before an error is written, for which a slow client may take a second
+        if exchange.body.files is not None:
+            exchange.body.close_files()
         if (refused := exchange.body.refused_by_protocol) is not None:
             status, reason = refused
         self._counts.count(exchange.route, status, reason)

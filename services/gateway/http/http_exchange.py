@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tokenloom.request import errors, wire_errors
 
@@ -16,8 +16,11 @@ from ..encoding.sse import encode_json
 from ..request_log.request_record import RequestRecord
 from ..tenants.tenant import Tenant
 from .client_flow import ClientDisconnected, Headers
-from .request_body import RequestBody, too_large
+from .request_body import OFF_LOOP_BYTES, RequestBody, too_large
 from .response_counts import OTHER
+
+if TYPE_CHECKING:
+    from .body_files import BodyFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +183,16 @@ class HttpExchange:
         self.key = ""
         self.started = False
 
-    async def read_body(self, limit: int) -> RequestBody:
+    async def read_body(self, limit: int, files: "BodyFiles | None" = None) -> RequestBody:
         """Return the whole JSON body, at most ``limit`` bytes. Use it as ``with``, which ends when it was decoded.
 
+        ``files``: takes the files out of a large body, which do not count for ``limit``; None: it may hold none.
         Raises :class:`errors.PayloadTooLarge` and :class:`errors.ResourceExhausted` (before reading, when
         Content-Length is given), :class:`UnsupportedMediaType`, :class:`UnsupportedEncoding`,
         :class:`.request_body.BodyTimeout` and :class:`.client_flow.ClientDisconnected`.
         """
+        if self.body.is_kept:
+            return self.body
         headers = self.headers
         kind = headers.get(b"content-type", b"")
         # A page of another site may send text/plain without asking first, but no JSON; so this check also keeps such
@@ -197,6 +203,9 @@ class HttpExchange:
             raise UnsupportedEncoding("Content-Encoding is not supported; send the body uncompressed")
         digits = headers.get(b"content-length", b"")
         length = int(digits) if digits.isdigit() else None  # the parser has refused a length of more than 64 bits
+        if files is not None and length is not None and length > OFF_LOOP_BYTES:
+            await files.collect(self.body, limit, length)
+            return self.body
         if length is not None and length > limit:
             raise too_large(limit)
         await self.body.read(limit, length)

@@ -5,16 +5,19 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from tokenloom.request import errors
-from tokenloom.request.limits import AdmissionLimit, Reservation
+from tokenloom.request.limits import AdmissionLimit, DividedLimit, Reservation
 
 from ..tenants.tenant_shares import TenantShare
 from .client_flow import ClientDisconnected, ClientFlow
 from .large_json import Data, build_value, check_amount
+
+if TYPE_CHECKING:  # most requests have no files
+    from ..records.media import HeldFiles
 
 BODY_SECONDS = 60.0
 """Limit on the time from the end of a request's head to the end of its body, trailers included."""
@@ -48,6 +51,8 @@ class RequestBody:
 
     Attributes:
         data: The bytes that have arrived; empty after :meth:`close`.
+        files: Those of the body, which :meth:`keep` was given, until :meth:`close_files`; None: it has none.
+        is_kept: Whether :meth:`keep` was called.
         is_incomplete: Whether the connection has bytes to deliver that belong to this body or to its trailers.
         refused_by_protocol: Status and reason of the response by which the connection has refused the request, in place
             of the application; None: it has not.
@@ -67,7 +72,9 @@ class RequestBody:
         "_share",
         "_waiter",
         "data",
+        "files",
         "is_incomplete",
+        "is_kept",
         "refused_by_protocol",
     )
 
@@ -75,7 +82,9 @@ class RequestBody:
         """``flow``: of the connection. ``budget``: for the bodies of all requests of the gateway.
         ``expects_continue``: the client sends the body once it was invited to."""
         self.data = bytearray()
+        self.files: HeldFiles | None = None
         self.is_incomplete = True
+        self.is_kept = False
         self.refused_by_protocol: tuple[int, str] | None = None
         self._flow = flow
         self._budget = budget
@@ -181,6 +190,25 @@ class RequestBody:
                 return
         assert self._refusal is not None
         raise self._refusal
+
+    def take_media(self, size: int, room: DividedLimit) -> Reservation:
+        """Return room for the bytes of this body's files. ``room``: the gateway's. Raises ``ResourceExhausted``."""
+        assert self._share is not None, "routes without keys take no files"
+        return self._share.take_media(size, room)
+
+    def keep(self, text: bytearray, files: "HeldFiles | None") -> None:
+        """Hold a body that was streamed, without the files that were in it. Raises as :meth:`read`."""
+        self.is_kept = True
+        self.data, self.files = text, files
+        if not self._make_room(len(text)):
+            assert self._refusal is not None
+            raise self._refusal
+
+    def close_files(self) -> None:
+        """Let go of the files; those that use them hold them too."""
+        if self.files is not None:
+            self.files.close()
+            self.files = None
 
     async def _more(self) -> None:
         """Wait until more of a streamed body has arrived, or it has ended."""

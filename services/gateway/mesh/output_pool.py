@@ -17,7 +17,7 @@ from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN, INITIAL
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
-from .pending_request import PendingRequest, Sink
+from .pending_request import PendingRequest, RestorableMedia, Sink
 from .process_stream import UNKNOWN_MARK, OutputLink, ProcessStream, mark_in
 
 Cancel: TypeAlias = Callable[[], None]
@@ -76,6 +76,8 @@ class OutputPool:
         self._waiting: dict[PendingRequest, None] = {}  # in order of arrival; bounded by what the gateway admits
         self._wake = asyncio.Event()
         self._held: dict[PendingRequest, asyncio.TimerHandle] = {}  # until they ask again; bounded by the same
+        self._restoring: dict[PendingRequest, asyncio.Task[None]] = {}  # their files; bounded by the same
+        self._spawn: Callable[..., asyncio.Task[None]] | None = None
         self._withdrawn: dict[tuple[str, str], float] = {}  # with the time to go, which ascends; bounded
         self._sought: dict[PendingRequest, asyncio.TimerHandle] = {}  # waiting for a connection; bounded by the same
 
@@ -103,7 +105,7 @@ class OutputPool:
 
     def start(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
         """Connect to all of them, and keep them connected for as long as the host lives."""
-        self._fall_backs = host.fall_backs
+        self._fall_backs, self._spawn = host.fall_backs, host.spawn
         ours = hello.make_hello(self._peer_id, self._epoch, fingerprint=fingerprint, initial_credit=INITIAL_CREDIT)
 
         def joined(address: str) -> None:
@@ -115,9 +117,9 @@ class OutputPool:
         host.spawn(self._members.watch(joined), name="output processors")
         host.spawn(self._place_waiting(), name="requests without an output processor")
 
-    def submit(self, submit: pb.Submit, collector: Sink, index: int) -> Cancel:
+    def submit(self, submit: pb.Submit, collector: Sink, index: int, media: RestorableMedia | None = None) -> Cancel:
         """Send a request to the next output processor in turn, or keep it until one is connected; its samples go to the
-        collector, from ``index`` on. ``submit`` must not change any more.
+        collector, from ``index`` on. ``submit`` must not change any more. ``media``: its images; None: it has none.
 
         Returns what cancels it, which must be called when the collector's request has ended.
         """
@@ -132,7 +134,9 @@ class OutputPool:
         # A call with an idempotency key goes where every gateway would place it. Where that output processor was away
         # when the request began, the next gateway began it a second time, and the answer came 7 s late.
         until = now + SEARCH_SECONDS if is_sought else 0.0
-        request = PendingRequest(submit, collector, index, self._kept, self._budget, now=now, sought_until=until)
+        request = PendingRequest(
+            submit, collector, index, self._kept, self._budget, now=now, sought_until=until, media=media
+        )
         if is_sought:
             if not request.is_kept:
                 loop.call_at(until + SEARCH_SECONDS, request.settle)  # by then it was found, or has begun
@@ -147,7 +151,7 @@ class OutputPool:
         able = self._able()
         return random_digits + (able[0].mark if able else UNKNOWN_MARK)
 
-    def resume(self, submit: pb.Submit, collector: Sink, index: int) -> Cancel:
+    def resume(self, submit: pb.Submit, collector: Sink, index: int, media: RestorableMedia | None = None) -> Cancel:
         """Find the output processor that has a request of another gateway, or of another call, and collect its output
         from the beginning. ``submit`` is what would begin the request; if it moves later on, it is continued with that.
 
@@ -157,7 +161,14 @@ class OutputPool:
         now = asyncio.get_running_loop().time()
         self._connect_all()
         request = PendingRequest(
-            submit, collector, index, self._kept, self._budget, now=now, sought_until=now + SEARCH_SECONDS
+            submit,
+            collector,
+            index,
+            self._kept,
+            self._budget,
+            now=now,
+            sought_until=now + SEARCH_SECONDS,
+            media=media,
         )
         self._seek(request)
         return partial(self._cancel, request)
@@ -187,6 +198,21 @@ class OutputPool:
     def on_moved(self, stream: ProcessStream, request: PendingRequest, error: errors.TokenloomError) -> None:
         """Place a request that an output processor has refused, or has ended before its end."""
         request.moved(stream, Cause.GONE if stream.leaving else Cause.FULL, error)
+        self._wait(request)
+
+    def on_media_lost(self, request: PendingRequest, error: errors.TokenloomError) -> None:
+        """Put the files of a request at other encoders, then place it again."""
+        if request.lost_media(error):
+            assert self._spawn is not None
+            self._restoring[request] = self._spawn(self._restore(request), name="restore the files of a request")
+
+    async def _restore(self, request: PendingRequest) -> None:
+        try:
+            await request.restore()
+        except errors.TokenloomError as error:
+            request.fail(error)
+        finally:
+            self._restoring.pop(request, None)
         self._wait(request)
 
     def on_lost(self, stream: ProcessStream, requests: list[PendingRequest]) -> None:
@@ -359,6 +385,8 @@ class OutputPool:
 
     def _cancel(self, request: PendingRequest) -> None:
         self._waiting.pop(request, None)
+        if (restore := self._restoring.pop(request, None)) is not None:
+            restore.cancel()
         for timers in (self._sought, self._held):
             if (timer := timers.pop(request, None)) is not None:
                 timer.cancel()

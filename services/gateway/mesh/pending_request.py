@@ -55,9 +55,18 @@ class Sink(Protocol):
         """End the request. Only the first error counts."""
 
 
+class RestorableMedia(Protocol):
+    """Puts the files of a request at encoders."""
+
+    async def restore(self, submit: pb.Submit) -> None:
+        """Put them again, and write into the request where they are now."""
+
+
 MAX_LOSSES_ALONE = 3
 """Output processors that may end while they run a request alone, without any new output of it. Then the request ends,
 because it may be what ends them."""
+MAX_MEDIA_LOSSES = 5
+"""How often a request's files may be lost, without any new output of it, until it ends: encoders may be too small."""
 MAX_WRONG = 3
 """Streams that may end, because of a wrong frame, while they have a request and bring it no further."""
 Incarnation: TypeAlias = tuple[str, int]
@@ -74,6 +83,7 @@ class PendingRequest:
         collector: Receives the output: sample ``i`` at ``first_index + i``.
         num_live: Samples that have not ended.
         max_tokens: Of each sample.
+        media: Its images; None: it has none.
         num_bytes: Size of the prompt in memory.
         engine_deaths: Engines that died while they ran it.
         num_prompt_logprobs: Positions of the prompt whose log probabilities arrived.
@@ -89,6 +99,7 @@ class PendingRequest:
     __slots__ = (
         "_ended_alone",
         "_kept",
+        "_num_media_losses",
         "_num_tokens_sent",
         "_num_wrong",
         "_refusal",
@@ -101,6 +112,7 @@ class PendingRequest:
         "first_index",
         "is_accepted",
         "max_tokens",
+        "media",
         "num_bytes",
         "num_live",
         "num_prompt_logprobs",
@@ -123,10 +135,11 @@ class PendingRequest:
         *,
         now: float,
         sought_until: float = 0.0,
+        media: RestorableMedia | None = None,
     ) -> None:
         """``submit``: its slot is filled in here; it must not change any more. ``kept``: limits the bytes of the
         prompts that the gateway keeps for requests in work. ``budget``: of the gateway's retries. ``now``: when its
-        timeout began."""
+        timeout began. ``media``: its images; None: it has none."""
         self.request_id, self.takes_over = submit.request_id, submit.take_over
         self.sought_until = sought_until
         self.collector = collector
@@ -142,6 +155,8 @@ class PendingRequest:
         self.unknown_to: list[object] = []
         self.debt = RetryDebt(budget)
         self.is_accepted = False
+        self.media = media
+        self._num_media_losses = 0
         self.withdraw: Callable[[], None] | None = None
         self._submit: pb.Submit | None = submit
         self._resume = _resume(submit) if sought_until else None
@@ -232,6 +247,24 @@ class PendingRequest:
         elif len(self._ended_alone) >= MAX_LOSSES_ALONE:
             message = f"{MAX_LOSSES_ALONE} output processors ended while they ran only this request"
             self.fail(errors.OutputProcessorKiller(f"{message}; report it to the operator before you send it again."))
+
+    def lost_media(self, error: errors.TokenloomError) -> bool:
+        """Note that the encoders do not have its files any more. Returns whether :meth:`restore` may bring them back;
+        otherwise it has ended."""
+        made_progress = self._num_tokens() > self._num_tokens_sent
+        self._num_media_losses = 1 if made_progress else self._num_media_losses + 1
+        self.is_accepted = True
+        self.debt.failed(Cause.SILENT, made_progress=made_progress)
+        if self._submit is not None and self.media is not None and self._num_media_losses <= MAX_MEDIA_LOSSES:
+            return True
+        self.fail(errors.Unavailable(error.message))
+        return False
+
+    async def restore(self) -> None:
+        """Put its files at encoders again. Raises ``Unavailable``, or what refuses them."""
+        assert self._submit is not None
+        assert self.media is not None
+        await self.media.restore(self._submit)
 
     @property
     def is_kept(self) -> bool:

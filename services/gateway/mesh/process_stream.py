@@ -82,6 +82,9 @@ class StreamOwner(Protocol):
     def on_moved(self, stream: "ProcessStream", request: PendingRequest, error: errors.TokenloomError) -> None:
         """Called when the output processor does not run a request, or the rest of it; another one may."""
 
+    def on_media_lost(self, request: PendingRequest, error: errors.TokenloomError) -> None:
+        """Called when an engine did not get the rows of a request's images, because their files are lost."""
+
     def on_lost(self, stream: "ProcessStream", requests: list[PendingRequest]) -> None:
         """Called when a stream has ended, with the requests that were live on it. No output of it follows."""
 
@@ -226,6 +229,10 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
         if finished.HasField("error") and finished.error.reason == errors.TryElsewhere.reason:
             self.cancel(finished.slot)  # its other samples move with it
             self._owner.on_moved(self, target, wire_errors.from_proto(finished.error))
+            return
+        if finished.error.reason == errors.MediaLost.reason:
+            self.cancel(finished.slot)
+            self._owner.on_media_lost(target, wire_errors.from_proto(finished.error))
             return
         if finished.error.reason == errors.RequestLost.reason and target.is_sought:
             del self.slots[finished.slot]

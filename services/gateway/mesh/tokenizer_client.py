@@ -151,9 +151,18 @@ class TokenizerClient:
         return self._call("Encode", request)
 
     def encode_chat(
-        self, chat: Chat, *, hash_salt: bytes | None = None, want_token_strings: bool = False, tenant: str = ""
+        self,
+        chat: Chat,
+        *,
+        hash_salt: bytes | None = None,
+        want_token_strings: bool = False,
+        tenant: str = "",
+        media: Sequence[tokenizer_pb2.MediaSize] = (),
     ) -> Awaitable[tokenizer_pb2.EncodeChatResponse]:
-        """Return token ids of a rendered conversation, packed if it is long, with block hashes as :meth:`encode`."""
+        """Return token ids of a rendered conversation, packed if it is long, with block hashes as :meth:`encode`.
+
+        ``media``: its images, in the order of their parts.
+        """
         request = tokenizer_pb2.EncodeChatRequest(
             messages_json=chat.messages_json,
             tools_json=chat.tools_json,
@@ -165,6 +174,7 @@ class TokenizerClient:
             want_token_strings=want_token_strings,
             takes_packed_ids=len(chat.messages_json) <= _MAX_PACKED_BYTES,
             tenant=tenant,
+            media=media,
         )
         return self._call("EncodeChat", request)
 

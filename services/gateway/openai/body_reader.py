@@ -33,7 +33,8 @@ _MESSAGE = frozenset(
         *("function_call", "audio"),  # refused unless they are empty
     }
 )
-_PART = frozenset({"type", "text", "refusal"})
+_PART = frozenset({"type", "text", "refusal", "image_url", "uuid"})
+_IMAGE = frozenset({"url"})
 
 
 def ignored_members(where: str, values: Iterable[Any], known: frozenset[str]) -> Iterator[str]:
@@ -72,6 +73,9 @@ def ignored_in_chat(body: Mapping[str, Any]) -> tuple[str, ...]:
     for message in messages:
         if isinstance(parts := message.get("content"), list):
             found += ignored_members("messages[].content[]", parts, _PART)
+            for part in parts:
+                if isinstance(part, dict) and "image_url" in part:
+                    found += ignored_members("messages[].content[].image_url", (part["image_url"],), _IMAGE)
     for field, known in (("reasoning", _REASONING), ("thinking", _THINKING)):
         if body.get(field):
             found += ignored_members(field, (body[field],), known)

@@ -3,7 +3,7 @@ accept."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenloom.request import errors
 from tokenloom.request.chat_template import past_arguments
@@ -28,6 +28,9 @@ from .body_reader import (
     make_generate_request,
     sampling_params,
 )
+
+if TYPE_CHECKING:
+    from ..records.media import MediaPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class ChatApi:
             fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
         )
+        if fields.mm_processor_kwargs:
+            chat = _with_options(chat, fields.mm_processor_kwargs)
         generate_request = make_generate_request(fields, chat, "messages", sampling, tenant)
         shows = fields.include_reasoning is not False and not (fields.reasoning or {}).get("exclude")
         plan, unbound = self.plans.apply(request, generate_request, include_reasoning=shows)
@@ -82,6 +87,12 @@ _CACHE_OPTIONS = frozenset({"mode", "ttl"})
 def _keep_seconds(fields: ChatCompletionRequest) -> int:
     parts = ((f"messages[{at}].content", turn.get("content")) for at, turn in enumerate(fields.messages))
     return openai_seconds(fields.prompt_cache_options, parts)
+
+
+def _with_options(chat: Chat, options: Mapping[str, object]) -> Chat:
+    from ..records.media import read_options  # here: most requests have none
+
+    return replace(chat, media_options=read_options(options))
 
 
 def _sampling(
@@ -148,6 +159,7 @@ _TEXTS = ("name", "tool_call_id")
 _MAY_BE_EMPTY = ("assistant", "tool")
 _TEXT_PARTS = ("text", "refusal")
 """Types of parts, whose text is in a member of the same name."""
+_IMAGE_PARTS = ("image_url", "input_image")
 
 
 def read_chat(
@@ -162,9 +174,9 @@ def read_chat(
     """Return a conversation for the tokenizer. Raises ``InvalidArgument`` naming the part below ``where``."""
     if not messages:
         raise errors.InvalidArgument(f"{where} must not be empty", where)
-    turns, has_answers = [], False
+    turns, has_answers, images = [], False, list["MediaPart"]()
     for index, message in enumerate(messages):
-        turns.append(_message(f"{where}[{index}]", message))
+        turns.append(_message(f"{where}[{index}]", message, images))
         has_answers = has_answers or message["role"] == "assistant"
     if continue_final_message and add_generation_prompt:
         conflict = "continue_final_message excludes add_generation_prompt, which begins another turn"
@@ -176,11 +188,13 @@ def read_chat(
         add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
         continue_final_message=bool(continue_final_message),
         has_answers=has_answers,
+        media=images,
     )
 
 
-def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
-    """Return one turn as templates accept it: role, text, and what only some roles have."""
+def _message(where: str, message: Mapping[str, Any], images: "list[MediaPart]") -> dict[str, object]:
+    """Return one turn as templates accept it: role, text, and what only some roles have. Its images are added to
+    ``images``."""
     role = message.get("role")
     if role not in ROLES:
         raise errors.InvalidArgument(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
@@ -197,7 +211,7 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
     elif content in (None, []) and role in _MAY_BE_EMPTY:
         turn["content"] = ""
     else:
-        turn["content"] = _join_parts(f"{where}.content", content)
+        turn["content"] = _join_parts(f"{where}.content", content, images)
     if calls:
         turn["tool_calls"] = calls
     # vLLM has renamed reasoning_content to reasoning; templates use the older name.
@@ -208,21 +222,34 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
     return turn
 
 
-def _join_parts(where: str, content: object) -> str:
-    """Return the text of a turn that is sent in parts; they are joined by line breaks, as in vLLM."""
+def _join_parts(where: str, content: object, images: "list[MediaPart]") -> str | list[dict[str, str]]:
+    """Return the text of a turn that is sent in parts; they are joined by line breaks, as in vLLM. With images, it
+    remains in parts, of which the chat template puts each in its place."""
     if not isinstance(content, list) or not content:
         raise errors.InvalidArgument(f"{where} must be a string or a list of text parts", where)
-    return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+    parts, num_before = [], len(images)
+    for index, part in enumerate(content):
+        parts.append(_part(f"{where}[{index}]", part, images))
+    if len(images) == num_before:
+        return "\n".join(text for text in parts if text is not None)
+    return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in parts]
 
 
-def _part(where: str, part: object) -> str:
+def _part(where: str, part: object, images: "list[MediaPart]") -> str | None:
+    """Return the text of a part; None for an image, which is added to ``images``."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
         raise errors.InvalidArgument(f"{where} must be an object with type and text", where)
     kind = part.get("type")
+    if kind in _IMAGE_PARTS:
+        from ..records.media import read_image  # here: most conversations have none
+
+        images.append(read_image(where, part))
+        return None
     if kind not in _TEXT_PARTS:
-        raise errors.InvalidArgument(f"{where}.type: {str(kind)[:64]!r} is not supported; send text", f"{where}.type")
+        reason = f"{str(kind)[:64]!r} is not supported; send text or image_url"
+        raise errors.InvalidArgument(f"{where}.type: {reason}", f"{where}.type")
     return _string(f"{where}.{kind}", part.get(kind))
 
 

@@ -112,7 +112,8 @@ class ChatCompletionRequest(CommonFields, frozen=True, kw_only=True):
     messages: Annotated[
         Turns,
         Meta(
-            description="Turns: role (system, developer, user, assistant, tool), content (text or parts of text), "
+            description="Turns: role (system, developer, user, assistant, tool), content (text, or parts: text and "
+            "image_url, a data: URL or one that the mesh may fetch), "
             "tool_calls, tool_call_id, name, reasoning_content."
         ),
     ]
@@ -156,6 +157,10 @@ class ChatCompletionRequest(CommonFields, frozen=True, kw_only=True):
     documents: Annotated[list[dict[str, Any]] | None, Meta(description="Documents for the chat template.")] = None
     continue_final_message: Annotated[
         bool | None, Meta(description="Continue the last message instead of answering it.")
+    ] = None
+    mm_processor_kwargs: Annotated[
+        dict[str, Any] | None,
+        Meta(description="Of the model's image processor: min_pixels, max_pixels, max_soft_tokens, where it has them."),
     ] = None
 
 

@@ -35,6 +35,8 @@ def top_field(name: str) -> str:
 
 _NO_ACCOUNTS = "The gateway has no accounts; use API keys."
 _ONLY_TEXT = "Models read text only."
+_NO_SOUND = "Models read text and images."
+_NO_FILES = "Send text or images."
 _STRUCTURED = "Send structured_outputs."
 _CACHED_ANYWAY = "Prefixes are cached without it."
 _HOSTED = "Tools that run at OpenAI are left out; the model cannot call them."
@@ -71,7 +73,7 @@ FOREIGN_APIS = (
         "OpenAI chat completions",
         "/v1/chat/completions",
         """
-        messages messages[].content[].text messages[].name messages[].tool_calls messages[].tool_call_id
+        messages messages[].content[].text messages[].content[].image_url messages[].name messages[].tool_calls messages[].tool_call_id
         messages[].refusal messages[].content[].refusal model frequency_penalty logit_bias logprobs
         max_completion_tokens max_tokens n parallel_tool_calls presence_penalty prompt_cache_key
         prompt_cache_options messages[].content[].prompt_cache_breakpoint reasoning_effort
@@ -79,11 +81,10 @@ FOREIGN_APIS = (
         tool_choice tool_choice.function tool_choice.allowed_tools tools tools[].function.strict top_logprobs top_p
         """,
         refused={
-            "messages[].content[].image_url": _ONLY_TEXT,
-            "messages[].content[].input_audio": _ONLY_TEXT,
-            "messages[].content[].file": _ONLY_TEXT,
+            "messages[].content[].input_audio": _NO_SOUND,
+            "messages[].content[].file": _NO_FILES,
             "messages[].function_call": "Obsolete; send tool_calls.",
-            "messages[].audio": _ONLY_TEXT,
+            "messages[].audio": _NO_SOUND,
             "audio": "Models write text only.",
             "function_call": "Obsolete; send tool_choice.",
             "functions": "Obsolete; send tools.",
@@ -92,6 +93,7 @@ FOREIGN_APIS = (
             "tools[].custom": "Only functions.",
         },
         ignored={
+            "messages[].content[].image_url.detail": "mm_processor_kwargs sets the pixels.",
             "messages[].annotations": "Templates have no citations.",
             "metadata": "Chats are not stored; /v1/responses returns it.",
             "prompt_cache_options.prewarm": "Ask with the prompt and few max_tokens.",
@@ -232,6 +234,7 @@ FOREIGN_APIS = (
         + """
         add_generation_prompt continue_final_message documents chat_template_kwargs include_reasoning reasoning.effort
         reasoning.enabled reasoning.exclude thinking.type messages[].reasoning_content messages[].reasoning
+        mm_processor_kwargs messages[].content[].uuid
         """,
         refused={
             **_REFUSED_OF_VLLM,
@@ -241,8 +244,7 @@ FOREIGN_APIS = (
         },
         ignored={
             **_IGNORED_OF_VLLM,
-            "media_io_kwargs": _ONLY_TEXT,
-            "mm_processor_kwargs": _ONLY_TEXT,
+            "media_io_kwargs": "Images are read as their files have them.",
             "reasoning.max_tokens": "Send thinking_token_budget.",
             "thinking.budget_tokens": "Send thinking_token_budget.",
         },
@@ -319,6 +321,7 @@ EXCLUSIONS = (
         "logprob_token_ids",
         "Each step of a search is a request of one token, which knows nothing of the beam's past.",
     ),
+    Exclusion("truncate_prompt_tokens", "mm_processor_kwargs", "A prompt with images is not cut."),
     Exclusion("background", "stream store", "A response in the background is stored, and fetched later."),
     Exclusion("input", "messages", "Vectors are of texts or of one conversation."),
     Exclusion(

@@ -5,7 +5,7 @@ import binascii
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_embeds import FIELD, Part
@@ -13,6 +13,9 @@ from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 
 from ..tenants.tenant import Tenant
 from .model_names import NamedAdapter
+
+if TYPE_CHECKING:  # most requests have no files
+    from .media import HeldFiles, MediaPart
 
 SHEDDABLE_PRIORITY: Final = 1 << 20
 """Priority of a sheddable request, where engines take priorities: less urgent than what a client usually asks for."""
@@ -30,6 +33,10 @@ class Chat:
     """End within the last turn, so that the model continues it."""
     has_answers: bool = False
     """Whether a turn of it is the assistant's."""
+    media: "Sequence[MediaPart]" = ()
+    """Its images, in the order of their parts in the messages."""
+    media_options: bytes = b""
+    """The client's options of the image processor, as canonical JSON; empty: it sets none."""
 
 
 Encode = Callable[[Chat], Awaitable[tokenizer_pb2.TokenizedPrompt]]
@@ -113,6 +120,8 @@ class GenerateRequest:
     compared: str | None = None
     """The name of the answer of the turn with which the client compares this one; empty: it compares none, and may
     compare a later turn with this one."""
+    files: "HeldFiles | None" = None
+    """Files of the request's body; None: it has none, or small ones, which are in the parts."""
 
 
 SESSION_HEADERS: Final = frozenset(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -55,6 +56,9 @@ from .ollama_routes import ollama_routes, ollama_status_routes
 from .status_routes import StatusRoutes
 from .tokenize_routes import TokenizeRoutes
 
+if TYPE_CHECKING:
+    from ..http.body_files import BodyFiles
+
 ERROR_FORMS: Mapping[Route, ErrorForm] = {
     route_table.MESSAGES: ANTHROPIC,
     route_table.COUNT_TOKENS: ANTHROPIC,
@@ -90,9 +94,10 @@ def api_routes(
     reader: BodyReader,
     store: ResponseStore,
     servers: McpServers | None = None,
+    files: "BodyFiles | None" = None,
 ) -> Routes:
     """Return the routes whose requests name a model. ``store``: keeps the responses of all models. ``servers``: the MCP
-    servers whose tools are run for them."""
+    servers whose tools are run for them. ``files``: takes the files out of large bodies; None: no model reads any."""
     limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
     silent = SilentStreams(settings.stream_head_after)
     chats = ChatApi(reader, mesh.plans)
@@ -106,7 +111,7 @@ def api_routes(
     def endpoint(
         api: GenerationApi, volatile: Sequence[VolatileLine] | None = () if moves else None
     ) -> GenerationEndpoint:
-        return GenerationEndpoint(api, mesh.generator, mesh.models, parser, limit, answers, silent, volatile)
+        return GenerationEndpoint(api, mesh.generator, mesh.models, parser, limit, answers, silent, volatile, files)
 
     conversations = Conversations(store)
     stored = ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)

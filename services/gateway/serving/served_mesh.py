@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -28,6 +29,9 @@ from ..settings.mesh_spec import MeshSpec
 from ..tenants.tenant_shares import TenantShares
 from .mesh_gauges import MeshGauges
 from .mesh_health import MeshHealth
+
+if TYPE_CHECKING:
+    from ..mesh.encoder_client import EncoderClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ async def connect(
         replays_ids=settings.replay_ids,
     )
     generator = Generator(
-        MeshLinks(tokenizers, view, outputs),
+        MeshLinks(tokenizers, view, outputs, _encoders(view, host, context) if info.media_kinds else None),
         context,
         counts,
         RequestAdmission(shares, estimator, settings.most_urgent_priority),
@@ -131,6 +135,12 @@ async def connect(
         reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
     )
     return ServedMesh(ModelNames(names, view), plans, generator, tokenizers, outputs, view, health, counts)
+
+
+def _encoders(view: MeshView, host: Host, context: RequestContext) -> "EncoderClient":
+    from ..mesh.encoder_client import EncoderClient  # here: most models read no images
+
+    return EncoderClient(view, host.channels, context.draw_id)
 
 
 async def _enroll(spec: MeshSpec, settings: GatewaySettings, host: Host, peers: Sequence[PeerMembers]) -> None:

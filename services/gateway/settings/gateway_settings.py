@@ -159,6 +159,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Bytes of HTTP request bodies held at the same time until they are decoded, and of gRPC messages until they "
         "are answered, each by themselves; further ones are refused with a retryable error.",
     ] = 64 << 20
+    max_media_bytes_in_flight: Annotated[
+        Count,
+        "Bytes of images, decoded, that requests in work hold at the same time, and of one request at most; further "
+        "ones are refused with a retryable error. They count for no other limit of bodies.",
+    ] = 256 << 20
     max_stored_response_bytes: Annotated[
         Annotated[int, Meta(ge=0)],
         "Bytes of responses of /v1/responses that this gateway keeps for previous_response_id; the oldest ones are "

@@ -19,11 +19,13 @@ MAX_LIVE_REQUESTS: Final = "max_live_requests"
 MAX_SESSIONS: Final = "max_sessions"
 MAX_QUEUE_SECONDS: Final = "max_queue_seconds"
 MAX_BODY_BYTES_IN_FLIGHT: Final = "max_body_bytes_in_flight"
+MAX_MEDIA_BYTES_IN_FLIGHT: Final = "max_media_bytes_in_flight"
 """Names of the gateway's own limits, for the counts of refused requests."""
 LIMITS = (
     *TenantLimits.__struct_fields__,
     MAX_BODY_BYTES_IN_FLIGHT,
     MAX_LIVE_REQUESTS,
+    MAX_MEDIA_BYTES_IN_FLIGHT,
     MAX_QUEUE_SECONDS,
     MAX_SESSIONS,
 )
@@ -59,6 +61,7 @@ class TenantShare:
         self._sessions = AdmissionLimit(limits.sessions)
         self._bytes = AdmissionLimit(limits.body_bytes)
         self._messages = AdmissionLimit(None)  # of these bytes, those of the gRPC API
+        self._media = AdmissionLimit(None)
         self._grammars: Counter[bytes] = Counter()  # pending requests by grammar; bounded by the live outputs
 
     @property
@@ -144,6 +147,20 @@ class TenantShare:
             raise ResourceExhausted(f"{state}; retry", retry_after=1.0)
         return take_of_all(size, self._bytes, self._messages, room)
 
+    def take_media(self, size: int, room: DividedLimit) -> Reservation:
+        """Take room for ``size`` bytes of images and sounds of requests in work. ``room``: the gateway's. Raises
+        ``ResourceExhausted``."""
+        if not room.can_take(size, self._media.taken):
+            self.refused[MAX_MEDIA_BYTES_IN_FLIGHT] += 1
+            state = f"the gateway holds {room.taken} of {room.size} bytes of files of requests in work"
+            raise ResourceExhausted(f"{state}; retry", retry_after=1.0)
+        return take_of_all(size, self._media, room)
+
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of images and sounds of requests in work."""
+        return self._media.taken
+
     def _check_bytes(self, wanted: int, size: int, limit: int) -> None:
         if size > limit:
             self.refused["body_bytes"] += 1
@@ -194,6 +211,7 @@ class TenantShares:
         outputs: The gateway's places for outputs in work.
         sessions: Its places for open sessions.
         messages: Its room for the bytes of gRPC messages that are not answered.
+        media: Its room for the bytes of images and sounds of requests in work.
         is_shared: Whether the gateway has several tenants.
     """
 
@@ -205,6 +223,7 @@ class TenantShares:
         max_live: int,
         max_sessions: int,
         max_message_bytes: int,
+        max_media_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
@@ -213,12 +232,14 @@ class TenantShares:
         max_live: Outputs that may be in work.
         max_sessions: Sessions that may be open.
         max_message_bytes: Bytes of gRPC messages that may be held until they are answered.
+        max_media_bytes: Bytes of images and sounds that may be held while their requests run.
         clock: Seconds, for the tokens per second.
         """
         self.is_shared = is_shared
         self.outputs = DividedLimit(max_live, is_divided=is_shared)
         self.sessions = DividedLimit(max_sessions, is_divided=is_shared)
         self.messages = DividedLimit(max_message_bytes, is_divided=is_shared)
+        self.media = DividedLimit(max_media_bytes, is_divided=is_shared)
         self._defaults = defaults
         self._clock = clock
         self._shares: dict[str, TenantShare] = {}  # bounded by the tenants of the key file
@@ -251,6 +272,7 @@ class TenantMetrics:
             ("sessions", "Open sessions of the tenant, streams of the Open Inference Protocol included."),
             ("pending_grammars", "Different grammars of the tenant's requests that wait for their first token."),
             ("body_bytes", "Bytes of the tenant's request bodies that the gateway holds."),
+            ("media_bytes", "Bytes of the tenant's images that the gateway holds while their requests run."),
         ):
             gauge = GaugeMetricFamily(f"tokenloom_tenant_{name}", text, labels=["tenant"])
             for share in self.shares:

@@ -62,6 +62,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.special_marks: Sequence[str] = ()
         self.tool_format_json = b""
         self.max_sentence_tokens = self.skipped_tokens = 0
+        self.media_kinds: Sequence[types_pb2.MediaKind] = ()
         self.calls = 0
         self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
         self.prompts: list[tokenizer_pb2.EncodeRequest] = []
@@ -81,7 +82,22 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> Any:
         await self._count(context)
         self.chats.append(request)
-        return tokenizer_pb2.EncodeChatResponse(prompt=self._prompt(request.messages_json, request))
+        prompt = self._prompt(request.messages_json, request)
+        for index, size in enumerate(request.media):  # two tokens each, from the beginning
+            run = types_pb2.MediaRun(position=2 * index, num_tokens=2)
+            prompt.media.add(
+                key=size.digest,
+                kind=size.kind,
+                num_rows=2,
+                levels=1,
+                runs=[run],
+                encoder=size.encoder,
+                digest=size.digest,
+                options_json=size.options_json,
+                index=index,
+                num_in_prompt=len(request.media),
+            )
+        return tokenizer_pb2.EncodeChatResponse(prompt=prompt)
 
     async def Decode(self, request: tokenizer_pb2.DecodeRequest, context: Any) -> tokenizer_pb2.DecodeResponse:
         return tokenizer_pb2.DecodeResponse(text=bytes(request.token_ids).decode())
@@ -100,6 +116,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             special_marks=self.special_marks,
             tool_format_json=self.tool_format_json,
             max_sentence_tokens=self.max_sentence_tokens,
+            media_kinds=self.media_kinds,
         )
 
     async def _count(self, context: Any) -> None:
@@ -138,6 +155,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
         self.placement = coordinator_pb2.PlacementRule.PLACEMENT_RULE_SCORE
         self.addresses: dict[str, str] = {}
+        self.encoders: dict[str, str] = {}  # addresses by name
         self.adapters: dict[str, types_pb2.Adapter] = {}
         self.failures: list[errors.TokenloomError] = []  # of the next calls of SetAdapter
         self.taken_over: list[types_pb2.Adapter] = []  # what a restarted coordinator has after an unload
@@ -152,6 +170,11 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def set_engines(self, *names: str) -> None:
         async with self._changed:
             self.engines = names
+            self._notify()
+
+    async def set_encoders(self, **addresses: str) -> None:
+        async with self._changed:
+            self.encoders = addresses
             self._notify()
 
     async def set_away(self, is_away: bool) -> None:
@@ -190,6 +213,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 await wire_errors.abort(context, errors.Unavailable("the fake coordinator is away"))
             seen = self._num_changes  # what changes while the snapshot is sent needs another one
             entries = [self._entry(name) for name in self.engines]
+            entries += [_encoder_entry(name, address) for name, address in self.encoders.items()]
             yield coordinator_pb2.Snapshot(
                 complete=True, engines=entries, adapters=self.adapters.values(), placement=self.placement
             )
@@ -210,6 +234,12 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             entry.uncached_tokens, entry.uncached_tokens_per_second, entry.expected_seconds = 1200, 9600.0, 0.125
         entry.report.state = self.state
         return entry
+
+
+def _encoder_entry(name: str, address: str) -> coordinator_pb2.EngineEntry:
+    report = coordinator_pb2.EngineReport(role=types_pb2.ENGINE_ROLE_ENCODE, state=coordinator_pb2.ENGINE_STATE_SERVING)
+    identity = coordinator_pb2.EngineIdentity(engine_id=name, address=address, fingerprint=FINGERPRINT)
+    return coordinator_pb2.EngineEntry(identity=identity, report=report)
 
 
 class FakeRequest:

@@ -96,9 +96,9 @@ async def test_only_the_allowed_tools_may_be_called(socket_dir: Path, mode: str)
 
 async def test_fields_without_effect_are_named(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     mesh.outputs.auto = ["x"]
-    fields = {"user": "me", "verbosity": "low", "metadata": None, "mm_processor_kwargs": {}, "größe": 1}
+    fields = {"user": "me", "verbosity": "low", "metadata": None, "media_io_kwargs": {}, "größe": 1}
     response = await post(http, **fields)
-    assert response.headers[IGNORED] == "user, verbosity, mm_processor_kwargs"
+    assert response.headers[IGNORED] == "user, verbosity, media_io_kwargs"
     streamed = await post(http, stream=True, web_search_options={})
     assert streamed.headers[IGNORED] == "web_search_options"
     text = await http.post("/v1/completions", json={"prompt": "a", "documents": [{}]})

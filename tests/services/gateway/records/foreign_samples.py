@@ -28,7 +28,9 @@ USER: dict[str, Any] = {"role": "user", "content": "hi"}
 _CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
 _CALLING: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 _JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-_IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+_URL = "data:image/png;base64,AAAA"
+_IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": _URL}}
+_DETAILED: dict[str, Any] = {"type": "image_url", "image_url": {"url": _URL, "detail": "low"}}
 _AUDIO: dict[str, Any] = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}
 _FILE: dict[str, Any] = {"type": "file", "file": {"file_id": "file-1"}}
 _GRAMMAR_TOOL = {"type": "custom", "custom": {"name": "patch"}}
@@ -134,6 +136,7 @@ SAMPLES: dict[str, Samples] = {
                 USER,
             ],
             "messages[].content[].image_url": [{"role": "user", "content": [_IMAGE]}],
+            "messages[].content[].image_url.detail": [{"role": "user", "content": [_DETAILED]}],
             "messages[].content[].input_audio": [{"role": "user", "content": [_AUDIO]}],
             "messages[].content[].file": [{"role": "user", "content": [_FILE]}],
             "messages[].function_call": [
@@ -391,7 +394,8 @@ SAMPLES: dict[str, Samples] = {
             "chat_template": "{{ messages }}",
             "chat_template_kwargs": {"enable_thinking": False},
             "media_io_kwargs": {"image": {}},
-            "mm_processor_kwargs": {"a": 1},
+            "messages[].content[].uuid": [{"role": "user", "content": [{**_IMAGE, "uuid": "sky"}]}],
+            "mm_processor_kwargs": Sample({"max_pixels": 9}, messages=[{"role": "user", "content": [_IMAGE]}]),
             "include_reasoning": False,
             "reasoning.effort": {"effort": "low"},
             "reasoning.enabled": {"enabled": False},

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.services.gateway.fake_encoders import with_encoders
 from tests.services.gateway.fakes import FakeMesh, FakeRequest
 from tokenloom.services.gateway.endpoints.generation_endpoint import IGNORED_HEADER
 from tokenloom.services.gateway.records.compat import FOREIGN_APIS, IGNORED_FIELDS, ForeignApi, top_field
@@ -57,7 +58,7 @@ async def test_every_field_has_the_effect_that_is_listed(socket_dir: Path, api: 
     settings = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     mesh = FakeMesh(socket_dir)
     mesh.coordinator.limits = LIMITS
-    async with mesh.gateway(**settings), mesh.http() as http:
+    async with with_encoders(mesh), mesh.gateway(**settings), mesh.http() as http:
         mesh.outputs.auto = ["<think>Hm.</think>x"]
         mesh.outputs.pool = _pool
         samples = SAMPLES[api.name]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from tests.services.gateway.fake_encoders import with_encoders
 from tests.services.gateway.fakes import FakeMesh, FakeRequest
 from tokenloom.services.gateway.records.compat import EXCLUSIONS, FOREIGN_APIS, Exclusion, top_field
 
@@ -82,7 +83,8 @@ async def test_each_pair_is_served_or_refused_for_a_listed_reason(socket_dir: Pa
     mesh.coordinator.limits = LIMITS
     base, rows = rows_of(path)
     faults = []
-    async with mesh.gateway(tool_call_parser="hermes", reasoning_parser="qwen3"), mesh.http() as http:
+    gateway = mesh.gateway(tool_call_parser="hermes", reasoning_parser="qwen3")
+    async with with_encoders(mesh), gateway, mesh.http() as http:
         mesh.outputs.auto = ["<think>Hm.</think>x"]
         mesh.outputs.pool = _pool
         for a, b in pairs(rows):

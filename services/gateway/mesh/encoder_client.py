@@ -1,0 +1,298 @@
+"""Puts the files of requests at encoders, and puts them elsewhere when an encoder is lost."""
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypeVar
+
+import grpc.aio
+
+from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.fair_stage import FairStage
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.peers.retry_budget import RetryBudget, RetryDebt, cause_of
+from tokenloom.services.runtime.tasks import Tasks
+from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, output_processor_pb2, types_pb2
+from tokenloom.v1.tokenizer_pb2 import MediaSize
+
+from ..records.media import MediaFile, MediaPart
+from .mesh_view import MeshView
+
+if TYPE_CHECKING:
+    from tokenloom.v1.encoder_pb2_grpc import EncoderAsyncStub
+
+log = logging.getLogger(__name__)
+
+MAX_PUTS: Final = 8
+"""Files that are on their way to encoders; further ones wait for their tenants' turns."""
+MAX_WAITING: Final = 4096
+MAX_WAITING_BYTES: Final = 1 << 40
+"""Not limited here: the files that the gateway holds are."""
+PIECE_BYTES: Final = 1 << 20
+"""Of a file in one message."""
+WAIT_SECONDS: Final = 5.0
+"""How long a new request waits for an encoder that takes its files."""
+RESTORE_SECONDS: Final = 30.0
+"""The same of a request that runs: an encoder may have to start again, and load its tower."""
+AGAIN_SECONDS: Final = 0.2
+RELEASE_SECONDS: Final = 5.0
+LEAVE_SECONDS: Final = 10.0
+"""How long calls in flight may go on at an encoder that has left."""
+MAX_NAMES: Final = 10_000
+"""Names of images that are known; the oldest ones are forgotten."""
+
+T = TypeVar("T")
+_Stub: TypeAlias = "EncoderAsyncStub"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Says whose files they are, and for which request they stay."""
+
+    tenant: str
+    salt: bytes
+    """Of the request's KV blocks: files with different salts are different files."""
+    request_id: str
+
+
+class EncoderClient:
+    """Finds the encoder for each file, which is the same at all gateways, and sends it there unless it is there."""
+
+    def __init__(self, view: MeshView, channels: Channels, draw_id: Callable[[], str]) -> None:
+        """``draw_id``: returns random ids, by which encoders know requests."""
+        self._view = view
+        self._channels = channels
+        self._draw_id = draw_id
+        self._links: dict[str, tuple[grpc.aio.Channel, _Stub]] = {}  # by address
+        loop = asyncio.get_running_loop()
+        self._budget = RetryBudget(loop.time)
+        self._stage = FairStage(MAX_PUTS, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING_BYTES)
+        self._names: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # digests by tenant and name; bounded
+        self._tasks = Tasks(lambda error: log.error("an encoder could not be told of an end", exc_info=error))
+
+    def open(
+        self, parts: Sequence[MediaPart], files: Mapping[bytes, MediaFile], tenant: str, salt: bytes, options: bytes
+    ) -> "RequestMedia":
+        """Return what places the images of a request. ``files``: those of its body; ``options``: of the processor."""
+        return RequestMedia(self, parts, files, Owner(tenant, salt, self._draw_id()), options)
+
+    async def close(self) -> None:
+        """End all calls."""
+        await self._tasks.close()
+        for channel, _ in self._links.values():
+            await channel.close()
+
+    def digest_of(self, part: MediaPart, tenant: str) -> bytes:
+        """Return the digest of a part's file; empty: it is only at a URL. Raises ``InvalidArgument`` for a name that is
+        not known."""
+        if part.file is not None:
+            digest = part.file.digest
+        elif part.digest or part.url:
+            digest = part.digest
+        elif (known := self._names.get((tenant, part.name))) is not None:
+            digest = known
+        else:
+            raise _unknown(part)
+        return digest
+
+    def note_name(self, part: MediaPart, tenant: str, digest: bytes) -> None:
+        """Remember how a tenant calls a file."""
+        if part.name:
+            self._names[tenant, part.name] = digest
+            self._names.move_to_end((tenant, part.name))
+            if len(self._names) > MAX_NAMES:
+                self._names.popitem(last=False)
+
+    async def place(
+        self, part: MediaPart, digest: bytes, file: MediaFile | None, owner: Owner, seconds: float
+    ) -> tuple[str, encoder_pb2.PutResponse]:
+        """Return the address of an encoder that has a file now, and what it says of it.
+
+        ``digest``: empty if the file is only at a URL. ``file``: None if only encoders may have it. Raises
+        ``InvalidArgument`` for a file that no encoder takes, ``PermissionDenied`` for a URL, and ``Unavailable``, or
+        what refused it, when no encoder takes it for so many ``seconds``.
+        """
+        loop, debt = asyncio.get_running_loop(), RetryDebt(self._budget)
+        self._budget.add_request()
+        until, refusal = loop.time() + seconds, errors.Unavailable("No encoder is serving yet; retry.")
+        cost = 1 + (0 if file is None else file.num_bytes)
+        while True:
+            for address in _ranked(self._view.encoders, digest or part.url.encode()):
+                if not debt.pay():
+                    break
+                await self._stage.begin(owner.tenant, cost)
+                try:
+                    return address, await self._put(self._stub(address), part, digest, file, owner)
+                except errors.TokenloomError as error:
+                    if (cause := cause_of(error)) is None:
+                        _raise_named(error, part)
+                    debt.failed(cause)
+                    refusal = error  # type: ignore[assignment]
+                finally:
+                    self._stage.end(owner.tenant, cost)
+            if loop.time() + AGAIN_SECONDS > until:
+                raise refusal
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    def release(self, addresses: Sequence[str], owner: Owner) -> None:
+        """Let encoders forget a request's files; nothing waits for it."""
+        for address in addresses:
+            if address in self._view.encoders:
+                self._tasks.spawn(self._release(address, owner), name="release files")
+
+    async def _put(
+        self, stub: _Stub, part: MediaPart, digest: bytes, file: MediaFile | None, owner: Owner
+    ) -> encoder_pb2.PutResponse:
+        header = encoder_pb2.PutHeader(
+            tenant=owner.tenant,
+            cache_salt=owner.salt,
+            kind=types_pb2.MEDIA_KIND_IMAGE,
+            digest=digest,
+            num_bytes=0 if file is None else file.num_bytes,
+            request_id=owner.request_id,
+            url="" if digest else part.url,
+        )
+        if digest:
+            asked = encoder_pb2.HasRequest(
+                tenant=owner.tenant, cache_salt=owner.salt, digest=[digest], request_id=owner.request_id
+            )
+            found: encoder_pb2.HasResponse = await _answer(stub.Has(asked))
+            if found.has and found.has[0]:
+                return found.facts[0]
+            if file is None:
+                raise _unknown(part)
+        return await _answer(stub.Put(_messages(header, file)))
+
+    def _stub(self, address: str) -> _Stub:
+        if address not in self._links:
+            for left in self._links.keys() - set(self._view.encoders):
+                self._tasks.spawn(self._links.pop(left)[0].close(LEAVE_SECONDS), name="close a channel to an encoder")
+            channel = self._channels.open(address, "encoder")
+            self._links[address] = channel, encoder_pb2_grpc.EncoderStub(channel)
+        return self._links[address][1]
+
+    async def _release(self, address: str, owner: Owner) -> None:
+        request = encoder_pb2.ReleaseFilesRequest(request_id=owner.request_id, tenant=owner.tenant)
+        try:
+            await self._stub(address).ReleaseFiles(request, timeout=RELEASE_SECONDS)
+        except grpc.aio.AioRpcError as failure:  # its lease ends by itself
+            log.debug("encoder %s: %s", address, failure.code().name)
+
+
+class RequestMedia:
+    """Holds the images of one request while it lives."""
+
+    def __init__(
+        self,
+        client: EncoderClient,
+        parts: Sequence[MediaPart],
+        files: Mapping[bytes, MediaFile],
+        owner: Owner,
+        options: bytes,
+    ) -> None:
+        self._client = client
+        self._parts = parts
+        self._files = files
+        self._owner = owner
+        self._options = options
+        self._digests: list[bytes] = []  # of the parts, once they are placed
+        self._addresses: dict[str, None] = {}  # of all encoders that have had a file
+
+    async def put(self) -> list[MediaSize]:
+        """Put all files at encoders, and return what the tokenizer has to know of each part. Raises as
+        :meth:`EncoderClient.place`."""
+        placed = await self._place(WAIT_SECONDS)
+        self._digests = [response.digest for _, response in placed]
+        sizes = []
+        for part, (address, response) in zip(self._parts, placed, strict=True):
+            self._client.note_name(part, self._owner.tenant, response.digest)
+            sizes.append(
+                MediaSize(
+                    digest=response.digest,
+                    kind=types_pb2.MEDIA_KIND_IMAGE,
+                    width=response.width,
+                    height=response.height,
+                    samples=response.samples,
+                    options_json=self._options,
+                    encoder=address,
+                )
+            )
+        return sizes
+
+    async def restore(self, submit: output_processor_pb2.Submit) -> None:
+        """Put the files again, and write into a request where they are now. Raises as :meth:`put`."""
+        placed = await self._place(RESTORE_SECONDS)
+        for item in submit.prompt.media:
+            address, response = placed[item.index]
+            if response.digest != item.digest:
+                raise errors.Unavailable("A file has changed at its URL while its request was running; send it again.")
+            item.encoder = address
+
+    def release(self) -> None:
+        """Let the encoders forget the files."""
+        self._client.release(list(self._addresses), self._owner)
+        self._files, self._parts = {}, ()
+
+    async def _place(self, seconds: float) -> list[tuple[str, encoder_pb2.PutResponse]]:
+        tasks: dict[object, asyncio.Task[tuple[str, encoder_pb2.PutResponse]]] = {}
+        keys = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                for part in self._parts:
+                    digest = self._client.digest_of(part, self._owner.tenant)
+                    keys.append(key := digest or part.url)
+                    if key not in tasks:
+                        tasks[key] = group.create_task(self._place_one(part, digest, seconds))
+        except BaseExceptionGroup as failed:
+            raise _first(failed) from None
+        return [tasks[key].result() for key in keys]
+
+    async def _place_one(self, part: MediaPart, digest: bytes, seconds: float) -> tuple[str, encoder_pb2.PutResponse]:
+        file = part.file or self._files.get(digest)
+        address, response = await self._client.place(part, digest, file, self._owner, seconds)
+        self._addresses[address] = None
+        return address, response
+
+
+async def _messages(header: encoder_pb2.PutHeader, file: MediaFile | None) -> AsyncIterator[encoder_pb2.PutRequest]:
+    yield encoder_pb2.PutRequest(header=header)
+    for piece in () if file is None else file.pieces:
+        for start in range(0, len(piece), PIECE_BYTES):
+            yield encoder_pb2.PutRequest(data=piece[start : start + PIECE_BYTES])
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    """Return the answer of an encoder. Raises its error, and ``Unavailable`` for a connection that was lost."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as failure:
+        if wire_errors.was_cut(failure):
+            raise errors.Unavailable("The encoder is away; retry.") from failure
+        raise wire_errors.from_rpc(failure) from failure
+
+
+def _ranked(addresses: Sequence[str], key: bytes) -> list[str]:
+    """Return encoders in the order in which every gateway asks them for a file (rendezvous hashing)."""
+    return sorted(
+        addresses, key=lambda address: hashlib.blake2s(address.encode() + b"\0" + key, digest_size=8).digest()
+    )
+
+
+def _raise_named(error: errors.TokenloomError, part: MediaPart) -> NoReturn:
+    """Raise an encoder's error with the client's name of the part."""
+    if isinstance(error, (errors.InvalidArgument, errors.PermissionDenied)) and error.field is None:
+        error.field, error.message = part.field, f"{part.field}: {error.message}"
+    raise error
+
+
+def _unknown(part: MediaPart) -> errors.InvalidArgument:
+    return errors.InvalidArgument(f"{part.field}: this image is not known any more; send its bytes", part.field)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of several that came at the same time."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

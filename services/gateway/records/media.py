@@ -1,0 +1,212 @@
+"""Images of requests: how clients send them, and the files that the gateway holds of them."""
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tokenloom.request.errors import Internal, InvalidArgument, Unavailable
+from tokenloom.request.limits import Reservation
+from tokenloom.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from .generate_request import GenerateRequest
+
+_HEAD = re.compile(r"data:([^,;]*)(?:;[^,;=]+=[^,;]*)*;(base64|sha256),", re.IGNORECASE)
+_URL = re.compile(r"https?://", re.IGNORECASE)
+RAW_DIGEST = "sha256:"
+"""Before the digest of a file in place of its base64, where no data: URL is expected."""
+OPTIONS_FIELD = "mm_processor_kwargs"
+OPTIONS = frozenset({"min_pixels", "max_pixels", "max_soft_tokens"})
+"""What clients may set of a model's image processor, each a whole number; the tokenizer knows which its model has."""
+MAX_NAME = 128
+"""Limits the names that clients give to images."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaFile:
+    """A file as it is sent to an encoder."""
+
+    pieces: Sequence[bytes]
+    num_bytes: int
+    digest: bytes
+    """SHA-256 over its bytes."""
+
+    @classmethod
+    def of(cls, data: bytes) -> "MediaFile":
+        """Return a file that is held in one piece."""
+        return cls((data,), len(data), hashlib.sha256(data).digest())
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """An image in a conversation. Its place is that of its part among all of the conversation."""
+
+    field: str
+    """The client's name of it, for errors."""
+    file: MediaFile | None = None
+    digest: bytes = b""
+    """Of a file that the request, or an earlier one of the tenant, has sent; empty if ``file`` or ``url`` is set."""
+    url: str = ""
+    """Where the encoder fetches it."""
+    name: str = ""
+    """By which the tenant may name it in later requests; empty: it has none."""
+
+
+class HeldFiles:
+    """Holds the files of a request's body, and their bytes' reservation, for as long as anything uses them."""
+
+    def __init__(self, files: Mapping[bytes, MediaFile], reserved: Reservation) -> None:
+        """``files``: by digest."""
+        self.files = files
+        self._reserved = reserved
+        self._num_holders = 1
+
+    def hold(self) -> None:
+        """Keep the files until one more :meth:`close`."""
+        self._num_holders += 1
+
+    def close(self) -> None:
+        """Drop the files when their last holder has closed them."""
+        self._num_holders -= 1
+        if not self._num_holders:
+            self.files = {}
+            self._reserved.release()
+
+
+_DETAILS = ("auto", "low", "high")
+
+
+def read_image(where: str, part: Mapping[str, object]) -> MediaPart:
+    """Return the image of a part of OpenAI's: ``image_url``, whose URL is in an object or not, or ``input_image``.
+
+    ``where``: the client's name of the part. Raises ``InvalidArgument`` naming its field.
+    """
+    field = f"{where}.image_url"
+    value, detail = part.get("image_url"), part.get("detail")
+    if isinstance(value, Mapping):
+        detail = value.get("detail", detail)
+        value = value.get("url")
+    if detail is not None and detail not in _DETAILS:
+        raise InvalidArgument(f"{field}.detail must be one of {', '.join(_DETAILS)}", f"{field}.detail")
+    return _read_url(field, value, _read_name(f"{where}.uuid", part.get("uuid")))
+
+
+def _read_name(where: str, name: object) -> str:
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        raise InvalidArgument(f"{where}: uuid must be a text of 1 to {MAX_NAME} characters", where)
+    return name
+
+
+def _read_url(where: str, value: object, name: str) -> MediaPart:
+    if value is None and name:
+        return MediaPart(where, name=name)
+    if not isinstance(value, str) or not value:
+        raise InvalidArgument(f"{where} must be the URL of an image: data:image/…;base64,… or https://…", where)
+    if _URL.match(value):
+        return MediaPart(where, url=value, name=name)
+    head = _HEAD.match(value[:512])
+    if head is None:
+        raise InvalidArgument(f"{where} must be a data: URL with ;base64, or an http(s) URL", where)
+    if not (kind := head[1].lower()).startswith("image/"):
+        raise InvalidArgument(f"{where} must be an image, and not of the type {kind[:64]!r}", where)
+    rest = value[head.end() :]
+    if head[2].lower() == "sha256":
+        return MediaPart(where, digest=_read_digest(where, rest), name=name)
+    return MediaPart(where, MediaFile.of(_decode(where, rest)), name=name)
+
+
+def _read_raw(where: str, value: object) -> MediaPart:
+    if not isinstance(value, str) or not value:
+        raise InvalidArgument(f"{where} must be the base64 of an image", where)
+    if value.startswith(RAW_DIGEST):
+        return MediaPart(where, digest=_read_digest(where, value.removeprefix(RAW_DIGEST)))
+    return MediaPart(where, MediaFile.of(_decode(where, value)))
+
+
+def _read_digest(where: str, text: str) -> bytes:
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != hashlib.sha256().digest_size:
+        raise InvalidArgument(f"{where} is not the SHA-256 of a file in hexadecimal digits", where)
+    return digest
+
+
+def _decode(where: str, text: str) -> bytes:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidArgument(f"{where} is not base64", where) from None
+    if not data:
+        raise InvalidArgument(f"{where} holds no image", where)
+    return data
+
+
+def read_options(values: Mapping[str, object] | None) -> bytes:
+    """Return the client's options of the image processor as canonical JSON; empty: it sets none.
+
+    Raises ``InvalidArgument`` for others than ``OPTIONS``.
+    """
+    if not values:
+        return b""
+    for name, value in values.items():
+        where = f"{OPTIONS_FIELD}.{name[:64]}"
+        if name not in OPTIONS:
+            raise InvalidArgument(f"{where} is not supported; there are: {', '.join(sorted(OPTIONS))}", where)
+        if type(value) is not int or not 0 < value < 2**31:
+            raise InvalidArgument(f"{where} must be a whole number above 0", where)
+    return ("{" + ",".join(f'"{name}":{values[name]}' for name in sorted(values)) + "}").encode()
+
+
+def check_request(
+    request: "GenerateRequest", limits: types_pb2.ModelLimits | None, model: str, *, is_able: bool
+) -> None:
+    """Refuse images that cannot be read, before anything is spent on them. ``is_able``: the tokenizer knows how the
+    model writes them.
+
+    Raises ``InvalidArgument``, and ``Unavailable`` before the first engine serves.
+    """
+    chat = request.prompts
+    assert not isinstance(chat, Sequence)
+    field = chat.media[0].field
+    if not is_able or (limits is not None and types_pb2.MEDIA_KIND_IMAGE not in limits.media_kinds):
+        raise InvalidArgument(f"{field}: the model {model!r} reads text only", field)
+    if limits is None:
+        raise Unavailable("no engine is serving yet; retry")
+    if (most := limits.max_media_per_prompt) and len(chat.media) > most:
+        raise InvalidArgument(f"{field}: a prompt may have {most} images, not {len(chat.media)}", field)
+    for name, is_set in (
+        ("truncate_prompt_tokens", request.truncate_prompt_tokens is not None),
+        ("context_management", request.edits is not None),
+        ("session", bool(request.before)),
+    ):
+        if is_set:
+            raise InvalidArgument(f"{name} is not available with images", name)
+    if request.files is not None:
+        check_used(request.files.files, chat.media)
+
+
+def check_items(
+    items: Sequence[types_pb2.MediaItem], parts: Sequence[MediaPart], limits: types_pb2.ModelLimits
+) -> None:
+    """Refuse images with more rows than an engine computes. Raises ``InvalidArgument``; ``Internal`` if the tokenizer
+    has not placed all of them."""
+    if len(items) != len(parts):
+        raise Internal("the tokenizer has not placed all images")
+    for item, part in zip(items, parts, strict=True):
+        if limits.max_media_rows and item.num_rows > limits.max_media_rows:
+            message = f"its size makes {item.num_rows} tokens; at most {limits.max_media_rows} are served"
+            raise InvalidArgument(f"{part.field}: {message}", part.field)
+
+
+def check_used(files: Iterable[bytes], parts: Iterable[MediaPart]) -> None:
+    """Raise ``InvalidArgument`` for a file of the body that no part shows. ``files``: their digests."""
+    if not set(files) <= {part.digest for part in parts}:
+        raise InvalidArgument("the body holds base64 of a file at a place where no image is read")

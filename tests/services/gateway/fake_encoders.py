@@ -1,0 +1,100 @@
+"""Encoders behind a gateway: they take files, and lose them when a test says so."""
+
+import asyncio
+import base64
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc.aio
+
+from tests.services.gateway.fakes import FakeMesh
+from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
+from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, types_pb2
+
+KIND = types_pb2.MEDIA_KIND_IMAGE
+
+
+def data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
+    """Every file is an image of 20 x 10."""
+
+    def __init__(self) -> None:
+        self.files: dict[tuple[str, bytes, bytes], bytes] = {}  # by tenant, salt and digest
+        self.pins: dict[str, list[bytes]] = {}  # digests by request
+        self.released: asyncio.Queue[str] = asyncio.Queue()
+        self.puts: list[encoder_pb2.PutHeader] = []
+        self.error: errors.TokenloomError | None = None  # of all calls
+        self.urls: dict[str, bytes] = {}
+
+    async def Put(self, messages: Any, context: Any) -> encoder_pb2.PutResponse:
+        await self._check(context)
+        first = await anext(messages)
+        header, data = first.header, bytearray()
+        async for message in messages:
+            data += message.data
+        self.puts.append(header)
+        if header.url:
+            if header.url not in self.urls:
+                await wire_errors.abort(context, errors.PermissionDenied("its host is not allowed"))
+            data = bytearray(self.urls[header.url])
+        else:
+            assert header.num_bytes == len(data)
+            assert header.digest == hashlib.sha256(data).digest()
+        if data.startswith(b"bad"):
+            await wire_errors.abort(context, errors.InvalidArgument("the file is no image"))
+        digest = hashlib.sha256(data).digest()
+        self.files[header.tenant, header.cache_salt, digest] = bytes(data)
+        self.pins.setdefault(header.request_id, []).append(digest)
+        return _facts(digest, bytes(data))
+
+    async def Has(self, request: encoder_pb2.HasRequest, context: Any) -> encoder_pb2.HasResponse:
+        await self._check(context)
+        response = encoder_pb2.HasResponse()
+        for digest in request.digest:
+            data = self.files.get((request.tenant, request.cache_salt, digest))
+            response.has.append(data is not None)
+            response.facts.append(encoder_pb2.PutResponse() if data is None else _facts(digest, data))
+            if data is not None:
+                self.pins.setdefault(request.request_id, []).append(digest)
+        return response
+
+    async def ReleaseFiles(
+        self, request: encoder_pb2.ReleaseFilesRequest, context: Any
+    ) -> encoder_pb2.ReleaseFilesResponse:
+        self.pins.pop(request.request_id, None)
+        self.released.put_nowait(request.request_id)
+        return encoder_pb2.ReleaseFilesResponse()
+
+    async def _check(self, context: Any) -> None:
+        if self.error is not None:
+            await wire_errors.abort(context, self.error)
+
+
+def _facts(digest: bytes, data: bytes) -> encoder_pb2.PutResponse:
+    return encoder_pb2.PutResponse(digest=digest, width=20, height=10, num_bytes=len(data))
+
+
+@asynccontextmanager
+async def with_encoders(mesh: FakeMesh, count: int = 1) -> AsyncIterator[list[FakeEncoder]]:
+    """Let a mesh, whose gateway has not started yet, read images."""
+    mesh.tokenizer.media_kinds = mesh.second_tokenizer.media_kinds = [KIND]
+    limits = types_pb2.ModelLimits(media_kinds=[KIND], max_media_per_prompt=4, max_media_rows=100)
+    limits.MergeFrom(mesh.coordinator.limits)
+    mesh.coordinator.limits = limits
+    async with AsyncExitStack() as stack:
+        encoders = []
+        for index in range(count):
+            encoder, server = FakeEncoder(), grpc.aio.server(options=SERVER_OPTIONS)
+            encoder_pb2_grpc.add_EncoderServicer_to_server(encoder, server)
+            server.add_insecure_port(mesh.address(f"encoder-{index}"))
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+            encoders.append(encoder)
+            mesh.coordinator.encoders[f"encoder-{index}"] = mesh.address(f"encoder-{index}")
+        yield encoders

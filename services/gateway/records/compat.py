@@ -73,7 +73,8 @@ FOREIGN_APIS = (
         "OpenAI chat completions",
         "/v1/chat/completions",
         """
-        messages messages[].content[].text messages[].content[].image_url messages[].name messages[].tool_calls messages[].tool_call_id
+        messages messages[].content[].text messages[].content[].image_url messages[].name
+        messages[].tool_calls messages[].tool_call_id
         messages[].refusal messages[].content[].refusal model frequency_penalty logit_bias logprobs
         max_completion_tokens max_tokens n parallel_tool_calls presence_penalty prompt_cache_key
         prompt_cache_options messages[].content[].prompt_cache_breakpoint reasoning_effort

@@ -115,6 +115,10 @@ async def _fault(http: httpx.AsyncClient, path: str, body: Mapping[str, Any], a:
 
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 CALL = {"tools": [TOOL], "tool_choice": "required"}
+IMAGE = {
+    "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}]}],
+    "mm_processor_kwargs": {"max_pixels": 9},
+}
 CONFLICTS: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     ("/v1/chat/completions", {"response_format": FORM, "structured_outputs": {"regex": "a"}}, 400, ""),
     ("/v1/chat/completions", {"stop": "a", "detokenize": False}, 400, ""),
@@ -123,6 +127,7 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     ("/v1/completions", {"use_beam_search": True, "stop": "a"}, 400, ""),
     ("/v1/completions", {"use_beam_search": True, "presence_penalty": 1.0}, 400, ""),
     ("/v1/completions", {"use_beam_search": True, "structured_outputs": {"regex": "a"}}, 400, ""),
+    ("/v1/chat/completions", {"truncate_prompt_tokens": 9, **IMAGE}, 400, ""),
     ("/v1/responses", {"background": True, "store": False}, 400, ""),
     ("/v1/embeddings", {"input": "a", "messages": [{"role": "user", "content": "a"}]}, 400, ""),
     ("/v1/chat/completions", {**CALL, "response_format": FORM}, 200, "response_format"),
@@ -133,7 +138,7 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], int, str], ...] = (
 async def test_each_listed_reason_applies(socket_dir: Path) -> None:
     mesh = FakeMesh(socket_dir)
     mesh.coordinator.limits = LIMITS
-    async with mesh.gateway(), mesh.http() as http:
+    async with with_encoders(mesh), mesh.gateway(), mesh.http() as http:
         mesh.outputs.auto = ["x"]
         for (path, fields, status, ignored), listed in zip(CONFLICTS, EXCLUSIONS, strict=True):
             assert any(exclusion(*pair) == listed for pair in combinations(fields, 2)), fields

@@ -70,7 +70,7 @@ ANSWERS = {
     "--enable-auto-tool-choice": "use --tool-call-parser",
     "--tool-parser-plugin": "use --tool-call-parser",
     "--reasoning-parser-plugin": "use --reasoning-parser",
-    "--mm-processor-kwargs": "send mm_processor_kwargs with each request, or edit preprocessor_config.json",
+    "--mm-processor-kwargs": "send mm_processor_kwargs in the request",
     "--media-io-kwargs": _TEXT_ONLY,
     "--allowed-local-media-path --allowed-media-domains": _TEXT_ONLY,
     "--enable-mm-embeds --interleave-mm-strings --mm-encoder-only --mm-encoder-tp-mode": _TEXT_ONLY,

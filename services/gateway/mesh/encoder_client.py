@@ -120,7 +120,7 @@ class EncoderClient:
         until, refusal = loop.time() + seconds, errors.Unavailable("No encoder is serving yet; retry.")
         cost = 1 + (0 if file is None else file.num_bytes)
         while True:
-            for address in _ranked(self._view.encoders, digest or part.url.encode()):
+            for address in _ranked(self._addresses(), digest or part.url.encode()):
                 if not debt.pay():
                     break
                 await self._stage.begin(owner.tenant, cost)
@@ -140,7 +140,7 @@ class EncoderClient:
     def release(self, addresses: Sequence[str], owner: Owner) -> None:
         """Let encoders forget a request's files; nothing waits for it."""
         for address in addresses:
-            if address in self._view.encoders:
+            if address in self._addresses():
                 self._tasks.spawn(self._release(address, owner), name="release files")
 
     async def _put(
@@ -166,9 +166,12 @@ class EncoderClient:
                 raise _unknown(part)
         return await _answer(stub.Put(_messages(header, file)))
 
+    def _addresses(self) -> list[str]:
+        return [entry.identity.address for entry in self._view.encoders]
+
     def _stub(self, address: str) -> _Stub:
         if address not in self._links:
-            for left in self._links.keys() - set(self._view.encoders):
+            for left in self._links.keys() - set(self._addresses()):
                 self._tasks.spawn(self._links.pop(left)[0].close(LEAVE_SECONDS), name="close a channel to an encoder")
             channel = self._channels.open(address, "encoder")
             self._links[address] = channel, encoder_pb2_grpc.EncoderStub(channel)

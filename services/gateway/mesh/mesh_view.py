@@ -132,7 +132,6 @@ class MeshView:
         block_size: Tokens of a KV block of the serving engines; 0: they differ, or none has served yet.
         connected: Whether the coordinator answers.
         adapters: The LoRA adapters that requests may name, by name.
-        encoders: The addresses of the encoders that serve, of whatever model the coordinator's mesh has.
         limits: What every serving engine accepts, or accepted when the last one served; None before the first.
     """
 
@@ -154,7 +153,6 @@ class MeshView:
         self.block_size = 0
         self.limits: types_pb2.ModelLimits | None = None
         self.adapters: Mapping[str, types_pb2.Adapter] = {}
-        self.encoders: Sequence[str] = ()
         self._taken = asyncio.Event()  # a new one for each snapshot
 
     @property
@@ -269,20 +267,10 @@ class MeshView:
         self._version = view.version
         if view.adapters or self.adapters:
             self.adapters = {adapter.name: adapter for adapter in view.adapters}
-        before, self._engines = self._engines, self._without_encoders(view.engines)
+        before, self._engines = self._engines, view.engines
         self._serving = None
         self._update_limits()
         self._update_lost(before)
-
-    def _without_encoders(self, entries: Sequence[EngineEntry]) -> Sequence[EngineEntry]:
-        """Return the engines among all that have joined, and note the encoders, which take no requests."""
-        encoders = [entry for entry in entries if entry.report.role == EngineRole.ENGINE_ROLE_ENCODE]
-        if not encoders and not self.encoders:
-            return entries
-        self.encoders = [
-            entry.identity.address for entry in encoders if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING
-        ]
-        return [entry for entry in entries if entry.report.role != EngineRole.ENGINE_ROLE_ENCODE]
 
     def _update_lost(self, before: Iterable[coordinator_pb2.EngineEntry]) -> None:
         """Note the engines that left without draining. ``before``: the engines of the view before this one."""

@@ -213,9 +213,12 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 await wire_errors.abort(context, errors.Unavailable("the fake coordinator is away"))
             seen = self._num_changes  # what changes while the snapshot is sent needs another one
             entries = [self._entry(name) for name in self.engines]
-            entries += [_encoder_entry(name, address) for name, address in self.encoders.items()]
             yield coordinator_pb2.Snapshot(
-                complete=True, engines=entries, adapters=self.adapters.values(), placement=self.placement
+                complete=True,
+                engines=entries,
+                encoders=[_encoder_entry(name, address) for name, address in self.encoders.items()],
+                adapters=self.adapters.values(),
+                placement=self.placement,
             )
             await self._changed_since(seen)
 

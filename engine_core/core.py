@@ -12,7 +12,7 @@ from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
 from .control.step_watchdog import StepWatchdog
-from .core_ready import core_ready, encoder_config, parallel_config_hash, parallel_facts
+from .core_ready import check_states, core_ready, encoder_config, parallel_config_hash, parallel_facts
 from .data.config import EngineConfig
 from .data.errors import ExecutorFailedError
 from .data.handshake import WarmUp
@@ -97,6 +97,7 @@ class EngineCore:
         self._kv = kv
         self._connector = kv.connector if kv is not None else None
         model = executor.load_model()
+        check_states(config, model)
         self.adapters = Adapters(config.lora, WorkerAdapters(executor)) if config.lora.enable else None
         # An encoder's prompt cannot be cut into chunks and its blocks hold no bytes, so the sizes below follow other
         # rules.

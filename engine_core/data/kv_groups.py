@@ -51,6 +51,8 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     """Slots for the states of layers that keep one; 0: none does."""
     state_chunk: int = 1
     """As in ``ModelInfo.state_chunk``."""
+    keeps_every_state: bool = False
+    """Whether states are so small that one is kept at the end of each block, and not only at the ends of prompts."""
 
 
 def model_groups(

@@ -116,6 +116,22 @@ class SessionReturn(NamedTuple):
     keep_ns: int = 0
 
 
+class RequestState:
+    """Holds the slot of a request, which has the state after all of its computed tokens."""
+
+    __slots__ = ("fork", "hit", "is_kept", "slot")
+
+    def __init__(self) -> None:
+        self.slot = -1
+        """-1: there is no state before the first token."""
+        self.is_kept = True
+        """Whether the slot must stay as it is, because it may be hit: the next step writes to another one."""
+        self.hit = b""
+        """The hash under which the state was found that the request began with; empty: it began from zero."""
+        self.fork = 0
+        """The number of tokens after which its prompt parts from others; 0: that is not known."""
+
+
 # A record of its own, so that the KV cache, its connectors and their tests need nothing that schedules requests.
 class RequestKV:
     """Holds the KV of one request. The KV cache manager maintains the blocks and their hashes."""
@@ -130,6 +146,7 @@ class RequestKV:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_external_cached_tokens",
+        "num_prompt_tokens",
         "num_registered_blocks",
         "prompt_embeds",
         "remote",
@@ -138,6 +155,7 @@ class RequestKV:
         "routed_rows",
         "session",
         "skip_reading_prefix_cache",
+        "state",
     )
 
     def __init__(
@@ -154,6 +172,8 @@ class RequestKV:
         does not ask for experts."""
         self.request_id = request_id
         self.all_token_ids = all_token_ids
+        self.num_prompt_tokens = len(all_token_ids)
+        """The rest are tokens of the output, which were decoded, here or by another engine."""
         self.cache_salt = cache_salt
         self.prompt_embeds = prompt_embeds or []
         self.media = media or []
@@ -176,6 +196,8 @@ class RequestKV:
         """Prompt tokens whose KV was found when the request was first scheduled."""
         self.num_external_cached_tokens = 0
         """The part of them that came from another engine or tier."""
+        self.state: RequestState | None = None
+        """Its slot for the states of layers that keep one; None: it has none, or the model keeps no state."""
 
     @property
     def num_tokens(self) -> int:
@@ -304,6 +326,7 @@ class Request:
             self.routed_rows,
             message.media,
         )
+        self.kv.num_prompt_tokens = self.num_prompt_tokens
         """What the KV cache and its connectors know of it."""
 
         self.prompt_logprobs: Logprobs | None = None

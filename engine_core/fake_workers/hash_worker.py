@@ -128,10 +128,11 @@ class HashWorker:
         max_model_len: int = DEFAULT_MAX_MODEL_LEN,
         experts_per_token: int = 0,
         state_chunk: int = 0,
+        state_bytes: int = STATE_BYTES,
     ) -> None:
         """``vocab_size``, ``max_model_len`` and ``experts_per_token`` (see ``ModelInfo``) are used only if no model is
-        configured. ``state_chunk`` (see there) gives it a layer that keeps a state; 0: it has none. Raises
-        ``ValueError``."""
+        configured. ``state_chunk`` gives it a layer that keeps a state, for which it reports ``state_bytes`` (see
+        there); 0: it has none. Raises ``ValueError``."""
         self._loras = HashLoras(config.lora)
         if config.speculative is not None and config.speculative.rejection_sample_method != "strict":
             raise ValueError("rejection_sample_method: the hash worker has no probabilities; use strict")
@@ -141,6 +142,7 @@ class HashWorker:
         self._max_model_len = max_model_len
         self._experts_per_token = experts_per_token
         self._states = HashStates(state_chunk) if state_chunk else None
+        self._state_bytes = state_bytes if state_chunk else 0
         self._rows: dict[str, HashRow] = {}
         self._embeds: dict[str, list[EmbedsSpan]] = {}
         self._media: dict[str, list[MediaSpan]] = {}
@@ -168,7 +170,7 @@ class HashWorker:
             hidden_size=HIDDEN_SIZE,
             experts_per_token=self._experts_per_token,
             pooling=hash_pooling(generates=self._config.runner != "pooling"),
-            state_bytes=0 if self._states is None else STATE_BYTES,
+            state_bytes=self._state_bytes,
             state_chunk=1 if self._states is None else self._states.chunk,
             media=None if self._config.language_model_only else MediaTraits(("image", "audio")),
         )

@@ -139,6 +139,11 @@ class BlockPool:
             del self._cached[block_id]
         self.kept.add(freed, turn)
 
+    def demote(self, block_id: int) -> None:
+        """Let a cached block, if it is free, be the first that is evicted."""
+        if block_id in self._cached:
+            self._cached.move_to_end(block_id, last=False)
+
     def register(self, block_id: int, block_hash: bytes) -> bool:
         """Let a held block be found by its content.
 

@@ -1,4 +1,4 @@
-"""Gives requests KV blocks for their tokens, and finds blocks that already hold them; chooses a model's manager.
+"""Gives requests KV blocks for their tokens, and finds blocks that already hold them.
 
 That of a grouped model takes back blocks that no layer of a group sees any more. There the block table of a request is
 one list: entry ``index * num_groups + group`` is the block of that group for the block of tokens ``index``, or
@@ -7,20 +7,22 @@ one list: entry ``index * num_groups + group`` is the block of that group for th
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeAlias
 
-from ..data.config import CacheConfig, SchedulerConfig
+from ..data.config import CacheConfig
 from ..data.kv_events import KVEventLog
-from ..data.kv_groups import NULL_BLOCK, KVCacheConfig, KVGroup, KVNeed, first_seen_block
+from ..data.kv_groups import NULL_BLOCK, KVGroup, KVNeed, first_seen_block
 from ..data.request import RequestKV, SessionReturn
 from .block_pool import BlockPool, RequestHasher
 from .prefix_search import FirstGroupEvents, find_prefix, group_key
+from .state_slots import StateSlots
 
 
 class _PooledKV(ABC):
     """Does what the managers have in common."""
 
     num_groups = 1
+    states: StateSlots | None = None
+    """Slots of layers that keep a state; None: no layer does."""
 
     def __init__(self, pool: BlockPool, config: CacheConfig, events: KVEventLog | None) -> None:
         self.pool = pool
@@ -427,23 +429,3 @@ class GroupedKVCacheManager(_PooledKV):
             block_id == NULL_BLOCK or self.pool.find(group_key(block_hash, group)) is not None
             for group, block_id in enumerate(self._entries(request, index))
         )
-
-
-KVManager: TypeAlias = KVCacheManager | GroupedKVCacheManager
-
-
-def make_kv_manager(
-    kv_cache: KVCacheConfig, cache: CacheConfig, scheduler: SchedulerConfig, events: KVEventLog | None, *, lends: bool
-) -> KVManager:
-    """Return the manager of an empty pool. ``events`` records which blocks can be hit, if given. ``lends``: whether
-    other engines may read blocks."""
-    if not kv_cache.groups:
-        return KVCacheManager(kv_cache.num_blocks, cache, events, has_null_block=kv_cache.has_null_block)
-    return GroupedKVCacheManager(
-        kv_cache.num_blocks, kv_cache.groups, cache, largest_chunk(scheduler), events, lends=lends
-    )
-
-
-def largest_chunk(scheduler: SchedulerConfig) -> int:
-    """Return most tokens that one request computes in a step."""
-    return scheduler.long_prefill_token_threshold or scheduler.max_num_batched_tokens

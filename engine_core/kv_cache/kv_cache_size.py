@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..data.config import EngineConfig
 from ..data.kv_groups import KVCacheConfig, KVNeed
 from ..data.model_info import ModelInfo
-from .kv_cache_manager import largest_chunk
+from .kv_manager import largest_chunk
 
 # With a system prompt of 6 k tokens and prompts of 45 k, the best use of 16 and of 48 GiB holds 17 to 20 % of them in
 # states where a state is as large as the KV of 3,144 tokens, and 37 to 42 % where it is as large as that of 9,327.
@@ -49,6 +49,7 @@ def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Call
         has_null_block=has_null_block,
         num_state_slots=num_slots,
         state_chunk=model.state_chunk,
+        keeps_every_state=_is_small(model),
     )
 
 

@@ -13,7 +13,7 @@ from ..data.config import SpeculativeConfig
 from ..data.draft_counts import DraftHistory, SpecDecodingStats
 from ..data.request import Request
 from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from ..kv_cache.kv_cache_manager import KVManager
+from ..kv_cache.kv_manager import KVManager
 from ..structured_output.manager import StructuredOutputManager
 
 # Free rows say what verifying costs and not what drafting costs: with recorded steps one stream of the demo model fell

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from ..data.messages import EngineCoreOutput, ErrorKind
 from ..data.request import Request, RequestStatus, mark_finished
-from ..kv_cache.kv_cache_manager import KVManager
+from ..kv_cache.kv_manager import KVManager
 from ..structured_output.manager import StructuredOutputManager
 from .adapters import Adapters
 from .live_requests import LiveRequests

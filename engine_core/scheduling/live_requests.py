@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..data.config import SchedulerConfig
 from ..data.request import Request, RequestStatus
-from ..kv_cache.kv_cache_manager import KVManager
+from ..kv_cache.kv_manager import KVManager
 from .adapters import Adapters
 from .media_rows import MediaRows
 from .remote_kv import RemoteKV
@@ -209,6 +209,7 @@ class _Blocked(NamedTuple):
 
     request: Request
     num_free: int
+    num_free_states: int
     num_hits: int
 
 
@@ -294,6 +295,8 @@ class Admission:
                     return None
             if not self._chunked and request.num_tokens - num_here - num_external > max_tokens:
                 return None
+            if self._kv.states is not None and self._kv.states.fewest_tokens(request.kv, num_here) > max_tokens:
+                return None
             num_tokens = request.num_tokens
             if not self._reserve_full_prompt and request.kv.remote is None and not num_external:
                 num_tokens = min(num_tokens, num_here + min(max_tokens, self._max_chunk))
@@ -305,7 +308,7 @@ class Admission:
             elif others_run or not self._make_room():
                 # While others run, their end frees blocks. With nothing running, only leases and loaded prefixes can,
                 # and waiting for them would be waiting for ever.
-                self._blocked = _Blocked(request, self._kv.pool.num_free, len(hits))
+                self._blocked = _Blocked(request, self._kv.pool.num_free, self._num_free_states, len(hits))
                 return None
         return None
 
@@ -354,6 +357,11 @@ class Admission:
             self._kv.admit(request.kv, hits)
         return True
 
+    @property
+    def _num_free_states(self) -> int:
+        states = self._kv.states
+        return 0 if states is None else states.pool.num_free
+
     def _is_still_blocked(self, request: Request) -> bool:
         """Return whether nothing has improved since the head of the queue did not fit."""
         # A full pool is the normal state under load: without this, each step would hash and search the head's prompt
@@ -363,6 +371,7 @@ class Admission:
             blocked is not None
             and blocked.request is request
             and self._kv.pool.num_free <= blocked.num_free
+            and self._num_free_states <= blocked.num_free_states
             and not self._kv.finds_more(request.kv, blocked.num_hits)
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from ..data.kv_messages import REQUEST_ENDED
 from ..data.messages import EngineCoreOutput, SchedulerStats
 from ..data.request import RemoteKVState, Request, RequestKV, RequestStatus
-from ..kv_cache.kv_cache_manager import KVManager
+from ..kv_cache.kv_manager import KVManager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorStats
 
 

@@ -12,7 +12,7 @@ from ..data.kv_groups import KVCacheConfig
 from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreRequest, ErrorKind, SchedulerStats
 from ..data.request import Request, RequestStatus, finish_status
 from ..data.scheduler_output import SchedulerOutput
-from ..kv_cache.kv_cache_manager import KVManager, make_kv_manager
+from ..kv_cache.kv_manager import KVManager, make_kv_manager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
 from ..structured_output.compiler import CompileQueueFull
 from ..structured_output.manager import FIELD, StructuredOutputManager
@@ -234,6 +234,9 @@ class Scheduler:
             self._admit_compiled(self._grammars)
         if self.media is not None and self.media.may_get_more:
             self._requeue_parked(self.media.share_out())
+        states = self.kv.states
+        if states is not None:
+            states.begin_step()
         plan = self._planner.plan(PauseState.PAUSED_ALL if self._is_held else self.pause_state)
         self.ended.outputs += plan.early_outputs
         admission = self._planner.admission
@@ -254,6 +257,8 @@ class Scheduler:
         plan.finished_req_ids, self.ended.req_ids = self.ended.req_ids, []
         plan.preempted_req_ids[:0], self._preempted_req_ids = self._preempted_req_ids, []
         scheduled = plan.output()
+        if states is not None:
+            scheduled.state_runs = states.runs
         if self._adapters is not None:
             scheduled.lora_slots = self._adapters.take_slots()
         if self.drafts is not None:

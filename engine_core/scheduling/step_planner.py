@@ -11,7 +11,7 @@ from ..data.embedding_rows import EmbedsSpan
 from ..data.messages import EngineCoreOutput
 from ..data.request import Request, RequestKV, RequestStatus
 from ..data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from ..kv_cache.kv_cache_manager import KVManager
+from ..kv_cache.kv_manager import KVManager
 from .adapters import Adapters
 from .live_requests import Admission, LiveRequests
 from .remote_kv import RemoteKV
@@ -220,6 +220,9 @@ class StepPlanner:
         self._running = live.running
         self._waiting = live.waiting
         self._kv = kv
+        self._states = kv.states
+        # What the first prompt of a step gets at least, or it would wait for ever.
+        self._fewest_of_prompt = 0 if kv.states is None else kv.states.most_of_chunk
         self._remote = remote
         self._recorder = recorder
         self._max_num_seqs = config.max_num_seqs
@@ -352,7 +355,7 @@ class StepPlanner:
         share = self.prompt_share.num_tokens(num_decoding, num_prompts + num_waiting)
         if self._live.are_several and num_prompts + num_waiting and self._delays_others(num_prompts):
             share = min(share, self.prompt_share.most_beside_others())
-        return min(self._max_tokens, num_decoding + max(num_prompts, share))
+        return min(self._max_tokens, num_decoding + max(num_prompts + self._fewest_of_prompt, share))
 
     @property
     def _has_prompts(self) -> bool:
@@ -397,8 +400,8 @@ class StepPlanner:
             index += 1
 
     def _chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
-        """Return how many tokens of a prompt the step computes; 0: rows of its next image are missing, or it does not
-        fit into this step.
+        """Return how many tokens of a prompt the step computes; 0: rows of its next image are missing, or it, or a
+        whole chunk of the layers that keep a state, does not fit into this step.
 
         A chunk ends before the prompt's first embedding. Other prompts share the blocks before it, and an embedding may
         make NaN, which masked attention spreads to earlier tokens of its chunk: 0 * NaN is NaN.
@@ -406,14 +409,18 @@ class StepPlanner:
         kv = request.kv
         # `Request.num_missing_tokens`, written out: a call less for each prompt of a step.
         num_missing = request.num_tokens + request.num_output_placeholders - kv.num_computed_tokens
-        num_tokens = min(num_missing, budget, self._max_chunk)
+        most = num_tokens = min(num_missing, budget, self._max_chunk)
         if self._grants is not None:
             # At least one token, so that it gets on.
             num_tokens = max(min(num_tokens, self._grants[request.tenant] // cost_per_token(request)), 1)
         if kv.prompt_embeds and kv.num_computed_tokens < kv.prompt_embeds[0].position:
             num_tokens = min(num_tokens, kv.prompt_embeds[0].position - kv.num_computed_tokens)
         if kv.media and kv.num_computed_tokens < kv.media[-1].end:
-            num_tokens = self._media_chunk(request, num_tokens, num_missing, plan)
+            wanted, num_tokens = num_tokens, self._media_chunk(request, num_tokens, num_missing, plan)
+            # Rows of an image may come only when the tokens before them are computed, so they end a chunk anywhere.
+            most = 0 if num_tokens < wanted else num_tokens
+        if self._states is not None and most:
+            num_tokens = self._states.whole_chunks(kv, num_tokens, most)
         if self._grants is not None:
             self._grants[request.tenant] -= num_tokens * cost_per_token(request)
         return num_tokens

@@ -9,6 +9,7 @@ from tokenloom.engine_core.data.request import RequestKV, RequestStatus
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
+from tokenloom.engine_core.kv_cache.state_slots import StateSlots
 from tokenloom.engine_core.scheduling.live_requests import priority_key
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.request.prefix_schedule import block_hashes
@@ -52,6 +53,28 @@ def check_scheduler(scheduler: Scheduler) -> None:
         [kv.block_ids + kv.reserved_block_ids for kv in remote._held.values()] if remote is not None else (),
     )
     _check_content(scheduler)
+    if scheduler.kv.states is not None:
+        _check_states(scheduler.kv.states, scheduler)
+
+
+def _check_states(states: StateSlots, scheduler: Scheduler) -> None:
+    """Check that each request that runs owns a slot, no other slot is held, and a state is found only with its KV."""
+    requests = {request.request_id: request.kv.state for request in scheduler.requests.values() if request.kv.state}
+    assert requests.keys() == {request.request_id for request in scheduler.running}
+    slots = [state.slot for state in requests.values()]
+    held = Counter([*slots, *states._read, *(kept.slot for kept in states._kept)])
+    pool = states.pool
+    assert pool.ref_counts == [held[slot] for slot in range(pool.num_blocks)]
+    free = [*pool._blank, *pool._cached]
+    assert sorted(free) == sorted(set(range(pool.num_blocks)) - set(held))
+    assert len(free) == pool.num_free
+    registered = {slot: name for slot, name in enumerate(pool._hashes) if name is not None}
+    assert registered == {slot: name for name, slot in pool._by_hash.items()}
+    assert pool._by_hash.keys() <= scheduler.kv.pool._by_hash.keys()
+    assert states._prompts.keys() <= requests.keys()
+    own = Counter(state.slot for state in requests.values() if not state.is_kept)
+    assert all(count == 1 == pool.ref_counts[slot] for slot, count in own.items())
+    assert own.keys().isdisjoint(registered)
 
 
 def check_counts(scheduler: Scheduler, scheduled: SchedulerOutput) -> None:

@@ -30,7 +30,7 @@ class Mortal:
         if self.dies:
             self.dies = False
             self.worker._rows.clear()
-            self.worker._cache[:] = -1
+            self.worker.wake_up(["kv_cache"])
             raise StepLostError
 
 
@@ -45,8 +45,9 @@ class Expected:
     """Whether a pause may have ended it, unless it ended in the step before."""
 
 
-def expect(prompt: list[int], max_tokens: int, stop: tuple[int, ...]) -> Expected:
-    tokens = expected_tokens(prompt, min(max_tokens, MAX_MODEL_LEN - len(prompt)), VOCAB_SIZE)
+def expect(prompt: list[int], max_tokens: int, stop: tuple[int, ...], state_chunk: int = 0) -> Expected:
+    num_tokens = min(max_tokens, MAX_MODEL_LEN - len(prompt))
+    tokens = expected_tokens(prompt, num_tokens, VOCAB_SIZE, state_chunk=state_chunk)
     for count, token_id in enumerate(tokens, 1):
         if token_id in stop:
             return Expected(tokens[:count], FinishReason.STOP)

@@ -131,3 +131,18 @@ def test_shutdown_twice() -> None:
     core = make_core()
     core.shutdown()
     core.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"num_drafts": 2}, "do not set speculative_config"),
+        ({"budget": 71}, "max_num_batched_tokens is 71.*at least max_num_seqs 8 [+] 64"),
+        ({"budget": 128, "long_prefill": 64}, "long_prefill_token_threshold is 64.*above 64"),
+    ],
+)
+def test_what_states_do_not_allow_is_refused_by_name(settings: dict[str, int], error: str) -> None:
+    config = make_config(max_model_len=256, **settings)  # type: ignore[arg-type]
+    worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256, state_chunk=64)
+    with pytest.raises(ValueError, match=error):
+        EngineCore(config, UniProcExecutor(worker))

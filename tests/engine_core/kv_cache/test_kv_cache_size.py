@@ -92,14 +92,16 @@ def test_memory_for_states_is_taken_from_that_of_the_kv_cache() -> None:
     model = msgspec.structs.replace(MODEL, state_bytes=1000)
     cache = CacheConfig(memory_bytes=1600 * 20 + 7_000, state_memory_bytes=7_999)
     config = EngineConfig(worker=WorkerConfig(model=""), cache=cache)
-    assert size_kv_cache(config, model, pytest.fail) == KVCacheConfig(20, 320, num_state_slots=7)
+    assert size_kv_cache(config, model, pytest.fail) == KVCacheConfig(
+        20, 320, num_state_slots=7, keeps_every_state=True
+    )
 
 
 def test_small_states_get_a_slot_for_each_block() -> None:
     model = msgspec.structs.replace(MODEL, state_bytes=1600)
     config = EngineConfig(worker=WorkerConfig(model=""), cache=CacheConfig(memory_bytes=3200 * 100))
     size = size_kv_cache(config, model, pytest.fail)
-    assert (size.num_blocks, size.num_state_slots) == (100, 100)
+    assert (size.num_blocks, size.num_state_slots, size.keeps_every_state) == (100, 100, True)
 
 
 def test_blocks_without_bytes_leave_all_memory_to_states() -> None:

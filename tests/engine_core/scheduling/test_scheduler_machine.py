@@ -38,8 +38,9 @@ from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from tokenloom.engine_core.data.kv_groups import KVNeed
 from tokenloom.engine_core.data.messages import FinishReason
+from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.kv_cache.kv_cache_manager import largest_chunk
+from tokenloom.engine_core.kv_cache.kv_manager import largest_chunk
 from tokenloom.engine_core.scheduling.drafts import DraftCosts
 from tokenloom.engine_core.scheduling.scheduler import SchedulingPolicy
 
@@ -53,6 +54,9 @@ class CoreMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
     windows: Sequence[int | None] = ()
     """Those of the groups of layers, if there are several."""
+    state_chunk = 0
+    """That of the layer that keeps a state; 0: none does."""
+    state_bytes = STATE_BYTES
 
     @initialize(
         block_size=st.sampled_from([1, 3, 4, 16]),
@@ -114,6 +118,8 @@ class CoreMachine(RuleBasedStateMachine):
         num_blocks = self._num_blocks(config) + spare_blocks
         cache = msgspec.structs.replace(config.cache, kv_events=True, num_blocks=num_blocks)
         config = msgspec.structs.replace(config, cache=cache)
+        if self.state_chunk:
+            config = self._with_states(config, num_slots=2 + spare_blocks % 14)
         self.policy = policy
         self.told_blocks: set[bytes] = set()
         """The blocks that can be hit according to the events."""
@@ -123,6 +129,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.mortal = Mortal(self._make_worker(config))
         self.worker = self.mortal.worker
         self.core = EngineCore(config, EXECUTORS[executor](self.worker))
+        if self.core.scheduler.kv.states is not None:
+            self.core.scheduler.kv.states.fork_tokens = 8
+            self.core.scheduler.kv.states.far_tokens = 24
         if self.core.scheduler.drafts is not None:
             self.core.scheduler.drafts.free_rows = free_rows
             clock = itertools.count().__next__  # steps take the same time whatever they compute
@@ -253,11 +262,29 @@ class CoreMachine(RuleBasedStateMachine):
     def _make_worker(self, config: EngineConfig) -> HashWorker:
         if self.windows:
             return GroupedHashWorker(config, self.windows, MAX_MODEL_LEN)
-        return HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+        return HashWorker(
+            config,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            state_chunk=self.state_chunk,
+            state_bytes=self.state_bytes,
+        )
+
+    def _with_states(self, config: EngineConfig, num_slots: int) -> EngineConfig:
+        """Return a configuration that a model of the machine's states can have."""
+        replace, chunk, scheduler = msgspec.structs.replace, self.state_chunk, config.scheduler
+        if chunk > 1:
+            scheduler = replace(
+                scheduler,
+                max_num_batched_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs + chunk),
+                long_prefill_token_threshold=scheduler.long_prefill_token_threshold and chunk + 1,
+            )
+        cache = replace(config.cache, state_memory_bytes=num_slots * self.state_bytes)
+        return replace(config, cache=cache, scheduler=scheduler, speculative=None)
 
     def _add(self, arrival: Arrival, tenant: str) -> str:
         prompt = [7] * arrival.shared + arrival.tail
-        expected = expect(prompt, arrival.max_tokens, arrival.stop)
+        expected = expect(prompt, arrival.max_tokens, arrival.stop, self.state_chunk)
         expected.received.extend(expected.tokens[: arrival.num_accepted])
         request_id = f"r{self.num_added}"
         self.num_added += 1
@@ -284,7 +311,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.live[SESSION] = Expected([], FinishReason.ERROR)
             self.inputs.clear()
         else:
-            self.live[SESSION] = expect(self.spoken, max_tokens, ())
+            self.live[SESSION] = expect(self.spoken, max_tokens, (), self.state_chunk)
 
     def _turn_ended(self, expected: Expected, reason: FinishReason) -> None:
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -353,3 +380,44 @@ class GroupedCoreMachine(CoreMachine):
 
 TestGroupedCoreMachine = GroupedCoreMachine.TestCase
 TestGroupedCoreMachine.settings = settings(_SETTINGS, max_examples=30)
+
+
+class StateCoreMachine(CoreMachine):
+    """Has a layer that keeps a state, which nothing but its tokens decides."""
+
+    state_chunk = 1
+    state_bytes = 10_000
+
+
+TestStateCoreMachine = StateCoreMachine.TestCase
+TestStateCoreMachine.settings = settings(_SETTINGS, max_examples=60)
+
+
+class SmallStateCoreMachine(StateCoreMachine):
+    """Keeps a state at the end of each block, also of outputs."""
+
+    state_bytes = STATE_BYTES
+
+
+TestSmallStateCoreMachine = SmallStateCoreMachine.TestCase
+TestSmallStateCoreMachine.settings = settings(_SETTINGS, max_examples=60)
+
+
+class StrictStateCoreMachine(StateCoreMachine):
+    """Has a layer whose result depends on where prompts are cut, and on which tokens were decoded."""
+
+    state_chunk = 6
+
+
+TestStrictStateCoreMachine = StrictStateCoreMachine.TestCase
+TestStrictStateCoreMachine.settings = settings(_SETTINGS, max_examples=60)
+
+
+class SmallStrictStateCoreMachine(StrictStateCoreMachine):
+    """Keeps a state at each boundary of prompts."""
+
+    state_bytes = STATE_BYTES
+
+
+TestSmallStrictStateCoreMachine = SmallStrictStateCoreMachine.TestCase
+TestSmallStrictStateCoreMachine.settings = settings(_SETTINGS, max_examples=30)

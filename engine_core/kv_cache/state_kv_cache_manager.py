@@ -1,0 +1,83 @@
+"""Gives requests of a model whose layers keep a state KV blocks and slots."""
+
+from ..data.config import CacheConfig
+from ..data.kv_events import KVEventLog
+from ..data.kv_groups import KVCacheConfig
+from ..data.request import RequestKV, SessionReturn
+from .kv_cache_manager import KVCacheManager
+from .state_slots import StateSlots
+
+
+class StateKVCacheManager(KVCacheManager):
+    """Has the interface of :class:`.KVCacheManager`, for models whose layers keep a state beside KV, or instead of it.
+
+    A hit of n blocks needs the KV of all n and the state at their end.
+    """
+
+    keeps_partial_loads = False
+
+    def __init__(self, kv_cache: KVCacheConfig, cache: CacheConfig, events: KVEventLog | None = None) -> None:
+        """Make pools of the sizes in ``kv_cache``. ``events``: see :class:`.KVCacheManager`."""
+        super().__init__(kv_cache.num_blocks, cache, events, has_null_block=kv_cache.has_null_block)
+        self.states: StateSlots = StateSlots(kv_cache, cache, self.pool, self.cache_accepted)
+        self._looked = ("", 0)
+        # Without a state at its end KV is worth nothing. In strict mode decoded tokens have other KV than a prompt with
+        # the same tokens, and under the hash only one of them can be found.
+        self._registers_output = self.states.keeps_all and not self.states.is_strict
+
+    def find_cached_blocks(self, request: RequestKV, start: int = 0) -> list[int]:
+        """Return the blocks of the longest cached prefix of a waiting request that ends with a state."""
+        assert not start, "a hit ends with a state wherever the search begins"
+        hits = super().find_cached_blocks(request)
+        return hits[: self.states.longest(request, len(hits))]
+
+    def finds_more(self, request: RequestKV, num_hits: int) -> bool:
+        """Return whether a waiting request would find more than ``num_hits`` cached blocks."""
+        looked = (request.request_id, self.states.num_kept)
+        if looked == self._looked:
+            return False
+        # This runs in every step in which the head of the queue does not fit, and a search walks its whole prompt.
+        self._looked = looked
+        return len(self.find_cached_blocks(request)) > num_hits
+
+    def can_admit(
+        self, request: RequestKV, hits: list[int], num_tokens: int, num_spare: int, num_external_tokens: int = 0
+    ) -> bool:
+        """Return whether a waiting request gets a slot and blocks; the arguments are those of
+        :meth:`.KVCacheManager.can_admit`. One whose beginning another request computes waits for its state."""
+        return self.states.can_begin(request, self.num_hit_tokens(hits)) and super().can_admit(
+            request, hits, num_tokens, num_spare, num_external_tokens
+        )
+
+    def admit(self, request: RequestKV, hits: list[int]) -> None:
+        """Start the block table of a request with the cached blocks that it shares, and the state after them."""
+        more = super().find_cached_blocks(request, len(hits))
+        super().admit(request, hits)
+        self.states.begin(request, len(hits), len(hits) + len(more))
+
+    def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
+        """Make room for a request's next tokens, and plan which slots they use. Returns the blocks added, or None if
+        there is no room. Called once in a step for each of its requests."""
+        states, state = self.states, request.state
+        assert state is not None, "the request was admitted"
+        end = request.num_computed_tokens + num_new_tokens
+        if num_new_tokens == 1 and not state.is_kept and (end % states.boundary or not states.keeps_all):
+            new_block_ids = super().allocate(request, 1)
+            if new_block_ids is not None:
+                states.add_decode(request, state.slot)
+            return new_block_ids
+        if not states.can_run(state) or (new_block_ids := super().allocate(request, num_new_tokens)) is None:
+            return None
+        states.add(request, num_new_tokens)
+        return new_block_ids
+
+    def free(self, request: RequestKV, turn: SessionReturn | None = None) -> None:
+        """Take all blocks and the slot of a request back."""
+        super().free(request, turn)
+        self.states.give_back(request)
+
+    def _register_blocks(self, request: RequestKV, num_full_blocks: int) -> None:
+        if not self._registers_output:
+            num_full_blocks = min(num_full_blocks, request.num_prompt_tokens // self.block_size)
+        if num_full_blocks > request.num_registered_blocks:
+            super()._register_blocks(request, num_full_blocks)

@@ -1,0 +1,293 @@
+"""Gives requests slots for the states of layers that keep one, and says which slots each step reads and writes.
+
+A slot holds the states of all layers after some number of tokens. A request owns one, which its steps change in place,
+unless it can be hit: then the step reads it and writes another one. So what is kept of a prompt, what a request begins
+with and what several requests share costs no copy. A kept state is found by the hash of the KV block that ends with its
+last token, and goes with that block.
+"""
+
+from collections.abc import Callable, Iterable
+from math import lcm
+from typing import NamedTuple
+
+from ..data.config import CacheConfig
+from ..data.kv_groups import KVCacheConfig
+from ..data.request import RequestKV, RequestState
+from ..data.scheduler_output import StateRun
+from .block_pool import BlockPool
+
+# Two prompts that share less than this, a system prompt for example, save less than the place of a state is worth.
+FORK_TOKENS = 1024
+"""A request that finds KV for so many more tokens than states keeps a state where its prompt parts from the other."""
+# A prompt of 160 k tokens that is preempted near its end would begin again.
+FAR_TOKENS = 16_384
+"""A state is kept after each multiple of so many tokens of a prompt."""
+
+
+class _Kept(NamedTuple):
+    """A state that a step writes, and that can be hit from the next step on."""
+
+    slot: int
+    request: RequestKV
+    num_tokens: int
+    state: RequestState
+
+
+class StateSlots:
+    """Owns the slots. It plans which of them each run of a step reads and writes, and what is kept.
+
+    The steps of an engine run one after the other, so a slot may get a new owner while an earlier step still uses it.
+    Within a step the requests are computed at the same time: what one of them writes, no other one reads or writes.
+    """
+
+    def __init__(
+        self, kv_cache: KVCacheConfig, cache: CacheConfig, blocks: BlockPool, register: Callable[[RequestKV], None]
+    ) -> None:
+        """``blocks``: those of the KV cache, whose hashes name the states. ``register``: lets a request's full blocks
+        be hit."""
+        self.pool = BlockPool(kv_cache.num_state_slots)
+        self.chunk = kv_cache.state_chunk
+        """As in ``ModelInfo.state_chunk``."""
+        self.is_strict = self.chunk > 1
+        """Whether results depend on where prompts are cut, and on which tokens were decoded."""
+        self.boundary = lcm(cache.block_size, self.chunk)
+        """States are kept after multiples of so many tokens."""
+        self.keeps_all = kv_cache.keeps_every_state
+        """Whether a state is kept at each boundary."""
+        self.runs: list[StateRun] = []
+        """Those of the step that is being planned, in the order in which its requests were added."""
+        self.fork_tokens = FORK_TOKENS
+        self.far_tokens = FAR_TOKENS
+        self.num_kept = 0
+        """How many states were kept so far."""
+        self._keeps_any = cache.enable_prefix_caching
+        self._block_size = cache.block_size
+        self._blocks = blocks
+        self._register = register
+        self._num_hits = [0] * kv_cache.num_state_slots  # of the state that each slot has
+        self._kept: list[_Kept] = []  # bounded by the step
+        self._read: list[int] = []  # slots that the step reads and no request owns any more
+        # Of running requests: those of whose prompt a state is still to be kept, and after how many tokens.
+        self._prompts: dict[str, tuple[RequestKV, int]] = {}
+        blocks.listeners.append(_Followers(self))
+
+    @property
+    def most_of_chunk(self) -> int:
+        """Tokens that a prompt may have to compute in one step, so that its chunk ends where it may."""
+        return self.chunk + 1 if self.is_strict else 0
+
+    # Steps
+
+    def begin_step(self) -> None:
+        """Let what the step before writes be hit, and what it reads be written."""
+        kept, self._kept = self._kept, []
+        is_new = [self._keep(each) for each in kept]
+        self.pool.release([each.slot for each in kept] + self._read)
+        self._read, self.runs = [], []
+        for each, is_first in zip(kept, is_new, strict=True):
+            if is_first and each.state.hit:
+                self._demote(each.state)
+
+    def can_run(self, state: RequestState) -> bool:
+        """Return whether the next run of a request has a slot to write to."""
+        return not state.is_kept or self.pool.num_free > 0 or self._is_alone(state.slot)
+
+    def add_decode(self, request: RequestKV, slot: int) -> None:
+        """Add a run of one token that changes the request's own slot."""
+        self.runs.append(StateRun(request.request_id, 1, slot, slot))
+
+    def add(self, request: RequestKV, num_tokens: int) -> None:
+        """Plan the runs of a request's next tokens. The caller has asked :meth:`can_run`."""
+        state = request.state
+        assert state is not None
+        position = request.num_computed_tokens
+        end = position + num_tokens
+        kept = set(self._boundaries(request, position, end))
+        for stop in sorted({*kept, *self._replayed(request, position, end), end}):
+            # A slot for what is kept is no reason to stop another request, or this one.
+            is_kept = stop in kept and (stop == end or self.pool.num_free > 1)
+            if state.is_kept:
+                read, state.slot = state.slot, self._take(state.slot)
+                if read >= 0 and read != state.slot:
+                    self._read.append(read)
+            else:
+                read = state.slot
+            self.runs.append(StateRun(request.request_id, stop - position, read, state.slot))
+            state.is_kept, position = is_kept, stop
+            if is_kept:
+                self.pool.share([state.slot])
+                self._kept.append(_Kept(state.slot, request, stop, state))
+        if end >= self._last_boundary(request):
+            self._prompts.pop(request.request_id, None)
+
+    def whole_chunks(self, request: RequestKV, num_tokens: int, most: int) -> int:
+        """Return how many of a request's next ``num_tokens`` tokens a step computes: as many as end at a multiple of
+        the chunk, or with the prompt; otherwise the fewest that do, if they are not more than ``most``. 0: none, they
+        wait for a step with more room."""
+        begin, length = request.num_computed_tokens, request.num_prompt_tokens
+        if not self.is_strict or begin + num_tokens >= length:
+            return num_tokens
+        end = (begin + num_tokens) // self.chunk * self.chunk
+        if length - end < 2:  # a single token at the end would be computed in the form of decoded ones
+            end -= self.chunk
+        if end > begin:
+            return end - begin
+        fewest = self.fewest_tokens(request, begin)
+        return fewest if fewest <= most else 0
+
+    def fewest_tokens(self, request: RequestKV, begin: int) -> int:
+        """Return how many tokens from ``begin`` on a step must compute at least."""
+        length = request.num_prompt_tokens
+        if not self.is_strict or begin >= length:
+            return 1
+        end = (begin // self.chunk + 1) * self.chunk
+        return (end if length - end >= 2 else length) - begin
+
+    # Requests
+
+    def longest(self, request: RequestKV, num_blocks: int) -> int:
+        """Return how many of the first ``num_blocks`` blocks of a request end where a state is kept."""
+        step = self.boundary // self._block_size
+        most = num_blocks
+        if self.is_strict:
+            # Tokens that were decoded are not taken from a prompt, and two of the prompt are left.
+            most = min(most, (request.num_prompt_tokens - 2) // self._block_size)
+        for count in range(most // step * step, 0, -step):
+            if self.pool.find(request.block_hashes[count - 1]) is not None:
+                return count
+        return 0
+
+    def can_begin(self, request: RequestKV, num_hit_tokens: int) -> bool:
+        """Return whether a waiting request gets a slot, and no other request is about to keep a state that it would
+        rather begin with."""
+        return self.pool.num_free > 0 and not self._is_coming(request, num_hit_tokens)
+
+    def begin(self, request: RequestKV, num_hits: int, num_found: int) -> None:
+        """Give an admitted request the state after its ``num_hits`` cached blocks. ``num_found``: blocks whose KV was
+        found, with or without a state."""
+        state = request.state = RequestState()
+        if num_hits:
+            state.hit = request.block_hashes[num_hits - 1]
+            slot = self.pool.find(state.hit)
+            assert slot is not None, "its blocks were shortened to a state"
+            self.pool.share([slot])
+            self._num_hits[slot] += 1
+            state.slot = slot
+        if (num_found - num_hits) * self._block_size >= self.fork_tokens:
+            state.fork = num_found * self._block_size // self.boundary * self.boundary
+        if (last := self._last_boundary(request)) > num_hits * self._block_size:
+            self._prompts[request.request_id] = (request, last)
+
+    def give_back(self, request: RequestKV) -> None:
+        """Take the slot of a request back, if it has one."""
+        self._prompts.pop(request.request_id, None)
+        state, request.state = request.state, None
+        if state is not None and state.slot >= 0:
+            self.pool.release([state.slot])
+
+    def forget(self, block_hash: bytes) -> None:
+        """Let the state with this hash not be found any more."""
+        self.pool.forget_content([block_hash])
+
+    def forget_all(self) -> None:
+        """Let no state be found any more, nor those that the last step writes."""
+        self.pool.release([each.slot for each in self._kept])
+        self._kept = []
+        self.pool.forget_all()
+
+    # Parts
+
+    def _keep(self, kept: _Kept) -> bool:
+        """Let a state that was written be found. Returns whether no other slot has it."""
+        request, index = kept.request, kept.num_tokens // self._block_size - 1
+        # A token that was in flight when the step was planned is known now, unless its request ended before it.
+        if len(request.all_token_ids) < kept.num_tokens:
+            return False
+        if len(request.block_hashes) <= index or self._blocks.find(request.block_hashes[index]) is None:
+            self._register(request)
+            if len(request.block_hashes) <= index or self._blocks.find(request.block_hashes[index]) is None:
+                return False  # evicted already, or wrong
+        is_new = self.pool.register(kept.slot, request.block_hashes[index])
+        if is_new:
+            self.num_kept += 1
+            self._num_hits[kept.slot] = 0
+        return is_new
+
+    def _demote(self, state: RequestState) -> None:
+        """Let the state that a request began with be replaced first, now that one further on is kept."""
+        slot = self.pool.find(state.hit)
+        # Turns of a conversation hit the latest state only, but a beginning that others share is hit again.
+        if not self.keeps_all and slot is not None and self._num_hits[slot] == 1:
+            self.pool.demote(slot)
+        state.hit = b""
+
+    def _take(self, slot: int) -> int:
+        """Return a slot to write to for a request whose state lies in ``slot``, which is to stay if there is room."""
+        if self.pool.num_free:
+            return self.pool.allocate(1)[0]
+        self.pool.forget([slot])
+        return slot
+
+    def _is_alone(self, slot: int) -> bool:
+        """Return whether only its owner has a slot, so that nothing but a later hit is lost if it changes in place."""
+        return slot >= 0 and self.pool.ref_counts[slot] == 1
+
+    def _last_boundary(self, request: RequestKV) -> int:
+        """Return after how many tokens of a prompt the last state is kept; 0: none is."""
+        if not self._keeps_any:
+            return 0
+        return (request.num_prompt_tokens - (2 if self.is_strict else 1)) // self.boundary * self.boundary
+
+    def _boundaries(self, request: RequestKV, begin: int, end: int) -> Iterable[int]:
+        """Return after how many tokens in (begin, end] a state is to be kept."""
+        if not self._keeps_any:
+            return ()
+        last = self._last_boundary(request)
+        if self.keeps_all:
+            step, most = self.boundary, min(end, last) if self.is_strict else end
+            return range((begin // step + 1) * step, most + 1, step)
+        step = self.far_tokens // self.boundary * self.boundary
+        stops = {last, min(request.state.fork, last) if request.state is not None else last}
+        if step:
+            stops.update(range((begin // step + 1) * step, min(end, last) + 1, step))
+        return [stop for stop in stops if begin < stop <= end]
+
+    def _replayed(self, request: RequestKV, begin: int, end: int) -> Iterable[int]:
+        """Return where the runs of tokens in (begin, end) that were decoded once, one by one, end."""
+        return range(max(request.num_prompt_tokens, begin + 1), end) if self.is_strict else ()
+
+    def _is_coming(self, request: RequestKV, num_hit_tokens: int) -> bool:
+        """Return whether a state of more tokens of a waiting request is kept soon."""
+        if not (self._prompts or self._kept) or request.skip_reading_prefix_cache:
+            return False
+        most = request.num_prompt_tokens - 2 if self.is_strict else request.num_cacheable_tokens
+        coming = [*self._prompts.values(), *((each.request, each.num_tokens) for each in self._kept)]
+        return any(num_hit_tokens < end <= most and _are_equal(request, other, end) for other, end in coming)
+
+
+class _Followers:
+    """Drops the states whose KV blocks are gone. Implements ``EvictionListener``."""
+
+    def __init__(self, states: StateSlots) -> None:
+        self._states = states
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:
+        self._states.forget(block_hash)
+
+    def forgot(self, block_hash: bytes) -> None:
+        self._states.forget(block_hash)
+
+    def forgot_all(self) -> None:
+        self._states.forget_all()
+
+
+def _are_equal(one: RequestKV, other: RequestKV, num_tokens: int) -> bool:
+    """Return whether the first tokens of two requests are known to have the same states."""
+    if one.cache_salt != other.cache_salt or one.prompt_embeds or other.prompt_embeds or one.media or other.media:
+        return False
+    ours, theirs = one.all_token_ids, other.all_token_ids
+    return (
+        len(theirs) >= num_tokens
+        and ours[num_tokens - 1] == theirs[num_tokens - 1]
+        and (ours[:num_tokens] == theirs[:num_tokens])
+    )

@@ -1,0 +1,247 @@
+"""Slots of states: what a step reads and writes, what is kept of prompts, and what is found again."""
+
+import pytest
+
+from tokenloom.engine_core.data.config import CacheConfig
+from tokenloom.engine_core.data.kv_groups import KVCacheConfig
+from tokenloom.engine_core.data.request import RequestKV
+from tokenloom.engine_core.data.scheduler_output import StateRun
+from tokenloom.engine_core.kv_cache.state_kv_cache_manager import StateKVCacheManager
+
+SIZE = 4
+
+
+def make(num_slots: int = 8, chunk: int = 1, *, every: bool = False, caching: bool = True) -> StateKVCacheManager:
+    kv_cache = KVCacheConfig(100, 400, num_state_slots=num_slots, state_chunk=chunk, keeps_every_state=every)
+    return StateKVCacheManager(kv_cache, CacheConfig(block_size=SIZE, enable_prefix_caching=caching))
+
+
+def begin(manager: StateKVCacheManager, name: str, token_ids: list[int], count: int | None = None) -> RequestKV:
+    """Admit a request and compute ``count`` tokens of it, or all."""
+    request = RequestKV(name, token_ids)
+    hits = manager.find_cached_blocks(request)
+    assert manager.can_admit(request, hits, len(token_ids), 0)
+    manager.admit(request, hits)
+    compute(manager, request, len(token_ids) - request.num_computed_tokens if count is None else count)
+    return request
+
+
+def compute(manager: StateKVCacheManager, request: RequestKV, count: int) -> None:
+    assert manager.allocate(request, count) is not None
+    request.num_computed_tokens += count
+
+
+def spans(manager: StateKVCacheManager) -> list[tuple[int, int, int]]:
+    return [(run.num_tokens, run.read, run.written) for run in manager.states.runs]
+
+
+def step(manager: StateKVCacheManager) -> list[StateRun]:
+    runs = manager.states.runs
+    manager.states.begin_step()
+    return runs
+
+
+def test_a_prompt_keeps_its_last_boundary_and_decodes_in_its_own_slot() -> None:
+    manager = make()
+    request = begin(manager, "a", list(range(11)))
+    [(prompt, none, kept), (tail, read, own)] = spans(manager)
+    assert (prompt, none, tail) == (8, -1, 3)
+    assert kept == read != own
+    step(manager)
+    request.all_token_ids.append(50)
+    compute(manager, request, 1)
+    assert spans(manager) == [(1, own, own)]
+    assert manager.states.pool.content_of(kept) == request.block_hashes[1]
+    assert manager.states.pool.num_free == 7, "what is kept is free for whoever needs it more"
+
+
+def test_a_hit_begins_with_what_is_kept_and_changes_nothing_of_it() -> None:
+    manager = make()
+    first = begin(manager, "a", list(range(11)))
+    [(_, _, kept), _] = spans(manager)
+    step(manager)
+    second = begin(manager, "b", [*range(8), 70, 71])
+    third = begin(manager, "c", [*range(8), 80])
+    assert second.num_computed_tokens - 2 == third.num_computed_tokens - 1 == 8
+    (two, read_by_two, two_slot), (one, read_by_three, three_slot) = spans(manager)
+    assert (two, one, read_by_two, read_by_three) == (2, 1, kept, kept)
+    assert len({kept, two_slot, three_slot}) == 3
+    for request in (first, second, third):
+        manager.free(request)
+    step(manager)
+    assert manager.states.pool.num_free == 8
+
+
+def test_what_a_step_writes_is_hit_from_the_next_one_on() -> None:
+    manager = make()
+    begin(manager, "a", list(range(11)))
+    sibling = RequestKV("b", list(range(11)))
+    assert manager.find_cached_blocks(sibling) == []
+    assert not manager.can_admit(sibling, [], 11, 0), "it waits a step, and shares the prompt then"
+    assert manager.can_admit(RequestKV("c", [9] * 11), [], 11, 0)
+    assert manager.finds_more(sibling, 0) is False
+    step(manager)
+    assert manager.finds_more(sibling, 0)
+    assert manager.can_admit(sibling, manager.find_cached_blocks(sibling), 11, 0)
+
+
+def test_a_prompt_that_is_still_computed_is_waited_for_until_it_ends() -> None:
+    manager = make()
+    first = begin(manager, "a", list(range(40)), 4)
+    step(manager)
+    sibling = RequestKV("b", [*range(38), 60, 61])
+    assert not manager.can_admit(sibling, [], 40, 0)
+    manager.free(first)
+    assert manager.can_admit(sibling, [], 40, 0)
+
+
+def test_without_a_free_slot_what_could_be_hit_goes() -> None:
+    manager = make(num_slots=2)
+    request = begin(manager, "a", list(range(12)), 8)
+    step(manager)
+    other = begin(manager, "b", [9] * 3)
+    assert not manager.can_admit(RequestKV("c", [1, 2]), [], 2, 0), "no slot is free"
+    [kept] = [slot for slot in range(2) if manager.states.pool.content_of(slot)]
+    compute(manager, request, 4)
+    assert spans(manager)[1:] == [(4, kept, kept)], "its own state changes in place, and is not found any more"
+    assert manager.states.pool.content_of(kept) is None
+    manager.free(request)
+    manager.free(other)
+    step(manager)
+    assert manager.states.pool.num_free == 2
+
+
+def test_a_state_goes_with_its_block() -> None:
+    manager = make()
+    request = begin(manager, "a", list(range(11)))
+    step(manager)
+    manager.free(request)
+    assert len(manager.states.pool._by_hash) == 1
+    manager.pool.allocate(manager.pool.num_free)
+    assert not manager.states.pool._by_hash
+
+
+def test_nothing_of_a_lost_step_is_kept() -> None:
+    manager = make()
+    request = begin(manager, "a", list(range(11)))
+    manager.free(request)
+    manager.pool.forget_all()
+    step(manager)
+    assert not manager.states.pool._by_hash
+    assert manager.states.pool.num_free == 8
+
+
+def test_nothing_of_a_useless_request_is_kept() -> None:
+    manager = make()
+    request = begin(manager, "a", list(range(11)))
+    manager.forget(request)
+    manager.free(request)
+    step(manager)
+    assert not manager.states.pool._by_hash
+
+
+def test_without_a_prefix_cache_nothing_is_kept() -> None:
+    manager = make(caching=False)
+    begin(manager, "a", list(range(11)))
+    assert [count for count, _, _ in spans(manager)] == [11]
+
+
+def test_a_conversation_keeps_its_latest_state() -> None:
+    """The state that a turn began with is replaced first; one that two requests began with is not."""
+    manager = make(num_slots=3)
+    manager.free(begin(manager, "a", list(range(9))))
+    step(manager)
+    manager.free(begin(manager, "b", [*range(8), *range(20, 29)]))
+    step(manager)
+    shared, latest = manager.states.pool._by_hash
+    assert next(iter(manager.states.pool._cached)) == manager.states.pool.find(shared)
+    manager.free(begin(manager, "c", [*range(8), 99]))
+    step(manager)
+    assert manager.states.pool.find(latest) is not None
+
+
+def test_a_fork_of_prompts_keeps_a_state() -> None:
+    """The second request of a system prompt finds its KV without a state, and keeps one there for the third."""
+    manager = make()
+    manager.states.fork_tokens = 8
+    system = list(range(16))
+    manager.free(begin(manager, "a", [*system, *range(30, 47)]))
+    step(manager)
+    begin(manager, "b", [*system, *range(50, 67)])
+    assert [count for count, _, _ in spans(manager)] == [16, 16, 1]
+    step(manager)
+    assert begin(manager, "c", [*system, 90]).num_computed_tokens == 17
+    assert [count for count, _, _ in spans(manager)] == [1]
+
+
+def test_long_prompts_keep_states_on_their_way() -> None:
+    manager = make()
+    manager.states.far_tokens = 12
+    begin(manager, "a", list(range(31)))
+    assert [count for count, _, _ in spans(manager)] == [12, 12, 4, 3]
+
+
+def test_small_states_are_kept_at_each_block_of_prompt_and_output() -> None:
+    manager = make(every=True)
+    request = begin(manager, "a", list(range(11)))
+    assert [count for count, _, _ in spans(manager)] == [4, 4, 3]
+    step(manager)
+    request.all_token_ids += [40]
+    compute(manager, request, 1)
+    step(manager)
+    assert manager.find_cached_blocks(RequestKV("b", [*request.all_token_ids, 1])) == request.block_ids[:3]
+
+
+def test_a_token_in_flight_is_known_a_step_later() -> None:
+    """With steps in flight a block ends with a token that is sampled meanwhile."""
+    manager = make(every=True)
+    request = begin(manager, "a", list(range(7)))
+    step(manager)
+    compute(manager, request, 1)
+    request.all_token_ids += [40]
+    step(manager)
+    assert manager.find_cached_blocks(RequestKV("b", [*range(7), 40, 1])) == request.block_ids[:2]
+
+
+class TestStrict:
+    """States whose bits depend on where prompts are cut: chunks of 8 tokens."""
+
+    @pytest.mark.parametrize(
+        ("begun", "length", "budget", "count"),
+        [(0, 30, 20, 16), (0, 30, 7, 0), (16, 30, 14, 14), (0, 17, 16, 8), (8, 17, 8, 0), (8, 17, 9, 9), (0, 9, 8, 0)],
+    )
+    def test_chunks_end_where_the_kernel_s_do(self, begun: int, length: int, budget: int, count: int) -> None:
+        states = make(chunk=8).states
+        request = RequestKV("a", [0] * length)
+        request.num_computed_tokens = begun
+        assert states.whole_chunks(request, budget, budget) == count
+        fewest = states.fewest_tokens(request, begun)
+        assert states.whole_chunks(request, fewest, fewest) == fewest <= states.most_of_chunk
+        assert states.whole_chunks(request, 1, fewest) == fewest, "its tenant's share ends within a chunk"
+
+    def test_two_tokens_of_a_prompt_are_left(self) -> None:
+        manager = make(chunk=8)
+        begin(manager, "a", list(range(20)))
+        assert [count for count, _, _ in spans(manager)] == [16, 4]
+        step(manager)
+        assert len(manager.find_cached_blocks(RequestKV("b", list(range(18))))) == 4
+        assert manager.find_cached_blocks(RequestKV("c", list(range(17)))) == []
+
+    def test_no_block_of_an_output_is_found(self) -> None:
+        manager = make(chunk=8, every=True)
+        request = begin(manager, "a", list(range(6)))
+        for token_id in range(40, 60):
+            step(manager)
+            request.all_token_ids.append(token_id)
+            compute(manager, request, 1)
+        assert request.num_registered_blocks == 1
+        assert not manager.states.pool._by_hash
+
+    def test_an_output_is_computed_again_token_by_token(self) -> None:
+        """So a request that was preempted, or goes on after another engine, has the states that it had."""
+        manager = make(chunk=8)
+        request = RequestKV("a", list(range(22)))
+        request.num_prompt_tokens = 18
+        manager.admit(request, [])
+        compute(manager, request, 22)
+        assert [count for count, _, _ in spans(manager)] == [16, 2, 1, 1, 1, 1]

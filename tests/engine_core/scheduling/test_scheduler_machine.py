@@ -37,7 +37,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from tokenloom.engine_core.data.kv_groups import KVNeed
-from tokenloom.engine_core.data.messages import FinishReason
+from tokenloom.engine_core.data.messages import FinishReason, RowsWanted
 from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_cache.kv_manager import largest_chunk
@@ -324,6 +324,7 @@ class CoreMachine(RuleBasedStateMachine):
     def _step(self, aborted: Sequence[str] = ()) -> None:
         outputs = self.core.step(lambda: aborted)
         self._take_events(outputs.kv_events)
+        self._note_wanted(outputs.rows_wanted)
         for output in outputs.outputs:
             expected = self.live[output.request_id]
             assert output.token_index == len(expected.received)
@@ -341,6 +342,10 @@ class CoreMachine(RuleBasedStateMachine):
                 if output.request_id == SESSION:
                     self._turn_ended(expected, output.finish_reason)
         check_scheduler(self.core.scheduler)
+
+    def _note_wanted(self, wanted: list[RowsWanted]) -> None:
+        """Note which rows the core asks for."""
+        assert not wanted, "no request has an image"
 
     def _take_events(self, events: list[KVCacheEvent]) -> None:
         for event in events:

@@ -26,7 +26,9 @@ class AttentionArgs(Structure):
     """Mirrors the struct in ``attention.cpp``."""
 
     _fields_ = [
-        *_fields(_P, "query key value out block_tables query_starts seq_lens members group_starts shared_lens sinks"),
+        *_fields(
+            _P, "query key value out block_tables query_starts seq_lens members group_starts shared_lens sinks limits"
+        ),
         *_fields(
             _I64, "num_groups num_requests num_heads num_kv_heads block_size table_stride query_stride window span"
         ),

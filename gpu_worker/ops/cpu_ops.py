@@ -87,7 +87,10 @@ class CPUOps(TorchOps):
         kv_cache: KVCache,
         plan: AttentionPlan,
     ) -> Tensor:
+        # The kernel takes no strides: other rows would be read without an error.
         assert heads.is_contiguous()
+        assert rotation[0].is_contiguous()
+        assert rotation[1].is_contiguous()
         _, _, num_kv_heads, block_size, cache_head_size = kv_cache.shape
         is_int8 = kv_cache.dtype is torch.int8
         num_heads = heads.shape[1] - 2 * num_kv_heads

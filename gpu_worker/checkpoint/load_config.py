@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from .files.config_reader import IS_CAUSAL, ConfigReader, stored_dtype, stored_names
+from .files.config_reader import IS_CAUSAL, ConfigReader, read_media, stored_dtype, stored_names
 from .files.supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
 from .files.text_part import text_tensor
 from .gguf.config import gguf_config
@@ -49,6 +49,7 @@ def load_model_config(
         scheme=scheme,
         has_class_head=has_class_head,
         has_output=not is_backbone and not _lacks_output(path, config),
+        media=None if is_gguf(path) else read_media(path),
     )
 
 

@@ -11,6 +11,7 @@ from tokenloom.engine_core.data.config import KVCacheDtype
 
 from ..parallel.sharding import WHOLE, Shard
 from .files.supported import DECODERS, DecoderTraits, Family
+from .files.text_part import MediaSwitches
 from .quantization.entries import Scheme
 from .rope_config import DynamicScaling, RopeConfig
 
@@ -238,6 +239,9 @@ class ModelConfig:
     scheme: Scheme | None = None
     """How the checkpoint stores quantized matrices, from ``quantization_config``; None: it stores plain tensors."""
 
+    media: MediaSwitches | None = None
+    """What images change; None: prompts have none."""
+
     shard: Shard = WHOLE
     """Which part of each layer this rank computes; the numbers of heads, and the intermediate sizes, are its own."""
     first_layer: int = 0
@@ -255,6 +259,11 @@ class ModelConfig:
     def traits(self) -> DecoderTraits:
         """Return what the family's classes fix, for a family of ``families.DECODERS``."""
         return DECODERS[self.family]
+
+    def shows_whole_images(self, layer: int) -> bool:
+        """Return whether a token of an image sees the image's later tokens in one of this rank's layers."""
+        kind = None if self.media is None else self.media.seen_whole
+        return kind == "all" or (kind == "sliding" and self.sliding_windows[layer] is not None)
 
     @property
     def embedding_size(self) -> int:

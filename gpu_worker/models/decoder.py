@@ -11,7 +11,7 @@ from ..attention.states import StatePlan
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.rope_config import QueryScaling
 from ..checkpoint.weights import Checkpoint
-from ..layers.embedding import InputEmbeds, embed, load_embeddings
+from ..layers.embedding import InputEmbeds, add_level, embed, load_embeddings
 from ..layers.expert_routes import ExpertRoutes
 from ..layers.linear import Linear, load_linear, make_output
 from ..layers.rotary import RotaryEmbedding, halves
@@ -60,7 +60,8 @@ class Attention:
         sinks = checkpoint.take(f"{prefix}.sinks", config.shard.part(config.num_heads)).float() if has_sinks else None
         scale, window = config.attention_scales[layer], config.sliding_windows[layer]
         chunk = config.attention_chunks[layer] if config.attention_chunks else None
-        self._rule = ScoreRule(scale, window, config.attention_softcap, sinks, chunk)
+        sees_images = config.shows_whole_images(layer)
+        self._rule = ScoreRule(scale, window, config.attention_softcap, sinks, chunk, sees_images)
         query_size = config.shard.part(config.num_heads * config.head_size)
         kv_size = config.shard.kv_part(config.num_kv_heads, config.head_size)
         sizes = (query_size, kv_size, kv_size)
@@ -296,7 +297,8 @@ class DecoderModel:
         self._stage = stage
         self._ops, self._tanh = ops, ops.rowwise(torch.tanh_)
         ropes = list(dict.fromkeys(config.ropes))
-        self._rotaries = [RotaryEmbedding(rope, device, ops.rotation, ops.rowwise(torch.log1p)) for rope in ropes]
+        log1p, axes = ops.rowwise(torch.log1p), () if config.media is None else config.media.axes
+        self._rotaries = [RotaryEmbedding(rope, device, ops.rotation, log1p, axes) for rope in ropes]
         self._rotary_of_layer = [ropes.index(rope) for rope in config.ropes]
         experts = config.experts
         self.routes: ExpertRoutes | None = None
@@ -351,8 +353,13 @@ class DecoderModel:
             residual = self._stage.receive(len(input_ids))
         delta: Tensor | None = None
         rotations = [rotary(positions) for rotary in self._rotaries]
+        # Levels count from the model's first layer: a stage's own number would add them again in every stage.
+        level = self.config.first_layer
         for layer, rotary, kv_cache in zip(self._layers, self._rotary_of_layer, kv_caches, strict=False):
             delta = layer(residual, delta, rotations[rotary], kv_cache, plan)
+            if embeds:
+                level += 1
+                add_level(delta, embeds, level)
         if self._stage is None or self.config.is_last_stage:
             return self._norm(residual, delta)
         return self._stage.send(add(residual, delta))

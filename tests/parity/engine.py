@@ -13,6 +13,7 @@ from tokenloom.engine_core.data.config import (
     LoraConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     WorkerConfig,
 )
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
@@ -56,6 +57,7 @@ class Engine:
         executor: Callable[[EngineConfig], Executor] = uni,
         batch_invariant: bool = False,
         num_threads: int = 1,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         worker = WorkerConfig(
             model=str(model),
@@ -81,6 +83,7 @@ class Engine:
             max_model_len=max_model_len,
             lora=lora or LoraConfig(),
             parallel=parallel or ParallelConfig(),
+            speculative=speculative,
         )
         self.core = EngineCore(config, executor(config))
         self.stop_token_ids = tuple(stop_token_ids)

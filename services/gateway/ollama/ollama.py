@@ -57,19 +57,31 @@ def chat_body(fields: OllamaRequest, *, is_chat: bool) -> dict[str, Any]:
     """Return the chat that a body asks for. Raises ``InvalidArgument`` naming the field."""
     chat = sampling_body(fields)
     system = [{"role": "system", "content": fields.system}] if fields.system else []
-    turns = fields.messages or [] if is_chat else [*system, {"role": "user", "content": fields.prompt}]
-    chat |= {"messages": list(map(_turn, turns)), "tools": fields.tools or None}
+    asked: Mapping[str, Any] = {"role": "user", "content": fields.prompt, "images": fields.images}
+    turns = fields.messages or [] if is_chat else [*system, asked]
+    messages = [_turn(f"messages[{index}].images" if is_chat else "images", turn) for index, turn in enumerate(turns)]
+    chat |= {"messages": messages, "tools": fields.tools or None}
     chat |= {"stream": fields.stream is not False, "response_format": _format(fields.format)}
     switch = {"chat_template_kwargs": {"enable_thinking": fields.think}, "include_reasoning": fields.think}
     effort = {"reasoning_effort": fields.think} if isinstance(fields.think, str) else switch
     return chat if fields.think is None else chat | effort
 
 
-def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    if message.get("images"):
-        raise InvalidArgument("messages: images are not supported; send text", "messages")
+def _turn(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     names = {"thinking": "reasoning_content", "tool_name": "name"}
-    return {names.get(name, name): value for name, value in message.items()}
+    turn = {names.get(name, name): value for name, value in message.items() if name != "images"}
+    if images := message.get("images"):
+        turn["content"] = [*_images(where, images), {"type": "text", "text": message.get("content") or ""}]
+    return turn
+
+
+def _images(where: str, images: object) -> list[dict[str, str]]:
+    """Return the images of a turn, which stand before its text, as in Ollama."""
+    from ..records.media import image_part, raw_url  # here: most conversations have none
+
+    if not isinstance(images, list):
+        raise InvalidArgument(f"{where} must be a list of images, each as base64", where)
+    return [image_part(f"{where}[{at}]", raw_url(f"{where}[{at}]", image)) for at, image in enumerate(images)]
 
 
 def _format(form: str | dict[str, Any] | None) -> dict[str, Any] | None:

@@ -86,6 +86,8 @@ class Identity:
             parallel_config_hash=self._ready.parallel_config_hash,
             computes_in_waves=self._ready.has_waves,
             weight_bytes=self._weight_bytes,
+            num_state_slots=self._ready.num_state_slots,
+            state_boundary=self._ready.state_boundary,
         )
 
 

@@ -120,9 +120,9 @@ RESTARTING: dict[str, dict[str, Any]] = {
 """Those whose modules begin a continued prompt with an empty state."""
 
 
-def make_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return transformers' model of this type."""
-    entries = {**_SIZES, **SERVED.get(kind, RESTARTING.get(kind, {}))}
+def make_model(kind: str, dtype: torch.dtype = torch.float32, **entries: Any) -> Any:
+    """Return transformers' model of this type, with further ``entries`` of its configuration."""
+    entries = {**_SIZES, **SERVED.get(kind, RESTARTING.get(kind, {})), **entries}
     config = transformers.AutoConfig.for_model(
         kind, **{name: each for name, each in entries.items() if each is not ...}
     )
@@ -135,7 +135,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype)
 
 
-def write_model(kind: str, path: Path, dtype: torch.dtype = torch.float32) -> Path:
+def write_model(kind: str, path: Path, dtype: torch.dtype = torch.float32, **entries: Any) -> Path:
     """Write the checkpoint of this model type to ``path`` and return that."""
-    make_model(kind, dtype).save_pretrained(path)
+    make_model(kind, dtype, **entries).save_pretrained(path)
     return path

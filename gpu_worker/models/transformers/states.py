@@ -5,7 +5,6 @@ one row [1, T, hidden_size]: a module that asks for a state is called once for e
 takes its chunk form, and once for all runs of one token, each a row of a batch, in which it takes its recurrent form.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +21,8 @@ from .paged_attention import UnservableModel
 FORM = "modules"
 """The form of states that transformers' modules compute, in ``numerics``."""
 _CHUNK = 64
-"""The tokens of a chunk in modules that name no other number."""
+"""The tokens of a chunk, in all modules. Those of Mamba-2 have 256 by default, for which transformers' code makes
+tensors of 4 GiB in a layer of Granite 4.0 H Small; with 64 it is a sixteenth."""
 _NUM_PROBED = 5
 """The tokens of the pass that finds the layers: more than a convolution looks back."""
 
@@ -34,6 +34,13 @@ class _Finder(DynamicCache):
         super().__init__(config=config)
         self.calling: list[nn.Module] = []
         self.found: dict[int, nn.Module] = {}
+
+    # transformers' own refuse to answer if no layer attends.
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         self.found[layer_idx] = self.calling[-1]
@@ -78,7 +85,8 @@ class _RunCache:
 class _Run(NamedTuple):
     """Holds a run that is computed alone."""
 
-    tokens: slice
+    pieces: list[slice]
+    """Its tokens in the step, divided into what one call computes."""
     read: int
     written: int
 
@@ -109,9 +117,12 @@ class LayersWithStates:
                 _refuse_restarts(module, shape, dtype, device)
         # A prompt that is cut where the sums of its chunks begin has the bits of one that is not. A convolution alone
         # sums the same few inputs wherever its prompt is cut.
-        recurrent = [module for module, shape in zip(modules.values(), shapes, strict=True) if shape.recurrent]
-        chunk = math.lcm(*(getattr(module, "chunk_size", _CHUNK) for module in recurrent))
-        self.layout = StateLayout(shapes, FORM, chunk)
+        self.layout = StateLayout(shapes, FORM, _CHUNK if any(shape.recurrent for shape in shapes) else 1)
+        # Mamba-2's modules compute all chunks of a call at once, in so much memory, and sum over them.
+        chunked = [module for module in modules.values() if hasattr(module, "chunk_size")]
+        for module in chunked:
+            module.__dict__["chunk_size"] = _CHUNK
+        self._piece = _CHUNK if chunked else None
         self._device = device
         self._layers: list[LayerStates | None] | None = None
         self._together: _Together | None = None
@@ -131,7 +142,7 @@ class LayersWithStates:
             if end - begin == 1 and read != FROM_ZERO and read not in written:
                 together.append((begin, read, wrote))
             else:
-                self._alone.append(_Run(slice(begin, end), read, wrote))
+                self._alone.append(_Run(_pieces(begin, end, self._piece), read, wrote))
                 written.add(wrote)
         if together:
             self._together = _Together(*torch.tensor(together, device=self._device).unbind(1))
@@ -157,10 +168,11 @@ class LayersWithStates:
             out[0, batch.rows] = part[:, 0]
         for run in self._alone:
             cache = _RunCache(*(_read(states, slice(run.read, run.read + 1)) if run.read != FROM_ZERO else ()))
-            part = forward(hidden[:, run.tokens], cache=cache, attention_mask=None)
+            for tokens in run.pieces:
+                part = forward(hidden[:, tokens], cache=cache, attention_mask=None)
+                out = part.new_empty(hidden.shape) if out is None else out
+                out[:, tokens] = part
             _write(states, slice(run.written, run.written + 1), cache)
-            out = part.new_empty(hidden.shape) if out is None else out
-            out[:, run.tokens] = part
         return out
 
 
@@ -173,6 +185,15 @@ class _Layer:
     def __call__(self, hidden_states: Tensor, *rest: Any, **options: Any) -> Tensor:
         found = self._layers.compute(self._index, self._forward, hidden_states)
         return self._forward(hidden_states, *rest, **options) if found is None else found
+
+
+def _pieces(begin: int, end: int, size: int | None) -> list[slice]:
+    """Return the tokens from ``begin`` to ``end`` in pieces of ``size``; None: in one."""
+    if size is None:
+        return [slice(begin, end)]
+    # No piece is one token, which a module would compute in its other form.
+    cuts = [begin, *range(begin + size, end - 1, size), end]
+    return [slice(first, last) for first, last in zip(cuts, cuts[1:], strict=False)]
 
 
 def _read(states: LayerStates, slots: Tensor | slice) -> tuple[Tensor, Tensor | None]:

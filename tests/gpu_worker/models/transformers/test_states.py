@@ -166,6 +166,21 @@ def test_a_right_model_passes_the_self_check(kind: str, dtype: str, tmp_path: Pa
     assert model.config.states.chunk == (1 if kind == "lfm2" else 64)
 
 
+def test_prompts_of_modules_with_large_chunks_are_cut_at_smaller_ones(tmp_path: Path) -> None:
+    """transformers makes a tensor of chunk x chunk x heads x state size for each chunk of a call."""
+    driver = Driver(load(write_model("mamba2", tmp_path, chunk_size=256)))
+    prompt, tails = draw(300, seed=9), (66, 65, 44)
+    for number, tail in enumerate(tails):
+        row = driver.begin(prompt[: 192 + tail])
+        driver.step((row, [(64, number)]))
+        driver.step((row, [(128 + tail, number)]))
+        driver.decode((row, number))
+        whole = driver.begin(row.tokens)
+        driver.step((whole, [(192 + tail, 9)]))
+        assert torch.equal(whole.logits[-1][-1], row.logits[-2][-1])
+        assert row.tokens == generate(make_model("mamba2", chunk_size=256), row.tokens[:-1], 1)
+
+
 @pytest.mark.parametrize("cuts", [[16] * 9, [37, 64, 20], [1] * 149])
 def test_a_short_convolution_has_the_same_bits_wherever_a_prompt_is_cut(cuts: list[int], tmp_path: Path) -> None:
     driver = Driver(load(write_model("lfm2", tmp_path, torch.bfloat16), "bfloat16"))

@@ -118,11 +118,6 @@ class ModelWorker:
             check_products(loader.read_config(Path(config.model)).dtype)
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
-        if self._config.speculative is not None and model_config.states is not None:
-            raise ValueError(
-                "speculative_config: drafts of models that keep a state between tokens are not verified yet; start "
-                "without it"
-            )
         if self._loras is not None:
             self._loras.check_model()
         self._pooler = self._make_pooler()

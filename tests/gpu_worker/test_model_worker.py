@@ -210,12 +210,6 @@ def test_the_profile_run_of_a_model_with_states_counts_no_slot_as_activations(tm
     assert stateful.worker.determine_available_memory() == (5 << 20) - max(0, (1 << 20) - pool)
 
 
-def test_drafts_of_models_with_states_are_refused_by_name(tmp_path):
-    path = write_model("lfm2", tmp_path)
-    with pytest.raises(ValueError, match="speculative_config: drafts of models that keep a state"):
-        StatefulWorker(path, speculative=SpeculativeConfig(method="ngram"))
-
-
 def test_what_only_the_cpu_computes_is_refused_by_name():
     config = make_config()
     config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, quantization="int8-dynamic"))

@@ -6,6 +6,7 @@ takes its chunk form, and once for all runs of one token, each a row of a batch,
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -91,13 +92,15 @@ class _Run(NamedTuple):
     written: int
 
 
-class _Together(NamedTuple):
-    """Holds the runs of one token that are computed in one batch."""
+class _Wave(NamedTuple):
+    """Holds runs that read nothing which another one of them writes."""
 
     rows: Tensor
-    """[n] int64: their tokens in the step."""
+    """[n] int64: the tokens of the runs of one token, which are computed in one batch."""
     read: Tensor
+    """[n] int64: their slots, as ``written``."""
     written: Tensor
+    alone: list[_Run]
 
 
 class LayersWithStates:
@@ -125,32 +128,33 @@ class LayersWithStates:
         self._piece = _CHUNK if chunked else None
         self._device = device
         self._layers: list[LayerStates | None] | None = None
-        self._together: _Together | None = None
-        self._alone: list[_Run] = []
+        self._waves: list[_Wave] = []
         for index, module in enumerate(modules.values()):
             module.__dict__["forward"] = _Layer(self, index, module.forward)
 
     def begin(self, plan: StatePlan) -> None:
         """Compute the runs of this plan until :meth:`end`."""
-        self._layers, self._together, self._alone = plan.layers, None, []
-        together: list[tuple[int, int, int]] = []
-        written: set[int] = set()
+        self._layers = plan.layers
+        singles, others = list[list[tuple[int, int, int]]](), list[list[_Run]]()
+        depths: dict[int, int] = {}
         begins = plan.cu_lens.tolist()
-        for index, (read, wrote) in enumerate(zip(plan.read.tolist(), plan.written.tolist(), strict=True)):
+        for index, (read, written) in enumerate(zip(plan.read.tolist(), plan.written.tolist(), strict=True)):
             begin, end = begins[index : index + 2]
             # A run that reads what an earlier one of its request writes comes after that one.
-            if end - begin == 1 and read != FROM_ZERO and read not in written:
-                together.append((begin, read, wrote))
+            depth = depths[written] = depths.get(read, -1) + 1
+            if depth == len(singles):
+                singles.append([])
+                others.append([])
+            if end - begin == 1 and read != FROM_ZERO:
+                singles[depth].append((begin, read, written))
             else:
-                self._alone.append(_Run(_pieces(begin, end, self._piece), read, wrote))
-                written.add(wrote)
-        if together:
-            self._together = _Together(*torch.tensor(together, device=self._device).unbind(1))
+                others[depth].append(_Run(_pieces(begin, end, self._piece), read, written))
+        columns = (torch.tensor(each, dtype=torch.int64, device=self._device).view(-1, 3).unbind(1) for each in singles)
+        self._waves = [_Wave(*each, alone) for each, alone in zip(columns, others, strict=True)]
 
     def end(self) -> None:
         """Let the modules compute their own forward passes."""
-        self._layers = self._together = None
-        self._alone = []
+        self._layers, self._waves = None, []
 
     def compute(self, index: int, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor | None:
         """Compute layer ``index`` for ``hidden`` [1, T, hidden_size] with its module's ``forward``; None: no plan has
@@ -160,19 +164,20 @@ class LayersWithStates:
         states = self._layers[index]
         assert states is not None, "only layers that keep a state are here"
         out: Tensor | None = None
-        if (batch := self._together) is not None:
-            cache = _RunCache(*_read(states, batch.read))
-            part = forward(hidden[0, batch.rows][:, None], cache=cache, attention_mask=None)
-            _write(states, batch.written, cache)
-            out = part.new_empty(hidden.shape)
-            out[0, batch.rows] = part[:, 0]
-        for run in self._alone:
-            cache = _RunCache(*(_read(states, slice(run.read, run.read + 1)) if run.read != FROM_ZERO else ()))
-            for tokens in run.pieces:
-                part = forward(hidden[:, tokens], cache=cache, attention_mask=None)
+        for wave in self._waves:
+            if len(wave.rows):
+                cache = _RunCache(*_read(states, wave.read))
+                part = forward(hidden[0, wave.rows][:, None], cache=cache, attention_mask=None)
+                _write(states, wave.written, cache)
                 out = part.new_empty(hidden.shape) if out is None else out
-                out[:, tokens] = part
-            _write(states, slice(run.written, run.written + 1), cache)
+                out[0, wave.rows] = part[:, 0]
+            for run in wave.alone:
+                cache = _RunCache(*(_read(states, slice(run.read, run.read + 1)) if run.read != FROM_ZERO else ()))
+                for tokens in run.pieces:
+                    part = forward(hidden[:, tokens], cache=cache, attention_mask=None)
+                    out = part.new_empty(hidden.shape) if out is None else out
+                    out[:, tokens] = part
+                _write(states, slice(run.written, run.written + 1), cache)
         return out
 
 
@@ -193,7 +198,7 @@ def _pieces(begin: int, end: int, size: int | None) -> list[slice]:
         return [slice(begin, end)]
     # No piece is one token, which a module would compute in its other form.
     cuts = [begin, *range(begin + size, end - 1, size), end]
-    return [slice(first, last) for first, last in zip(cuts, cuts[1:], strict=False)]
+    return [slice(first, last) for first, last in pairwise(cuts)]
 
 
 def _read(states: LayerStates, slots: Tensor | slice) -> tuple[Tensor, Tensor | None]:

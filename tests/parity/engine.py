@@ -58,6 +58,7 @@ class Engine:
         batch_invariant: bool = False,
         num_threads: int = 1,
         speculative: SpeculativeConfig | None = None,
+        state_memory_bytes: int | None = None,
     ) -> None:
         worker = WorkerConfig(
             model=str(model),
@@ -78,6 +79,7 @@ class Engine:
                 enable_prefix_caching=prefix_caching,
                 dtype=kv_cache_dtype,
                 disable_hybrid_kv_cache_manager=not groups,
+                state_memory_bytes=state_memory_bytes,
             ),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
             max_model_len=max_model_len,

@@ -235,11 +235,17 @@ def _find(body: nn.Module, config: Any, device: torch.device) -> tuple[dict[int,
     try:
         places = torch.arange(_NUM_PROBED, device=device)[None]
         body(input_ids=ids, position_ids=places, cache=finder, use_cache=True)
+    except UnservableModel:
+        raise
+    except Exception as error:  # a module may fail in any way, and one with a cache of its own refuses another one
+        raise UnservableModel(
+            f"keeps a state that transformers' cache does not hold ({type(error).__name__})"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
     if not finder.found:
-        raise UnservableModel("keeps a state between tokens that its layers do not ask the cache for")
+        raise UnservableModel("keeps a state that its layers do not ask transformers' cache for")
     layers = sorted(finder.found)
     return {layer: finder.found[layer] for layer in layers}, {layer: finder.layers[layer] for layer in layers}
 

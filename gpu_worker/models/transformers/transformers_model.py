@@ -156,7 +156,7 @@ class TransformersModel:
         if keeps_states(found.config):
             states = LayersWithStates(body, found.config, self._dtype, self._device)
         elif getattr(model, "_is_stateful", False):
-            raise UnservableModel("keeps a state between tokens, and not in transformers' cache")
+            raise UnservableModel("keeps a state that transformers' cache does not hold")
         rules = record(body, model, declared.max_model_len, self._device)
         self.routes = routes_of_modules(body, NUM_PROBED)
         layout = None if states is None else states.layout

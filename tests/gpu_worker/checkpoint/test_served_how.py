@@ -72,13 +72,13 @@ def of(name: str, kind: str, **entries: Any) -> dict[str, Any]:
     return LLAMA | {"architectures": [name], "model_type": kind} | entries
 
 
-STATES = "keeps a state between tokens"
+NO_SLOT = "keeps a state that transformers' cache does not hold"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "Mamba": (of("MambaForCausalLM", "mamba"), STATES),
-    "gated delta net": (of("Qwen3NextForCausalLM", "qwen3_next"), STATES),
-    "linear attention": (of("MiniMaxForCausalLM", "minimax"), "the others keep a state of their own|" + STATES),
-    "hybrid": (of("BambaForCausalLM", "bamba"), STATES),
-    "convolutions": (of("Lfm2ForCausalLM", "lfm2"), "keep a state of their own|" + STATES),
+    "RWKV": (of("RwkvForCausalLM", "rwkv"), NO_SLOT),
+    "xLSTM": (of("xLSTMForCausalLM", "xlstm"), NO_SLOT),
+    "linear attention": (of("MiniMaxForCausalLM", "minimax"), NO_SLOT),
+    "a recurrence of its own": (of("RecurrentGemmaForCausalLM", "recurrent_gemma"), "keeps a state that its layers"),
+    "Zamba": (of("ZambaForCausalLM", "zamba"), "restarts its state from zero"),
     "own attention": (of("BloomForCausalLM", "bloom"), "computes attention or state by itself"),
     "encoder and decoder": (
         of("T5ForConditionalGeneration", "t5", is_encoder_decoder=True),
@@ -242,7 +242,7 @@ def test_the_text_of_a_model_that_reads_images_is_served(tmp_path: Path, kind: s
     [
         ([], "config.json: text_config must be an object"),
         ({"model_type": "odd"}, "config.json: text_config: architectures must name the model's class"),
-        ({"model_type": "mamba"}, "MambaForCausalLM is not supported: it keeps a state"),
+        ({"model_type": "rwkv"}, "RwkvForCausalLM is not supported: it keeps a state"),
         ({"model_type": "mistral", "odd_feature": 1}, "config.json: not supported: odd_feature = 1"),
     ],
 )

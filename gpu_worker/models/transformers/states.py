@@ -220,7 +220,10 @@ def _write(states: LayerStates, slots: Tensor | slice, cache: _RunCache) -> None
 
 def keeps_states(config: Any) -> bool:
     """Return whether transformers' cache holds states of layers for this configuration."""
-    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    try:
+        layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    except AttributeError:  # some configurations lack what a cache asks for, such as the number of layers
+        return False
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 

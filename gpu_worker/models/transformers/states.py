@@ -149,8 +149,11 @@ class LayersWithStates:
                 singles[depth].append((begin, read, written))
             else:
                 others[depth].append(_Run(_pieces(begin, end, self._piece), read, written))
-        columns = (torch.tensor(each, dtype=torch.int64, device=self._device).view(-1, 3).unbind(1) for each in singles)
-        self._waves = [_Wave(*each, alone) for each, alone in zip(columns, others, strict=True)]
+        self._waves = [self._wave(single, alone) for single, alone in zip(singles, others, strict=True)]
+
+    def _wave(self, singles: list[tuple[int, int, int]], alone: list[_Run]) -> _Wave:
+        rows, read, written = torch.tensor(singles, dtype=torch.int64, device=self._device).view(-1, 3).unbind(1)
+        return _Wave(rows, read, written, alone)
 
     def end(self) -> None:
         """Let the modules compute their own forward passes."""

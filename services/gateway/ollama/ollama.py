@@ -1,13 +1,15 @@
 """Defines the bodies of Ollama's API, and translates them into the bodies of chats and completions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenloom.request.errors import ContextLengthExceeded, InvalidArgument, TokenloomError
 from tokenloom.request.narrowing import narrow_int
+from tokenloom.request.tool_format import ToolFormat
 from tokenloom.v1 import types_pb2
 
+from ..formats.call_parser import numbered_call_id
 from ..generation.running_generation import RunningGeneration
 from ..http.http_exchange import ErrorForm
 from ..openai.body_reader import AnswerOptions, Body, inherited, renamed_twice
@@ -84,6 +86,27 @@ def _images(where: str, images: object) -> list[dict[str, str]]:
     return [image_part(f"{where}[{at}]", raw_url(f"{where}[{at}]", image)) for at, image in enumerate(images)]
 
 
+def number_calls(turns: Sequence[dict[str, Any]], form: ToolFormat | None) -> None:
+    """Give ids to calls and results of tools, which have none in this API: chat templates may need them. A result is
+    that of the first call of its tool that has none yet. ``form``: how the model writes calls."""
+    number, open_calls = 0, list[tuple[object, str]]()
+    for turn in turns:
+        if isinstance(calls := turn.get("tool_calls"), list):
+            turn["tool_calls"] = [*calls]
+            for at, call in enumerate(calls):
+                function = call.get("function") if isinstance(call, dict) else None
+                if not isinstance(function, dict):
+                    continue  # refused by name where the chat is read
+                name, own_id = str(function.get("name")), call.get("id")
+                call_id = own_id if isinstance(own_id, str) and own_id else numbered_call_id(form, name, number)
+                turn["tool_calls"][at] = call | {"id": call_id}
+                open_calls.append((name, call_id))
+                number += 1
+        if turn.get("role") == "tool" and not turn.get("tool_call_id") and open_calls:
+            place = next((at for at, (name, _) in enumerate(open_calls) if name == turn.get("name")), 0)
+            turn["tool_call_id"] = open_calls.pop(place)[1]
+
+
 def _format(form: str | dict[str, Any] | None) -> dict[str, Any] | None:
     if isinstance(form, dict):
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form}}
@@ -141,7 +164,9 @@ class OllamaApi:
             form = {"stream": fields.stream is not False, "response_format": _format(fields.format)}
             request, options = self.completions.read(sampling_body(fields) | form | {"prompt": fields.prompt}, tenant)
         else:
-            request, options = self.chats.read(chat_body(fields, is_chat=self.is_chat), tenant)
+            chat = chat_body(fields, is_chat=self.is_chat)
+            number_calls(chat["messages"], self.chats.plans.tools)
+            request, options = self.chats.read(chat, tenant)
         return replace(request, most_tokens=most), options
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> OllamaAnswer:

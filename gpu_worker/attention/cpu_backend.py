@@ -36,8 +36,6 @@ class PlanArrays:
     num_requests: int
     num_groups: int
     """How many groups of requests ``prefixes`` lists."""
-    limits: Int32s | None = None
-    """[T]"""
 
     @classmethod
     def copied(
@@ -47,14 +45,12 @@ class PlanArrays:
         block_tables: IntArray,
         slot_mapping: IntArray,
         finder: SharedPrefixFinder,
-        limits: IntArray | None = None,
     ) -> Self:
         """Copy the arrays of a step, because the caller may reuse them."""
         tables, lengths = _int32(block_tables), _int32(seq_lens)
         prefixes = finder.find(np.diff(cu_query_lens), lengths, tables)
         slots = torch.from_numpy(slot_mapping.astype(np.int64))
-        seen = None if limits is None else _int32(limits)
-        return cls(_int32(cu_query_lens), lengths, tables, slots, prefixes, len(lengths), len(prefixes.lengths), seen)
+        return cls(_int32(cu_query_lens), lengths, tables, slots, prefixes, len(lengths), len(prefixes.lengths))
 
 
 def _int32(values: IntArray) -> npt.NDArray[np.int32]:
@@ -96,10 +92,8 @@ class CPUBackend(LocalBackend):
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
-        limits: IntArray | None = None,
     ) -> "CPUPlan":
-        arrays = (cu_query_lens, seq_lens, block_tables, slot_mapping)
-        return CPUPlan(self, PlanArrays.copied(*arrays, self.prefixes, limits))
+        return CPUPlan(self, PlanArrays.copied(cu_query_lens, seq_lens, block_tables, slot_mapping, self.prefixes))
 
 
 class TokenwiseBackend(CPUBackend):
@@ -123,12 +117,11 @@ class TokenwiseBackend(CPUBackend):
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
-        limits: IntArray | None = None,
     ) -> "CPUPlan":
         counts = np.diff(cu_query_lens)
         requests, tokens = np.repeat(np.arange(len(counts)), counts), np.arange(cu_query_lens[-1] + 1)
         lengths = tokens[1:] + (seq_lens - cu_query_lens[1:])[requests]
-        return super().plan(tokens, lengths, block_tables[requests], slot_mapping, limits=limits)
+        return super().plan(tokens, lengths, block_tables[requests], slot_mapping)
 
 
 class CPUPlan:
@@ -188,8 +181,6 @@ class CPUPlan:
         args.num_groups = 0 if rule.sliding_window else self._num_groups
         args.scale = rule.scale
         args.sinks = None if rule.sinks is None else rule.sinks.data_ptr()
-        if (limits := self._arrays.limits) is not None:
-            args.limits = limits.ctypes.data if rule.sees_images else None
         kernels = self._kernels
         if rule.softcap is not None:
             kernels, args.softcap = self._backend.limiting_kernels(), rule.softcap

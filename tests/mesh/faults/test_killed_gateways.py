@@ -108,10 +108,8 @@ def _join(whole: dict[str, Any], part: dict[str, Any]) -> None:
 
 
 @asynccontextmanager
-async def process(
-    mesh: Mesh, directory: Path, *flags: str
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
-    """A second gateway, in a process that can be killed. ``flags``: more of its flags."""
+async def process(mesh: Mesh, directory: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
+    """A second gateway, in a process that can be killed."""
     settings = mesh.gateway.settings
     assert isinstance(settings, GatewaySettings)
     options = {
@@ -123,7 +121,7 @@ async def process(
         "output-processors": ",".join(settings.output_processors),
         "coordinator": settings.coordinator,
     }
-    command = [sys.executable, "-m", "tokenloom.services.gateway", *flags]
+    command = [sys.executable, "-m", "tokenloom.services.gateway"]
     for name, value in options.items():
         command += [f"--{name}", value]
     victim = await asyncio.create_subprocess_exec(*command)

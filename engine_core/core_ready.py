@@ -5,6 +5,7 @@ The configuration of an encoder is adapted before: it computes whole prompts and
 
 import hashlib
 import json
+from math import lcm
 
 from msgspec.structs import replace
 
@@ -36,6 +37,8 @@ def core_ready(
         kv_layout=model.kv_layout,
         numerics=model.numerics,
         hidden_size=model.hidden_size,
+        num_state_slots=kv_cache.num_state_slots,
+        state_boundary=lcm(config.cache.block_size, kv_cache.state_chunk) if kv_cache.num_state_slots else 0,
         experts_per_token=model.experts_per_token,
         warm_up=warm_up,
         finds_reasoning=config.reasoning.marks is not None,

@@ -163,7 +163,7 @@ class ModelRunner:
             if self._speculation is not None:
                 self._speculation.update(step)
             if step.total_num_scheduled_tokens:
-                inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids)
+                inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids, step.media_rows)
                 if self._states is not None:
                     inputs = replace(inputs, states=self._states.plan(step.state_runs))
                 if self._routes is not None:
@@ -238,9 +238,9 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None
         plan = self._backend.plan(
-            inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping, tails
+            inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping, tails, inputs.limits
         )
-        token_ids, positions = self._to_device(inputs.token_ids), self._to_device(inputs.positions)
+        token_ids, positions = self._to_device(inputs.token_ids), self._to_device(inputs.turned)
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, self._to_device(rows.copy())) for start, rows in inputs.embeds]
         return self._model.forward(token_ids, positions, self.kv_caches, plan, embeds, inputs.states)

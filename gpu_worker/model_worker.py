@@ -13,7 +13,7 @@ from tokenloom.engine_core.data.core_params import ModelPooling
 from tokenloom.engine_core.data.handshake import WarmUp
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig, KVGroup, model_groups
 from tokenloom.engine_core.data.lora import LoraInfo
-from tokenloom.engine_core.data.model_info import FreedMemory, ModelInfo
+from tokenloom.engine_core.data.model_info import FreedMemory, MediaTraits, ModelInfo
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
@@ -149,7 +149,12 @@ class ModelWorker:
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
             pool_is_on_host=self._platform.pool_is_on_host,
             fall_backs=OF_PROCESS.own(),
+            media=self._media_traits(),
         )
+
+    def _media_traits(self) -> MediaTraits | None:
+        media = None if self._config.worker.language_model_only else self._model.config.media
+        return None if media is None else MediaTraits(("image",), media.levels)
 
     def _adapting(self, loader: ModelLoader) -> ModelLoader:
         return loader if self._loras is None else replace(loader, adapt=self._loras.adapt)

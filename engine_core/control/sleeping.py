@@ -175,6 +175,7 @@ class Sleeping:
             if not isinstance(error, Exception):
                 raise
             raise ExecutorFailedError(f"{error}; the engine has no weights now: call reload_weights again") from error
+        self._scheduler.reset_rows()  # they are of the old tower
         self._asleep.discard("weights")
         self._has_mixed_weights = False
         self._is_released = False

@@ -67,6 +67,10 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """As in ``Fingerprint.numerics``."""
     hidden_size: int = 0
     """Number of columns of prompt embeddings."""
+    num_state_slots: int = 0
+    """As in ``KVCacheConfig.num_state_slots``."""
+    state_boundary: int = 0
+    """States are kept after multiples of so many tokens; 0: no layer keeps one."""
     warm_up: WarmUp = WarmUp()
     """What the slowest worker computed before it was ready."""
     experts_per_token: int = 0

@@ -1,5 +1,6 @@
 """Records changes of the prefix cache as events (names and fields as in vLLM's KV events)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -40,7 +41,21 @@ class AllBlocksCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared", 
     """Says that no block can be hit any more."""
 
 
-KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+class StateStored(msgspec.Struct, array_like=True, tag="StateStored", gc=False):
+    """Says that the states of layers are kept after some blocks of a prompt, so that prompts can begin there."""
+
+    named_block: bytes
+    """The hash of the last of these blocks that placement names (:mod:`tokenloom.request.prefix_schedule`)."""
+
+
+class StateRemoved(msgspec.Struct, array_like=True, tag="StateRemoved", gc=False):
+    """Says that no state is kept any more of which this is the named block."""
+
+    named_block: bytes
+    """As in :class:`StateStored`."""
+
+
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | StateStored | StateRemoved
 
 
 class KVEventLog:
@@ -91,3 +106,40 @@ class KVEventLog:
         """Return the events since the last call."""
         events, self.events = self.events, []
         return events
+
+
+class StateEvents:
+    """Records which states are kept, in the log of the blocks. Implements ``EvictionListener`` for their slots.
+
+    Several states may have one named block; it is reported with the first of them, and removed with the last.
+    """
+
+    def __init__(self, log: KVEventLog) -> None:
+        self._log = log
+        self._named: dict[bytes, bytes] = {}  # by the hash of the last block; bounded by the slots
+        self._counts: Counter[bytes] = Counter()
+
+    def stored(self, hashes: Sequence[bytes], num_blocks: int) -> None:
+        """Record that the state after ``num_blocks`` blocks is kept. ``hashes``: of these blocks, at least."""
+        if num_named := last_named(num_blocks):
+            named = self._named[hashes[num_blocks - 1]] = hashes[num_named - 1]
+            self._counts[named] += 1
+            if self._counts[named] == 1:
+                self._log.events.append(StateStored(named))
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:
+        """Record a state whose slot is used again."""
+        self.forgot(block_hash)
+
+    def forgot(self, block_hash: bytes) -> None:
+        """Record a state that can no longer be hit."""
+        if (named := self._named.pop(block_hash, None)) is not None:
+            self._counts[named] -= 1
+            if not self._counts[named]:
+                del self._counts[named]
+                self._log.events.append(StateRemoved(named))
+
+    def forgot_all(self) -> None:
+        """Forget all states; the log says so of all blocks."""
+        self._named.clear()
+        self._counts.clear()

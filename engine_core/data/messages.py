@@ -318,8 +318,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_waiting_tokens: int = 0
     """Tokens of waiting requests that are not computed yet."""
     kv_usage: float = 0.0
-    """Share of blocks held by requests, in [0, 1]."""
+    """Share of blocks held by requests, in [0, 1]; of slots for states, if that is more."""
     num_free_blocks: int = 0
+    num_free_state_slots: int = 0
+    """Slots for states that no request has, those included that keep states of prompts."""
     prefix_cache_queries: int = 0
     """Prompt tokens looked up (counter); a preempted request is not counted again."""
     prefix_cache_hits: int = 0

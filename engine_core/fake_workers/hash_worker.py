@@ -88,6 +88,10 @@ class CheckpointSizes(NamedTuple):
     """The longest context; None if the checkpoint states none."""
     experts_per_token: int = 0
     """As in ``ModelInfo``, if every layer has experts."""
+    hidden_size: int | None = None
+    """Of a model with a tower, whose rows are so wide; None: it has none."""
+    levels: int = 1
+    """As in ``MediaTraits``."""
 
 
 def read_sizes(path: Path) -> CheckpointSizes:
@@ -104,7 +108,10 @@ def read_sizes(path: Path) -> CheckpointSizes:
     if "vocab_size" not in text:
         raise ValueError(f"{path / 'config.json'} must state vocab_size")
     experts = text.get("num_experts_per_tok", 0) * text.get("num_hidden_layers", 1)
-    return CheckpointSizes(text["vocab_size"], text.get("max_position_embeddings"), experts)
+    tower = config.get("vision_config") or {}
+    hidden_size = (config.get("text_config") or config).get("hidden_size") if tower else None
+    levels = 1 + len(tower.get("deepstack_visual_indexes") or ())
+    return CheckpointSizes(text["vocab_size"], text.get("max_position_embeddings"), experts, hidden_size, levels)
 
 
 DEFAULT_VOCAB_SIZE = 32_000
@@ -141,6 +148,7 @@ class HashWorker:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._experts_per_token = experts_per_token
+        self._hidden_size, self._levels = HIDDEN_SIZE, 1
         self._states = HashStates(state_chunk) if state_chunk else None
         self._state_bytes = state_bytes if state_chunk else 0
         self._rows: dict[str, HashRow] = {}
@@ -161,18 +169,19 @@ class HashWorker:
             self._vocab_size = sizes.vocab_size
             self._max_model_len = sizes.max_model_len or self._max_model_len
             self._experts_per_token = sizes.experts_per_token
+            self._hidden_size, self._levels = sizes.hidden_size or HIDDEN_SIZE, sizes.levels
         return ModelInfo(
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
             kv_bytes_per_token=_BYTES_PER_TOKEN,
             kv_layout=self._kv_layout,
             numerics="hash" if self._states is None else f"hash/state{self._states.chunk}",
-            hidden_size=HIDDEN_SIZE,
+            hidden_size=self._hidden_size,
             experts_per_token=self._experts_per_token,
             pooling=hash_pooling(generates=self._config.runner != "pooling"),
             state_bytes=self._state_bytes,
             state_chunk=1 if self._states is None else self._states.chunk,
-            media=None if self._config.language_model_only else MediaTraits(("image", "audio")),
+            media=None if self._config.language_model_only else MediaTraits(("image", "audio"), self._levels),
         )
 
     def determine_available_memory(self) -> int:

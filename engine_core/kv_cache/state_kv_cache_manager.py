@@ -1,7 +1,7 @@
 """Gives requests of a model whose layers keep a state KV blocks and slots."""
 
 from ..data.config import CacheConfig
-from ..data.kv_events import KVEventLog
+from ..data.kv_events import KVEventLog, StateEvents
 from ..data.kv_groups import KVCacheConfig
 from ..data.request import RequestKV, SessionReturn
 from .kv_cache_manager import KVCacheManager
@@ -20,6 +20,9 @@ class StateKVCacheManager(KVCacheManager):
         """Make pools of the sizes in ``kv_cache``. ``events``: see :class:`.KVCacheManager`."""
         super().__init__(kv_cache.num_blocks, cache, events, has_null_block=kv_cache.has_null_block)
         self.states: StateSlots = StateSlots(kv_cache, cache, self.pool, self.cache_accepted)
+        if events is not None:
+            self.states.events = StateEvents(events)
+            self.states.pool.listeners.append(self.states.events)
         self._looked = ("", 0)
         # Without a state at its end KV is worth nothing. In strict mode decoded tokens have other KV than a prompt with
         # the same tokens, and under the hash only one of them can be found.

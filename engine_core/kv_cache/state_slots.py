@@ -11,6 +11,7 @@ from math import lcm
 from typing import NamedTuple
 
 from ..data.config import CacheConfig
+from ..data.kv_events import StateEvents
 from ..data.kv_groups import KVCacheConfig
 from ..data.request import RequestKV, RequestState
 from ..data.scheduler_output import StateRun
@@ -64,6 +65,7 @@ class StateSlots:
         self._block_size = cache.block_size
         self._blocks = blocks
         self._register = register
+        self.events: StateEvents | None = None
         self._num_hits = [0] * kv_cache.num_state_slots  # of the state that each slot has
         self._kept: list[_Kept] = []  # bounded by the step
         self._read: list[int] = []  # slots that the step reads and no request owns any more
@@ -211,6 +213,8 @@ class StateSlots:
         if is_new:
             self.num_kept += 1
             self._num_hits[kept.slot] = 0
+            if self.events is not None:
+                self.events.stored(request.block_hashes, index + 1)
         return is_new
 
     def _demote(self, state: RequestState) -> None:

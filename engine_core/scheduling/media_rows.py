@@ -213,6 +213,8 @@ class MediaRows:
                 rows.append(EmbedsSpan(first, whole[first + offset : last + offset]))
         if (holding := self._holdings.get(request.request_id)) is not None:
             self._release(holding, [key for key in holding.keys if key not in later])
+            # What it holds may now have a gap, if an image stands again behind one that it lacks.
+            self.may_get_more |= holding.is_short
             if not later:
                 del self._holdings[request.request_id]
         return rows

@@ -340,6 +340,10 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return the statistics as they are now; counters grow over the scheduler's life."""
         stats = self._recorder.stats(self.waiting, self.running, self.kv.pool)
+        if (states := self.kv.states) is not None:
+            # A slot for each request that runs. What the last step read or wrote is held a step longer.
+            stats.num_free_state_slots = states.pool.num_blocks - len(self.running)
+            stats.kv_usage = max(stats.kv_usage, len(self.running) / states.pool.num_blocks)
         if self._grammars is not None:
             stats.num_waiting += len(self._grammars.compiling)
         if self._remote is not None:

@@ -22,7 +22,7 @@ _ANY = r"(.|\n)*"
 _KEYS: Mapping[str, frozenset[str]] = {
     "const_string": frozenset({"value"}),
     "json_schema": frozenset({"json_schema"}),
-    "regex": frozenset({"pattern"}),
+    "regex": frozenset({"pattern", "also", "excludes"}),
     "any_text": frozenset(),
     "sequence": frozenset({"elements"}),
     "or": frozenset({"elements"}),
@@ -77,6 +77,8 @@ class _Writer:
         match kind:
             case "any_text":
                 return self._any_text(end)
+            case "regex" if found.get("excludes"):
+                return self._text_like(found, end)
             case "sequence":
                 *before, last = found["elements"]
                 return " ".join([*(self._format(each, None) for each in before), self._format(last, end)])
@@ -148,6 +150,22 @@ class _Writer:
         if len(special) < len(end):
             raise _unsupported("any_text whose ends are special tokens and others")
         return f"{self._rule(f'/{_ANY}/', terminal=True)} {self._ends(special)}"
+
+    def _text_like(self, found: Any, end: _End) -> str:
+        """Return a text up to its end that matches expressions: ``also`` has more than one. ``excludes``: what it does
+        not hold."""
+        also, excludes = found.get("also") or [], found["excludes"]
+        for texts in (also, excludes):
+            if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
+                raise _unsupported("a regex whose also or excludes is no list of texts")
+        if not end or not all(end):
+            raise _unsupported("a regex that excludes texts without an end")
+        without = [f"~{self._pattern(f'(?s:.*){re.escape(each)}(?s:.*)')}" for each in excludes]
+        text = self._rule(" & ".join([*map(self._pattern, (found["pattern"], *also)), *without]), terminal=True)
+        if any(each in self._special for each in end):
+            return f"{text} {self._ends(end)}"
+        # Terminals take as much as they can, also of what ends them; this one takes as little as it can.
+        return self._rule(f"{text} ({' | '.join(map(quoted, end))})", attributes="[lazy]")
 
     def _lazy(self, ends: Sequence[str]) -> str:
         """Return text up to the first of these ends, which are included."""

@@ -95,6 +95,8 @@ def _with_limits(source: str) -> str:
         if part.get("type") == "json_schema" and isinstance(part.get("json_schema"), dict):
             part["json_schema"] = json.loads(close_objects(json.dumps(part["json_schema"])))
             part.setdefault("max_whitespace_cnt", _MAX_WHITESPACE)
+        if part.get("type") == "regex":
+            part = {name: value for name, value in part.items() if name not in ("also", "excludes")}
         return part
 
     return json.dumps(json.loads(source, object_hook=limited))

@@ -33,6 +33,9 @@ class ScoreRule:
     chunk: int | None = None
     """A token at position p sees [p // chunk * chunk, p]; None: what the window says. Only ``varied_backend`` reads
     it."""
+    sees_images: bool = False
+    """Whether a token of an image sees the image's later tokens, as the plan's limits say; a window counts from its own
+    position all the same."""
 
     @property
     def is_plain(self) -> bool:
@@ -72,7 +75,8 @@ class AttentionPlan(Protocol):
         """Store [T, num_kv_heads, head_size] keys and values in the slots of their tokens."""
 
     def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
-        """Compute causal attention of [T, num_heads, head_size] queries over the cached tokens of their requests.
+        """Compute causal attention, but for what ``rule.sees_images`` says, of [T, num_heads, head_size] queries over
+        the cached tokens of their requests.
 
         Returns [T, num_heads, head_size].
         """
@@ -100,6 +104,7 @@ class AttentionBackend(Protocol):
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
+        limits: IntArray | None = None,
     ) -> AttentionPlan:
         """Prepare a step.
 
@@ -107,6 +112,7 @@ class AttentionBackend(Protocol):
         request in the cache once this step's are written. ``block_tables`` [n, ≥ blocks of the longest]: block ids in
         order of position; entries past a request's last block are not read. ``slot_mapping`` [T]:
         block id * block_size + offset of each token. ``foreign_tails``: indices of the requests behind whose tokens
-        earlier plans have zeroed nothing, if ``reads_tails``; None: all requests. The arrays may be reused after the
-        call.
+        earlier plans have zeroed nothing, if ``reads_tails``; None: all requests. ``limits`` [T]: the last position
+        that each token sees in layers whose rule has ``sees_images``: at least its own, growing in a request, and
+        before the request's seq_len; None: its own. The arrays may be reused after the call.
         """

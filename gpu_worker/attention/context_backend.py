@@ -46,6 +46,7 @@ class ContextBackend:
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
+        limits: IntArray | None = None,
     ) -> "ContextPlan":
         return ContextPlan(self, cu_query_lens.tolist(), seq_lens.tolist(), block_tables.copy(), slot_mapping)
 

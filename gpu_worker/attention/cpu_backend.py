@@ -36,6 +36,8 @@ class PlanArrays:
     num_requests: int
     num_groups: int
     """How many groups of requests ``prefixes`` lists."""
+    limits: Int32s | None = None
+    """[T]"""
 
     @classmethod
     def copied(
@@ -45,12 +47,14 @@ class PlanArrays:
         block_tables: IntArray,
         slot_mapping: IntArray,
         finder: SharedPrefixFinder,
+        limits: IntArray | None = None,
     ) -> Self:
         """Copy the arrays of a step, because the caller may reuse them."""
         tables, lengths = _int32(block_tables), _int32(seq_lens)
         prefixes = finder.find(np.diff(cu_query_lens), lengths, tables)
         slots = torch.from_numpy(slot_mapping.astype(np.int64))
-        return cls(_int32(cu_query_lens), lengths, tables, slots, prefixes, len(lengths), len(prefixes.lengths))
+        seen = None if limits is None else _int32(limits)
+        return cls(_int32(cu_query_lens), lengths, tables, slots, prefixes, len(lengths), len(prefixes.lengths), seen)
 
 
 def _int32(values: IntArray) -> npt.NDArray[np.int32]:
@@ -92,8 +96,10 @@ class CPUBackend(LocalBackend):
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
+        limits: IntArray | None = None,
     ) -> "CPUPlan":
-        return CPUPlan(self, PlanArrays.copied(cu_query_lens, seq_lens, block_tables, slot_mapping, self.prefixes))
+        arrays = (cu_query_lens, seq_lens, block_tables, slot_mapping)
+        return CPUPlan(self, PlanArrays.copied(*arrays, self.prefixes, limits))
 
 
 class TokenwiseBackend(CPUBackend):
@@ -117,11 +123,12 @@ class TokenwiseBackend(CPUBackend):
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
+        limits: IntArray | None = None,
     ) -> "CPUPlan":
         counts = np.diff(cu_query_lens)
         requests, tokens = np.repeat(np.arange(len(counts)), counts), np.arange(cu_query_lens[-1] + 1)
         lengths = tokens[1:] + (seq_lens - cu_query_lens[1:])[requests]
-        return super().plan(tokens, lengths, block_tables[requests], slot_mapping)
+        return super().plan(tokens, lengths, block_tables[requests], slot_mapping, limits=limits)
 
 
 class CPUPlan:
@@ -181,6 +188,8 @@ class CPUPlan:
         args.num_groups = 0 if rule.sliding_window else self._num_groups
         args.scale = rule.scale
         args.sinks = None if rule.sinks is None else rule.sinks.data_ptr()
+        if (limits := self._arrays.limits) is not None:
+            args.limits = limits.ctypes.data if rule.sees_images else None
         kernels = self._kernels
         if rule.softcap is not None:
             kernels, args.softcap = self._backend.limiting_kernels(), rule.softcap

@@ -75,6 +75,7 @@ class GroupedBackend:
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
+        limits: IntArray | None = None,
     ) -> "GroupedPlan":
         plans = [
             backend.plan(
@@ -83,6 +84,7 @@ class GroupedBackend:
                 np.ascontiguousarray(block_tables[:, index :: len(self._groups)]),
                 slot_mapping[index],
                 foreign_tails,
+                limits,
             )
             for index, backend in enumerate(self.parts)
         ]

@@ -96,6 +96,7 @@ class LatentBackend(LocalBackend):
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
+        limits: IntArray | None = None,
     ) -> "LatentPlan":
         return self.plan_kind(self, cu_query_lens, seq_lens, block_tables, slot_mapping)
 

@@ -58,8 +58,10 @@ class TorchBackend(LocalBackend):
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
+        limits: IntArray | None = None,
     ) -> "TorchPlan":
-        batch = AttentionBatch(np.diff(cu_query_lens), cu_query_lens[:-1].copy(), seq_lens.copy(), block_tables.copy())
+        copies = (cu_query_lens[:-1].copy(), seq_lens.copy(), block_tables.copy())
+        batch = AttentionBatch(np.diff(cu_query_lens), *copies, None if limits is None else limits.copy())
         tails = _tails(batch, self.block_size, foreign_tails)
         return TorchPlan(batch, slot_mapping, tails, self._config, self.block_size, self.device)
 
@@ -72,6 +74,8 @@ class AttentionBatch:
     first_rows: IntArray
     seq_lens: IntArray
     block_tables: IntArray
+    limits: IntArray | None
+    """[T]: the last position that each token sees; None: its own."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,8 @@ class DecodeGroup:
 
 
 class TorchPlan:
-    """Holds the segments and groups of a step; they are made when a layer first asks for their sliding window."""
+    """Holds the segments and groups of a step; they are made when a layer first asks for their sliding window, and for
+    whether tokens see later ones of their image."""
 
     def __init__(
         self,
@@ -123,7 +128,7 @@ class TorchPlan:
         blocks, offsets = np.divmod(slot_mapping, block_size)
         self._slots = self._index(slot_mapping)
         self._places = (self._index(blocks), self._index(offsets))
-        self._work: dict[int | None, tuple[list[Segment], list[DecodeGroup]]] = {}
+        self._work: dict[tuple[int | None, bool], tuple[list[Segment], list[DecodeGroup]]] = {}
 
     def slots_of(self, kv_cache: KVCache) -> Tensor:
         return self._slots
@@ -132,10 +137,10 @@ class TorchPlan:
         write_slots(key, value, kv_cache, *self._places)
 
     def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
-        sliding_window = rule.sliding_window
-        if sliding_window not in self._work:
-            self._work[sliding_window] = (self._segments(sliding_window), self._decode_groups(sliding_window))
-        segments, groups = self._work[sliding_window]
+        window, sees_images = kind = rule.sliding_window, rule.sees_images and self._batch.limits is not None
+        if kind not in self._work:
+            self._work[kind] = (self._segments(window, sees_images), self._decode_groups(window))
+        segments, groups = self._work[kind]
         if len(self._tails):
             self._zero_tails(kv_cache)
         flat_cache = kv_cache.flatten(1, 2).flatten(2)
@@ -161,7 +166,7 @@ class TorchPlan:
         flat = as_bytes(kv_cache) if kv_cache.dtype == FP8_KV else kv_cache
         flat.view(-1, head_size).index_fill_(0, self._tail_rows, 0)
 
-    def _segments(self, window: int | None) -> list[Segment]:
+    def _segments(self, window: int | None, sees_images: bool) -> list[Segment]:
         batch = self._batch
         segments = []
         for request in np.flatnonzero(batch.query_lens > 1).tolist():
@@ -169,25 +174,29 @@ class TorchPlan:
             for begin in range(0, num_queries, _QUERY_ROWS):
                 end = min(begin + _QUERY_ROWS, num_queries)
                 context = seq_len - num_queries
-                segments.append(self._segment(request, context, begin, end, window))
+                segments.append(self._segment(request, context, begin, end, window, sees_images))
         return segments
 
-    def _segment(self, request: int, context: int, begin: int, end: int, window: int | None) -> Segment:
+    def _segment(
+        self, request: int, context: int, begin: int, end: int, window: int | None, sees_images: bool
+    ) -> Segment:
         """Make the segment of queries [begin, end) of a request with ``context`` tokens before this step."""
-        last = context + end
+        last, row = context + end, int(self._batch.first_rows[request])
+        limits = self._batch.limits[row + begin : row + end] if sees_images and self._batch.limits is not None else None
+        if limits is not None:
+            last = int(limits[-1]) + 1  # no earlier token sees more
         first_block = 0 if window is None else max(context + begin - window + 1, 0) // self._block_size
         first = first_block * self._block_size
         table = self._batch.block_tables[request, first_block : -(-last // self._block_size)]
         mask = None
         # `is_causal` of PyTorch aligns the mask to the upper left corner, so it fits only queries that begin with the
         # first key.
-        if context + begin > 0 or (window is not None and window < last):
-            queries = torch.arange(context + begin, last, device=self._device)[:, None]
+        if limits is not None or context + begin > 0 or (window is not None and window < last):
+            queries = torch.arange(context + begin, context + end, device=self._device)[:, None]
             keys = torch.arange(first, last, device=self._device)
-            mask = keys <= queries
+            mask = keys <= (queries if limits is None else self._index(limits)[:, None])
             if window is not None:
                 mask &= keys > queries - window
-        row = int(self._batch.first_rows[request])
         return Segment(slice(row + begin, row + end), self._cache_rows(table[None]), last - first, mask)
 
     def _decode_groups(self, window: int | None) -> list[DecodeGroup]:
@@ -304,9 +313,12 @@ class ReferenceBackend(LocalBackend):
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
+        limits: IntArray | None = None,
     ) -> "ReferencePlan":
         slots = torch.from_numpy(slot_mapping.astype(np.int64)).to(self.device)
-        return ReferencePlan(cu_query_lens.tolist(), seq_lens.tolist(), block_tables.tolist(), slots, self.block_size)
+        lists = (cu_query_lens.tolist(), seq_lens.tolist(), block_tables.tolist())
+        seen = None if limits is None else torch.from_numpy(limits.astype(np.int64)).to(self.device)
+        return ReferencePlan(*lists, slots, self.block_size, seen)
 
 
 @dataclass(frozen=True)
@@ -318,6 +330,8 @@ class ReferencePlan:
     block_tables: list[list[int]]
     slots: Tensor
     block_size: int
+    limits: Tensor | None
+    """[T]: the last position that each token sees; None: its own."""
 
     def slots_of(self, kv_cache: KVCache) -> Tensor:
         return self.slots
@@ -334,13 +348,16 @@ class ReferencePlan:
             first = 0 if rule.sliding_window is None else max(0, start - rule.sliding_window + 1)
             slots = [(table[p // self.block_size], p % self.block_size) for p in range(first, seq_len)]
             key, value = torch.stack([cached[:, block, :, offset] for block, offset in slots], dim=2).float()
-            out[rows] = _attend_one(query[rows].float(), key, value, rule, first).to(out.dtype)
+            limits = self.limits[rows] if rule.sees_images and self.limits is not None else None
+            out[rows] = _attend_one(query[rows].float(), key, value, rule, first, limits).to(out.dtype)
         return out
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, first: int) -> Tensor:
+def _attend_one(
+    query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, first: int, limits: Tensor | None
+) -> Tensor:
     """Attend with [q, heads, size] over [kv_heads, s, size], whose first position is ``first``; the last query is the
-    last position."""
+    last position. ``limits`` [q]: the last position that each query sees; None: its own."""
     (num_queries, num_heads, _), (num_kv_heads, num_keys, _) = query.shape, key.shape
     seq_len = first + num_keys
     key, value = (x.repeat_interleave(num_heads // num_kv_heads, dim=0) for x in (key, value))
@@ -349,7 +366,7 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, firs
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
     positions = torch.arange(seq_len - num_queries, seq_len, device=query.device)[:, None]
     others = torch.arange(first, seq_len, device=query.device)
-    hidden = others > positions
+    hidden = others > (positions if limits is None else limits[:, None])
     if rule.sliding_window is not None:
         hidden = hidden | (others <= positions - rule.sliding_window)
     scores = scores.masked_fill(hidden, float("-inf"))

@@ -102,6 +102,7 @@ class TritonBackend(LocalBackend):
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
+        limits: IntArray | None = None,
     ) -> AttentionPlan:
         """Prepare a step as :class:`~.attention_backend.AttentionBackend` says, with one copy to the device."""
         query_lens = np.diff(cu_query_lens)
@@ -109,10 +110,8 @@ class TritonBackend(LocalBackend):
         work = work_entries(query_lens, shape.rows // self.group)
         longest = int(seq_lens.max(initial=1))
         splits = num_splits(int(cu_query_lens[-1]), len(work), self.num_kv_heads, longest, shape.tile)
-        slots, *others = copy_packed(
-            [slot_mapping.astype(np.int64), *(_int32(each) for each in (work, cu_query_lens, seq_lens, block_tables))],
-            self.device,
-        )
+        arrays = (work, cu_query_lens, seq_lens, block_tables, *(() if limits is None else (limits,)))
+        slots, *others = copy_packed([slot_mapping.astype(np.int64), *map(_int32, arrays)], self.device)
         return self.plan_of(PlanTensors(slots, *others), shape, splits)
 
     def plan_of(self, tensors: "PlanTensors", shape: ProgramShape, splits: int) -> AttentionPlan:
@@ -130,6 +129,7 @@ class PlanTensors:
     query_starts: Tensor
     seq_lens: Tensor
     block_tables: Tensor
+    limits: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,7 @@ class TritonPlan:
         query = token_rows(query)
         num_tokens, num_heads, head = query.shape
         padded_head, splits, tensors = power_of_2(kv_cache.shape[4], 16), self.splits, self.tensors
+        limits = tensors.limits if rule.sees_images else None
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         partial = sums = out
         if splits > 1:
@@ -186,6 +187,7 @@ class TritonPlan:
             tensors.seq_lens,
             tensors.block_tables,
             query if rule.sinks is None else rule.sinks,
+            tensors.work if limits is None else limits,
             rule.scale,
             rule.softcap or 0.0,
             rule.sliding_window or 0,
@@ -203,6 +205,7 @@ class TritonPlan:
             HAS_WINDOW=rule.sliding_window is not None,
             HAS_SOFTCAP=rule.softcap is not None,
             HAS_SINKS=rule.sinks is not None,
+            HAS_LIMITS=limits is not None,
             num_warps=self.shape.warps,
             num_stages=self.shape.stages,
         )

@@ -37,6 +37,7 @@ class _Step:
     tables: IntArray
     slots: IntArray
     foreign_tails: IntArray | None
+    limits: IntArray | None
     block_size: int
 
     def scaled(self, ratio: int) -> "_Step":
@@ -64,6 +65,7 @@ class _Step:
             seq_lens=stops - origins,
             tables=self.tables[requests[:, None], np.minimum(columns, last)],
             foreign_tails=None,
+            limits=None,  # no layer with chunks shows a token later ones
         )
 
 
@@ -101,9 +103,11 @@ class VariedBackend:
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
+        limits: IntArray | None = None,
     ) -> "VariedPlan":
         arrays = (cu_query_lens.copy(), seq_lens.copy(), block_tables.copy(), slot_mapping.copy())
-        return VariedPlan(self, _Step(*arrays, foreign_tails, self._block_size))
+        limits = None if limits is None else limits.copy()
+        return VariedPlan(self, _Step(*arrays, foreign_tails, limits, self._block_size))
 
     def kind_of(self, kv_cache: KVCache, chunk: int | None) -> _Kind:
         """Return the kind of the layer with this cache."""
@@ -122,7 +126,8 @@ class VariedBackend:
             step = step.scaled(ratio)
         if kind.chunk is not None:
             step = step.chunked(kind.chunk)
-        return self._parts[kind].plan(step.query_starts, step.seq_lens, step.tables, step.slots, step.foreign_tails)
+        arrays = (step.query_starts, step.seq_lens, step.tables, step.slots)
+        return self._parts[kind].plan(*arrays, step.foreign_tails, step.limits)
 
 
 class VariedPlan:

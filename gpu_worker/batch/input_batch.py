@@ -1,7 +1,7 @@
 """The persistent batch: the worker's state of every request between steps, from which each step gathers its arrays."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from tokenloom.engine_core.data.core_params import CorePoolingParams, CoreSamplingParams
-from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 
 from ..attention.states import StatePlan
@@ -18,10 +18,12 @@ from ..sampler.host.logits_processors import make_logits_processors
 from ..sampler.host.logprobs import LogprobRows
 from .batch_arrays import BlockTable, Gathered, RowChanges, StepArrays, StepRows, make_gatherer, make_kernel_sampler
 from .expected_tokens import UNKNOWN_TOKEN, Places
-from .prompt_rows import PromptEmbeds, PromptLogprobRows, TokenRows, only_tokens
+from .media_rows import MediaRows
+from .prompt_rows import PromptEmbeds, PromptLogprobRows, TokenRows, mark, only_tokens, replaced_ranges
 
 Ints = npt.NDArray[np.int64]
 _NONE: Mapping[str, list[int]] = MappingProxyType({})
+_NO_ROWS: Mapping[str, list[EmbedsSpan]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,15 @@ class StepInputs:
     """Drafts by request of the step: its last tokens here, which are verified and not yet its own."""
     states: StatePlan | None = None
     """The slots that the step reads and writes; None: no layer keeps a state."""
+    rope: Ints | None = None
+    """Rotary positions, where they are not ``positions``: see :meth:`~.media_rows.MediaRows.rope`."""
+    limits: Ints | None = None
+    """[T]: the last position that each token sees in layers that show it its image; None: its own."""
+
+    @property
+    def turned(self) -> Ints:
+        """The rotary positions, [T] or [3, T]."""
+        return self.positions if self.rope is None else self.rope
 
     def num_logit_rows(self) -> Ints:
         """Return how many rows of logits each request of ``sampled`` has with its drafts, [S]."""
@@ -74,6 +85,7 @@ class _Request:
     prompt_embeds: list[EmbedsSpan]
     adapter: bytes
     pooling: CorePoolingParams | None
+    media: list[MediaSpan]
 
 
 class InputBatch:
@@ -108,6 +120,7 @@ class InputBatch:
         self.logprobs = LogprobRows()
         self.prompt_logprobs = PromptLogprobRows()
         self.prompt_embeds = PromptEmbeds()
+        self.media = MediaRows(self.max_num_seqs)
         self.pooled = PooledRows()
         self.routed: set[int] = set()
         """Rows of requests that ask which experts computed their tokens."""
@@ -151,7 +164,12 @@ class InputBatch:
             self._remove_row(req_id)
         for new in step.scheduled_new_reqs:
             self._requests[new.req_id] = _Request(
-                new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds, new.adapter, new.pooling_params
+                new.sampling_params,
+                len(new.prompt_token_ids),
+                new.prompt_embeds,
+                new.adapter,
+                new.pooling_params,
+                new.media,
             )
             token_ids = new.prompt_token_ids + new.output_token_ids
             self._add_row(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
@@ -209,9 +227,9 @@ class InputBatch:
 
     def _add_extras(self, row: int, request: _Request, token_ids: list[int]) -> bool:
         """Note what a request asks for beside the plain sampling of tokens. Returns whether it asks for any."""
-        params, embeds = request.params, request.prompt_embeds
+        params, embeds, media = request.params, request.prompt_embeds, request.media
         # Embeddings of the prompt are no tokens that a processor could count.
-        counted = only_tokens(token_ids, embeds) if embeds else token_ids
+        counted = only_tokens(token_ids, replaced_ranges(embeds, media)) if embeds or media else token_ids
         num_prompt_tokens = request.num_prompt_tokens - (len(token_ids) - len(counted))
         asks = self.logits_processors.add(row, params, counted, num_prompt_tokens)
         if params.logprobs is not None:
@@ -223,14 +241,19 @@ class InputBatch:
         if request.adapter:
             self.adapters[row] = request.adapter
         if embeds:
-            self.prompt_embeds.add(row, embeds)
+            self.prompt_embeds.add(row, embeds, self._num_computed.item(row))
+        if media:
+            self.media.add(row, media)
+            for span in media:
+                # What stands for an image may lie above the vocabulary, and its row replaces its embedding anyway.
+                self.token_ids[row, span.position : span.end] = 0
         if request.pooling is not None:
             # Pooling must not slow generation down: such a request is scheduled like any prompt, and one token more
             # than it has keeps each step from sampling for it.
             self.pooled[row] = PooledPrompt(request.pooling, len(token_ids))
             self._num_tokens[row] += 1
         reports = params.logprobs is not None or params.prompt_logprobs is not None or params.return_routed_experts
-        return asks or reports or bool(request.adapter or embeds) or request.pooling is not None
+        return asks or reports or bool(request.adapter or embeds or media) or request.pooling is not None
 
     def _remove_row(self, req_id: str) -> None:
         row = self._row_of.pop(req_id, None)
@@ -248,12 +271,19 @@ class InputBatch:
         self.logprobs.pop(row, None)
         self.prompt_logprobs.pop(row, None)
         self.prompt_embeds.remove(row)
+        self.media.remove(row)
         self.pooled.pop(row, None)
         self.routed.discard(row)
         self.adapters.pop(row, None)
 
-    def prepare(self, num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, list[int]] = _NONE) -> StepInputs:
-        """Gather the arrays of a step that computes so many tokens of each of these requests, ``drafts`` included."""
+    def prepare(
+        self,
+        num_scheduled_tokens: Mapping[str, int],
+        drafts: Mapping[str, list[int]] = _NONE,
+        media_rows: Mapping[str, list[EmbedsSpan]] = _NO_ROWS,
+    ) -> StepInputs:
+        """Gather the arrays of a step that computes so many tokens of each of these requests, ``drafts`` included.
+        ``media_rows``: those of images that it needs, by request."""
         step_rows, req_ids = self._step_rows, list(num_scheduled_tokens)
         if step_rows is None or step_rows.req_ids != req_ids:
             step_rows = self._step_rows = StepRows.find(req_ids, self._row_of, self._params)
@@ -263,14 +293,32 @@ class InputBatch:
             end = self._num_tokens.item(row)
             self.token_ids[row, end : end + len(token_ids)] = token_ids
         counts, rows = num_scheduled_tokens.values(), step_rows.rows
-        if self._gatherer is not None and not self.prompt_embeds.spans:
+        if self._gatherer is not None and not self.prompt_embeds.live:
             gathered = self._gatherer.gather(step_rows, counts)
             if gathered is not self._gathered or drafts:
                 self._gathered = None if drafts else gathered
                 self._inputs = StepInputs(step_rows.req_ids, rows, *gathered, drafts=drafts)
-            return self._inputs
-        lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
-        return self.gather(step_rows.req_ids, rows, self._num_computed[rows], lengths, drafts)
+            if not self.media.images:
+                return self._inputs
+            lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
+            # Copied: a recorded step reads rotary positions from where these lie.
+            inputs = replace(self._inputs, positions=self._inputs.positions.copy())
+            inputs = self._turned(inputs, self._num_computed[rows], lengths)
+        else:
+            lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
+            inputs = self.gather(step_rows.req_ids, rows, self._num_computed[rows], lengths, drafts)
+            if self.prompt_embeds.live:
+                self.prompt_embeds.settle(rows, inputs.seq_lens)
+            if not self.media.images:
+                return inputs
+        starts = inputs.seq_lens.astype(np.int64) - lengths
+        found = self.media.step(inputs.req_ids, rows, starts, lengths, media_rows)
+        return replace(inputs, embeds=[*inputs.embeds, *found.embeds], limits=found.limits)
+
+    def _turned(self, inputs: StepInputs, starts: Ints, lengths: Ints) -> StepInputs:
+        """Return a step with the rotary positions of its tokens, if images make them others than their indices."""
+        rope = self.media.rope(inputs.rows, starts, lengths, inputs.positions)
+        return inputs if rope is None else replace(inputs, rope=rope)
 
     def gather(
         self, req_ids: list[str], rows: Ints, starts: Ints, lengths: Ints, drafts: Mapping[str, list[int]] = _NONE
@@ -291,7 +339,7 @@ class InputBatch:
             np.cumsum(lengths, out=cu_query_lens[1:])
             positions = np.arange(cu_query_lens[-1]) + np.repeat(starts - cu_query_lens[:-1], lengths)
             token_rows = np.repeat(rows, lengths)
-        return StepInputs(
+        inputs = StepInputs(
             req_ids=req_ids,
             rows=rows,
             token_ids=self.token_ids[token_rows, positions].astype(np.int64),
@@ -301,15 +349,19 @@ class InputBatch:
             block_tables=self.block_table.gather(rows),
             slot_mapping=self.block_table.slots(token_rows, positions),
             sampled=np.flatnonzero(seq_lens >= self._num_tokens[rows]),
-            embeds=self.prompt_embeds.gather(rows, starts, lengths, cu_query_lens) if self.prompt_embeds.spans else (),
+            embeds=self.prompt_embeds.gather(rows, starts, lengths, cu_query_lens) if self.prompt_embeds.live else (),
             drafts=drafts,
         )
+        return self._turned(inputs, starts, lengths) if self.media.images else inputs
 
     def known_tokens(self, req_id: str) -> npt.NDArray[np.int32]:
-        """Return the prompt and output of a request that has a row, with marks for embeddings of the prompt; see
-        :meth:`.PromptEmbeds.mark`."""
-        row = self._row_of[req_id]
-        return self.prompt_embeds.mark(row, self.token_ids[row, : self._num_tokens[row]])
+        """Return the prompt and output of a request that has a row, with marks for tokens that have rows in place of
+        ids; see :func:`.prompt_rows.mark`."""
+        row, request = self._row_of[req_id], self._requests[req_id]
+        token_ids = self.token_ids[row, : self._num_tokens[row]]
+        if not (request.prompt_embeds or request.media):
+            return token_ids
+        return mark(token_ids, replaced_ranges(request.prompt_embeds, request.media))
 
     def num_tokens(self, row: int) -> int:
         """Return how many tokens of prompt and output a row has."""

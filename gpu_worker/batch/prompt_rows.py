@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
-from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 from tokenloom.engine_core.data.messages import Logprobs
 
 from ..sampler.device.device_sampler import DeviceSampler
@@ -21,13 +21,32 @@ Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 
-def only_tokens(token_ids: Sequence[int], spans: Sequence[EmbedsSpan]) -> list[int]:
-    """Return a request's tokens without those that have embeddings in place of an id."""
+Ranges = Sequence[tuple[int, int]]
+"""(begin, end) of positions, in order and without overlap."""
+
+
+def replaced_ranges(spans: Sequence[EmbedsSpan], media: Sequence[MediaSpan]) -> Ranges:
+    """Return the places of a prompt's tokens that have rows in place of an id."""
+    own = [(span.position, span.position + len(span.rows)) for span in spans]
+    return sorted(own + [(span.position, span.end) for span in media])
+
+
+def only_tokens(token_ids: Sequence[int], replaced: Ranges) -> list[int]:
+    """Return a request's tokens without those that have rows in place of an id."""
     tokens, start = list[int](), 0
-    for span in spans:
-        tokens += token_ids[start : span.position]
-        start = span.position + len(span.rows)
+    for begin, end in replaced:
+        tokens += token_ids[start:begin]
+        start = end
     return tokens + list(token_ids[start:])
+
+
+def mark(token_ids: Int32s, replaced: Ranges) -> Int32s:
+    """Return a request's first tokens [n], with a negative number of its own for each that has a row in place of an id:
+    such a token equals no other one."""
+    marked = token_ids.copy()
+    for begin, end in replaced:
+        marked[begin:end] = -1 - np.arange(begin, end)[: len(marked[begin:end])]
+    return marked
 
 
 class TokenRows(NamedTuple):
@@ -45,24 +64,26 @@ class PromptEmbeds:
     def __init__(self) -> None:
         self.spans: dict[int, list[EmbedsSpan]] = {}
         """Those of the rows that have any; only the methods change it."""
+        self.live: dict[int, int] = {}
+        """By row: the position behind its last embedding, until the step that computes that has been gathered."""
 
-    def add(self, row: int, spans: list[EmbedsSpan]) -> None:
+    def add(self, row: int, spans: list[EmbedsSpan], num_computed: int = 0) -> None:
+        """Note the embeddings of a row of whose tokens ``num_computed`` have their KV."""
         self.spans[row] = spans
+        end = spans[-1].position + len(spans[-1].rows)
+        if num_computed < end:
+            self.live[row] = end
 
     def remove(self, row: int) -> None:
         """Drop the embeddings of a row, if it has any."""
         self.spans.pop(row, None)
+        self.live.pop(row, None)
 
-    def mark(self, row: int, token_ids: Int32s) -> Int32s:
-        """Return the first tokens [n] of a row, with a negative number of its own for each that has an embedding in
-        place of an id: such a token equals no other one."""
-        if not (spans := self.spans.get(row)):
-            return token_ids
-        marked = token_ids.copy()
-        for span in spans:
-            places = slice(span.position, span.position + len(span.rows))
-            marked[places] = -1 - np.arange(span.position, span.position + len(span.rows))[: len(marked[places])]
-        return marked
+    def settle(self, rows: Ints, ends: Int32s) -> None:
+        """Note that tokens up to these positions of these rows are computed in the step, both [R]."""
+        for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+            if end >= self.live.get(row, end + 1):
+                del self.live[row]
 
     def gather(
         self, rows: Ints, starts: Ints, lengths: Ints, cu_query_lens: npt.NDArray[np.int32]
@@ -72,7 +93,7 @@ class PromptEmbeds:
         found = []
         columns = zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_query_lens.tolist(), strict=False)
         for row, start, length, offset in columns:
-            for span in self.spans.get(row, ()):
+            for span in self.spans[row] if row in self.live else ():
                 first, last = max(span.position, start), min(span.position + len(span.rows), start + length)
                 if first < last:
                     part = span.rows[first - span.position : last - span.position]
@@ -149,8 +170,9 @@ class PromptLogprobRows(dict[int, tuple[int, Sequence[int]]]):
         followers = token_ids[start + 1 : start + 1 + len(hidden)]
         slices: list[PendingPositions] = []
         for first in range(0, len(followers), _SLICE):
-            targets = followers[first : first + _SLICE]
-            logits = compute_logits(hidden[first : first + len(targets)])
+            logits = compute_logits(hidden[first : first + _SLICE][: len(followers) - first])
+            # What stands for an image may lie above the vocabulary.
+            targets = [min(each, logits.shape[1] - 1) for each in followers[first : first + _SLICE]]
             if device_sampler is not None and num_top <= MOST_LISTED:
                 slices.append(device_sampler.start_logprobs(logits, targets, num_top))
             else:

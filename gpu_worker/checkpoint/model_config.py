@@ -11,6 +11,7 @@ from tokenloom.engine_core.data.config import KVCacheDtype
 
 from ..parallel.sharding import WHOLE, Shard
 from .files.supported import DECODERS, DecoderTraits, Family
+from .files.text_part import MediaSwitches
 from .quantization.entries import Scheme
 from .rope_config import DynamicScaling, RopeConfig
 
@@ -156,40 +157,6 @@ class StateLayout:
         return "+".join(f"{count}x{shape}" for shape, count in counts.items())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixerSwitches:
-    """Holds what only layers know that keep a state in the place of attention."""
-
-    kind: Literal["delta", "mamba2", "conv"]
-    """The gated delta rule, Mamba-2, or nothing but a short convolution."""
-    heads: int = 0
-    """Of values (delta), or of inputs (mamba2)."""
-    groups: int = 0
-    """Heads of keys and queries, or groups of what takes their place; each serves heads / groups heads."""
-    head_size: int = 0
-    state_size: int = 0
-    """The size of a key."""
-    taps: int
-    """How many earlier tokens the short convolution reads."""
-    has_conv_bias: bool = False
-    has_bias: bool = False
-    """Whether the matrices before and behind have biases."""
-    dt_limits: tuple[float, float] = (0.0, float("inf"))
-    """Of the step of time (mamba2)."""
-    layers: tuple[bool, ...]
-    """For each layer of the decoder, whether it keeps a state; the others attend."""
-
-    @property
-    def inner_size(self) -> int:
-        """Return the size of a token's values of all heads."""
-        return self.heads * self.head_size
-
-    @property
-    def conv_channels(self) -> int:
-        """Return the channels of the convolution; 0: those of the hidden state."""
-        return self.inner_size + 2 * self.groups * self.state_size
-
-
 _HEAD_STEP = 16
 
 SCALE_BYTES = 4
@@ -217,7 +184,6 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
-    """How many layers attend, each with a KV cache; beside them there may be those of ``mixer``."""
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -262,10 +228,6 @@ class ModelConfig:
     are then those of the layers with the largest rows, of which each smaller row is a whole part."""
     kv_sources: tuple[int, ...] = ()
     """[num_layers]: the layer whose keys and values each one attends to; empty: its own."""
-    mixer: MixerSwitches | None = None
-    """What the layers compute that keep a state in the place of attention; None: all layers attend."""
-    residual_scale: float = 1.0
-    """The factor on what a part of a layer adds to the hidden state."""
     states: StateLayout | None = None
     """What layers keep of a sequence beside its KV; None: nothing."""
     quantization: str | None = None
@@ -276,6 +238,9 @@ class ModelConfig:
     """Whether the checkpoint has an output layer; without one or a class head, only hidden states are pooled."""
     scheme: Scheme | None = None
     """How the checkpoint stores quantized matrices, from ``quantization_config``; None: it stores plain tensors."""
+
+    media: MediaSwitches | None = None
+    """What images change; None: prompts have none."""
 
     shard: Shard = WHOLE
     """Which part of each layer this rank computes; the numbers of heads, and the intermediate sizes, are its own."""
@@ -294,6 +259,11 @@ class ModelConfig:
     def traits(self) -> DecoderTraits:
         """Return what the family's classes fix, for a family of ``families.DECODERS``."""
         return DECODERS[self.family]
+
+    def shows_whole_images(self, layer: int) -> bool:
+        """Return whether a token of an image sees the image's later tokens in one of this rank's layers."""
+        kind = None if self.media is None else self.media.seen_whole
+        return kind == "all" or (kind == "sliding" and self.sliding_windows[layer] is not None)
 
     @property
     def embedding_size(self) -> int:

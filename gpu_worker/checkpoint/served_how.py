@@ -34,6 +34,7 @@ from .files.config_reader import (
     brief,
     causal_classes,
     is_class_of_transformers,
+    read_media,
     read_wrapper,
 )
 from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, WITHOUT_MODULES, is_encoder
@@ -83,12 +84,9 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         raise ValueError("device cuda: PyTorch finds no GPU on this machine; choose cpu, or leave the option out")
     check_device_options(config, "cuda" if has_gpu and worker.device != "cpu" else "cpu")
     check_options(config)
-    if not is_gguf(path) and (name := read_wrapper(path)) is not None and not worker.language_model_only:
-        raise ValueError(
-            f"{path / 'config.json'}: {name} reads images, which is not supported yet: serve its text alone with "
-            "--language-model-only (language_model_only=True of LLM)"
-        )
     found = choose(path, worker.dtype, worker.quantization, worker.model_impl, config.max_model_len)
+    if not is_gguf(path) and (name := read_wrapper(path)) is not None and not worker.language_model_only:
+        _check_media(path, name, found, spreads_context=place_of(config.parallel).spreads_context)
     if worker.load_format == "dummy":
         check_dummy(path, found)
     if worker.runner != "generate":
@@ -123,6 +121,22 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
             check_batch_invariant(config, found.config)
     _check_context(config.max_model_len, found.config.max_model_len)
     return found
+
+
+def _check_media(path: Path, name: str, found: ServedHow, *, spreads_context: bool) -> None:
+    """Raise ``ValueError`` if prompts of a class that reads images cannot have any."""
+    media, why = read_media(path), ""
+    if media is None:
+        why = "reads images, which is not supported"
+    elif found.by == "transformers" and (media.axes or media.levels > 1):
+        why = "is computed by transformers' modules, of which those of its text take no images"
+    elif spreads_context and media.seen_whole:
+        why = "lets tokens of an image see later ones, which is not supported with decode_context_parallel_size"
+    if why:
+        raise ValueError(
+            f"{path / 'config.json'}: {name} {why}: serve its text alone with --language-model-only "
+            "(language_model_only=True of LLM)"
+        )
 
 
 def choose(

@@ -100,6 +100,8 @@ class RecordedModel:
             num_drawn += sum(map(len, inputs.drafts.values()))
         if num_tokens > self._plan.most_tokens or inputs.embeds or not (every_row or num_drawn == num_tokens):
             return None
+        if inputs.rope is not None and inputs.rope.ndim > 1:
+            return None  # tokens inside of images, which only a drafter computes without their rows
         # The number of threads is a part: attention cuts its work by it, and a recorded plan holds the cut.
         size = (num_tokens, kernel_threads(), adapted)
         step = self._steps.get(size)
@@ -108,6 +110,8 @@ class RecordedModel:
         if inputs.token_ids.base is not self._ids:
             self._ids[:num_tokens] = inputs.token_ids
             self._places[:num_tokens] = inputs.positions
+        if inputs.rope is not None:
+            self._places[:num_tokens] = inputs.rope
         arrays = (inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
         self._plan.fill(*arrays, inputs.rows)
         if step is None:

@@ -39,6 +39,9 @@ class DeviceRows:
         """[rows, blocks * groups]"""
         self.last_tokens = torch.zeros(count, dtype=torch.int64, device=device)
         """[rows]: the token that each drew last."""
+        self.shifts = torch.zeros(count, dtype=torch.int64, device=device)
+        """[rows]: what is added to the index of a token to get its rotary position, behind the images of the row."""
+        self._sent_shifts = np.zeros(count, dtype=np.int64)
         self._params = torch.zeros((3, count), dtype=torch.float64, device=device)  # temperature, top-p, min-p
         self._top_ks = torch.zeros(count, dtype=torch.int32, device=device)
         self._seeds = np.zeros(count, dtype=np.uint64)
@@ -59,6 +62,9 @@ class DeviceRows:
             arrays["new places"] = (at + len(self._seeds) * np.arange(3)[:, None]).reshape(-1)
             arrays["new params"] = np.array(values, dtype=np.float64).T.reshape(-1)
             arrays["new top ks"] = np.array([max(0, each.top_k) for each in params], dtype=np.int32)
+            shifts = self._batch.media.shifts[at]
+            if (shifts != self._sent_shifts[at]).any():
+                arrays["new shifts"] = self._sent_shifts[at] = shifts
         return arrays
 
     def apply(self, sent: Mapping[str, Tensor]) -> None:
@@ -68,6 +74,8 @@ class DeviceRows:
         if "new rows" in sent:
             self._kernels.scatter(self._params, sent["new places"], sent["new params"])
             self._kernels.scatter(self._top_ks, sent["new rows"], sent["new top ks"])
+        if "new shifts" in sent:
+            self._kernels.scatter(self.shifts, sent["new rows"], sent["new shifts"])
 
     def numbers(self, rows: Ints) -> npt.NDArray[np.float64]:
         """Return the uniform numbers [S] of the next draws of these rows, by the rule of the host's sampler."""
@@ -220,7 +228,9 @@ class DeviceSteps:
         query_lens = np.diff(inputs.cu_query_lens)
         is_decode = num_tokens == num_requests == len(inputs.sampled)
         size = None
-        if self._graphs is not None and not (adapted or inputs.embeds):
+        # The device knows one shift of a row, which holds behind its images; what is among them is sent.
+        is_turned = inputs.rope is not None and inputs.rope.ndim > 1
+        if self._graphs is not None and not (adapted or inputs.embeds or is_turned):
             size = self._graphs.size_for(num_tokens, num_requests, is_decode=is_decode)
         most_queries = size.step.tokens if size is not None and not is_decode else int(query_lens.max(initial=1))
         work = work_entries(query_lens, self._plans.queries(most_queries))
@@ -230,7 +240,7 @@ class DeviceSteps:
         if len(inputs.sampled):
             self.sampling_rows = self._rows.draws(sent["drawn rows"], sent["numbers"])
         if size is None:
-            hidden = self._forward(model, inputs, kv_caches, exact, most_queries)
+            hidden = self._forward(model, inputs, sent, kv_caches, exact, most_queries)
             logits = None
         else:
             assert self._graphs is not None, "a size comes from the graphs"
@@ -255,6 +265,10 @@ class DeviceSteps:
         }
         if logit_rows is not None:
             arrays["logit rows"] = logit_rows
+        if inputs.rope is not None and inputs.rope.ndim > 1:
+            arrays["rope"] = inputs.rope
+        if inputs.limits is not None:
+            arrays["limits"] = inputs.limits.astype(np.int32)
         # One copy: block tables, slots, ids and parameters went in up to six, some of them blocking.
         sent = self._buffers.send(arrays)
         self._rows.apply(sent)
@@ -263,16 +277,23 @@ class DeviceSteps:
     def _prepare(self, sent: dict[str, Tensor], padded: StepSize) -> None:
         step = SentStep(sent["rows"], sent["starts"], sent["lengths"], sent["token_ids"], sent["work"])
         rows = self._rows
-        self._kernels.prepare(step, rows.tables, rows.last_tokens, self._tensors, padded, self._plans.block_size)
+        kept = (rows.tables, rows.last_tokens, rows.shifts)
+        self._kernels.prepare(step, *kept, self._tensors, padded, self._plans.block_size)
 
     def _forward(
-        self, model: LanguageModel, inputs: StepInputs, kv_caches: list[KVCache], size: StepSize, most_queries: int
+        self,
+        model: LanguageModel,
+        inputs: StepInputs,
+        sent: Mapping[str, Tensor],
+        kv_caches: list[KVCache],
+        size: StepSize,
+        most_queries: int,
     ) -> Tensor:
         tensors = self._tensors.part(size)
-        plan = self._plans.plan(tensors, most_queries, int(inputs.seq_lens.max(initial=1)))
+        plan = self._plans.plan(tensors, most_queries, int(inputs.seq_lens.max(initial=1)), sent.get("limits"))
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, to_device(rows.copy(), self._device)) for start, rows in inputs.embeds]
-        return model.forward(tensors.token_ids, tensors.positions, kv_caches, plan, embeds)
+        return model.forward(tensors.token_ids, sent.get("rope", tensors.positions), kv_caches, plan, embeds)
 
 
 def _logit_rows(inputs: StepInputs) -> npt.NDArray[np.int64]:

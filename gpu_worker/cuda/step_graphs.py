@@ -69,14 +69,22 @@ class StepPlans:
         part = self._parts[0]
         return max(1, part.shape(most_queries).rows // part.group)
 
-    def plan(self, tensors: StepTensors, most_queries: int, longest: int) -> AttentionPlan:
-        """Return the plan of a step. ``longest``: tokens of a request that it may have."""
+    def plan(
+        self, tensors: StepTensors, most_queries: int, longest: int, limits: Tensor | None = None
+    ) -> AttentionPlan:
+        """Return the plan of a step. ``longest``: tokens of a request that it may have. ``limits`` [T] int32: as
+        :meth:`..attention.attention_backend.AttentionBackend.plan` has them, of a step without a graph."""
         plans = list[AttentionPlan]()
         for index, part in enumerate(self._parts):
             shape = part.shape(most_queries)
             splits = num_splits(len(tensors.token_ids), len(tensors.work), part.num_kv_heads, longest, shape.tile)
             arrays = PlanTensors(
-                tensors.slots[index], tensors.work, tensors.query_starts, tensors.seq_lens, tensors.tables[index]
+                tensors.slots[index],
+                tensors.work,
+                tensors.query_starts,
+                tensors.seq_lens,
+                tensors.tables[index],
+                limits,
             )
             plans.append(part.plan_of(arrays, shape, splits))
         return self._backend.join(plans) if isinstance(self._backend, GroupedBackend) else plans[0]

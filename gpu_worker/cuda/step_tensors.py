@@ -29,6 +29,7 @@ class StepTensors:
     token_ids: Tensor
     """[tokens] int64, as are ``positions``."""
     positions: Tensor
+    """Rotary positions: the indices of tokens plus the shift of their row."""
     slots: Tensor
     """[groups of layers, tokens] int64; -1: padding."""
     tables: Tensor
@@ -101,6 +102,7 @@ class RowKernels(Protocol):
         sent: SentStep,
         tables: Tensor,
         last_tokens: Tensor,
+        shifts: Tensor,
         made: StepTensors,
         padded: StepSize,
         block_size: int,
@@ -110,6 +112,7 @@ class RowKernels(Protocol):
         Args:
             tables: The block tables of all rows, [rows, blocks * groups] int32, as ``BlockTable`` holds them.
             last_tokens: What each row drew last, [rows] int64.
+            shifts: What is added to the index of a token of each row to get its rotary position, [rows] int64.
         """
 
 

@@ -26,7 +26,9 @@ class AttentionArgs(Structure):
     """Mirrors the struct in ``attention.cpp``."""
 
     _fields_ = [
-        *_fields(_P, "query key value out block_tables query_starts seq_lens members group_starts shared_lens sinks"),
+        *_fields(
+            _P, "query key value out block_tables query_starts seq_lens members group_starts shared_lens sinks limits"
+        ),
         *_fields(
             _I64, "num_groups num_requests num_heads num_kv_heads block_size table_stride query_stride window span"
         ),
@@ -218,8 +220,7 @@ def load_fused(march: str = "native") -> CDLL:
     """Load the operations between a layer's matrices. Raises :class:`KernelsUnavailable`."""
     gates = dict.fromkeys(("silu_mul", "gelu_mul", "clamped_swiglu_mul"), "iPPqqi")
     library = _built("fused", march)
-    structs = dict.fromkeys(("rotate_and_write", "gated_norm"), "P")
-    return _load(library, add_norm="iPPPPqqffi", rotations="PPPPqqfi", sigmoid_mul="iPPPqqii", **structs, **gates)
+    return _load(library, add_norm="iPPPPqqffi", rotate_and_write="P", rotations="PPPPqqfi", gated_norm="P", **gates)
 
 
 @load_once

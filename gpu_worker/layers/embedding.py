@@ -11,7 +11,8 @@ from ..checkpoint.weights import Checkpoint
 _OUTPUT = "lm_head.weight"
 
 InputEmbeds = Sequence[tuple[int, Tensor]]
-"""(index of the first token, [n, hidden_size] float32): embeddings that replace token ids."""
+"""(index of the first token, [n, levels * hidden_size] float32): embeddings that replace token ids, with levels behind
+the first that are added after layers; see :func:`add_level`."""
 
 
 def embed(
@@ -29,8 +30,17 @@ def embed(
     if scale != 1.0:
         hidden *= scale
     for start, rows in embeds:
-        hidden[start : start + len(rows)] = rows
+        hidden[start : start + len(rows)] = rows[:, : hidden.shape[1]]
     return hidden
+
+
+def add_level(hidden: Tensor, embeds: InputEmbeds, level: int) -> None:
+    """Add a level of rows to the tokens [T, hidden_size] that they belong to, in place: level i after the first i
+    layers of the model (deepstack of Qwen3-VL). Rows that have fewer levels are left out."""
+    size = hidden.shape[1]
+    for start, rows in embeds:
+        if rows.shape[1] > level * size:
+            hidden[start : start + len(rows)] += rows[:, level * size : (level + 1) * size]
 
 
 def load_embeddings(

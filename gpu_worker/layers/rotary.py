@@ -1,7 +1,7 @@
 """Computes rotary position embeddings: the frequencies of each rope type, and the rotation of query and key heads."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -86,22 +86,39 @@ class RotaryEmbedding:
         device: torch.device,
         compute: ComputeRotation,
         log1p: Callable[[Tensor], Tensor] = torch.log1p,
+        axes: Sequence[int] = (),
     ) -> None:
-        """``compute``: that of the model's operations; ``log1p``: as they compute that."""
+        """``compute``: that of the model's operations; ``log1p``: as they compute that. ``axes`` [head_size / 2]: which
+        of a token's three positions turns each pair of dimensions; empty: the first turns all."""
         self._frequencies = inverse_frequencies(config).to(device)
         self._attention_factor = config.attention_factor
         self._compute, self._log1p = compute, log1p
         self._query = config.scaling if isinstance(config.scaling, QueryScaling) else None
+        self._columns = [
+            torch.tensor([column for column, each in enumerate(axes) if each == axis], device=device) for axis in (1, 2)
+        ]
+        """Of the pairs that the second position turns, and of those that the third one does."""
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn [T] positions into (cos, sin), each [T, 1, head_size / 2] float32. Where queries are scaled and nothing
-        rotates, the first has the factors."""
+        """Turn positions [T], or [3, T] by frame, line and column, into (cos, sin), each [T, 1, head_size / 2] float32.
+        Where queries are scaled and nothing rotates, the first has the factors."""
+        if positions.ndim > 1:
+            return self._turn(positions)
         if self._query is not None:
             periods = torch.floor((positions.float() + 1.0) / self._query.period)
             grown = self._log1p(periods) * self._query.factor + 1.0
             factors = grown[:, None, None].expand(-1, 1, len(self._frequencies))
             return factors, torch.zeros_like(factors)
         return self._compute(positions, self._frequencies, self._attention_factor)
+
+    def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        # Each axis by the same operation, so that a token of text has the bits that it has in a step without images.
+        cos, sin = self(positions[0])
+        for axis, columns in enumerate(self._columns, 1):
+            if len(columns):
+                found = self(positions[axis])
+                cos[..., columns], sin[..., columns] = found[0][..., columns], found[1][..., columns]
+        return cos, sin
 
 
 def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 between families."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from ..attention.states import StatePlan
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.rope_config import QueryScaling
 from ..checkpoint.weights import Checkpoint
-from ..layers.embedding import InputEmbeds, embed, load_embeddings
+from ..layers.embedding import InputEmbeds, add_level, embed, load_embeddings
 from ..layers.expert_routes import ExpertRoutes
 from ..layers.linear import Linear, load_linear, make_output
 from ..layers.rotary import RotaryEmbedding, halves
@@ -23,7 +22,6 @@ from ..parallel.sharding import Dimension, joined, length
 from ..pooling.class_head import ClassHead, load_score_head
 from .experts import Experts
 from .latent_attention import LatentAttention
-from .mixers import load_mixer, stored_rows
 from .mlp import MLP
 from .model import LanguageModel, replace_layers
 
@@ -62,7 +60,8 @@ class Attention:
         sinks = checkpoint.take(f"{prefix}.sinks", config.shard.part(config.num_heads)).float() if has_sinks else None
         scale, window = config.attention_scales[layer], config.sliding_windows[layer]
         chunk = config.attention_chunks[layer] if config.attention_chunks else None
-        self._rule = ScoreRule(scale, window, config.attention_softcap, sinks, chunk)
+        sees_images = config.shows_whole_images(layer)
+        self._rule = ScoreRule(scale, window, config.attention_softcap, sinks, chunk, sees_images)
         query_size = config.shard.part(config.num_heads * config.head_size)
         kv_size = config.shard.kv_part(config.num_kv_heads, config.head_size)
         sizes = (query_size, kv_size, kv_size)
@@ -89,14 +88,14 @@ class GatedAttention(Attention):
         super().__init__(checkpoint, prefix, config, ops, layer)
         sizes = [config.shard.part(config.num_heads * config.head_size)]
         names = [f"{prefix}.gate_proj"]
-        bias = config.qkv_bias and config.traits.has_gated_queries
-        self._gate = load_linear(checkpoint, names, config.hidden_size, sizes, bias, config.quantization)
+        self._gate = load_linear(checkpoint, names, config.hidden_size, sizes, False, config.quantization)
+        self._sigmoid = ops.rowwise(torch.sigmoid)
 
     def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         query = self._ops.rotate_and_write(heads, self._head_norm, rotation, kv_cache, plan)
         attended = plan.attend(query, kv_cache, self._rule).flatten(1)
-        return self._out(self._ops.gate_by_sigmoid(attended, self._gate(x)))
+        return self._out(attended * self._sigmoid(self._gate(x)))
 
 
 class InterleavedAttention(Attention):
@@ -207,18 +206,16 @@ class DecoderLayer:
     ) -> None:
         """``routes`` records the choices of a model with experts."""
         self._input_norm = AddNorm(checkpoint, f"{prefix}.input_layernorm", config, ops)
-        self._mix = _load_mix(checkpoint, prefix, config, ops, layer)
-        self._scale = config.residual_scale
+        self._attention = _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
         self._post_norm = AddNorm(checkpoint, f"{prefix}.post_attention_layernorm", config, ops)
         self.mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kept: Any, plan: Any) -> Tensor:
-        """Take and return the part that is not yet added to ``residual``; the next norm adds it in the same pass.
-        ``kept`` and ``plan`` are those of what mixes tokens."""
-        delta = self._mix(self._input_norm(residual, delta), rotation, kept, plan)
-        if self._scale == 1.0:
-            return self.mlp(self._post_norm(residual, delta))
-        return self.mlp(self._post_norm(residual, delta.mul_(self._scale))).mul_(self._scale)
+    def __call__(
+        self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan
+    ) -> Tensor:
+        """Take and return the part that is not yet added to ``residual``; the next norm adds it in the same pass."""
+        delta = self._attention(self._input_norm(residual, delta), rotation, kv_cache, plan)
+        return self.mlp(self._post_norm(residual, delta))
 
 
 class PostNormLayer:
@@ -263,19 +260,6 @@ def add(residual: Tensor, delta: Tensor | None) -> Tensor:
     return residual
 
 
-def _load_mix(
-    checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int
-) -> Callable[[Tensor, Rotation, Any, Any], Tensor]:
-    """Load what mixes the tokens of a sequence. Its last two arguments are the layer's KV cache and the attention plan,
-    or its states and the plan of those."""
-    mixer = config.mixer
-    if mixer is None:
-        return _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
-    if mixer.layers[layer]:
-        return load_mixer(checkpoint, f"{prefix}.{config.traits.state_name}", config, ops)
-    return _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, layer - sum(mixer.layers[:layer]))
-
-
 def _load_attention(
     checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int
 ) -> Attention | LatentAttention:
@@ -313,7 +297,8 @@ class DecoderModel:
         self._stage = stage
         self._ops, self._tanh = ops, ops.rowwise(torch.tanh_)
         ropes = list(dict.fromkeys(config.ropes))
-        self._rotaries = [RotaryEmbedding(rope, device, ops.rotation, ops.rowwise(torch.log1p)) for rope in ropes]
+        log1p, axes = ops.rowwise(torch.log1p), () if config.media is None else config.media.axes
+        self._rotaries = [RotaryEmbedding(rope, device, ops.rotation, log1p, axes) for rope in ropes]
         self._rotary_of_layer = [ropes.index(rope) for rope in config.ropes]
         experts = config.experts
         self.routes: ExpertRoutes | None = None
@@ -331,7 +316,6 @@ class DecoderModel:
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         config, ops = self.config, self._ops
-        checkpoint.stored_names, checkpoint.stored_rows = config.traits.stored_names, stored_rows(config)
         vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
         name, self._lm_head, self.head = "model.embed_tokens.weight", None, None
         if config.has_class_head or not config.has_output:
@@ -347,13 +331,12 @@ class DecoderModel:
         def load(layer: int) -> DecoderLayer | PostNormLayer:
             return kind(checkpoint, f"model.layers.{config.first_layer + layer}", config, ops, layer, self.routes)
 
-        count = config.num_layers if config.mixer is None else len(config.mixer.layers)
-        replace_layers(self._layers, count, load)
+        replace_layers(self._layers, config.num_layers, load)
         self._norm = AddNorm(checkpoint, "model.norm", config, ops, shifts=config.traits.shifts_last_norm)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))
         for layer in range(config.num_further_layers):
-            checkpoint.skip_below(f"model.layers.{config.num_layers + layer}." if config.mixer is None else "mtp.")
+            checkpoint.skip_below(f"model.layers.{config.num_layers + layer}.")
 
     def forward(
         self,
@@ -370,29 +353,16 @@ class DecoderModel:
             residual = self._stage.receive(len(input_ids))
         delta: Tensor | None = None
         rotations = [rotary(positions) for rotary in self._rotaries]
-        if states is not None:
-            return self._norm(residual, self._mix_states(residual, rotations[0], kv_caches, plan, states))
+        # Levels count from the model's first layer: a stage's own number would add them again in every stage.
+        level = self.config.first_layer
         for layer, rotary, kv_cache in zip(self._layers, self._rotary_of_layer, kv_caches, strict=False):
             delta = layer(residual, delta, rotations[rotary], kv_cache, plan)
+            if embeds:
+                level += 1
+                add_level(delta, embeds, level)
         if self._stage is None or self.config.is_last_stage:
             return self._norm(residual, delta)
         return self._stage.send(add(residual, delta))
-
-    def _mix_states(
-        self, residual: Tensor, rotation: Rotation, kv_caches: list[KVCache], plan: AttentionPlan, states: StatePlan
-    ) -> Tensor | None:
-        """Compute the layers of a model of which some keep a state, up to the last one that has a KV cache, or all."""
-        delta, attended, is_whole = None, 0, len(kv_caches) >= self.config.num_layers
-        for layer, kept in zip(self._layers, states.layers, strict=True):
-            assert isinstance(layer, DecoderLayer)
-            if kept is not None:
-                delta = layer(residual, delta, rotation, kept, states)
-                continue
-            delta = layer(residual, delta, rotation, kv_caches[attended], plan)
-            attended += 1
-            if attended == len(kv_caches) and not is_whole:
-                break
-        return delta
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings [T, hidden_size] of tokens [T]."""

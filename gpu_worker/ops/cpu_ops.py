@@ -71,13 +71,6 @@ class CPUOps(TorchOps):
         kernel(_is_bf16(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, size, threads)
         return out
 
-    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
-        x, gate, (rows, size) = x.contiguous(), gate.contiguous(), x.shape
-        out, pointers_to = torch.empty_like(x), (x.data_ptr(), gate.data_ptr())
-        threads = kernel_threads()
-        self._kernels.sigmoid_mul(_is_bf16(x), *pointers_to, out.data_ptr(), rows, size, gate.shape[1] == size, threads)
-        return out
-
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         positions = positions.contiguous()
         count, half = len(positions), len(frequencies)
@@ -94,7 +87,10 @@ class CPUOps(TorchOps):
         kv_cache: KVCache,
         plan: AttentionPlan,
     ) -> Tensor:
+        # The kernel takes no strides: other rows would be read without an error.
         assert heads.is_contiguous()
+        assert rotation[0].is_contiguous()
+        assert rotation[1].is_contiguous()
         _, _, num_kv_heads, block_size, cache_head_size = kv_cache.shape
         is_int8 = kv_cache.dtype is torch.int8
         num_heads = heads.shape[1] - 2 * num_kv_heads

@@ -72,6 +72,8 @@ class TritonOps(TorchOps):
         if 2 * rotation[0].shape[2] < heads.shape[2]:
             return super().rotate_and_write(heads, norm, rotation, kv_cache, plan)
         assert heads.is_contiguous()
+        assert rotation[0].is_contiguous()
+        assert rotation[1].is_contiguous()
         num_tokens, num_all, head = heads.shape
         num_kv_heads, block_size, cache_head = kv_cache.shape[2:]
         num_heads = num_all - 2 * num_kv_heads

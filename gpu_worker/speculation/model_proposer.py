@@ -160,6 +160,8 @@ class ModelProposer:
         batch = self._batch
         if self._rejection is not None or batch.logits_processors or batch.block_table.num_groups > 1:
             return False
+        if batch.media.images and any(batch.media.turn(each.row) for each in ranges):
+            return False  # the one call rotates by the index of a token
         return len(ranges) <= _FEW_REQUESTS and batch.are_greedy([each.row for each in ranges if each.most])
 
     def _draft_at_once(
@@ -243,7 +245,7 @@ class ModelProposer:
             if computed is not None:
                 return computed
         plan = self._backend.plan(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
-        token_ids, positions = (to_device(array, self._device) for array in (inputs.token_ids, inputs.positions))
+        token_ids, positions = (to_device(array, self._device) for array in (inputs.token_ids, inputs.turned))
         return self._awake.forward(token_ids, positions, states, self._kv_caches, plan), None
 
     def dummy_run(self, positions: Ints, hidden: Tensor, plan: StepArrays) -> None:

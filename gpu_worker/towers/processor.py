@@ -1,9 +1,7 @@
 """Turns files into what a tower computes, with the image processors of transformers that need neither torch nor
 torchvision."""
 
-import hashlib
 import io
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,23 +18,10 @@ Pixels = dict[str, npt.NDArray[Any]]
 or in some families their patches."""
 OPTIONS = frozenset({"min_pixels", "max_pixels", "crop_to_patches", "min_patches", "max_patches", "max_soft_tokens"})
 """What a request may change; everything else is the checkpoint's."""
-_FILES = ("preprocessor_config.json", "processor_config.json")
 _NESTED = ("Idefics3", "SmolVLM", "LlavaOnevision")
 """Their processors take a list of images for each prompt."""
 _COUNTS_IMAGES = "LlavaOnevision"
 """Its processor cuts only an image that is alone in its prompt."""
-
-
-def has_processor(path: Path) -> bool:
-    """Return whether a checkpoint has the file that says how its images are prepared."""
-    return any(_reads_images(path / name) for name in _FILES)
-
-
-def processor_fingerprint(path: Path) -> bytes:
-    """Return what changes with anything that changes the pixels: files, and the release of the library."""
-    files = [(path / name).read_bytes() if (path / name).is_file() else b"" for name in _FILES]
-    known = [transformers.__version__.encode(), b"pil", *files]
-    return hashlib.sha256(b"".join(len(each).to_bytes(8, "little") + each for each in known)).digest()
 
 
 class Processor:
@@ -83,13 +68,3 @@ class Processor:
         if self._counts_images and num_in_prompt > 1:
             pixels = {name: value[:1] for name, value in pixels.items()}
         return pixels
-
-
-def _reads_images(file: Path) -> bool:
-    try:
-        entries = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return False
-    if not isinstance(entries, dict):
-        return False
-    return "image_processor" in entries or "image_processor_type" in entries or "image_mean" in entries

@@ -36,10 +36,12 @@ class Tower:
     def __init__(self, path: Path, dtype: str = "auto", device: str = "cpu", threads: int = 0) -> None:
         """Load the tower of a checkpoint directory.
 
-        ``dtype``: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's. ``threads``: of the whole
-        process, on CPUs; 0: as they are. Raises ``ValueError`` for a
-        checkpoint without a tower, or one whose tower is stored in a form that is not read.
+        ``dtype``: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's. ``device``: as torch names
+        it, or ``auto`` for a GPU if one is available. ``threads``: of the whole process, on CPUs; 0: as they are.
+        Raises ``ValueError`` for a checkpoint without a tower, or one whose tower is stored in a form that is not read.
         """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         if threads:
             torch.set_num_threads(threads)
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)

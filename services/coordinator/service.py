@@ -141,7 +141,7 @@ class CoordinatorService:
         reports.set_function(lambda: registry.num_reports)
         lines = Gauge("tokenloom_session_lines", "Lines of turns of sessions that are known.", registry=host.metrics)
         lines.set_function(lambda: len(registry.sessions))
-        caches = CacheFollowers(registry.prefixes, host.channels, host.spawn, host.fall_backs)
+        caches = CacheFollowers(registry.prefixes, registry.states, host.channels, host.spawn, host.fall_backs)
         followed = Gauge("tokenloom_followed_caches", "Engines whose KV events are followed.", registry=host.metrics)
         followed.set_function(lambda: caches.num_followed)
         self.servicer = CoordinatorServicer(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import grpc.aio
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.fair_stage import FairStage
@@ -69,13 +69,18 @@ class EncoderMetrics:
         name = "tokenloom_encoder_"
         self.put_bytes = Counter(registry, name + "put_bytes", "Bytes of the files that were put.", {})
         self.rows = Counter(registry, name + "rows", "Rows that were computed.", {})
-        for outcome, read in (
-            ("computed", lambda: cache.num_computed),
-            ("found", lambda: cache.num_found),
-            ("joined", lambda: cache.num_joined),
+        for outcome, text, read in (
+            ("computed", "whose rows were computed.", lambda: cache.num_computed),
+            ("found", "whose rows were kept.", lambda: cache.num_found),
+            ("joined", "whose rows another call was computing.", lambda: cache.num_joined),
         ):
-            text = f"Items that engines asked for whose rows were {outcome}."
-            Counter(registry, f"{name}items_{outcome}", text, {}, read)
+            Counter(registry, f"{name}items_{outcome}", f"Items that engines asked for {text}", {}, read)
+        for what, text, read in (
+            ("file_bytes", "Bytes of the files that are kept.", lambda: files.num_bytes),
+            ("pinned_file_bytes", "Bytes of the files of live requests.", lambda: files.num_pinned_bytes),
+            ("row_bytes", "Bytes of the rows that are kept.", lambda: cache.num_bytes),
+        ):
+            Gauge(name + what, text, registry=registry).set_function(read)
         self.decode, self.tower = (
             Histogram(registry, f"{name}{step}_seconds", f"Seconds that {text} took.", {}, LATENCY_SECONDS)
             for step, text in (("decode", "decoding an image and preparing its pixels"), ("tower", "an image's tower"))

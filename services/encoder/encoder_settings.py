@@ -20,23 +20,25 @@ class EncoderSettings(ServiceSettings, frozen=True, kw_only=True):
     served_model_name: Annotated[str, "Name that clients use; by default the last part of the directory."] = ""
     coordinator: Annotated[OptionalAddress, "Address of the coordinator; empty: none is joined."] = ""
     advertise_address: Annotated[OptionalAddress, "Address for peers if it differs from --listen."] = ""
-    device: Annotated[str, "Where the tower is computed: cpu, cuda or cuda:N."] = "cpu"
+    device: Annotated[str, "Where the tower is computed: cpu, cuda or cuda:N; auto: on a GPU if one is available."] = (
+        "auto"
+    )
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], "Numbers of the tower; auto: those of the checkpoint."
     ] = "auto"
-    decode_workers: Annotated[_Workers, "Processes that decode images and prepare their pixels."] = 2
-    decode_timeout: Annotated[_Seconds, "Seconds of processor time that one image may take there."] = 20.0
+    image_workers: Annotated[_Workers, "Processes that decode images and prepare their pixels."] = 2
+    image_timeout: Annotated[_Seconds, "Seconds of processor time that one image may take there."] = 20.0
     tower_threads: Annotated[
         Annotated[int, Meta(ge=0, le=256)], "Threads of the tower on CPUs; 0: as torch sets it."
     ] = 0
-    encode_timeout: Annotated[_Seconds, "Seconds that the tower may take for one image."] = 300.0
-    max_file_bytes: Annotated[_Bytes, "Largest file of an image, in bytes."] = 20 << 20
+    tower_timeout: Annotated[_Seconds, "Seconds that the tower may take for one image."] = 300.0
+    max_image_bytes: Annotated[_Bytes, "Largest file of an image, in bytes."] = 20 << 20
     max_image_pixels: Annotated[Annotated[int, Meta(ge=1)], "Pixels of the largest image that is decoded."] = 64 << 20
-    files_bytes: Annotated[
+    media_files_bytes: Annotated[
         _Bytes, "Memory for files, in bytes. Those of live requests stay, others as long as they fit."
     ] = 512 << 20
-    rows_bytes: Annotated[_Bytes, "Memory for rows that were computed, in bytes."] = 1 << 30
-    file_lease: Annotated[
+    media_rows_bytes: Annotated[_Bytes, "Memory for rows that were computed, in bytes."] = 1 << 30
+    media_lease: Annotated[
         _Seconds, "Seconds for which a file stays for a request that never says that it has ended."
     ] = 600.0
     allowed_media_domains: Annotated[

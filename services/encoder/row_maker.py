@@ -62,13 +62,13 @@ class RowMaker:
         """``path``: the checkpoint's directory."""
         self._settings, self._metrics = settings, metrics
         self._path = path
-        self.num_places = settings.decode_workers + 1  # one is prepared for the tower while all others are decoded
+        self.num_places = settings.image_workers + 1  # one is prepared for the tower while all others are decoded
         self._slots = PixelSlots(self.num_places)
         self._rows = os.memfd_create("tokenloom-rows")
         self._tower_free = asyncio.Lock()
         self._headers = HelperPool(self._start_headers, 1, "read the image's header", WAIT_SECONDS)
-        self._decoders = HelperPool(self._start_decoder, settings.decode_workers, "decode the image", WAIT_SECONDS)
-        self._towers = HelperPool(self._start_tower, 1, "encode the image", settings.encode_timeout)
+        self._decoders = HelperPool(self._start_decoder, settings.image_workers, "decode the image", WAIT_SECONDS)
+        self._towers = HelperPool(self._start_tower, 1, "encode the image", settings.tower_timeout)
         self.width = 0
         self.row_type = RowType.ROW_TYPE_FLOAT32
         self.is_confined = True
@@ -132,7 +132,7 @@ class RowMaker:
 
     async def _start_decoding(self, path: str) -> HelperProcess:
         settings = self._settings
-        setup = DecodeSetup(path, DECODE_MEMORY_BYTES, settings.decode_timeout, WAIT_SECONDS, settings.max_image_pixels)
+        setup = DecodeSetup(path, DECODE_MEMORY_BYTES, settings.image_timeout, WAIT_SECONDS, settings.max_image_pixels)
         packed, slots = msgspec.msgpack.encode(setup), self._slots.descriptors if path else ()
         return await start_helper(f"{__package__}.decode_worker", packed, self._take_decoder, START_SECONDS, slots)
 

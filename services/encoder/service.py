@@ -9,7 +9,13 @@ from pathlib import Path
 from google.protobuf.duration_pb2 import Duration
 
 from tokenloom.model_files import model_path
-from tokenloom.model_files.checkpoint import tokenizer_fingerprint, weights_fingerprint
+from tokenloom.model_files.checkpoint import (
+    IMAGE_FILES,
+    digest_of,
+    reads_images,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2, types_pb2
@@ -46,9 +52,11 @@ class EncoderService:
         if not settings.model:
             raise InvalidArgument("--model must name a checkpoint that reads images", "model")
         path = await asyncio.to_thread(model_path.resolve, settings.model, weights=True)
+        if not await asyncio.to_thread(reads_images, path):
+            raise InvalidArgument(f"{path} reads no images: it has no vision_config, or no {IMAGE_FILES[0]}", "model")
         fingerprint = await asyncio.to_thread(_fingerprint, path, settings)
-        self._files = FileStore(settings.files_bytes, settings.file_lease, asyncio.get_running_loop().time)
-        cache = RowCache(settings.rows_bytes)
+        self._files = FileStore(settings.media_files_bytes, settings.media_lease, asyncio.get_running_loop().time)
+        cache = RowCache(settings.media_rows_bytes)
         metrics = EncoderMetrics(host.metrics, self._files, cache)
         maker = RowMaker(str(path), settings, MakerMetrics(metrics.decode, metrics.tower))
         self._undo.push_async_callback(maker.close)
@@ -57,8 +65,9 @@ class EncoderService:
         if not maker.is_confined:
             log.warning("images are decoded in processes that may use the network: this system has no filter for it")
         domains = settings.allowed_media_domains
-        fetcher = MediaFetcher(domains, settings.max_file_bytes) if domains else None
+        fetcher = MediaFetcher(domains, settings.max_image_bytes) if domains else None
         info = self._info(maker, fingerprint)
+        info.processor = await asyncio.to_thread(digest_of, filter(Path.is_file, map(path.joinpath, IMAGE_FILES)))
         self._servicer = EncoderServicer(self._files, cache, maker, info, metrics, fetcher)
         host.add_servicer(add_EncoderServicer_to_server, self._servicer)
         await self._join(host, fingerprint)
@@ -77,11 +86,11 @@ class EncoderService:
 
     def _info(self, maker: RowMaker, fingerprint: types_pb2.Fingerprint) -> GetEncoderInfoResponse:
         settings, lease = self._settings, Duration()
-        lease.FromNanoseconds(round(settings.file_lease * 1e9))
+        lease.FromNanoseconds(round(settings.media_lease * 1e9))
         return GetEncoderInfoResponse(
             fingerprint=fingerprint,
             media_kinds=[types_pb2.MEDIA_KIND_IMAGE],
-            max_file_bytes=settings.max_file_bytes,
+            max_file_bytes=settings.max_image_bytes,
             max_pixels=settings.max_image_pixels,
             row_width=maker.width,
             row_type=maker.row_type,

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,6 +12,9 @@ from .http.request_body import OFF_LOOP_BYTES
 from .http.route import Handler, Route, Routes
 from .serving.served_mesh import ServedMesh
 from .serving.served_meshes import ServedMeshes
+
+if TYPE_CHECKING:
+    from .http.body_files import BodyFiles
 
 
 class _Model(msgspec.Struct):
@@ -37,8 +41,15 @@ class ModelRouter:
     """
 
     def __init__(
-        self, meshes: ServedMeshes, make_routes: Callable[[ServedMesh], Routes], *, max_body_bytes: int
+        self,
+        meshes: ServedMeshes,
+        make_routes: Callable[[ServedMesh], Routes],
+        *,
+        max_body_bytes: int,
+        files_of: "Callable[[ServedMesh], BodyFiles | None]" = lambda mesh: None,
     ) -> None:
+        """``files_of``: returns what takes the files out of the large bodies of a mesh; None: its model reads text."""
+        self._files_of = files_of
         self._meshes = meshes
         self._make_routes = make_routes
         self._max_body_bytes = max_body_bytes
@@ -53,7 +64,10 @@ class ModelRouter:
 
     def _by_model(self, route: Route) -> Handler:
         async def handle(exchange: HttpExchange) -> None:
-            body = await exchange.read_body(self._max_body_bytes)
+            # Whose model it is for is only known when it was read.
+            takers = map(self._files_of, self._meshes)
+            files = next((each for each in takers if each is not None), None)
+            body = await exchange.read_body(self._max_body_bytes, files)
             # Scanned for the name before it is decoded: only the routes of that model know which fields are valid. With
             # one mesh there is no scan.
             found = await _model_of(body.data)

@@ -262,14 +262,16 @@ async def open_servers(
     store = ResponseStore(settings.max_stored_response_bytes, is_shared=shares.is_shared)
     servers = McpServers.load(settings.mcp_servers, is_shared=shares.is_shared)
 
+    def files_of(mesh: ServedMesh) -> "BodyFiles | None":
+        return _files(mesh, parser, shares)
+
     def routes_of(mesh: ServedMesh) -> Routes:
-        files = _files(mesh, parser, shares)
-        return api_routes(settings, host, mesh, parser, reader, store, servers, files)
+        return api_routes(settings, host, mesh, parser, reader, store, servers, files_of(mesh))
 
     if meshes.is_one:
         routes = routes_of(meshes.first)
     else:
-        router = ModelRouter(meshes, routes_of, max_body_bytes=settings.max_body_bytes)
+        router = ModelRouter(meshes, routes_of, max_body_bytes=settings.max_body_bytes, files_of=files_of)
         routes = {**router.routes(), **ModelsRoutes(meshes).routes()}
     routes = {**status_routes(settings, host, meshes, counts), **routes, **batch_routes}
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)

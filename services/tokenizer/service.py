@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_fingerprint
+from tokenloom.model_files.checkpoint import IMAGE_FILES, CheckpointInfo, load_tokenizer, tokenizer_fingerprint
 from tokenloom.model_files.model_path import resolve, served_name
 from tokenloom.request.chat_template import read_chat_template
 from tokenloom.request.reasoning import format_of_template
@@ -27,8 +27,6 @@ from .tokenizer_settings import TokenizerSettings
 if TYPE_CHECKING:
     from .media.image_reader import ImageReader
 
-IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
-"""One of them is there if the model reads images."""
 ENCODE_MEMORY_BYTES = 2 << 30
 """Limits what a process takes for one call: 8 MB of one letter take 1.3 GB."""
 

@@ -14,6 +14,7 @@ import transformers
 from PIL import Image
 
 from tests.checkpoints.whole_vision import FAMILIES, token_id
+from tests.parity.identical import Case
 
 _KINDS_OF_TOKENS = {
     "gemma3": "token_type_ids",
@@ -22,6 +23,9 @@ _KINDS_OF_TOKENS = {
 """What a processor calls the marks of tokens that are of an image, where ``generate`` asks for them."""
 _OF_PROCESSORS = ("rows", "cols", "num_patches", "num_crops", "num_soft_tokens_per_image")
 """What image processors return for the text alone."""
+UNWRITTEN = [token_id(name) for name in ("<|image|>", "<|audio|>", "<|video|>")]
+"""Gemma 4's whole class takes these for parts of the prompt, also where it has drawn them itself. No model that is
+trained draws them."""
 _TILE_ROWS = 16
 """Of a tile of Idefics 3 and SmolVLM."""
 
@@ -96,11 +100,19 @@ class VisionModel:
         return VisionPrompt(ids, pictures, inputs | {key: pixels[key] for key in pixels if key not in _OF_PROCESSORS})
 
     @torch.inference_mode()
-    def generate(self, prompt: VisionPrompt, num_tokens: int) -> list[int]:
+    def generate(self, prompt: VisionPrompt, num_tokens: int) -> Case:
         """Return the tokens of the largest logits."""
-        output = self.model.generate(**prompt.inputs, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
-        tokens: list[int] = output[0, len(prompt.token_ids) :].tolist()
-        return tokens
+        output = self.model.generate(
+            **prompt.inputs,
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            suppress_tokens=UNWRITTEN if self.kind.startswith("gemma4") else None,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens = output.sequences[0, len(prompt.token_ids) :].tolist()
+        return Case(prompt.token_ids, tokens, torch.cat(output.logits).numpy())
 
     def _pixels(self, images: Sequence[Image.Image]) -> dict[str, Any]:
         """Return what the image processor makes of the images, called as the family's own processor does."""

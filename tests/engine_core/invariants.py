@@ -11,6 +11,7 @@ from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
 from tokenloom.engine_core.kv_cache.state_slots import StateSlots
 from tokenloom.engine_core.scheduling.live_requests import priority_key
+from tokenloom.engine_core.scheduling.media_rows import MediaRows
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.request.prefix_schedule import block_hashes
 
@@ -22,7 +23,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     loading = list(remote._loading.values()) if remote is not None else []
     away = list(remote._waiting.values()) if remote is not None else []
     assert len(scheduler.running) <= scheduler.config.max_num_seqs
-    assert sorted(r.request_id for r in waiting + scheduler.running + away) == sorted(scheduler.requests)
+    parked = list(scheduler.media.parked.values()) if scheduler.media is not None else []
+    assert sorted(r.request_id for r in waiting + scheduler.running + away + parked) == sorted(scheduler.requests)
     assert scheduler.waiting.num_tokens == sum(request.num_tokens for request in waiting)
     assert len(scheduler.waiting) == len(waiting)
     assert set(scheduler.waiting.tenants) == {request.tenant for request in waiting}
@@ -30,6 +32,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert all(request.status is RequestStatus.RUNNING for request in scheduler.running)
     assert all(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in away)
     assert all(request.is_finished or request in away for request in loading)
+    assert all(request.status is RequestStatus.WAITING_FOR_ROWS and not request.kv.block_ids for request in parked)
     for request in waiting:
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         if not (request.kv.remote and request.kv.remote.wait_ns):
@@ -53,8 +56,31 @@ def check_scheduler(scheduler: Scheduler) -> None:
         [kv.block_ids + kv.reserved_block_ids for kv in remote._held.values()] if remote is not None else (),
     )
     _check_content(scheduler)
+    if scheduler.media is not None:
+        _check_rows(scheduler.media, scheduler)
     if scheduler.kv.states is not None:
         _check_states(scheduler.kv.states, scheduler)
+
+
+def _check_rows(media: MediaRows, scheduler: Scheduler) -> None:
+    """Check that rows are held by live requests that need them, without a gap, and within their room."""
+    assert media.num_bytes == sum(entry.num_bytes for entry in media._entries.values()) <= media.capacity
+    assert media._parked_tokens == sum(request.num_tokens for request in media.parked.values())
+    assert media._holdings.keys() <= scheduler.requests.keys()
+    assert media.parked.keys() <= media._holdings.keys()
+    holders = Counter((request_id, key) for key, entry in media._entries.items() for request_id in entry.holders)
+    held = Counter((request_id, key) for request_id, holding in media._holdings.items() for key in holding.keys)
+    assert holders == held
+    assert all(entry.holders for entry in media._entries.values())
+    for request_id, holding in media._holdings.items():
+        request = scheduler.requests[request_id]
+        start = request.kv.num_computed_tokens if request.status is RequestStatus.RUNNING else holding.start
+        needed = list(dict.fromkeys(span.rows_key for span in request.kv.media if span.end > start))
+        if request.status is RequestStatus.RUNNING:  # an image that stands twice moves back
+            assert set(holding.keys) <= set(needed)
+        else:
+            assert holding.keys == needed[: len(holding.keys)]
+        assert holding.is_short == (len(holding.keys) < len(needed))
 
 
 def _check_states(states: StateSlots, scheduler: Scheduler) -> None:
@@ -95,7 +121,7 @@ def _check_order(scheduler: Scheduler) -> None:
         waiting = [request for request in scheduler.waiting if request.tenant == tenant]
         if scheduler.config.policy == "priority":
             assert waiting == sorted(waiting, key=priority_key)
-        elif scheduler._remote is None:
+        elif scheduler._remote is None and (scheduler.media is None or not scheduler.media.num_asked):
             arrivals = [request.times.arrival_ns for request in [*running, *waiting]]
             assert arrivals == sorted(arrivals)
 
@@ -134,7 +160,8 @@ def _check_content(scheduler: Scheduler) -> None:
     pool, size, num_groups = scheduler.kv.pool, scheduler.kv.block_size, scheduler.kv.pool.num_groups
     for request in scheduler.running:
         num_known = min(request.kv.num_computed_tokens, request.num_tokens)
-        hashes = block_hashes(request.all_token_ids[:num_known], size, salt=request.kv.cache_salt)
+        tokens, salt = request.all_token_ids[:num_known], request.kv.cache_salt
+        hashes = block_hashes(tokens, size, salt=salt, media=request.kv.media)
         num_computed_blocks = -(-num_known // size)
         for group in range(num_groups):
             keys = [group_key(block_hash, group) for block_hash in hashes] if num_groups > 1 else hashes

@@ -5,6 +5,7 @@ from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.engine_core.data.messages import FinishReason
+from tokenloom.engine_core.data.model_info import MediaTraits
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_row import hash_pooling
@@ -22,6 +23,7 @@ def test_ready_reports_the_sizes_of_the_core() -> None:
         numerics="hash",
         hidden_size=8,
         pooling=hash_pooling(generates=True),
+        media=MediaTraits(("image", "audio")),
     )
 
 

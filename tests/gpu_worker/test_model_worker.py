@@ -6,9 +6,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.gpu_worker.platform.device_platform import ApartPlatform
+from tests.parity.state_checkpoints import make_model, write_model
 from tokenloom import demo_model
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import (
@@ -23,6 +25,7 @@ from tokenloom.engine_core.data.config import (
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.messages import EngineCoreRequest
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput, StateRun
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker import model_worker
 from tokenloom.gpu_worker.devices import CPUWorker
@@ -113,6 +116,98 @@ def test_at_level_1_the_weights_of_a_device_come_back_without_their_files(tmp_pa
     assert worker.sleep(2).kept_on_host == 0
     with pytest.raises(ValueError, match="reload_weights"):
         worker.wake_up(["weights"])
+
+
+class StatefulWorker:
+    """Drives a worker of a model that keeps states: one request, whose runs are given."""
+
+    def __init__(self, path, platform=None, **options):
+        worker = WorkerConfig(
+            model=str(path), dtype="float32", model_impl="transformers", num_threads=1, **options.pop("worker", {})
+        )
+        self.config = EngineConfig(worker=worker, scheduler=SchedulerConfig(max_num_seqs=4), **options)
+        self.worker = ModelWorker(self.config, platform) if platform else CPUWorker(self.config)
+        self.info = self.worker.load_model()
+
+    def initialize(self, num_slots=8):
+        self.worker.initialize_kv_cache(KVCacheConfig(num_blocks=16, max_model_len=256, num_state_slots=num_slots))
+
+    def prefill(self, req_id, prompt, runs):
+        """Compute a prompt in one step and return the token that it draws."""
+        params = CoreSamplingParams(max_tokens=9, seed=0, temperature=0.0)
+        new = NewRequestData(req_id, prompt, [], params, list(range(-(-len(prompt) // 16))), 0)
+        return self._step([new], CachedRequestData([], [], [], {}), req_id, len(prompt), runs)
+
+    def decode(self, req_id, position, slot):
+        cached = CachedRequestData([req_id], [[]], [position], {})
+        return self._step([], cached, req_id, 1, [(1, slot, slot)])
+
+    def _step(self, new, cached, req_id, count, runs):
+        state_runs = [StateRun(req_id, *run) for run in runs]
+        self.worker.execute_model(SchedulerOutput(new, cached, {req_id: count}, count, [], [], state_runs=state_runs))
+        return self.worker.sample_tokens(None).sampled_token_ids[0][0]
+
+
+PROMPT = [(i * 37) % 500 + 5 for i in range(70)]
+
+
+def test_the_states_of_a_model_follow_its_steps(tmp_path):
+    stateful = StatefulWorker(write_model("qwen3_next", tmp_path))
+    assert (stateful.info.state_bytes, stateful.info.state_chunk) == (18432, 64)
+    assert "/states-modules-chunk64-strict/" in stateful.info.numerics
+    assert stateful.info.kv_layout.endswith("/state/fp32+fp32/3x4x128+4x16x16")
+    stateful.initialize()
+    tokens = [stateful.prefill("a", PROMPT, [(64, -1, 7), (6, 7, 0)])]
+    tokens += [stateful.decode("a", len(PROMPT) + index, 0) for index in range(4)]
+    ids = torch.tensor([PROMPT])
+    expected = make_model("qwen3_next").generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert tokens == expected[0, len(PROMPT) :].tolist()
+
+
+def test_a_dummy_step_changes_no_state_of_a_request(tmp_path):
+    stateful = StatefulWorker(write_model("granitemoehybrid", tmp_path))
+    stateful.initialize(num_slots=2)
+    stateful.prefill("a", PROMPT, [(70, -1, 1)])
+    layers = stateful.worker._require_runner()._states.layers
+    before = [layer.recurrent[:2].clone() for layer in layers]
+    stateful.worker.execute_dummy_batch()
+    assert all(torch.equal(layer.recurrent[:2], old) for layer, old in zip(layers, before, strict=True))
+    assert all(layer.recurrent[1].any() for layer in layers)
+
+
+def test_states_are_empty_after_sleep(tmp_path):
+    stateful = StatefulWorker(write_model("mamba2", tmp_path))
+    stateful.initialize()
+    first = stateful.prefill("a", PROMPT, [(70, -1, 3)])
+    runner = stateful.worker._require_runner()
+    assert all(layer.recurrent[3].any() for layer in runner._states.layers)
+    stateful.worker.sleep(1)
+    assert runner._states.layers == []
+    stateful.worker.wake_up(["weights", "kv_cache"])
+    assert not any(layer.recurrent.any() for layer in runner._states.layers)
+    assert stateful.prefill("b", PROMPT, [(70, -1, 3)]) == first
+
+
+def test_reloaded_weights_keep_the_slots(tmp_path):
+    path = write_model("lfm2", tmp_path / "old")
+    stateful = StatefulWorker(path)
+    stateful.initialize()
+    first = stateful.prefill("a", PROMPT, [(70, -1, 3)])
+    stateful.worker.reload_weights(str(shutil.copytree(path, tmp_path / "new")))
+    assert stateful.decode("a", 70, 3) >= 0
+    assert stateful.prefill("b", PROMPT, [(70, -1, 3)]) == first
+
+
+def test_the_profile_run_of_a_model_with_states_counts_no_slot_as_activations(tmp_path):
+    path = write_model("falcon_h1", tmp_path)
+    stateful = StatefulWorker(path, ApartPlatform(kv_memory=5 << 20))
+    num_slots = sum(
+        -(-length // 16) * 16 for length in largest_step(stateful.config.scheduler, stateful.info.max_model_len)
+    )
+    pool = num_slots * stateful.info.kv_bytes_per_token + stateful.info.state_bytes
+    assert stateful.worker.determine_available_memory() == (5 << 20) - max(0, (1 << 20) - pool)
 
 
 def test_what_only_the_cpu_computes_is_refused_by_name():

@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
-from prometheus_client import Metric
+from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.mesh.harness import Mesh
+from tokenloom.services.encoder.encoder_servicer import EncoderMetrics
+from tokenloom.services.encoder.encoder_settings import EncoderSettings
+from tokenloom.services.encoder.file_store import FileStore
+from tokenloom.services.encoder.row_cache import RowCache
+from tokenloom.services.runtime.host.host import Host
 from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
@@ -71,7 +76,15 @@ async def read_pages(directory: Path) -> Pages:
             assert part.host is not None
             url = f"http://{part.host.metrics_address}/metrics"
             pages[part.settings.service] = await asyncio.to_thread(_get, url)
-        return pages
+        return {**pages, "encoder": _encoder_page()}
+
+
+def _encoder_page() -> str:
+    """Returns what an encoder shows. It takes no model and no processes to know that."""
+    host = Host(EncoderSettings.of(model="any"))
+    host.certificates.show("mesh", lambda: 0.0)
+    EncoderMetrics(host.metrics, FileStore(1, 1.0, lambda: 0.0), RowCache(1))
+    return generate_latest(host.metrics).decode()
 
 
 def entries(pages: Pages) -> list[Entry]:

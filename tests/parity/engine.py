@@ -13,6 +13,7 @@ from tokenloom.engine_core.data.config import (
     LoraConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     WorkerConfig,
 )
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
@@ -56,6 +57,8 @@ class Engine:
         executor: Callable[[EngineConfig], Executor] = uni,
         batch_invariant: bool = False,
         num_threads: int = 1,
+        speculative: SpeculativeConfig | None = None,
+        state_memory_bytes: int | None = None,
     ) -> None:
         worker = WorkerConfig(
             model=str(model),
@@ -76,11 +79,13 @@ class Engine:
                 enable_prefix_caching=prefix_caching,
                 dtype=kv_cache_dtype,
                 disable_hybrid_kv_cache_manager=not groups,
+                state_memory_bytes=state_memory_bytes,
             ),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
             max_model_len=max_model_len,
             lora=lora or LoraConfig(),
             parallel=parallel or ParallelConfig(),
+            speculative=speculative,
         )
         self.core = EngineCore(config, executor(config))
         self.stop_token_ids = tuple(stop_token_ids)

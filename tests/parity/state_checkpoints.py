@@ -120,12 +120,18 @@ RESTARTING: dict[str, dict[str, Any]] = {
 """Those whose modules begin a continued prompt with an empty state."""
 
 
-def make_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return transformers' model of this type."""
-    entries = {**_SIZES, **SERVED.get(kind, RESTARTING.get(kind, {}))}
-    config = transformers.AutoConfig.for_model(
-        kind, **{name: each for name, each in entries.items() if each is not ...}
-    )
+def entries_of(kind: str) -> dict[str, Any]:
+    """Return the entries of a model type that keeps a state, but for the size of its vocabulary; of others none."""
+    own = SERVED.get(kind, RESTARTING.get(kind))
+    if own is None:
+        return {}
+    return {name: each for name, each in {**_SIZES, **own}.items() if each is not ... and name != "vocab_size"}
+
+
+def make_model(kind: str, dtype: torch.dtype = torch.float32, **entries: Any) -> Any:
+    """Return transformers' model of this type, with further ``entries`` of its configuration."""
+    entries = {"vocab_size": _SIZES["vocab_size"], **entries_of(kind), **entries}
+    config = transformers.AutoConfig.for_model(kind, **entries)
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(2)
@@ -135,7 +141,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype)
 
 
-def write_model(kind: str, path: Path, dtype: torch.dtype = torch.float32) -> Path:
+def write_model(kind: str, path: Path, dtype: torch.dtype = torch.float32, **entries: Any) -> Path:
     """Write the checkpoint of this model type to ``path`` and return that."""
-    make_model(kind, dtype).save_pretrained(path)
+    make_model(kind, dtype, **entries).save_pretrained(path)
     return path

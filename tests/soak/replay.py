@@ -6,14 +6,14 @@ the template writes is the one of the same history in a chat completion.
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import random
-import re
 import tempfile
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +22,15 @@ from typing import Any
 import grpc.aio
 
 from tests.services.gateway.fakes import FakeMesh, FakeTokenizer
+from tests.services.tokenizer.families import FAMILIES, form_of, template_of
 from tests.soak.dialects import Asked, Chats, Dialect, Grpc, Messages, Ollama, Refused, Responses, Turn, calls
+from tests.soak.family_writer import FamilyWriter
+from tests.soak.writer import WORD, Writer
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.gateway.assistant.message_plans import FORMATS
+from tokenloom.request.tool_format import FORMATS, to_json
+from tokenloom.services.gateway.formats.call_parser import numbered_call_id
 from tokenloom.services.tokenizer.chat_template import ChatTemplate, TemplateRefused
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
@@ -34,6 +38,9 @@ TURNS = 5
 """Answers of one conversation."""
 PIECES = (1, 2, 3, 7, 20, 80, 1000)
 """Characters of a delta."""
+PARSERS = ("hermes", "llama3_json", "mistral")
+"""Formats whose calls are written here in more ways than templates do, also malformed ones."""
+FORMS = (*PARSERS, *FAMILIES)
 LIMITS = types_pb2.ModelLimits(
     max_model_len=1 << 20, vocab_size=256, reasoning=types_pb2.REASONING_MODE_FREE, max_logprobs=20
 )
@@ -41,7 +48,6 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("get_weather", "list_files")
 ]
-_WORD = re.compile(r"w\d+")
 _LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}|{{ m.content }}"
 _CALLS = "{% for t in m.tool_calls or [] %}[{{ t.function.name }}"
 _ENDS = "]{% endfor %}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -81,113 +87,6 @@ class ReplayTokenizer(FakeTokenizer):
         return tokenizer_pb2.EncodeChatResponse(prompt=self._prompt(b"prompt", request))
 
 
-class Writer:
-    """Draws what a model writes. Every word is another one, so that a lost one is noticed.
-
-    Attributes:
-        in_arguments: The words of calls.
-    """
-
-    def __init__(self, rng: random.Random, parser: str) -> None:
-        """``parser``: of the model's calls."""
-        self._rng = rng
-        self._parser = parser
-        self._num_words = 0
-        self.in_arguments: set[str] = set()
-
-    def words(self, most: int = 4) -> str:
-        count = self._rng.randint(1, most)
-        self._num_words += count
-        marks = ("", "", ".", "\n", " é", " 🙂", " <b>", ' "', " {", " \\")
-        numbers = range(self._num_words - count, self._num_words)
-        return " ".join(f"w{number}{self._rng.choice(marks)}" for number in numbers)
-
-    def output(self, choice: str) -> str:
-        rng = self._rng
-        thoughts = f"<think>{self.words()}</think>" if rng.random() < 0.4 else ""
-        if choice != "auto" and self._parser == "hermes":  # forced calls have the marks of the model
-            return thoughts + "\n".join(self._call() for _ in range(rng.randint(1, 3) if choice == "required" else 1))
-        if choice == "required" and self._parser == "mistral":
-            made = [self._made("parameters") for _ in range(rng.randint(1, 3))]
-            return f"{thoughts}[{', '.join(made)}]"
-        if choice != "auto" and self._parser == "mistral":
-            return thoughts + self._noted(self._arguments)
-        if choice != "auto":
-            made = [self._made("parameters") for _ in range(rng.randint(1, 3) if choice == "required" else 1)]
-            return thoughts + "; ".join(made)
-        if self._parser == "llama3_json":  # all of it is calls, or none
-            made = [self._made("parameters") for _ in range(rng.randint(0, 2))]
-            return thoughts + ("; ".join(made) or self.words())
-        parts = []
-        for _ in range(rng.randint(0, 4)):
-            is_call = rng.random() < 0.5
-            parts.append(self._call() if is_call else rng.choice(("", "\n", " ")) + self.words())
-        return thoughts + "".join(parts)
-
-    def _call(self) -> str:
-        if self._parser == "mistral":
-            if self._rng.random() < 0.5:
-                return f"[TOOL_CALLS]{self._name()}[ARGS]{self._noted(lambda: json.dumps(self._object()))}"
-            made = [self._made("arguments") for _ in range(self._rng.randint(1, 2))]
-            return f"[TOOL_CALLS] [{', '.join(made)}]"
-        name, arguments = json.dumps(self._name()), self._noted(self._arguments)
-        space = self._rng.choice(("\n", "", " "))
-        return f'<tool_call>{space}{{"name": {name}, "arguments": {arguments}}}{space}</tool_call>'
-
-    def _made(self, member: str) -> str:
-        """A call as an object, whose arguments are in this member."""
-        arguments = self._noted(lambda: json.dumps(self._object(), ensure_ascii=self._rng.random() < 0.5))
-        return f'{{"name": "{self._name()}", "{member}": {arguments}}}'
-
-    def _noted(self, draw: Callable[[], str]) -> str:
-        """Draw arguments, and note their words."""
-        arguments = draw()
-        self.in_arguments.update(_WORD.findall(arguments))
-        return arguments
-
-    def _name(self) -> str:
-        return self._rng.choice(("get_weather", "list_files"))
-
-    def _arguments(self) -> str:
-        """JSON, mostly of an object that can be read."""
-        rng = self._rng
-        whole = json.dumps(self._object(), ensure_ascii=rng.random() < 0.5)
-        if rng.random() < 0.75:
-            return whole
-        wrong = (
-            "[]",
-            f'["{self._plain()}"]',
-            f'{{"a": NaN, "b": "{self._plain()}"}}',
-            f'{{"a": "{self._plain()}\n{self._plain()}"}}',
-            f'{{"a": "{self._plain()}",}}',
-            f'{{"a": 1e999, "b": "{self._plain()}"}}',
-            f'{{"a": "\\ud83d {self._plain()}"}}',
-            f'{{"a": 123456789012345678901234567890, "b": "{self._plain()}"}}',
-            f'"{self._plain()}"',
-            "7",
-        )
-        return rng.choice(wrong)
-
-    def _plain(self) -> str:
-        self._num_words += 1
-        return f"w{self._num_words - 1}"
-
-    def _object(self, depth: int = 0) -> dict[str, Any]:
-        return {
-            name: self._value(depth) for name in self._rng.sample(("city", "a", "b c", "é"), self._rng.randint(0, 3))
-        }
-
-    def _value(self, depth: int) -> Any:
-        kind = self._rng.randrange(7 if depth < 3 else 5)
-        if kind == 5:
-            return [self._value(depth + 1) for _ in range(self._rng.randint(0, 2))]
-        if kind == 6:
-            return self._object(depth + 1)
-        return (self.words(2), self._rng.randint(-(2**70), 2**70), self._rng.choice((0.5, 1e30, -0.0)), None, True)[
-            kind
-        ]
-
-
 class Model:
     """Answers the requests of a mesh with a text, in pieces."""
 
@@ -212,8 +111,9 @@ class Replay:
     """One gateway and the clients of its APIs."""
 
     def __init__(self, parser: str, tokenizer: ReplayTokenizer, model: Model, dialects: Sequence[Dialect]) -> None:
-        """``parser``: of the model's calls."""
+        """``parser``: of the model's calls, or the family of the model."""
         self._parser = parser
+        self._form = form_of(parser) if parser in FAMILIES else FORMATS[parser]
         self._tokenizer = tokenizer
         self._model = model
         self._dialects = dialects
@@ -222,8 +122,10 @@ class Replay:
     async def converse(self, seed: int) -> Counter[str]:
         """Have one conversation. Raises ``AssertionError`` with the seed. Returns how many turns of a kind it had."""
         rng = random.Random(seed)
-        self._tokenizer.template = ChatTemplate(rng.choice(TEMPLATES) or "")
-        writer, seen = Writer(rng, self._parser), Counter[str]()
+        is_family, seen = self._parser in FAMILIES, Counter[str]()
+        writer = FamilyWriter(rng, self._parser) if is_family else Writer(rng, self._parser)
+        template = ChatTemplate(rng.choice(TEMPLATES) or "")
+        self._tokenizer.template = template_of(self._parser) if is_family else template
         turns: list[Turn] = []
         if rng.random() < 0.5:
             turns.append(Turn("system", (writer.words(),)))
@@ -263,7 +165,9 @@ class Replay:
         """Return an answer in the form of every API."""
         parts = dialect.read(native)
         if dialect.name == "ollama":  # whose calls have no ids; the other APIs need some
-            parts = [replace(part, call_id=f"call_{at}") for at, part in enumerate(parts)]
+            parts = [
+                replace(part, call_id=numbered_call_id(self._form, part.name, at)) for at, part in enumerate(parts)
+            ]
         written = {each.name: native if each is dialect else each.write(parts) for each in self._dialects}
         return Turn("assistant", parts=tuple(parts), native=written)
 
@@ -280,10 +184,12 @@ class Replay:
         prompts: dict[str, str] = {}
         for dialect in self._dialects:
             same = [self._as_chat(dialect, turn) for turn in turns]
+            if dialect.name == "ollama":
+                same = [*self._numbered(same)]
             if dialect.name == "responses":
                 # A response without output is no item.
                 same = [turn for turn in same if turn.role != "assistant" or turn.parts]
-            key = repr([turn.native.get("chat", turn.texts) for turn in same])
+            key = repr([(turn.native.get("chat", turn.texts), turn.call) for turn in same])
             if key not in prompts:
                 await self._chats.ask(same, plain)
                 prompts[key] = self._tokenizer.prompt
@@ -303,6 +209,21 @@ class Replay:
         parts = dialect.read(turn.native[dialect.name])
         return replace(turn, parts=tuple(parts), native={"chat": self._chats.write(parts)})
 
+    def _numbered(self, turns: Sequence[Turn]) -> Iterator[Turn]:
+        """Yield the turns of an API whose calls have no ids with those that the gateway gives them."""
+        count, open_ids = itertools.count(), deque[str]()
+        for turn in turns:
+            parts = [
+                replace(part, call_id=numbered_call_id(self._form, part.name, next(count)))
+                if part.kind == "call"
+                else part
+                for part in turn.parts
+            ]
+            open_ids += [part.call_id for part in parts if part.kind == "call"]
+            call = turn.call and replace(turn.call, call_id=open_ids.popleft())
+            native = {"chat": self._chats.write(parts)} if turn.role == "assistant" else turn.native
+            yield replace(turn, parts=tuple(parts), call=call, native=native)
+
 
 def _equal(name: str, prompt: str, expected: str) -> None:
     assert prompt == expected, f"{name}: {prompt!r} is not {expected!r}"
@@ -310,8 +231,8 @@ def _equal(name: str, prompt: str, expected: str) -> None:
 
 def _check_words(dialect: Dialect, output: str, answer: Turn, in_arguments: Collection[str]) -> None:
     """Check that the answer has each word of the output. Two APIs have no place for arguments that were cut."""
-    found = set(_WORD.findall(" ".join(part.text for part in answer.parts)))
-    wanted = _WORD.findall(output)
+    found = set(WORD.findall(" ".join(part.text for part in answer.parts)))
+    wanted = WORD.findall(output)
     if dialect.name in ("messages", "ollama"):
         wanted = [word for word in wanted if word not in in_arguments]
     lost = [word for word in wanted[:-1] if word not in found]  # the last one may have been cut
@@ -320,14 +241,18 @@ def _check_words(dialect: Dialect, output: str, answer: Turn, in_arguments: Coll
 
 @asynccontextmanager
 async def replaying(directory: Path, parser: str) -> AsyncIterator[Replay]:
-    """A gateway whose model writes what a test says, with calls in one form."""
+    """A gateway whose model writes what a test says, with calls in one form: of a parser, or of a family, which the
+    tokenizer derives from its template."""
     await asyncio.to_thread(directory.mkdir)
     mesh = FakeMesh(directory)
     tokenizer = mesh.tokenizer = mesh.second_tokenizer = ReplayTokenizer()
     mesh.coordinator.limits = LIMITS
     mesh.seconds = None
     stored = 4 << 20  # bytes of responses: the last ones are referred to
-    gateway = mesh.gateway(tool_call_parser=parser, reasoning_parser="qwen3", max_stored_response_bytes=stored)
+    if is_family := parser in FAMILIES:
+        tokenizer.tool_format_json = to_json(form_of(parser))
+    parsers = {"tool_call_parser": "auto" if is_family else parser, "reasoning_parser": "qwen3"}
+    gateway = mesh.gateway(**parsers, max_stored_response_bytes=stored)
     async with gateway, mesh.http() as http, mesh.inference() as inference:
         model = Model(mesh)
         serving = asyncio.create_task(model.serve())
@@ -342,9 +267,12 @@ async def replay(directory: Path, seeds: range) -> Counter[str]:
     """Have the conversation of each seed. Returns how many turns of each kind there were."""
     seen = Counter[str]()
     async with AsyncExitStack() as stack:
-        meshes = [await stack.enter_async_context(replaying(directory / parser, parser)) for parser in FORMATS]
+        meshes: dict[str, Replay] = {}
         for seed in seeds:
-            seen += await meshes[seed % len(meshes)].converse(seed)
+            form = FORMS[seed % len(FORMS)]
+            if form not in meshes:
+                meshes[form] = await stack.enter_async_context(replaying(directory / form, form))
+            seen += await meshes[form].converse(seed)
     return seen
 
 

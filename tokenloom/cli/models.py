@@ -158,13 +158,16 @@ def _local(name: str, architecture: str, size: int, path: Path) -> LocalModel:
     from tokenloom.preflight.model import answer  # here, because the help of the command needs none of it
     from tokenloom.preflight.small_files import CannotServe
 
-    options = "--language-model-only" if wrapper_of({"architectures": [architecture]}) else ""
-    try:
-        found = answer(path, EngineConfig(worker=WorkerConfig(language_model_only=bool(options))))
-    except (CannotServe, ValueError) as error:
-        return LocalModel(name, architecture, size, str(path), "refused", str(error), options)
-    served = found.by if found.is_tried else "untried"
-    return LocalModel(name, architecture, size, str(path), served, options=options)
+    reason, choices = "", ("", "--language-model-only") if wrapper_of({"architectures": [architecture]}) else ("",)
+    for options in choices:
+        try:
+            found = answer(path, EngineConfig(worker=WorkerConfig(language_model_only=bool(options))))
+        except (CannotServe, ValueError) as error:
+            reason = str(error)
+        else:
+            served = found.by if found.is_tried else "untried"
+            return LocalModel(name, architecture, size, str(path), served, options=options)
+    return LocalModel(name, architecture, size, str(path), "refused", reason, choices[-1])
 
 
 def _served_table(rows: list[dict[str, Any]]) -> Table:

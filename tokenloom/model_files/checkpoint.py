@@ -97,6 +97,15 @@ class CheckpointInfo:
         )
 
 
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+"""The files that say how a checkpoint's images are prepared; a model that reads images has one of them."""
+
+
+def reads_images(path: Path) -> bool:
+    """Return whether a checkpoint has a tower for images, and the files that say how they are prepared."""
+    return any((path / name).is_file() for name in IMAGE_FILES) and "vision_config" in _read_json(path / "config.json")
+
+
 def load_tokenizer(path: Path) -> "Tokenizer":
     """Return the fast tokenizer, with the tokens that other files of the checkpoint add to it.
 

@@ -15,11 +15,12 @@ from tokenloom.request.errors import TokenloomError
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.engine.records.engine_settings import for_checkpoint
 from tokenloom.services.engine.records.grammar_config import reasoning_mode
-from tokenloom.services.engine.records.identity import pooling_limits
+from tokenloom.services.engine.records.identity import media_limits, pooling_limits
 from tokenloom.v1 import types_pb2
 
 from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
 from .engine_args import engine_config
+from .images import OfflineImages
 from .lora_request import LoRARequests, OfflineLoras
 from .offline_loop import OfflineLoop, check_failures, start_core
 from .offline_request import OfflineRequest
@@ -110,12 +111,14 @@ class LLM:
             hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
             reasoning=reasoning_mode(config.reasoning, finds_reasoning=ready.finds_reasoning),
             **pooling_limits(ready.pooling),
+            **media_limits(ready, config.scheduler),
         )
+        self._images = OfflineImages(path, self._tokenizer, config.worker)
         self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed, config.reasoning.marks)
         self._loras = OfflineLoras(self._client, are_enabled=config.lora.enable)
-        self._loop = OfflineLoop(self._client)
+        self._loop = OfflineLoop(self._client, self._images)
         self._pooling = OfflinePooling(PoolingPrompts(self._tokenizer, limits, self._info.vector_texts), self._loop)
-        self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name)
+        self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name, self._images)
 
     def generate(
         self,
@@ -135,7 +138,8 @@ class LLM:
 
         Args:
             prompts: Text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}``, ``{"prompt_embeds": tensor}``, a list of
-                token ids, or a list of these.
+                token ids, or a list of these. A text with the model's mark for each image has the images in
+                ``multi_modal_data``: ``{"prompt": "<image> What is it?", "multi_modal_data": {"image": picture}}``.
             sampling_params: One for all, or one for each; None: the model's own (``get_default_sampling_params``).
             use_tqdm: Whether to show a progress bar, or what to make it with.
             lora_request: A LoRA adapter for all, or one or None for each; needs ``enable_lora=True``.
@@ -176,7 +180,8 @@ class LLM:
         """Answer one conversation or several.
 
         Args:
-            messages: Turns in OpenAI's form (role, content), or a list of such lists.
+            messages: Turns in OpenAI's form (role, content), or a list of such lists. A part of the type ``image_url``
+                holds an image: a data: URL, the path of a file, its bytes, or a picture of PIL.
             chat_template: Jinja source, or the path of a file with it, to use instead of the model's.
             add_generation_prompt: Whether the prompt ends where the assistant's turn begins.
             tools: Functions in OpenAI's form, for the template to describe.
@@ -305,7 +310,7 @@ class LLM:
     def enqueue(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Add one prompt, whose output :meth:`next_finished` returns; return its request id."""
         with _as_value_error():
-            (request,) = self._builder.build([read_prompt(prompt, self._tokenizer)], sampling_params)
+            (request,) = self._builder.build([read_prompt(prompt, self._tokenizer, self._images)], sampling_params)
         self._loop.enqueue(request)
         return request.output.request_id
 
@@ -335,6 +340,14 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Drop the KV blocks of earlier prompts. Returns whether it succeeded."""
         return bool(self._client.call_utility("reset_prefix_cache"))
+
+    def reset_mm_cache(self) -> None:
+        """Forget the rows of images that were computed here."""
+        self._images.reset()
+
+    def reset_encoder_cache(self) -> None:
+        """Forget the rows of images that wait in the engine; requests that need some get them again."""
+        self._client.call_utility("reset_encoder_cache")
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Pause and release memory.
@@ -367,6 +380,7 @@ class LLM:
         with _as_value_error():
             directory = self._path if path is None else resolve(str(path))
         self._client.call_utility("reload_weights", str(directory))
+        self._images.use_weights(directory)
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start recording what the workers compute, which slows them down; needs ``profiler_dir``.
@@ -421,7 +435,7 @@ class LLM:
                 live = left
 
     def _read(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenizedPrompt]:
-        return read_each(as_prompts(prompts), lambda prompt: read_prompt(prompt, self._tokenizer))
+        return read_each(as_prompts(prompts), lambda prompt: read_prompt(prompt, self._tokenizer, self._images))
 
     def _requests(
         self,

@@ -13,12 +13,13 @@ from tqdm.auto import tqdm
 from tokenloom.engine_core.client.core_client import CoreClient, InprocClient, SyncMPClient
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError, EnginePausedError
-from tokenloom.engine_core.data.messages import EngineCoreOutput
+from tokenloom.engine_core.data.messages import ArrivedRows, EngineCoreOutput, RowsWanted
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
 from tokenloom.preflight.host import may_have_gpu
 from tokenloom.services.engine.core.workers import CORE_COMMAND, WORKER_COMMAND, make_worker
 
+from .images import OfflineImages, PromptImages
 from .offline_request import CoreRefusal, OfflineRequest
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,10 @@ class InFlight(Protocol):
     @property
     def num_tokens(self) -> int:
         """Return the number of output tokens of all samples so far."""
+
+    @property
+    def images(self) -> PromptImages | None:
+        """Return the images of the prompt; None if it has none."""
 
     @property
     def error(self) -> Exception | None:
@@ -80,8 +85,10 @@ def start_core(config: EngineConfig, *, has_own_process: bool) -> CoreClient:
 class OfflineLoop:
     """Holds the requests in flight. They may belong to several calls: a call may begin while a stream is being read."""
 
-    def __init__(self, client: CoreClient) -> None:
+    def __init__(self, client: CoreClient, images: OfflineImages) -> None:
+        """``images``: computes the rows that the core asks for."""
         self._client = client
+        self._images = images
         self._live: dict[str, tuple[InFlight, Any]] = {}
         self._enqueued: list[OfflineRequest] = []
 
@@ -159,7 +166,8 @@ class OfflineLoop:
 
     def _step(self) -> list[InFlight]:
         ended: list[InFlight] = []
-        for output in self._client.get_output().outputs:
+        step = self._client.get_output()
+        for output in step.outputs:
             # One step may hold the token whose text ends a request and, after it, the end of its grammar. The second
             # one finds no request, which once raised a KeyError that ended all of them.
             if (live := self._live.get(output.request_id)) is None:
@@ -178,7 +186,28 @@ class OfflineLoop:
                 del self._live[output.request_id]
                 if request.finished:
                     ended.append(request)
+        if step.rows_wanted:
+            ended += self._bring_rows(step.rows_wanted)
         return ended
+
+    def _bring_rows(self, wanted: Sequence[RowsWanted]) -> list[InFlight]:
+        """Compute the rows of images that the core asks for. Returns the requests whose images cannot be computed; they
+        have ended."""
+        failed, brought = list[InFlight](), set[int]()
+        for each in wanted:
+            if each.number in brought or (live := self._live.get(each.request_id)) is None:
+                continue
+            request, _ = live
+            assert request.images is not None, "the core asks for images that a prompt does not have"
+            try:
+                rows = self._images.rows(request.images, each.key)
+            except ValueError as error:  # a fault of this image: other requests go on
+                self._abort([request], error)
+                failed.append(request)
+                continue
+            self._client.send_rows(ArrivedRows(each.key, each.number, 0, rows))
+            brought.add(each.number)
+        return failed
 
     def _abort(self, requests: Sequence[InFlight], error: Exception | None = None) -> None:
         ids = [sample.core_request.request_id for request in requests for sample in request.samples]

@@ -19,12 +19,15 @@ from tokenloom.services.tokenizer.spelled_tokens import PlainTextEncoder, Render
 from tokenloom.services.tokenizer.template_probe import probe_forms
 from tokenloom.v1 import types_pb2
 
+from .images import OfflineImages, PromptImages, images_of, take_images
+
 
 class TextPrompt(TypedDict, total=False):
-    """A text: ``{"prompt": …}``."""
+    """A text: ``{"prompt": …}``, with the images that its marks stand for in ``multi_modal_data``."""
 
     prompt: str
     cache_salt: str
+    multi_modal_data: Mapping[str, Any]
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -48,7 +51,7 @@ Message: TypeAlias = Mapping[str, Any]
 
 T = TypeVar("T")
 
-_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
+_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class TokenizedPrompt:
     token_ids: list[int]
     cache_salt: bytes = b""
     embeds: Sequence[types_pb2.PromptEmbeds] = ()
+    images: PromptImages | None = None
+    """None: it has none."""
     adapter: bytes = b""
     """The digest of its LoRA adapter; empty: the base model."""
     reasoning_start: ReasoningStart = ReasoningStart.BY_MARKS
@@ -101,16 +106,19 @@ def read_each(prompts: Iterable[T], read: Callable[[T], TokenizedPrompt]) -> lis
     return list(map(read_or_refuse, prompts))
 
 
-def read_prompt(prompt: object, tokenizer: Tokenizer) -> TokenizedPrompt:
-    """Encode a prompt unless it holds token ids. Raises ``ValueError`` or ``InvalidArgument`` for any other form."""
+def read_prompt(prompt: object, tokenizer: Tokenizer, images: OfflineImages | None = None) -> TokenizedPrompt:
+    """Encode a prompt unless it holds token ids. ``images``: reads those of prompts; None: they have none.
+
+    Raises ``ValueError`` or ``InvalidArgument`` for any other form.
+    """
     if isinstance(prompt, str):
         return TokenizedPrompt(prompt, tokenizer.encode(whole_text("the prompt", prompt)).ids)
     if isinstance(prompt, Mapping):
-        return _read_mapping(prompt, tokenizer)
+        return _read_mapping(prompt, tokenizer, images)
     return TokenizedPrompt(None, narrow_token_ids("prompt", prompt))
 
 
-def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizedPrompt:
+def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer, images: OfflineImages | None) -> TokenizedPrompt:
     for key in prompt:
         if key not in _KEYS:
             raise ValueError(f"prompt: {key!r} is not supported; expected {', '.join(_KEYS)}")
@@ -120,6 +128,10 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizedP
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{key} must be a string, not {type(value).__name__}")
         whole_text("the prompt" if key == "prompt" else key, value or "")
+    if (data := prompt.get("multi_modal_data")) and (files := images_of(data)):
+        if images is None or text is None or len(prompt.keys() - {"cache_salt"}) > 2:
+            raise ValueError("multi_modal_data needs a prompt of text with the model's mark for each image")
+        return _with_images(text, files, salt.encode(), tokenizer, images)
     if (embeds := prompt.get("prompt_embeds")) is not None:
         if text is not None or token_ids is not None:
             raise ValueError(
@@ -131,6 +143,15 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizedP
             raise ValueError("a prompt needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'")
         return TokenizedPrompt(text, tokenizer.encode(text).ids, salt.encode())
     return TokenizedPrompt(text, narrow_token_ids("prompt_token_ids", token_ids), salt.encode())
+
+
+def _with_images(
+    text: str, files: Sequence[bytes], salt: bytes, tokenizer: Tokenizer, images: OfflineImages
+) -> TokenizedPrompt:
+    rendered, expanded = images.expand(Rendered(text), files, salt)
+    ids = tokenizer.encode(rendered.text).ids
+    images.place(expanded, ids)
+    return TokenizedPrompt(text, ids, salt, images=expanded)
 
 
 def _join(parts: Sequence[object]) -> TokenizedPrompt:
@@ -160,6 +181,10 @@ def _as_rows(part: object) -> torch.Tensor:
         raise ValueError(f"{wanted}, not {type(part).__name__}: {error}") from None
 
 
+_MARK = {"type": "image"}
+"""Of an image, as :func:`.images.take_images` leaves it."""
+
+
 def plain_message(message: Message) -> dict[str, Any]:
     """Return a turn for chat templates, with parts of text joined by line breaks (vLLM), and arguments of past calls as
     objects. Raises ``ValueError``."""
@@ -174,6 +199,9 @@ def plain_message(message: Message) -> dict[str, Any]:
         return turn
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise ValueError(f"content must be a string or a list of parts of type text, not {type(content).__name__}")
+    if _MARK in content:  # the template puts each part in its place
+        parts = [_MARK if part == _MARK else {"type": "text", "text": _part(part)} for part in content]
+        return {**turn, "content": parts}
     return {**turn, "content": "\n".join(_part(part) for part in content)}
 
 
@@ -198,15 +226,19 @@ def _part(part: object) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise ValueError("content must be a string or a list of parts of type text; other types are not supported yet")
+        raise ValueError("content must be a string, or a list of parts of type text or image_url")
     return str(part["text"])
 
 
 class ChatPrompts:
     """Renders conversations with the checkpoint's chat template, or with another one."""
 
-    def __init__(self, info: CheckpointInfo, tokenizer: Tokenizer, model_name: str) -> None:
+    def __init__(
+        self, info: CheckpointInfo, tokenizer: Tokenizer, model_name: str, images: OfflineImages | None = None
+    ) -> None:
+        """``images``: reads those of conversations; None: they have none."""
         self._info = info
+        self._images = images
         self._tokenizer = tokenizer
         self._model_name = model_name
 
@@ -229,9 +261,18 @@ class ChatPrompts:
         masking = MaskingTemplate(template, controls, PARSED_MARKS)
 
         def encode(messages: Sequence[Message]) -> TokenizedPrompt:
-            rendered = masking.render([*map(plain_message, messages)], tools, template_kwargs, None, **options)
+            files = list[bytes]()
+            turns = [plain_message(take_images(message, files)) for message in messages]
+            rendered = masking.render(turns, tools, template_kwargs, None, **options)
             whole_text("the conversation", rendered.text)
-            return self._encode(rendered)
+            if not files:
+                return self._encode(rendered)
+            if self._images is None:
+                raise ValueError("this model reads text only")
+            rendered, images = self._images.expand(rendered, files)
+            prompt = self._encode(rendered)
+            self._images.place(images, prompt.token_ids)
+            return replace(prompt, images=images)
 
         return read_each(conversations, encode)
 

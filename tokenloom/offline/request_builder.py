@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.engine_core.data.embedding_rows import MediaSpan
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request import bad_words, validation
@@ -19,7 +20,7 @@ from tokenloom.request.output_constraints import relax
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.request.sampling_params import sample_seed
-from tokenloom.services.engine.records.core_request import check_generates, to_core_sampling, to_spans
+from tokenloom.services.engine.records.core_request import check_generates, to_core_sampling, to_media, to_spans
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, OutputText
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.v1 import types_pb2
@@ -126,20 +127,30 @@ class RequestBuilder:
         validation.check_generate(prompt.token_ids, wire, self.limits, stop=params.stop_strings())
         if prompt.embeds:
             check_embeds(types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds), wire, self.limits)
+        media: list[MediaSpan] = []
+        if prompt.images is not None:
+            media = to_media(types_pb2.Prompt(token_ids=prompt.token_ids, media=prompt.images.items), self.limits)
         request_id, stops = next(self._request_ids), frozenset(wire.stop_token_ids)
         return OfflineRequest(
             request_id,
             prompt.text,
             [
                 OfflineSample(core_request, index, self._text_settings(prompt, params, stops))
-                for index, core_request in enumerate(self._samples(request_id, prompt, wire, params.n, priority))
+                for index, core_request in enumerate(self._samples(request_id, prompt, wire, params.n, priority, media))
             ],
             output_kind=params.output_kind,
             stream_interval=params.stream_interval,
+            images=prompt.images,
         )
 
     def _samples(
-        self, request_id: str, prompt: TokenizedPrompt, wire: types_pb2.SamplingParams, n: int, priority: int
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        wire: types_pb2.SamplingParams,
+        n: int,
+        priority: int,
+        media: list[MediaSpan],
     ) -> list[EngineCoreRequest]:
         """Return n requests with different seeds; only the first returns the prompt's log probabilities and experts."""
         rest = self.limits.max_model_len - len(prompt.token_ids)
@@ -158,6 +169,7 @@ class RequestBuilder:
                 prompt_embeds=to_spans(prompt.embeds),
                 adapter=prompt.adapter,
                 reasoning_start=prompt.reasoning_start,
+                media=media,
             )
             for index in range(n)
         ]

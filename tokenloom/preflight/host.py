@@ -194,6 +194,7 @@ def platform_note() -> str:
 _INSTALL = "pip install 'tokenloom[engine]'"
 _CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 _NEEDED = ("torch", "safetensors", "llguidance")
+_FOR_IMAGES = {"pillow": "PIL", "transformers": "transformers"}
 
 
 def check_engine_packages() -> None:
@@ -206,6 +207,16 @@ def check_engine_packages() -> None:
         )
     if reason := untested_torch():
         raise CannotServe(f"{reason}: run {_INSTALL}")
+
+
+def check_encoder_packages() -> None:
+    """Raise `CannotServe` unless this environment has the packages with which an encoder reads images."""
+    missing = [name for name, module in _FOR_IMAGES.items() if find_spec(module) is None]
+    if missing:
+        raise CannotServe(
+            f"The model reads images, and its encoder needs {', '.join(missing)}, which this environment lacks: run "
+            "pip install 'tokenloom[encoder]', or serve its text alone with --language-model-only"
+        )
 
 
 def untested_torch() -> str:

@@ -7,6 +7,7 @@ from operator import attrgetter
 from msgspec import NODEFAULT
 
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
@@ -21,6 +22,7 @@ SERVICES: tuple[type[ServiceSettings], ...] = (
     OutputProcessorSettings,
     CoordinatorSettings,
     EngineSettings,
+    EncoderSettings,
 )
 
 _CONFIGURATION = """# Configuration

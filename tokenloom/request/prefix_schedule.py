@@ -161,6 +161,11 @@ def named_within(num_before: int, num_blocks: int) -> Sequence[int]:
     return LEADING_BLOCKS[bisect(LEADING_BLOCKS, num_before) : bisect(LEADING_BLOCKS, num_before + num_blocks)]
 
 
+def num_named(num_blocks: int) -> int:
+    """Return how many hashes a prompt of so many blocks has."""
+    return bisect(LEADING_BLOCKS, num_blocks) - 1
+
+
 def last_named(num_blocks: int) -> int:
     """Return how many leading blocks the last hash stands for among ``num_blocks``; 0: none is named."""
-    return LEADING_BLOCKS[bisect(LEADING_BLOCKS, num_blocks) - 1]
+    return LEADING_BLOCKS[num_named(num_blocks)]

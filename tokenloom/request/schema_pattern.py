@@ -69,6 +69,28 @@ def portable_pattern(pattern: str) -> PortablePattern | None:
     return PortablePattern("".join(token.text for token in tokens), exact)
 
 
+def whole_pattern(pattern: str) -> str:
+    """Return an expression of the whole texts in which a portable pattern is found. Anchors within groups are left out,
+    so that more texts match."""
+    tokens: list[_Token] = []
+    if _read(pattern, tokens) is None or not _is_balanced(tokens):
+        return _ANYTHING
+    ways, start, depth = [], 0, 0
+    for at, token in enumerate([*tokens, _Token("or", "")]):
+        depth += (token.kind == "open") - (token.kind == "close")
+        if token.kind == "or" and not depth:
+            ways.append(_whole(tokens[start:at]))
+            start = at + 1
+    return "|".join(ways)
+
+
+def _whole(tokens: list[_Token]) -> str:
+    kinds = [token.kind for token in tokens if token.text and token.kind != "flags"]
+    text = "".join("" if token.kind in ("begin", "end") else token.text for token in tokens)
+    before, after = kinds[:1] == ["begin"], kinds[-1:] == ["end"]
+    return f"{'' if before else _ANYTHING}{text}{'' if after else _ANYTHING}"
+
+
 def _read(pattern: str, tokens: list[_Token]) -> bool | None:
     """Add the tokens of a pattern; return whether they match the same texts, or None if it is malformed."""
     at, exact = 0, True

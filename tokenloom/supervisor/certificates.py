@@ -14,7 +14,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from tokenloom.services.runtime.peers.callers import OPERATOR, PLANNER
 from tokenloom.services.runtime.peers.certificate_files import dns_name
 
-PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine", OPERATOR, PLANNER, "prometheus")
+PARTS = (
+    *("gateway", "tokenizer", "output_processor", "coordinator", "engine", "encoder"),
+    *(OPERATOR, PLANNER, "prometheus"),
+)
 """The owners of certificates: the services, the operator of the mesh, the planner, and Prometheus."""
 _RENEW_BEFORE = datetime.timedelta(days=7)
 _CLOCK_SKEW = datetime.timedelta(minutes=5)

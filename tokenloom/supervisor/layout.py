@@ -133,6 +133,10 @@ class MeshOptions(Struct, frozen=True):
         "HOST:PORT where rank 0 of a mixture-of-experts model listens for the ranks on other machines, with "
         "--data-parallel-secret-file; by default a socket of this machine.",
     ] = ""
+    encoders: Annotated[
+        _Engines | None,
+        "Encoders of each model that reads images; by default one, which computes on the engine's device.",
+    ] = None
     tokenizers: Annotated[_Parts, "Tokenizer services."] = 1
     output_processors: Annotated[_Parts, "Output processors."] = 1
     gateways: Annotated[_Parts, "Gateways, on consecutive ports."] = 1
@@ -166,6 +170,16 @@ class MeshOptions(Struct, frozen=True):
         return LocalRanks(self.data_parallel_size, local, self.data_parallel_start_rank, is_split, address)
 
     @property
+    def encoder_counts(self) -> list[int]:
+        """The number of encoders of each model."""
+        from tokenloom.model_files.checkpoint import reads_images  # here: the help of a command needs the options only
+
+        # Without the weights of its other parts, or without files, an engine computes text only.
+        without = {"--language-model-only", "--load-format=dummy"}.intersection(self.flags.get("engine", ()))
+        count = 1 if self.encoders is None else self.encoders
+        return [0 if without or not reads_images(model.path) else count for model in self.models]
+
+    @property
     def models(self) -> list[ServedModel]:
         """All models, the first one at the head."""
         return [ServedModel(self.model, self.served_model_name), *self.more_models]
@@ -183,6 +197,7 @@ def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts
         *map(layout.gateway, range(options.gateways)),
         *map(layout.output_processor, range(models * options.output_processors)),
         *map(layout.engine, range(models * len(options.engine_roles))),
+        *map(layout.encoder, range(sum(options.encoder_counts))),
         *map(layout.tokenizer, range(models * options.tokenizers)),
         *map(layout.coordinator, range(models * options.coordinators)),
     ]
@@ -255,6 +270,11 @@ class _Layout:
         flags += options.ranks.flags(place, self._directory / f"data-parallel-{number}.sock")
         part = self._of_model(number, "engine", index, (*self._coordinator(number), *flags))
         return replace(part, role=role, leftovers=(*part.leftovers, kv_socket))
+
+    def encoder(self, index: int) -> PartSpec:
+        owners = [number for number, count in enumerate(self._options.encoder_counts) for _ in range(count)]
+        flags = (*self._coordinator(owners[index]), "--tower-threads", str(self._shares[0].threads))
+        return self._of_model(owners[index], "encoder", index, flags)
 
     def tokenizer(self, index: int) -> PartSpec:
         return self._of_model(index // self._options.tokenizers, "tokenizer", index)

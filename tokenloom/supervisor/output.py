@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 WriteLine = Callable[[str, str], None]
 """Takes the name of a part and one line of its output; called from several threads, one line at a time."""
 
-_COLOURS = {"gateway": 36, "tokenizer": 35, "output_processor": 34, "coordinator": 33, "engine": 32}
+_COLOURS = {
+    "gateway": 36,
+    "tokenizer": 35,
+    "output_processor": 34,
+    "coordinator": 33,
+    "engine": 32,
+    "encoder": 31,
+}
 _NAME_WIDTH = len("output_processor-0")
 _LONGEST_LINE = 64 * 1024
 

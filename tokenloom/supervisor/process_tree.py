@@ -13,6 +13,8 @@ HELPERS: Final[Mapping[str, str]] = {
     "compiler_process": "compiler",
     "render_worker": "renderer",
     "encode_worker": "encoder",
+    "decode_worker": "decoder",
+    "tower_worker": "tower",
 }
 """What each process that a part starts is called, by the last part of its module's name."""
 PROC = Path("/proc")

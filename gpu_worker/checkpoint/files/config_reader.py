@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .supported import BUILT_IN, CLASS_OF_TYPE
-from .text_part import text_entries, wrapper_of
+from .text_part import MediaSwitches, media_switches, text_entries, wrapper_of
 
 # Entries for training, generation defaults (generation_config.json is read separately) and bookkeeping: none of them
 # changes a forward pass.
@@ -211,6 +211,12 @@ def read_wrapper(path: Path) -> str | None:
     if name is not None and not isinstance(values.get("text_config", {}), dict | None):
         raise ValueError(f"{path / 'config.json'}: text_config must be an object")
     return name
+
+
+def read_media(path: Path) -> MediaSwitches | None:
+    """Return what images change in the text model of a checkpoint directory, or of anything else; see
+    :func:`media_switches`. Raises ``ValueError`` as :func:`read_wrapper`."""
+    return media_switches(_read_json(path)) if read_wrapper(path) is not None else None
 
 
 def architecture_of(values: Mapping[str, Any], where: str) -> str:

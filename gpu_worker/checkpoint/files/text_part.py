@@ -1,12 +1,12 @@
-"""Says which entries and tensors of a checkpoint that reads images or sound are its text model's. It does not import
-torch.
+"""Says which entries and tensors of a checkpoint that reads images or sound are its text model's, and what images
+change in that. It does not import torch.
 
 The facts are from transformers 5.24: the configuration of each class (``configuration_*.py``) for defaults and
 ``conversion_mapping.py`` for names of tensors.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class _Wrapper(NamedTuple):
@@ -18,25 +18,25 @@ class _Wrapper(NamedTuple):
     """The ``model_type`` of the text model if the configuration states none."""
     is_tied: bool = False
     """Whether the output layer is that of the embeddings if the configuration says nothing."""
+    shows_images: bool = False
+    """Whether prompts may have images; otherwise its text alone is served."""
 
 
 WRAPPERS = {
-    "Qwen2VLForConditionalGeneration": _Wrapper("qwen2_vl", "qwen2_vl_text"),
-    "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl", "qwen2_5_vl_text"),
-    "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl", "qwen3_vl_text"),
-    "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text"),
-    "Qwen3_5ForConditionalGeneration": _Wrapper("qwen3_5", "qwen3_5_text"),
-    "Qwen3_5MoeForConditionalGeneration": _Wrapper("qwen3_5_moe", "qwen3_5_moe_text"),
-    "Mistral3ForConditionalGeneration": _Wrapper("mistral3", "mistral", is_tied=True),
-    "LlavaForConditionalGeneration": _Wrapper("llava", "llama"),
+    "Qwen2VLForConditionalGeneration": _Wrapper("qwen2_vl", "qwen2_vl_text", shows_images=True),
+    "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl", "qwen2_5_vl_text", shows_images=True),
+    "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl", "qwen3_vl_text", shows_images=True),
+    "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text", shows_images=True),
+    "Mistral3ForConditionalGeneration": _Wrapper("mistral3", "mistral", is_tied=True, shows_images=True),
+    "LlavaForConditionalGeneration": _Wrapper("llava", "llama", shows_images=True),
     "LlavaNextForConditionalGeneration": _Wrapper("llava_next", "llama"),
-    "LlavaOnevisionForConditionalGeneration": _Wrapper("llava_onevision", "qwen2"),
-    "InternVLForConditionalGeneration": _Wrapper("internvl", "qwen2", is_tied=True),
-    "Idefics3ForConditionalGeneration": _Wrapper("idefics3", "llama"),
-    "SmolVLMForConditionalGeneration": _Wrapper("smolvlm", "llama"),
+    "LlavaOnevisionForConditionalGeneration": _Wrapper("llava_onevision", "qwen2", shows_images=True),
+    "InternVLForConditionalGeneration": _Wrapper("internvl", "qwen2", is_tied=True, shows_images=True),
+    "Idefics3ForConditionalGeneration": _Wrapper("idefics3", "llama", shows_images=True),
+    "SmolVLMForConditionalGeneration": _Wrapper("smolvlm", "llama", shows_images=True),
     "AyaVisionForConditionalGeneration": _Wrapper("aya_vision", "cohere2", is_tied=True),
-    "Gemma3ForConditionalGeneration": _Wrapper("gemma3", "gemma3_text", is_tied=True),
-    "Gemma4ForConditionalGeneration": _Wrapper("gemma4", "gemma4_text", is_tied=True),
+    "Gemma3ForConditionalGeneration": _Wrapper("gemma3", "gemma3_text", is_tied=True, shows_images=True),
+    "Gemma4ForConditionalGeneration": _Wrapper("gemma4", "gemma4_text", is_tied=True, shows_images=True),
     "Llama4ForConditionalGeneration": _Wrapper("llama4", "llama4_text"),
     "MuseGlimmerForConditionalGeneration": _Wrapper("muse_glimmer", "muse_glimmer_text"),
     "Phi4MMForCausalLM": _Wrapper("phi4mm", "phi3"),
@@ -52,8 +52,6 @@ _PLAIN_KINDS = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
-    "qwen3_5_text": "qwen3_5_text",
-    "qwen3_5_moe_text": "qwen3_5_moe_text",
 }
 """By the type of a text model: the one that computes the same for text."""
 _SECTIONS = ("mrope_section", "mrope_interleaved")
@@ -147,6 +145,58 @@ def _plain_rope(rope: Any) -> Any:
     if not isinstance(rope, dict):
         return rope
     return {key: "default" if value == "mrope" else value for key, value in rope.items() if key not in _SECTIONS}
+
+
+class MediaSwitches(NamedTuple):
+    """Holds what images change in a text model."""
+
+    levels: int = 1
+    """Rows side by side in a row of the tower: the first replaces a token's embedding, the others are added after the
+    first layers, one each (deepstack)."""
+    seen_whole: Literal["all", "sliding"] | None = None
+    """The layers in which a token of an image sees the image's later tokens; None: none is."""
+    axes: tuple[int, ...] = ()
+    """[head_size / 2]: which position of a token turns each pair of dimensions, that in time, height or width; empty: a
+    token has one position."""
+
+
+_DEEPSTACK = (8, 16, 24)
+_QWEN_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
+"""What the classes take where the file states nothing."""
+
+
+def media_switches(values: Mapping[str, Any]) -> MediaSwitches | None:
+    """Return what images change in the text model of a ``config.json`` with these entries; None: it reads text alone,
+    or images are not served."""
+    name = wrapper_of(values)
+    if name is None or not WRAPPERS[name].shows_images:
+        return None
+    kind, text, tower = WRAPPERS[name].kind, values.get("text_config") or {}, values.get("vision_config") or {}
+    match kind:
+        case "gemma3":
+            return MediaSwitches(seen_whole="all")
+        case "gemma4":
+            return MediaSwitches(seen_whole="sliding" if text.get("use_bidirectional_attention") == "vision" else None)
+        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe":
+            is_third = kind.startswith("qwen3_vl")
+            entries = text or values
+            rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
+            sections = tuple(rope.get("mrope_section") or _QWEN_SECTIONS[kind.removesuffix("_moe")])
+            levels = 1 + len(tower.get("deepstack_visual_indexes", _DEEPSTACK)) if is_third else 1
+            return MediaSwitches(levels, axes=_alternating(sections) if is_third else _in_a_row(sections))
+    return MediaSwitches()
+
+
+def _in_a_row(sections: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+
+
+def _alternating(sections: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the axes of pairs that take turns; pairs that are left over belong to the first axis."""
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = [axis] * len(range(axis, min(3 * sections[axis], len(axes)), 3))
+    return tuple(axes)
 
 
 _TEXT_PREFIXES = {

@@ -1,5 +1,5 @@
 // Attention over the paged KV cache: prefill and decode in one call, grouped queries, sliding windows, limited scores,
-// sinks.
+// sinks, and tokens that see later ones of their image.
 //
 // A call is cut into pieces of work (some queries, one KV head, a range of positions) that threads draw, dearest first.
 // Results of pieces that share queries are partial (an output, its largest score, its sum of weights) and merged.
@@ -59,6 +59,8 @@ class Call {
 
   int context(int r) const { return a.seq_lens[r] - (a.query_starts[r + 1] - a.query_starts[r]); }
   int first_seen(int position) const { return a.window ? std::max<int>(0, position - a.window + 1) : 0; }
+  int last_seen(int token, int position) const { return a.limits ? a.limits[token] : position; }
+  int decode_end(int r) const { return last_seen(a.query_starts[r], a.seq_lens[r] - 1) + 1; }
 
   void cut() {
     parts.assign(a.num_requests, 1);
@@ -85,7 +87,7 @@ class Call {
 
   bool is_decode(int r) const { return a.query_starts[r + 1] - a.query_starts[r] == 1; }
   int decode_begin(int r) const { return std::max(shared[r], first_seen(a.seq_lens[r] - 1) / RUN * RUN); }
-  int decode_range(int r) const { return a.seq_lens[r] - decode_begin(r); }
+  int decode_range(int r) const { return decode_end(r) - decode_begin(r); }
 
   void cut_decode(int r, int span) {
     const int begin = decode_begin(r), range = decode_range(r), own = (range + span - 1) / span;
@@ -107,7 +109,8 @@ class Call {
     const int count = a.query_starts[r + 1] - a.query_starts[r], before = context(r);
     for (int first = 0; first < count; first += tokens)
       for (int head = 0; head < a.num_kv_heads; ++head) {
-        const int n = std::min(tokens, count - first), end = before + first + n;
+        const int n = std::min(tokens, count - first), most = first + n - 1;
+        const int end = last_seen(a.query_starts[r] + most, before + most) + 1;  // no earlier one sees more
         const int begin = first_seen(before + first) / RUN * RUN;
         // A tile of rows is taken for eight times as dear as a decode over as many positions; threads begin with the
         // dearest pieces, so that the last ones are short.
@@ -203,10 +206,11 @@ class Call {
     const int head = piece.head * heads + g;
     const int r = piece.group < 0 ? piece.request : a.members[a.group_starts[piece.group] + index];
     const int token = a.query_starts[r] + (piece.group < 0 ? index : 0);
-    const int last = context(r) + (piece.group < 0 ? index : 0);
+    const int position = context(r) + (piece.group < 0 ? index : 0);
     int64_t target = piece.partial < 0 ? -1 : piece.partial + g;
     if (piece.group >= 0) target = partial(r, parts[r] - 1, piece.head) + g;
-    return {query(token, head), last, {out(token, head), partial_at(target), sink(head)}};
+    const Target<T> to{out(token, head), partial_at(target), sink(head)};
+    return {query(token, head), first_seen(position), last_seen(token, position), to};
   }
 
   void compute_decode(const Piece& piece, const int32_t* table) {

@@ -44,6 +44,7 @@ struct AttentionArgs {
   const int32_t* group_starts;  // [num_groups + 1] into members
   const int32_t* shared_lens;   // [num_groups] tokens of the prefix, whole blocks
   const float* sinks;           // [num_heads] a score each that weighs no value; null: none
+  const int32_t* limits;        // [T] the last position that a token sees, growing in a request; null: its own
   int64_t num_groups, num_requests, num_heads, num_kv_heads, block_size, table_stride, query_stride;
   int64_t window;  // 0: none
   int64_t span;    // positions of a piece of a decode; 0: as many as suit the batch
@@ -131,7 +132,7 @@ void turn_columns(const float (&output)[D][R], int num_rows, F&& write) {
 template <class T>
 struct Row {
   const T* query;
-  int last;  // position of the token: it sees (last - window, last]
+  int first, last;  // positions that the token sees, both included; `first` is read if there is a window
   Target<T> target;
 };
 

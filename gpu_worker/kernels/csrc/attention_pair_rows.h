@@ -19,14 +19,18 @@ struct PairRows {
   const Args& a;
   const Row<BF16>* rows;
   const int num_rows;
-  VecInt last[V];
+  VecInt first[V], last[V];
   Vec top[V], weights[V] = {};
   alignas(64) uint32_t query[D / PAIR][R];  // pairs of elements
   alignas(64) float scores[PAIR_TILE][R];
 
   PairRows(const Args& args, const Row<BF16>* rows_, int num_rows_) : a(args), rows(rows_), num_rows(num_rows_) {
     for (int i = 0; i < V; ++i) top[i] = splat(LOWEST);
-    for (int r = 0; r < R; ++r) last[r / LANES][r % LANES] = rows[std::min(r, num_rows - 1)].last;
+    for (int r = 0; r < R; ++r) {
+      const Row<BF16>& row = rows[std::min(r, num_rows - 1)];
+      first[r / LANES][r % LANES] = row.first;
+      last[r / LANES][r % LANES] = row.last;
+    }
     for (int i = 0; i < V; ++i)
       for (int d = 0; d < D / PAIR; d += LANES) {
         VecInt block[LANES] = {};
@@ -69,7 +73,7 @@ struct PairRows {
     if (start + count > end) return false;
     for (int r = 0; r < LANES; ++r) {
       if (last[i][r] < start + count - 1) return false;
-      if (a.window && last[i][r] - a.window >= start) return false;
+      if (a.window && first[i][r] > start) return false;
     }
     return true;
   }
@@ -79,7 +83,7 @@ struct PairRows {
     for (int t = 0; t < count; ++t) {
       const int position = start + t;
       VecInt seen = last[i] >= position;
-      if (a.window) seen &= last[i] - (int)a.window < position;
+      if (a.window) seen &= first[i] <= position;
       if (position >= end) seen = VecInt{};
       store(&scores[t][i * LANES], seen ? load(&scores[t][i * LANES]) : hidden);
     }

@@ -20,7 +20,11 @@ class Tile {
  public:
   Tile(const Args& args, const Row<T>* rows_, int num_rows_) : a(args), rows(rows_), num_rows(num_rows_) {
     for (int i = 0; i < V; ++i) top[i] = splat(LOWEST);
-    for (int r = 0; r < R; ++r) last[r / LANES][r % LANES] = rows[std::min(r, num_rows - 1)].last;
+    for (int r = 0; r < R; ++r) {
+      const Row<T>& row = rows[std::min(r, num_rows - 1)];
+      first[r / LANES][r % LANES] = row.first;
+      last[r / LANES][r % LANES] = row.last;
+    }
     for (int i = 0; i < V; ++i)
       for (int d = 0; d < D; d += LANES) {
         Vec block[LANES] = {};
@@ -34,9 +38,9 @@ class Tile {
   void run(const int32_t* table, int head, int begin, int end) {
     for (int start = begin; start < end; start += TILE) {
       for (int b = 0; b < RUNS; ++b) {
-        const int first = start + b * RUN;
-        keys[b] = run_of(a.key, table, head, first, end, key_copies[b]);
-        values[b] = run_of(a.value, table, head, first, end, value_copies[b]);
+        const int from = start + b * RUN;
+        keys[b] = run_of(a.key, table, head, from, end, key_copies[b]);
+        values[b] = run_of(a.value, table, head, from, end, value_copies[b]);
       }
       score();
       if (!all_seen(start, end)) hide(start, end);
@@ -52,7 +56,7 @@ class Tile {
   const Args& a;
   const Row<T>* rows;
   const int num_rows;
-  VecInt last[V];
+  VecInt first[V], last[V];
   Vec top[V], weights[V] = {}, shrink[V];
   const float *keys[RUNS], *values[RUNS];  // of each run, [RUN, D]
   alignas(64) float key_copies[RUNS][RUN * D], value_copies[RUNS][RUN * D];
@@ -95,7 +99,7 @@ class Tile {
     VecInt unseen = {};
     for (int i = 0; i < V; ++i) {
       unseen |= last[i] < start + TILE - 1;
-      if (a.window) unseen |= last[i] - (int)a.window >= start;
+      if (a.window) unseen |= first[i] > start;
     }
     for (int r = 0; r < LANES; ++r)
       if (unseen[r]) return false;
@@ -107,7 +111,7 @@ class Tile {
       for (int i = 0; i < V; ++i) {
         const int position = start + t;
         VecInt seen = last[i] >= position;
-        if (a.window) seen &= last[i] - (int)a.window < position;
+        if (a.window) seen &= first[i] <= position;
         if (position >= end) seen = VecInt{};
         store(&scores[t][i * LANES], seen ? load(&scores[t][i * LANES]) : splat(LOWEST));
       }

@@ -27,6 +27,7 @@ def attend(
     seq_lens,
     block_tables,
     sinks,
+    limits,
     scale,
     softcap,
     window,
@@ -44,6 +45,7 @@ def attend(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
 ):
     """Compute the queries of one entry of ``work``, for one KV head and one of SPLITS parts of the keys.
 
@@ -59,6 +61,8 @@ def attend(
         work: [entries, 2] int32: a request, -1 for an entry without any, and its first query that is computed.
         query_starts: [requests + 1] int32. ``seq_lens``: [requests] int32. ``block_tables``: [requests, table_stride].
         sinks: [num_heads] float32, read if HAS_SINKS.
+        limits: [T] int32, read if HAS_LIMITS: the last position that a query sees, growing in a request; otherwise its
+            own.
         window: A query sees so many keys, its own included. Read if HAS_WINDOW; as ``softcap`` if HAS_SOFTCAP.
         ROWS: Queries times query heads that one program computes.
         TILE: Keys that one turn of the loop reads.
@@ -91,7 +95,11 @@ def attend(
         other=0.0,
     )
 
+    seen = positions
     end = tl.minimum(context + first_query + QUERIES, seq_len)
+    if HAS_LIMITS:
+        seen = tl.load(limits + tokens, mask=is_row, other=0)
+        end = tl.maximum(end, tl.max(seen, 0) + 1)
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(context + first_query - window + 1, 0)
@@ -127,7 +135,7 @@ def attend(
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is right for infinite exp(2 x) too.
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-        sees = is_key[None, :] & (places[None, :] <= positions[:, None])
+        sees = is_key[None, :] & (places[None, :] <= seen[:, None])
         if HAS_WINDOW:
             sees = sees & (places[None, :] > positions[:, None] - window)
         scores = tl.where(sees, scores * LOG2_E, float("-inf"))

@@ -26,6 +26,7 @@ def prepare_step(
     sent_ids,
     sent_work,
     last_tokens,
+    shifts,
     tables,
     token_ids,
     positions,
@@ -60,6 +61,7 @@ def prepare_step(
         sent_ids: [num_tokens] int32; negative: the token is that which its row drew last.
         sent_work: [num_entries, 2] int32: see ``paged_attention.attend``.
         last_tokens: [all rows] int64.
+        shifts: [all rows] int64: added to the index of a token to get its rotary position.
         tables: [all rows, row_stride] int32: column ``index * GROUPS + group`` is a block id.
         token_ids: [padded_tokens] int64, as are ``positions``. Written, as are all arrays that follow.
         slots: [GROUPS, slots_stride] int64: block id * BLOCK + place in it.
@@ -94,6 +96,7 @@ def prepare_step(
     tl.store(seq_lens + request, length)
     table = tables + row * row_stride
     drawn = tl.load(last_tokens + row)
+    shift = tl.load(shifts + row)
     first = length - (end - start)
     for begin in range(start, end, WIDTH):
         at = begin + tl.arange(0, WIDTH)
@@ -101,7 +104,7 @@ def prepare_step(
         sent = tl.load(sent_ids + at, mask=is_token, other=0).to(tl.int64)
         tl.store(token_ids + at, tl.where(sent < 0, drawn, sent), mask=is_token)
         position = (first + at - start).to(tl.int64)
-        tl.store(positions + at, position, mask=is_token)
+        tl.store(positions + at, position + shift, mask=is_token)
         for group in tl.static_range(GROUPS):
             block = tl.load(table + position // BLOCK * GROUPS + group, mask=is_token, other=0).to(tl.int64)
             tl.store(slots + group * slots_stride + at, block * BLOCK + position % BLOCK, mask=is_token)

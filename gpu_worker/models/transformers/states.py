@@ -5,8 +5,8 @@ one row [1, T, hidden_size]: a module that asks for a state is called once for e
 takes its chunk form, and once for all runs of one token, each a row of a batch, in which it takes its recurrent form.
 """
 
-import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,8 @@ from .paged_attention import UnservableModel
 FORM = "modules"
 """The form of states that transformers' modules compute, in ``numerics``."""
 _CHUNK = 64
-"""The tokens of a chunk in modules that name no other number."""
+"""The tokens of a chunk, in all modules. Those of Mamba-2 have 256 by default, for which transformers' code makes
+tensors of 4 GiB in a layer of Granite 4.0 H Small; with 64 it is a sixteenth."""
 _NUM_PROBED = 5
 """The tokens of the pass that finds the layers: more than a convolution looks back."""
 
@@ -34,6 +35,13 @@ class _Finder(DynamicCache):
         super().__init__(config=config)
         self.calling: list[nn.Module] = []
         self.found: dict[int, nn.Module] = {}
+
+    # transformers' own refuse to answer if no layer attends.
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         self.found[layer_idx] = self.calling[-1]
@@ -78,18 +86,21 @@ class _RunCache:
 class _Run(NamedTuple):
     """Holds a run that is computed alone."""
 
-    tokens: slice
+    pieces: list[slice]
+    """Its tokens in the step, divided into what one call computes."""
     read: int
     written: int
 
 
-class _Together(NamedTuple):
-    """Holds the runs of one token that are computed in one batch."""
+class _Wave(NamedTuple):
+    """Holds runs that read nothing which another one of them writes."""
 
     rows: Tensor
-    """[n] int64: their tokens in the step."""
+    """[n] int64: the tokens of the runs of one token, which are computed in one batch."""
     read: Tensor
+    """[n] int64: their slots, as ``written``."""
     written: Tensor
+    alone: list[_Run]
 
 
 class LayersWithStates:
@@ -109,37 +120,44 @@ class LayersWithStates:
                 _refuse_restarts(module, shape, dtype, device)
         # A prompt that is cut where the sums of its chunks begin has the bits of one that is not. A convolution alone
         # sums the same few inputs wherever its prompt is cut.
-        recurrent = [module for module, shape in zip(modules.values(), shapes, strict=True) if shape.recurrent]
-        chunk = math.lcm(*(getattr(module, "chunk_size", _CHUNK) for module in recurrent))
-        self.layout = StateLayout(shapes, FORM, chunk)
+        self.layout = StateLayout(shapes, FORM, _CHUNK if any(shape.recurrent for shape in shapes) else 1)
+        # Mamba-2's modules compute all chunks of a call at once, in so much memory, and sum over them.
+        chunked = [module for module in modules.values() if hasattr(module, "chunk_size")]
+        for module in chunked:
+            module.__dict__["chunk_size"] = _CHUNK
+        self._piece = _CHUNK if chunked else None
         self._device = device
         self._layers: list[LayerStates | None] | None = None
-        self._together: _Together | None = None
-        self._alone: list[_Run] = []
+        self._waves: list[_Wave] = []
         for index, module in enumerate(modules.values()):
             module.__dict__["forward"] = _Layer(self, index, module.forward)
 
     def begin(self, plan: StatePlan) -> None:
         """Compute the runs of this plan until :meth:`end`."""
-        self._layers, self._together, self._alone = plan.layers, None, []
-        together: list[tuple[int, int, int]] = []
-        written: set[int] = set()
+        self._layers = plan.layers
+        singles, others = list[list[tuple[int, int, int]]](), list[list[_Run]]()
+        depths: dict[int, int] = {}
         begins = plan.cu_lens.tolist()
-        for index, (read, wrote) in enumerate(zip(plan.read.tolist(), plan.written.tolist(), strict=True)):
+        for index, (read, written) in enumerate(zip(plan.read.tolist(), plan.written.tolist(), strict=True)):
             begin, end = begins[index : index + 2]
             # A run that reads what an earlier one of its request writes comes after that one.
-            if end - begin == 1 and read != FROM_ZERO and read not in written:
-                together.append((begin, read, wrote))
+            depth = depths[written] = depths.get(read, -1) + 1
+            if depth == len(singles):
+                singles.append([])
+                others.append([])
+            if end - begin == 1 and read != FROM_ZERO:
+                singles[depth].append((begin, read, written))
             else:
-                self._alone.append(_Run(slice(begin, end), read, wrote))
-                written.add(wrote)
-        if together:
-            self._together = _Together(*torch.tensor(together, device=self._device).unbind(1))
+                others[depth].append(_Run(_pieces(begin, end, self._piece), read, written))
+        self._waves = [self._wave(single, alone) for single, alone in zip(singles, others, strict=True)]
+
+    def _wave(self, singles: list[tuple[int, int, int]], alone: list[_Run]) -> _Wave:
+        rows, read, written = torch.tensor(singles, dtype=torch.int64, device=self._device).view(-1, 3).unbind(1)
+        return _Wave(rows, read, written, alone)
 
     def end(self) -> None:
         """Let the modules compute their own forward passes."""
-        self._layers = self._together = None
-        self._alone = []
+        self._layers, self._waves = None, []
 
     def compute(self, index: int, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor | None:
         """Compute layer ``index`` for ``hidden`` [1, T, hidden_size] with its module's ``forward``; None: no plan has
@@ -149,18 +167,20 @@ class LayersWithStates:
         states = self._layers[index]
         assert states is not None, "only layers that keep a state are here"
         out: Tensor | None = None
-        if (batch := self._together) is not None:
-            cache = _RunCache(*_read(states, batch.read))
-            part = forward(hidden[0, batch.rows][:, None], cache=cache, attention_mask=None)
-            _write(states, batch.written, cache)
-            out = part.new_empty(hidden.shape)
-            out[0, batch.rows] = part[:, 0]
-        for run in self._alone:
-            cache = _RunCache(*(_read(states, slice(run.read, run.read + 1)) if run.read != FROM_ZERO else ()))
-            part = forward(hidden[:, run.tokens], cache=cache, attention_mask=None)
-            _write(states, slice(run.written, run.written + 1), cache)
-            out = part.new_empty(hidden.shape) if out is None else out
-            out[:, run.tokens] = part
+        for wave in self._waves:
+            if len(wave.rows):
+                cache = _RunCache(*_read(states, wave.read))
+                part = forward(hidden[0, wave.rows][:, None], cache=cache, attention_mask=None)
+                _write(states, wave.written, cache)
+                out = part.new_empty(hidden.shape) if out is None else out
+                out[0, wave.rows] = part[:, 0]
+            for run in wave.alone:
+                cache = _RunCache(*(_read(states, slice(run.read, run.read + 1)) if run.read != FROM_ZERO else ()))
+                for tokens in run.pieces:
+                    part = forward(hidden[:, tokens], cache=cache, attention_mask=None)
+                    out = part.new_empty(hidden.shape) if out is None else out
+                    out[:, tokens] = part
+                _write(states, slice(run.written, run.written + 1), cache)
         return out
 
 
@@ -173,6 +193,15 @@ class _Layer:
     def __call__(self, hidden_states: Tensor, *rest: Any, **options: Any) -> Tensor:
         found = self._layers.compute(self._index, self._forward, hidden_states)
         return self._forward(hidden_states, *rest, **options) if found is None else found
+
+
+def _pieces(begin: int, end: int, size: int | None) -> list[slice]:
+    """Return the tokens from ``begin`` to ``end`` in pieces of ``size``; None: in one."""
+    if size is None:
+        return [slice(begin, end)]
+    # No piece is one token, which a module would compute in its other form.
+    cuts = [begin, *range(begin + size, end - 1, size), end]
+    return [slice(first, last) for first, last in pairwise(cuts)]
 
 
 def _read(states: LayerStates, slots: Tensor | slice) -> tuple[Tensor, Tensor | None]:
@@ -194,7 +223,10 @@ def _write(states: LayerStates, slots: Tensor | slice, cache: _RunCache) -> None
 
 def keeps_states(config: Any) -> bool:
     """Return whether transformers' cache holds states of layers for this configuration."""
-    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    try:
+        layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    except AttributeError:  # some configurations lack what a cache asks for, such as the number of layers
+        return False
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
@@ -209,11 +241,17 @@ def _find(body: nn.Module, config: Any, device: torch.device) -> tuple[dict[int,
     try:
         places = torch.arange(_NUM_PROBED, device=device)[None]
         body(input_ids=ids, position_ids=places, cache=finder, use_cache=True)
+    except UnservableModel:
+        raise
+    except Exception as error:  # a module may fail in any way, and one with a cache of its own refuses another one
+        raise UnservableModel(
+            f"keeps a state that transformers' cache does not hold ({type(error).__name__})"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
     if not finder.found:
-        raise UnservableModel("keeps a state between tokens that its layers do not ask the cache for")
+        raise UnservableModel("keeps a state that its layers do not ask transformers' cache for")
     layers = sorted(finder.found)
     return {layer: finder.found[layer] for layer in layers}, {layer: finder.layers[layer] for layer in layers}
 

@@ -10,8 +10,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from tokenloom.gguf.gguf_file import is_gguf
+
 from ...attention.attention_backend import AttentionPlan, KVCache
 from ...attention.states import StatePlan
+from ...checkpoint.files.config_reader import read_media
+from ...checkpoint.files.text_part import MediaSwitches
 from ...checkpoint.gguf.config import described_by
 from ...checkpoint.model_config import DtypeName, ModelConfig, as_torch
 from ...checkpoint.weights import Checkpoint
@@ -23,7 +27,7 @@ from .declared import complete, declared_config, fix_ropes, max_model_len
 from .experts import routes_of_modules
 from .loading import CausalClass, find_causal_class, load_modules, make_on_meta
 from .modules import Head
-from .paged_attention import NUM_PROBED, SERVING, EnoughLayers, PagedAttention, UnservableModel, bind, record
+from .paged_attention import NUM_PROBED, SERVING, EnoughLayers, LayerRule, PagedAttention, UnservableModel, bind, record
 from .states import LayersWithStates, keeps_states
 
 
@@ -133,17 +137,17 @@ class TransformersModel:
         self.architecture = found.architecture
         model = load_modules(found, path, self._dtype, self._device, self._ops, self._quantization)
         try:
-            return self._take(found, model)
+            return self._take(found, model, None if is_gguf(path) else read_media(path))
         except Exception as error:  # a module may fail in any way
             reason = str(error) if isinstance(error, UnservableModel) else f"fails ({type(error).__name__}: {error})"
             raise ValueError(f"{described_by(path)}: {found.architecture} is not supported: it {reason}") from error
 
-    def _take(self, found: CausalClass, model: Any) -> _Parts:
+    def _take(self, found: CausalClass, model: Any, media: MediaSwitches | None) -> _Parts:
         body_name = _body_name(model)
         body = getattr(model, body_name)
         wanted = self._wanted_length
         declared = declared_config(found.config, self._dtype_name, self._quantization, wanted)
-        declared = self.declared = dataclasses.replace(declared, scheme=found.scheme)
+        declared = self.declared = dataclasses.replace(declared, scheme=found.scheme, media=media)
         if declared.max_model_len > max_model_len(found.config):
             length = min(wanted or 0, declared.max_model_len)
             fix_ropes(model, length)
@@ -152,13 +156,13 @@ class TransformersModel:
         if keeps_states(found.config):
             states = LayersWithStates(body, found.config, self._dtype, self._device)
         elif getattr(model, "_is_stateful", False):
-            raise UnservableModel("keeps a state between tokens, and not in transformers' cache")
+            raise UnservableModel("keeps a state that transformers' cache does not hold")
         rules = record(body, model, declared.max_model_len, self._device)
         self.routes = routes_of_modules(body, NUM_PROBED)
         layout = None if states is None else states.layout
         self._set_config(complete(declared, found.config.get_text_config(decoder=True), rules, layout))
         sizes = [shape.head_size for shape in self.config.kv_shapes] or [self.config.head_size] * len(rules)
-        attention = PagedAttention(rules, sizes)
+        attention = PagedAttention(self._showing_images(rules), sizes)
         bind(model, attention)
         model.set_attn_implementation(SERVING)
         try:
@@ -166,6 +170,15 @@ class TransformersModel:
         except EnoughLayers:
             raise UnservableModel("computes logits from a part that is inside another one") from None
         return _Parts(model, body, head, attention, states)
+
+    def _showing_images(self, rules: list[LayerRule]) -> list[LayerRule]:
+        """Return the rules with what images change in a layer, which a pass over text does not show."""
+        return [
+            dataclasses.replace(rule, scores=dataclasses.replace(rule.scores, sees_images=True))
+            if self.config.shows_whole_images(layer)
+            else rule
+            for layer, rule in enumerate(rules)
+        ]
 
     def _set_config(self, config: ModelConfig) -> None:
         """Keep what the first checkpoint showed. Raises :class:`UnservableModel` if another one differs."""
@@ -184,8 +197,11 @@ def _embed(parts: _Parts, input_ids: Tensor, embeds: InputEmbeds) -> dict[str, T
     inputs = {"inputs_embeds": hidden[None]}
     if getattr(parts.body, "hidden_size_per_layer_input", 0):
         # Without them Gemma 4 searches the ids of all rows and fails, and Gemma 3n leaves them out, of the step's other
-        # requests too. Rows that replace ids have those of id 0, as images have in the whole class.
-        inputs["per_layer_inputs"] = parts.body.get_per_layer_inputs(input_ids[None])
+        # requests too. Rows that replace ids have those of padding, as images have in the whole class.
+        ids, padding = input_ids.clone(), getattr(parts.body.config, "pad_token_id", None) or 0
+        for start, rows in embeds:
+            ids[start : start + len(rows)] = padding
+        inputs["per_layer_inputs"] = parts.body.get_per_layer_inputs(ids[None])
     return inputs
 
 

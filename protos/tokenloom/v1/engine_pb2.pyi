@@ -360,18 +360,22 @@ class WatchKVEventsResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., engine_epoch: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., events: _Optional[_Iterable[_Union[KVCacheEvent, _Mapping]]] = ..., prefix_changes: _Optional[_Union[PrefixChanges, _Mapping]] = ...) -> None: ...
 
 class PrefixChanges(_message.Message):
-    __slots__ = ("first_sequence", "specimen_hash", "all_cleared", "removed", "stored")
+    __slots__ = ("first_sequence", "specimen_hash", "all_cleared", "removed", "stored", "states_removed", "states_stored")
     FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SPECIMEN_HASH_FIELD_NUMBER: _ClassVar[int]
     ALL_CLEARED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
+    STATES_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    STATES_STORED_FIELD_NUMBER: _ClassVar[int]
     first_sequence: int
     specimen_hash: bytes
     all_cleared: bool
     removed: _containers.RepeatedScalarFieldContainer[int]
     stored: _containers.RepeatedCompositeFieldContainer[PrefixChain]
-    def __init__(self, first_sequence: _Optional[int] = ..., specimen_hash: _Optional[bytes] = ..., all_cleared: _Optional[bool] = ..., removed: _Optional[_Iterable[int]] = ..., stored: _Optional[_Iterable[_Union[PrefixChain, _Mapping]]] = ...) -> None: ...
+    states_removed: _containers.RepeatedScalarFieldContainer[int]
+    states_stored: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first_sequence: _Optional[int] = ..., specimen_hash: _Optional[bytes] = ..., all_cleared: _Optional[bool] = ..., removed: _Optional[_Iterable[int]] = ..., stored: _Optional[_Iterable[_Union[PrefixChain, _Mapping]]] = ..., states_removed: _Optional[_Iterable[int]] = ..., states_stored: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefixChain(_message.Message):
     __slots__ = ("parent", "blocks")
@@ -382,14 +386,30 @@ class PrefixChain(_message.Message):
     def __init__(self, parent: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KVCacheEvent(_message.Message):
-    __slots__ = ("block_stored", "block_removed", "all_blocks_cleared")
+    __slots__ = ("block_stored", "block_removed", "all_blocks_cleared", "state_stored", "state_removed")
     BLOCK_STORED_FIELD_NUMBER: _ClassVar[int]
     BLOCK_REMOVED_FIELD_NUMBER: _ClassVar[int]
     ALL_BLOCKS_CLEARED_FIELD_NUMBER: _ClassVar[int]
+    STATE_STORED_FIELD_NUMBER: _ClassVar[int]
+    STATE_REMOVED_FIELD_NUMBER: _ClassVar[int]
     block_stored: BlockStored
     block_removed: BlockRemoved
     all_blocks_cleared: AllBlocksCleared
-    def __init__(self, block_stored: _Optional[_Union[BlockStored, _Mapping]] = ..., block_removed: _Optional[_Union[BlockRemoved, _Mapping]] = ..., all_blocks_cleared: _Optional[_Union[AllBlocksCleared, _Mapping]] = ...) -> None: ...
+    state_stored: StateStored
+    state_removed: StateRemoved
+    def __init__(self, block_stored: _Optional[_Union[BlockStored, _Mapping]] = ..., block_removed: _Optional[_Union[BlockRemoved, _Mapping]] = ..., all_blocks_cleared: _Optional[_Union[AllBlocksCleared, _Mapping]] = ..., state_stored: _Optional[_Union[StateStored, _Mapping]] = ..., state_removed: _Optional[_Union[StateRemoved, _Mapping]] = ...) -> None: ...
+
+class StateStored(_message.Message):
+    __slots__ = ("named_block",)
+    NAMED_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    named_block: bytes
+    def __init__(self, named_block: _Optional[bytes] = ...) -> None: ...
+
+class StateRemoved(_message.Message):
+    __slots__ = ("named_block",)
+    NAMED_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    named_block: bytes
+    def __init__(self, named_block: _Optional[bytes] = ...) -> None: ...
 
 class BlockStored(_message.Message):
     __slots__ = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium", "num_blocks_before", "named_block_before")

@@ -19,6 +19,7 @@ from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from ..engines.engine_record import EngineRecord
 from ..engines.engine_stream import to_duration
 from ..prefixes.prefix_index import PrefixIndex
+from ..prefixes.state_boundaries import StateBoundaries
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,9 @@ class EngineCache:
         wanted: The batch that comes next; None: whatever comes next.
     """
 
-    def __init__(self, prefixes: PrefixIndex, identity: EngineIdentity, row: int) -> None:
+    def __init__(self, prefixes: PrefixIndex, states: StateBoundaries, identity: EngineIdentity, row: int) -> None:
         self._prefixes = prefixes
+        self._states = states
         self._identity = identity
         self._row = row
         self.wanted: int | None = None
@@ -59,6 +61,7 @@ class EngineCache:
     def forget(self) -> None:
         """Drop all blocks, because changes were missed: picks and later changes teach them anew."""
         self._prefixes.open(self._row, self._identity.num_kv_blocks)
+        self._states.forget(self._row)
         self.wanted = None
 
     def take(self, response: WatchKVEventsResponse) -> Iterator[None]:
@@ -71,6 +74,9 @@ class EngineCache:
             self.forget()
         if changes.all_cleared:
             self._prefixes.open(self._row, self._identity.num_kv_blocks)
+            self._states.forget(self._row)
+        self._states.remove(self._row, changes.states_removed)
+        self._states.store(self._row, changes.states_stored)
         removed = list(changes.removed)
         for begin in range(0, len(removed), SLICE_BLOCKS):
             self._prefixes.remove(removed[begin : begin + SLICE_BLOCKS], self._row)
@@ -96,11 +102,13 @@ class CacheFollowers:
     def __init__(
         self,
         prefixes: PrefixIndex,
+        states: StateBoundaries,
         channels: Channels,
         spawn: Callable[..., "asyncio.Task[Any]"],
         fall_backs: FallBacks | None = None,
     ) -> None:
         self._prefixes = prefixes
+        self._states = states
         self._fall_backs = fall_backs or FallBacks()
         self._channels = channels
         self._spawn = spawn
@@ -139,7 +147,7 @@ class CacheFollowers:
     def _start(self, record: EngineRecord) -> None:
         identity = record.identity
         if identity.engine_id not in self._tasks:
-            follow = self._follow(identity, EngineCache(self._prefixes, identity, record.row))
+            follow = self._follow(identity, EngineCache(self._prefixes, self._states, identity, record.row))
             task = self._spawn(follow, name=f"cache of {identity.engine_id}")
             self._tasks[identity.engine_id] = identity.epoch, task
 

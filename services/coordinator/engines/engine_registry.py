@@ -31,6 +31,7 @@ from ..picks.placed import ExpiringPicks, Placed
 from ..picks.prefix_placements import PrefixPlacements
 from ..picks.sessions import SessionTable, Turn
 from ..prefixes.prefix_index import Path, PrefixIndex
+from ..prefixes.state_boundaries import StateBoundaries
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .encoders import Encoders
 from .engine_placement import EngineCosts, Placement, Policy, check_request
@@ -123,6 +124,7 @@ class Registry:
         encoders: The encoders, of which picks know nothing.
         changed: The engines that changed since the last look of the feed of snapshots.
         prefixes: Which blocks the engines have in their caches.
+        states: After which beginnings of prompts engines keep states of layers.
         popular: Where prompts with popular beginnings were placed.
         sessions: Where the KV of sessions lies, and when their next turns are likely.
         uses_prefixes: Whether a pick has named blocks of its prompt.
@@ -151,6 +153,7 @@ class Registry:
         self._kinds = FingerprintKinds()
         self._by_row: dict[int, EngineRecord] = {}
         self.prefixes = PrefixIndex(prefix_index_bytes)
+        self.states = StateBoundaries()
         self.popular = PrefixPlacements()
         self.sessions = SessionTable(clock, self._count_session, (epoch & 0xFFFF_FFFF) << 32 | 1)
         self.uses_prefixes = False
@@ -226,6 +229,7 @@ class Registry:
                 self._signs.arrived(record)
         else:
             self.prefixes.open(row, identity.num_kv_blocks)
+            self.states.open(row, identity.num_state_slots, identity.state_boundary)
             self._fall_backs.forget(identity.engine_id)  # they are those of an earlier incarnation
         if older is not None:
             self.claims.leave(older)
@@ -296,6 +300,7 @@ class Registry:
             self._fall_backs.forget(record.identity.engine_id)
             self._columns.remove(record.row)
             self.prefixes.close(record.row)
+            self.states.close(record.row)
             self._regroup(record.identity.engine_id)
 
     def pick(self, request: PickRequest) -> Placed:
@@ -307,7 +312,7 @@ class Registry:
         pool, near = self._pools.find(request, is_complete=self._is_complete)
         excluded = self._rows(request.exclude) if request.exclude else []
         path = self.prefixes.find(request.block_hash_prefixes) if request.block_hash_prefixes else None
-        cached = None if path is None else self._cached_tokens(path, request.prompt_tokens)
+        cached = None if path is None else self._cached_tokens(path, request)
         turn = self.sessions.find(request) if self._placement.policy.has_sessions else None
         home = None if turn is None else self._home(turn, request)
         if near is not None and (
@@ -325,6 +330,9 @@ class Registry:
         if path is not None:
             self.uses_prefixes = True
             self.prefixes.add(path, row)
+            if self.states:
+                block_size = record.identity.fingerprint.block_size
+                self.states.picked(row, request.block_hash_prefixes, request.prompt_tokens, block_size)
             self.popular.note(request.block_hash_prefixes, record.identity.engine_id)
         self._expiring.add(now + PICK_SECONDS, row)
         self._expire(now)  # a few at each pick: those of a tenth of a second together would keep others waiting
@@ -407,13 +415,15 @@ class Registry:
             "expected_seconds": self._costs.seconds[rows].tolist(),
         }
 
-    def _cached_tokens(self, path: Path, prompt_tokens: int) -> IntColumn | None:
+    def _cached_tokens(self, path: Path, request: PickRequest) -> IntColumn | None:
         """Return how many tokens of a prompt each engine has cached, by row; None if no engine has any."""
         tokens = self.prefixes.num_blocks(path, self._columns.capacity)
         if tokens is None:
-            return None
+            return None  # a state is kept only with the blocks before it
+        if self.states:
+            self.states.put_into(tokens, request.block_hash_prefixes)
         tokens *= self._columns.block_size
-        np.minimum(tokens, np.array(prompt_tokens), out=tokens)
+        np.minimum(tokens, np.array(request.prompt_tokens), out=tokens)
         return tokens
 
     def _home(self, turn: Turn, request: PickRequest) -> Home:

@@ -47,6 +47,8 @@ async def start_core(
         raise InvalidArgument(str(error)) from None
     except EngineStartError as error:
         raise FailedPrecondition(str(error)) from None
+    if ready.num_state_slots:
+        log.info("%d slots for the states of layers", ready.num_state_slots)
     log.info("%d KV blocks, context of %d tokens; warm-up: %s", ready.num_kv_blocks, ready.max_model_len, ready.warm_up)
     for kind, detail in ready.fall_backs:
         host.fall_backs.begin(kind, detail)

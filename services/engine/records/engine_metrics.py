@@ -406,10 +406,14 @@ class EngineMetrics:
         """Show the core's latest statistics. They are read when metrics are scraped, so steps pay nothing for them."""
         self._gauge("num_requests_running", "Requests that are running.", lambda: self.stats.num_running)
         self._gauge("num_requests_waiting", "Requests that wait to run.", lambda: self.stats.num_waiting)
-        self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", lambda: self.stats.kv_usage)
+        text = "Share of KV blocks in use, from 0 to 1; of slots for states, if that is more."
+        self._gauge("kv_cache_usage_perc", text, lambda: self.stats.kv_usage)
         text = "Prompt tokens of the requests that wait to run."
         waiting = Gauge("tokenloom_prompt_tokens_waiting", text, _LABELS, registry=self._registry)
         waiting.labels(*self._labels).set_function(lambda: self.stats.num_waiting_tokens)
+        text = "Slots for states of layers that no request has; 0 for models whose layers keep none."
+        slots = Gauge("tokenloom_state_slots_free", text, _LABELS, registry=self._registry)
+        slots.labels(*self._labels).set_function(lambda: self.stats.num_free_state_slots)
         labels = dict(zip(_LABELS, self._labels, strict=True))
         for name, text in _COUNTERS_OF_CORE.items():
             read = functools.partial(self._read, name)

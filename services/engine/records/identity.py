@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from tokenloom.engine_core.data.config import MediaLimits, WorkerConfig
+from tokenloom.engine_core.data.config import MediaLimits, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.core_params import ModelPooling
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.model_files import checkpoint
@@ -48,7 +48,7 @@ class Identity:
             reasoning=reasoning_mode(settings.engine.reasoning, finds_reasoning=ready.finds_reasoning),
             max_lora_rank=settings.engine.lora.max_lora_rank if settings.engine.lora.enable else 0,
             **pooling_limits(ready.pooling),
-            **media_limits(ready, settings),
+            **media_limits(ready, settings.engine.scheduler),
         )
         self.facts = coordinator_pb2.JoinFacts(
             supervisor=supervisor_of(settings.state_file) if settings.state_file else "",
@@ -86,6 +86,8 @@ class Identity:
             parallel_config_hash=self._ready.parallel_config_hash,
             computes_in_waves=self._ready.has_waves,
             weight_bytes=self._weight_bytes,
+            num_state_slots=self._ready.num_state_slots,
+            state_boundary=self._ready.state_boundary,
         )
 
 
@@ -113,11 +115,11 @@ def pooling_limits(pooling: ModelPooling) -> dict[str, Any]:
     }
 
 
-def media_limits(ready: CoreReady, settings: EngineSettings) -> dict[str, Any]:
+def media_limits(ready: CoreReady, config: SchedulerConfig) -> dict[str, Any]:
     """Return the fields of ``ModelLimits`` that say what prompts may hold beside text."""
     if ready.media is None:
         return {}
-    limits = settings.engine.scheduler.limit_mm_per_prompt or MediaLimits()
+    limits = config.limit_mm_per_prompt or MediaLimits()
     most = {"image": limits.image, "audio": limits.audio}
     kinds = {"image": types_pb2.MEDIA_KIND_IMAGE, "audio": types_pb2.MEDIA_KIND_AUDIO}
     allowed = [kind for kind in ready.media.kinds if most[kind]]
@@ -125,7 +127,7 @@ def media_limits(ready: CoreReady, settings: EngineSettings) -> dict[str, Any]:
     return {
         "media_kinds": [kinds[kind] for kind in allowed],
         "max_media_per_prompt": sum(most[kind] for kind in allowed),
-        "max_media_rows": min(ready.max_model_len, settings.engine.scheduler.rows_cache_bytes // row_bytes),
+        "max_media_rows": min(ready.max_model_len, config.rows_cache_bytes // row_bytes),
     }
 
 

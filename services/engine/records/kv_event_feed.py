@@ -10,7 +10,14 @@ from itertools import islice
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from tokenloom.engine_core.data.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    StateRemoved,
+    StateStored,
+)
 from tokenloom.request.errors import Aborted, InvalidArgument
 from tokenloom.request.prefix_schedule import named_within
 from tokenloom.v1 import engine_pb2
@@ -117,6 +124,10 @@ def _to_proto(event: KVCacheEvent) -> engine_pb2.KVCacheEvent:
             return engine_pb2.KVCacheEvent(block_removed=removed)
         case AllBlocksCleared():
             return engine_pb2.KVCacheEvent(all_blocks_cleared=engine_pb2.AllBlocksCleared())
+        case StateStored():
+            return engine_pb2.KVCacheEvent(state_stored=engine_pb2.StateStored(named_block=event.named_block))
+        case StateRemoved():
+            return engine_pb2.KVCacheEvent(state_removed=engine_pb2.StateRemoved(named_block=event.named_block))
 
 
 _HASH_BYTES = 8
@@ -130,6 +141,7 @@ def merged(batches: Iterable[WatchKVEventsResponse]) -> PrefixChanges:
     all_cleared = False
     removed: dict[int, None] = {}
     stored: dict[int, int | None] = {}  # with the named block before
+    states: dict[int, bool] = {}  # whether they are kept
     for batch in batches:
         for event in batch.events:
             kind = event.WhichOneof("event")
@@ -141,12 +153,23 @@ def merged(batches: Iterable[WatchKVEventsResponse]) -> PrefixChanges:
                     block = _named_as(block_hash)
                     stored.pop(block, None)
                     removed[block] = None
+            elif kind == "state_stored":
+                states[_named_as(event.state_stored.named_block)] = True
+            elif kind == "state_removed":
+                states[_named_as(event.state_removed.named_block)] = False
             else:
                 all_cleared = True
                 removed.clear()
                 stored.clear()
+                states.clear()
     gone = [block for block in removed if block not in stored]
-    return PrefixChanges(all_cleared=all_cleared, removed=gone, stored=_chains(stored))
+    return PrefixChanges(
+        all_cleared=all_cleared,
+        removed=gone,
+        stored=_chains(stored),
+        states_removed=[block for block, is_kept in states.items() if not is_kept],
+        states_stored=[block for block, is_kept in states.items() if is_kept],
+    )
 
 
 def _named(event: engine_pb2.BlockStored) -> Iterable[tuple[int, int | None]]:

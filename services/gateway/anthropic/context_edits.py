@@ -4,7 +4,7 @@ has grown long."""
 import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -15,6 +15,9 @@ from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
 
 from ..encoding.sse import encode_json
 from ..records.generate_request import Chat, Encode
+
+if TYPE_CHECKING:
+    from ..records.media import MediaPart
 
 TOOL_USES: Final = "clear_tool_uses_20250919"
 THINKING: Final = "clear_thinking_20251015"
@@ -73,6 +76,8 @@ class ContextEdits:
                 continue
             rewritten = [encode_json(changed[at]) if at in changed else each for at, each in enumerate(written)]
             edited = replace(chat, messages_json=b"[%b]" % b",".join(rewritten))
+            if chat.media:
+                edited = replace(edited, media=_left_of(chat.media, turns, changed))
             shorter = await encode(edited)
             if num_tokens - num_ids(shorter) < edit.at_least:
                 continue
@@ -81,6 +86,18 @@ class ContextEdits:
             chat, prompt, num_tokens, written = edited, shorter, num_ids(shorter), rewritten
             turns = [changed.get(at, turn) for at, turn in enumerate(turns)]
         return chat, prompt
+
+
+def _left_of(media: "Sequence[MediaPart]", turns: Sequence[Turn], changed: Mapping[int, Turn]) -> "list[MediaPart]":
+    """Return the images that are left. ``changed``: the turns whose contents may have been cleared."""
+    left: list[MediaPart] = []
+    images = iter(media)
+    for at, turn in enumerate(turns):
+        content = turn.get("content")
+        own = [next(images) for part in content if part["type"] == "image"] if isinstance(content, list) else []
+        if own and changed.get(at, turn).get("content") == content:
+            left += own
+    return left
 
 
 @dataclass(frozen=True, slots=True)

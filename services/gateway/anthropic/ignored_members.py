@@ -19,6 +19,7 @@ _BLOCKS: Mapping[str, frozenset[str]] = {
     "thinking": frozenset({"type", "thinking", "signature"}),
     "redacted_thinking": frozenset({"type", "data"}),
     "document": frozenset({"type", "source", "cache_control"}),
+    "image": frozenset({"type", "source", "cache_control"}),
 }
 """The members of a block that are read, or that only the service which made them can read."""
 

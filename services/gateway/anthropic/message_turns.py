@@ -37,14 +37,14 @@ def _turns_of(where: str, message: Mapping[str, Any]) -> Iterator[Turn]:
         return
     blocks = _blocks(f"{where}.content", content)
     # The results of tools are turns of their own, before what the user adds to them.
-    texts: list[str] = []
+    parts: list[str | dict[str, str]] = []
     for place, block in blocks:
         if block["type"] == "tool_result":
             yield _tool_turn(place, block)
         else:
-            texts.append(_text(place, block))
-    if texts:
-        yield {"role": role, "content": "\n".join(texts)}
+            parts.append(_image(place, block) if block["type"] == "image" else _text(place, block))
+    if parts:
+        yield {"role": role, "content": _joined(parts)}
 
 
 def _assistant_turn(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Turn:
@@ -75,11 +75,39 @@ def _call(where: str, block: Mapping[str, Any]) -> dict[str, object]:
 
 def _tool_turn(where: str, block: Mapping[str, Any]) -> Turn:
     """Return the turn of a tool's result. A result that is an error says so in its text, as templates have no field."""
-    content = block.get("content")
-    text = "" if content in (None, []) else _text_of(f"{where}.content", content)
+    content, parts = block.get("content"), list[str | dict[str, str]]()
+    if isinstance(content, str):
+        parts.append(content)
+    elif content not in (None, []):
+        for place, each in _blocks(f"{where}.content", content):
+            parts.append(_image(place, each) if each["type"] == "image" else _text(place, each))
     if block.get("is_error"):
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": _string(f"{where}.tool_use_id", block.get("tool_use_id")), "content": text}
+        parts = [f"Error: {parts[0]}", *parts[1:]] if parts and isinstance(parts[0], str) else ["Error: ", *parts]
+    call_id = _string(f"{where}.tool_use_id", block.get("tool_use_id"))
+    return {"role": "tool", "tool_call_id": call_id, "content": _joined(parts)}
+
+
+def _joined(parts: Sequence[str | dict[str, str]]) -> str | list[dict[str, str]]:
+    """Return texts joined by line breaks; with images, the parts of a turn in their order."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "\n".join(texts)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
+def _image(where: str, block: Mapping[str, Any]) -> dict[str, str]:
+    from ..records.media import image_part, raw_url  # here: most conversations have none
+
+    field, source = f"{where}.source", block.get("source")
+    if not isinstance(source, dict):
+        raise InvalidArgument(f"{field} must be an object with a type", field)
+    match source.get("type"):
+        case "base64":
+            kind = _string(f"{field}.media_type", source.get("media_type"))
+            return image_part(f"{field}.data", raw_url(f"{field}.data", source.get("data"), kind))
+        case "url":
+            return image_part(f"{field}.url", _string(f"{field}.url", source.get("url")))
+    raise InvalidArgument(f"{field}.type must be base64 or url", f"{field}.type")
 
 
 def _text_of(where: str, content: object) -> str:

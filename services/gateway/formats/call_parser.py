@@ -65,6 +65,13 @@ def new_call_id(form: ToolFormat | None, name: str) -> str:
     return text.replace(ALNUM, "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9)))
 
 
+def numbered_call_id(form: ToolFormat | None, name: str, number: int) -> str:
+    """Return the id of a call that a client sends without one, by its number in the conversation: the same in each
+    turn, so that the prompt is found in the cache, and where the model numbers its calls the one that it wrote."""
+    text = (ToolFormat() if form is None else form).call_id.replace(NAME, name).replace(INDEX, str(number))
+    return text.replace(HEX, f"{number:024x}").replace(ALNUM, f"{number:09}")
+
+
 class CallParser:
     """Fulfils :class:`ToolParser` for all formats that write calls as text. Each step reads some of the text."""
 

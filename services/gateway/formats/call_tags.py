@@ -2,18 +2,22 @@
 consists."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tokenloom.request.schema_pattern import whole_pattern
 from tokenloom.request.tool_format import ID, INDEX, KIND, ToolFormat
 
-from .pairs import ValueKind, property_of, value_kind
+from .pairs import ValueKind, texts_of, value_kind
 
 Tag = dict[str, Any]
 _MAX_FIRSTS = 6
 """Arguments of which any may be the first one written, where none must be there; those behind them follow others."""
 _PLACES = {ID: "[A-Za-z0-9]{9}", INDEX: "[0-9]{1,4}"}
 _ANY_KEY, _ANY_KEYWORD = "[A-Za-z0-9_.-]{1,64}", "[A-Za-z_][A-Za-z0-9_]{0,63}="
+_MAX_LENGTH = 1_000_000
+"""Longer limits of a text bind no output."""
+_ANY_TEXT: Tag = {"type": "any_text"}
 _ANY_VALUE: Tag = {"type": "json_schema", "json_schema": {}}
 _PLACE = re.compile(f"({ID}|{INDEX})")
 
@@ -83,8 +87,10 @@ def _pair(form: ToolFormat, schema: Mapping[str, Any], key: str, value: Any) -> 
     kind = value_kind(schema, key)
     if kind not in (ValueKind.TEXT, ValueKind.TEXT_OR_NULL):
         return _written(form, key, _bound(schema, value), is_text=False)
-    found = property_of(schema, key)
-    text = _written(form, key, _words(found), is_text=True)
+    closing = form.pair[2].strip()
+    ways = [_words(found, closing) for found in texts_of(schema, key)]
+    words = _ANY_TEXT if _ANY_TEXT in ways or not ways else _either(ways)
+    text = _written(form, key, words, is_text=True)
     if kind is ValueKind.TEXT:
         return text
     return _either([text, _written(form, key, _place("null"), is_text=False)])
@@ -95,19 +101,35 @@ def _written(form: ToolFormat, key: str, value: Tag, *, is_text: bool) -> Tag:
     return {"type": "tag", "begin": f"{form.pair[0]}{key}{between}", "content": value, "end": form.pair[2]}
 
 
-def _words(found: Mapping[str, Any]) -> Tag:
-    """Return the texts that a schema allows."""
+def _words(found: Mapping[str, Any], closing: str) -> Tag:
+    """Return the texts that a schema allows. ``closing``: ends them."""
     values = [found["const"]] if "const" in found else found.get("enum")
     values = values if isinstance(values, list) else []
     choices = [_place(value) for value in values if isinstance(value, str) and value]
     if not choices:
-        return {"type": "any_text"}
+        if not (patterns := [*_patterns(found)]):
+            return _ANY_TEXT
+        # Besides a pattern, "also" and "excludes" are our own: xgrammar, which does not have them, binds the first one.
+        return {"type": "regex", "pattern": patterns[0], "also": patterns[1:], "excludes": [closing]}
     return {"type": "optional", "content": _either(choices)} if "" in values else _either(choices)
+
+
+def _patterns(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield expressions that the texts of a schema match."""
+    if isinstance(pattern := found.get("pattern"), str):
+        yield whole_pattern(pattern)
+    least, most = (found.get(name) for name in ("minLength", "maxLength"))
+    if _is_count(least) or _is_count(most):
+        yield f"(?s:.){{{least if _is_count(least) else 0},{most if _is_count(most) else ''}}}"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_LENGTH
 
 
 def _any_pairs(form: ToolFormat) -> Tag:
     """Return arguments of which the schema says nothing."""
-    ways = [_sequence([_place(form.pair[1].replace(KIND, form.kinds[0])), {"type": "any_text"}])]
+    ways = [_sequence([_place(form.pair[1].replace(KIND, form.kinds[0])), _ANY_TEXT])]
     if form.kinds[0] != form.kinds[1]:
         ways.append(_sequence([_place(form.pair[1].replace(KIND, form.kinds[1])), _ANY_VALUE]))
     pair = _sequence([{"type": "regex", "pattern": _ANY_KEY}, _either(ways)])

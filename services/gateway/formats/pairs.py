@@ -53,6 +53,20 @@ def property_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return _followed(schema, properties.get(key) if isinstance(properties, Mapping) else None)
 
 
+def texts_of(schema: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """Return the schemas of which a text follows one: that of an argument, or those of its choices."""
+    return _texts(schema, property_of(schema, key), _MAX_DEPTH)
+
+
+def _texts(schema: Mapping[str, Any], found: Mapping[str, Any], depth: int) -> list[Mapping[str, Any]]:
+    ways = found.get("anyOf") or found.get("oneOf") or found.get("allOf")
+    if not isinstance(ways, list) or not depth or found.keys() & {"type", "enum", "const"}:
+        return [found]
+    followed = [_followed(schema, way) for way in ways]
+    texts = [way for way in followed if "string" in (_types(schema, way) or {"string"})]
+    return [each for way in texts for each in _texts(schema, way, depth - 1)]
+
+
 def _followed(schema: Mapping[str, Any], found: object) -> Mapping[str, Any]:
     for _ in range(_MAX_REFERENCES):
         reference = found.get("$ref") if isinstance(found, Mapping) else None

@@ -1,7 +1,7 @@
 """Runs requests, whichever API they came through: admits them, prepares them and submits them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import grpc.aio
 from tokenloom.request import errors
 from tokenloom.request.reasoning import ReasoningMarks
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers
-from tokenloom.v1 import types_pb2
+from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 from ..mesh.mesh_view import MeshLoad
 from ..mesh.tokenizer_client import limited
@@ -33,6 +33,7 @@ from .running_pooling import MOST_AT_ONCE, PoolingStage, RunningPooling, check_t
 
 if TYPE_CHECKING:
     from ..mesh.encoder_client import RequestMedia
+    from ..records.media import HeldFiles
 
 _CONNECTION_ENDED = (asyncio.CancelledError, grpc.aio.BaseError)
 """Raised within a call whose client has gone: a gateway cannot distinguish a lost connection from a cancelled call."""
@@ -205,6 +206,21 @@ class Generator:
             finally:
                 record_generation(running)
                 running.close()
+
+    async def tokenize(
+        self, chat: Chat, tenant: Tenant, files: "HeldFiles | None" = None, *, want_token_strings: bool = False
+    ) -> tokenizer_pb2.TokenizedPrompt:
+        """Return the tokens of a conversation that is not answered, with those of its images, whose sizes decide how
+        many there are. Raises as :meth:`open`."""
+        sizes: Sequence[tokenizer_pb2.MediaSize] = ()
+        with ExitStack() as held:
+            if chat.media:
+                request = GenerateRequest(chat, "messages", types_pb2.SamplingParams(), tenant=tenant, files=files)
+                sizes = await self._hold_media(request, held).put()
+            encoding = self._links.tokenizers.encode_chat(
+                chat, want_token_strings=want_token_strings, tenant=tenant.name, media=sizes
+            )
+            return (await encoding).prompt
 
     def limits(self) -> types_pb2.ModelLimits:
         """Return the limits of the model. Raises ``Unavailable`` before the first engine serves."""

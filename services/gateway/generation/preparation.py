@@ -146,7 +146,8 @@ class Preparer:
         check_request(request, self._links.view.limits, self._context.model, is_able=encoders is not None)
         assert encoders is not None
         of_body = {} if files is None else files.files
-        return encoders.open(chat.media, of_body, request.tenant.name, cache_salt(request), chat.media_options)
+        owner = encoders.owner(request.tenant.name, cache_salt(request), is_kept=request.keeps_files)
+        return encoders.open(chat.media, of_body, owner, chat.media_options)
 
     async def prepare(self, request: GenerateRequest, media: "RequestMedia | None" = None) -> Prepared:
         """Wait for an engine and a tokenizer where none serves: the deadline of the request cancels the wait.
@@ -173,12 +174,13 @@ class Preparer:
         is_compared = request.compared is not None or request.keep_seconds
         if isinstance(request.prompts, Chat):
             chat = request.prompts
+            sizes: Sequence[tokenizer_pb2.MediaSize] = () if media is None else await media.put()
             if request.edits is None:
-                sizes = () if media is None else await media.put()
                 encoding = self._tokenizers.encode_chat(chat, hash_salt=salt, tenant=request.tenant.name, media=sizes)
                 rendered = (await encoding).prompt
             else:
-                chat, rendered = await request.edits.run(chat, self._encoder(salt, request.tenant.name))
+                encode = self._encoder(salt, request.tenant.name, chat, sizes)
+                chat, rendered = await request.edits.run(chat, encode)
             if packed := rendered.packed_token_ids:
                 await unpack_kept(rendered, keep, request.prompt_field, limits)
             prompts = [rendered]
@@ -208,6 +210,8 @@ class Preparer:
             if submits:
                 await asyncio.sleep(0)
             submit = _submit(request, prompt, sampling, limits, default, priority, cost, salt)
+            if media is not None:
+                _add_media(submit, prompt, chat, limits)
             submits.append(submit)
             num_prompt += len(prompt.token_ids)
             num_output += request.num_samples * submit.sampling_params.max_tokens
@@ -228,9 +232,13 @@ class Preparer:
             media=media,
         )
 
-    def _encoder(self, salt: bytes, tenant: str) -> Encode:
+    def _encoder(self, salt: bytes, tenant: str, whole: Chat, sizes: Sequence[tokenizer_pb2.MediaSize]) -> Encode:
+        """Return what encodes a conversation of which parts were taken out. ``sizes``: of the images of the whole."""
+        of_images = {id(part): size for part, size in zip(whole.media, sizes, strict=True)}
+
         async def encode(chat: Chat) -> tokenizer_pb2.TokenizedPrompt:
-            return (await self._tokenizers.encode_chat(chat, hash_salt=salt, tenant=tenant)).prompt
+            media = [of_images[id(part)] for part in chat.media]
+            return (await self._tokenizers.encode_chat(chat, hash_salt=salt, tenant=tenant, media=media)).prompt
 
         return encode
 
@@ -361,11 +369,6 @@ def _submit(
         trace_headers=CURRENT.get(),
     )
     submit.prompt.cache_salt = salt
-    if isinstance(request.prompts, Chat) and request.prompts.media:
-        from ..records.media import check_items
-
-        check_items(prompt.media, request.prompts.media, limits)
-        submit.prompt.media.extend(prompt.media)
     if request.session:
         submit.session = session_digest(request)
     submit.keep_seconds = request.keep_seconds
@@ -385,6 +388,15 @@ def _submit(
     if isinstance(prompt, types_pb2.Prompt):
         check_embeds(submit.prompt, params, limits)
     return submit
+
+
+def _add_media(
+    submit: output_processor_pb2.Submit, prompt: EncodedPrompt, chat: Chat, limits: types_pb2.ModelLimits
+) -> None:
+    from ..records.media import check_items  # here: most requests have none
+
+    check_items(prompt.media, chat.media, limits)
+    submit.prompt.media.extend(prompt.media)
 
 
 def _num_kept(request: GenerateRequest, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> int:

@@ -18,7 +18,7 @@ from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, output_processor_pb2, types_pb2
 from tokenloom.v1.tokenizer_pb2 import MediaSize
 
-from ..records.media import MediaFile, MediaPart
+from ..records.media import MediaFile, MediaPart, MediaStore
 from .mesh_view import MeshView
 
 if TYPE_CHECKING:
@@ -56,16 +56,19 @@ class Owner:
     salt: bytes
     """Of the request's KV blocks: files with different salts are different files."""
     request_id: str
+    is_kept: bool = False
+    """Whether the gateway keeps the files for later requests."""
 
 
 class EncoderClient:
     """Finds the encoder for each file, which is the same at all gateways, and sends it there unless it is there."""
 
-    def __init__(self, view: MeshView, channels: Channels, draw_id: Callable[[], str]) -> None:
-        """``draw_id``: returns random ids, by which encoders know requests."""
+    def __init__(self, view: MeshView, channels: Channels, draw_id: Callable[[], str], kept: MediaStore) -> None:
+        """``draw_id``: returns random ids, by which encoders know requests. ``kept``: files of stored conversations."""
         self._view = view
         self._channels = channels
         self._draw_id = draw_id
+        self.kept = kept
         self._links: dict[str, tuple[grpc.aio.Channel, _Stub]] = {}  # by address
         loop = asyncio.get_running_loop()
         self._budget = RetryBudget(loop.time)
@@ -73,11 +76,15 @@ class EncoderClient:
         self._names: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # digests by tenant and name; bounded
         self._tasks = Tasks(lambda error: log.error("an encoder could not be told of an end", exc_info=error))
 
+    def owner(self, tenant: str, salt: bytes, *, is_kept: bool = False) -> Owner:
+        """Return whose files those of a new request are."""
+        return Owner(tenant, salt, self._draw_id(), is_kept)
+
     def open(
-        self, parts: Sequence[MediaPart], files: Mapping[bytes, MediaFile], tenant: str, salt: bytes, options: bytes
+        self, parts: Sequence[MediaPart], files: Mapping[bytes, MediaFile], owner: Owner, options: bytes = b""
     ) -> "RequestMedia":
         """Return what places the images of a request. ``files``: those of its body; ``options``: of the processor."""
-        return RequestMedia(self, parts, files, Owner(tenant, salt, self._draw_id()), options)
+        return RequestMedia(self, parts, files, owner, options)
 
     async def close(self) -> None:
         """End all calls."""
@@ -227,12 +234,11 @@ class RequestMedia:
 
     async def restore(self, submit: output_processor_pb2.Submit) -> None:
         """Put the files again, and write into a request where they are now. Raises as :meth:`put`."""
-        placed = await self._place(RESTORE_SECONDS)
+        placed = {response.digest: address for address, response in await self._place(RESTORE_SECONDS)}
         for item in submit.prompt.media:
-            address, response = placed[item.index]
-            if response.digest != item.digest:
+            if item.digest not in placed:
                 raise errors.Unavailable("A file has changed at its URL while its request was running; send it again.")
-            item.encoder = address
+            item.encoder = placed[item.digest]
 
     def release(self) -> None:
         """Let the encoders forget the files."""
@@ -254,7 +260,10 @@ class RequestMedia:
         return [tasks[key].result() for key in keys]
 
     async def _place_one(self, part: MediaPart, digest: bytes, seconds: float) -> tuple[str, encoder_pb2.PutResponse]:
-        file = part.file or self._files.get(digest)
+        kept, tenant = self._client.kept, self._owner.tenant
+        file = part.file or self._files.get(digest) or kept.get(tenant, digest)
+        if file is not None and self._owner.is_kept:
+            kept.put(tenant, file)
         address, response = await self._client.place(part, digest, file, self._owner, seconds)
         self._addresses[address] = None
         return address, response

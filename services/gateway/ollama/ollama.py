@@ -1,13 +1,15 @@
 """Defines the bodies of Ollama's API, and translates them into the bodies of chats and completions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenloom.request.errors import ContextLengthExceeded, InvalidArgument, TokenloomError
 from tokenloom.request.narrowing import narrow_int
+from tokenloom.request.tool_format import ToolFormat
 from tokenloom.v1 import types_pb2
 
+from ..formats.call_parser import numbered_call_id
 from ..generation.running_generation import RunningGeneration
 from ..http.http_exchange import ErrorForm
 from ..openai.body_reader import AnswerOptions, Body, inherited, renamed_twice
@@ -57,19 +59,52 @@ def chat_body(fields: OllamaRequest, *, is_chat: bool) -> dict[str, Any]:
     """Return the chat that a body asks for. Raises ``InvalidArgument`` naming the field."""
     chat = sampling_body(fields)
     system = [{"role": "system", "content": fields.system}] if fields.system else []
-    turns = fields.messages or [] if is_chat else [*system, {"role": "user", "content": fields.prompt}]
-    chat |= {"messages": list(map(_turn, turns)), "tools": fields.tools or None}
+    asked: Mapping[str, Any] = {"role": "user", "content": fields.prompt, "images": fields.images}
+    turns = fields.messages or [] if is_chat else [*system, asked]
+    messages = [_turn(f"messages[{index}].images" if is_chat else "images", turn) for index, turn in enumerate(turns)]
+    chat |= {"messages": messages, "tools": fields.tools or None}
     chat |= {"stream": fields.stream is not False, "response_format": _format(fields.format)}
     switch = {"chat_template_kwargs": {"enable_thinking": fields.think}, "include_reasoning": fields.think}
     effort = {"reasoning_effort": fields.think} if isinstance(fields.think, str) else switch
     return chat if fields.think is None else chat | effort
 
 
-def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    if message.get("images"):
-        raise InvalidArgument("messages: images are not supported; send text", "messages")
+def _turn(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     names = {"thinking": "reasoning_content", "tool_name": "name"}
-    return {names.get(name, name): value for name, value in message.items()}
+    turn = {names.get(name, name): value for name, value in message.items() if name != "images"}
+    if images := message.get("images"):
+        turn["content"] = [*_images(where, images), {"type": "text", "text": message.get("content") or ""}]
+    return turn
+
+
+def _images(where: str, images: object) -> list[dict[str, str]]:
+    """Return the images of a turn, which stand before its text, as in Ollama."""
+    from ..records.media import image_part, raw_url  # here: most conversations have none
+
+    if not isinstance(images, list):
+        raise InvalidArgument(f"{where} must be a list of images, each as base64", where)
+    return [image_part(f"{where}[{at}]", raw_url(f"{where}[{at}]", image)) for at, image in enumerate(images)]
+
+
+def number_calls(turns: Sequence[dict[str, Any]], form: ToolFormat | None) -> None:
+    """Give ids to calls and results of tools, which have none in this API: chat templates may need them. A result is
+    that of the first call of its tool that has none yet. ``form``: how the model writes calls."""
+    number, open_calls = 0, list[tuple[object, str]]()
+    for turn in turns:
+        if isinstance(calls := turn.get("tool_calls"), list):
+            turn["tool_calls"] = [*calls]
+            for at, call in enumerate(calls):
+                function = call.get("function") if isinstance(call, dict) else None
+                if not isinstance(function, dict):
+                    continue  # refused by name where the chat is read
+                name, own_id = str(function.get("name")), call.get("id")
+                call_id = own_id if isinstance(own_id, str) and own_id else numbered_call_id(form, name, number)
+                turn["tool_calls"][at] = call | {"id": call_id}
+                open_calls.append((name, call_id))
+                number += 1
+        if turn.get("role") == "tool" and not turn.get("tool_call_id") and open_calls:
+            place = next((at for at, (name, _) in enumerate(open_calls) if name == turn.get("name")), 0)
+            turn["tool_call_id"] = open_calls.pop(place)[1]
 
 
 def _format(form: str | dict[str, Any] | None) -> dict[str, Any] | None:
@@ -129,7 +164,9 @@ class OllamaApi:
             form = {"stream": fields.stream is not False, "response_format": _format(fields.format)}
             request, options = self.completions.read(sampling_body(fields) | form | {"prompt": fields.prompt}, tenant)
         else:
-            request, options = self.chats.read(chat_body(fields, is_chat=self.is_chat), tenant)
+            chat = chat_body(fields, is_chat=self.is_chat)
+            number_calls(chat["messages"], self.chats.plans.tools)
+            request, options = self.chats.read(chat, tenant)
         return replace(request, most_tokens=most), options
 
     def answer(self, generation: RunningGeneration, options: AnswerOptions) -> OllamaAnswer:

@@ -16,6 +16,9 @@ class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: Annotated[list[dict[str, Any]] | None, Meta(description="The turns, for /api/chat.")] = None
     tools: Annotated[list[dict[str, Any]] | None, Meta(description="Functions, as in OpenAI's API.")] = None
     prompt: Annotated[str, Meta(description="The question, for /api/generate.")] = ""
+    images: Annotated[list[str] | None, Meta(description="Images as base64, before the prompt, for /api/generate.")] = (
+        None
+    )
     system: Annotated[str | None, Meta(description="The system turn before prompt.")] = None
     stream: Annotated[bool | None, Meta(description="Answer with lines of JSON (default).")] = None
     format: Annotated[str | dict[str, Any] | None, Meta(description='"json", or a JSON schema.')] = None

@@ -127,7 +127,8 @@ FOREIGN_APIS = (
         "OpenAI responses",
         "/v1/responses",
         """
-        input input[].function_call input[].function_call_output input[].reasoning input[].compaction conversation
+        input input[].content[].input_image input[].function_call input[].function_call_output input[].reasoning
+        input[].compaction conversation
         background instructions
         max_output_tokens metadata model parallel_tool_calls previous_response_id prompt_cache_key
         prompt_cache_options input[].content[].prompt_cache_breakpoint
@@ -135,8 +136,7 @@ FOREIGN_APIS = (
         tools[].namespace top_p
         """,
         refused={
-            "input[].content[].input_image": _ONLY_TEXT,
-            "input[].content[].input_file": _ONLY_TEXT,
+            "input[].content[].input_file": _NO_FILES,
             "input[].item_reference": "Send the item itself.",
             "prompt": "Templates of prompts are not stored.",
             "tools[].custom": "Send functions.",
@@ -166,7 +166,8 @@ FOREIGN_APIS = (
         "Anthropic messages",
         "/v1/messages",
         """
-        messages messages[].content[].text messages[].content[].tool_use messages[].content[].tool_result
+        messages messages[].content[].text messages[].content[].image messages[].content[].tool_use
+        messages[].content[].tool_result
         messages[].content[].is_error messages[].content[].thinking messages[].content[].document
         metadata.user_id model max_tokens
         output_config.effort output_config.format output_format stop_sequences stream system system[].text temperature
@@ -175,7 +176,6 @@ FOREIGN_APIS = (
         messages[].content[].cache_control system[].cache_control tools[].cache_control
         """,
         refused={
-            "messages[].content[].image": _ONLY_TEXT,
             "messages[].content[].document (PDF)": "Plain text only.",
             "mcp_servers": "The client runs tools.",
             "tools[].type": "The client runs tools.",
@@ -199,12 +199,9 @@ FOREIGN_APIS = (
         "Ollama chat",
         "/api/chat",
         """
-        messages tools format options.num_predict options.repeat_penalty options.seed options.stop options.temperature
-        options.top_k stream think
+        messages messages[].images tools format options.num_predict options.repeat_penalty options.seed options.stop
+        options.temperature options.top_k stream think
         """,
-        refused={
-            "messages[].images": _ONLY_TEXT,
-        },
         ignored={
             "keep_alive": "The model stays loaded.",
             "options.num_ctx": "Operators set --max-model-len.",
@@ -214,11 +211,10 @@ FOREIGN_APIS = (
         "Ollama generate",
         "/api/generate",
         """
-        prompt system raw format options.num_predict options.repeat_penalty options.seed options.stop
+        prompt images system raw format options.num_predict options.repeat_penalty options.seed options.stop
         options.temperature options.top_k stream think
         """,
         refused={
-            "images": _ONLY_TEXT,
             "suffix": "Models continue, they do not fill in.",
         },
         ignored={

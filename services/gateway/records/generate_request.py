@@ -122,6 +122,8 @@ class GenerateRequest:
     compare a later turn with this one."""
     files: "HeldFiles | None" = None
     """Files of the request's body; None: it has none, or small ones, which are in the parts."""
+    keeps_files: bool = False
+    """Whether later requests of the tenant may name its images by digest, because its conversation is stored."""
 
 
 SESSION_HEADERS: Final = frozenset(

@@ -4,8 +4,9 @@ import base64
 import binascii
 import hashlib
 import re
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tokenloom.request.errors import Internal, InvalidArgument, Unavailable
@@ -80,12 +81,27 @@ class HeldFiles:
 _DETAILS = ("auto", "low", "high")
 
 
+def image_part(field: str, url: str) -> dict[str, str]:
+    """Return the part of a chat that stands for an image of another API. ``field``: the client's name of the image."""
+    return {"type": "input_image", "image_url": url, "field": field}
+
+
+def raw_url(field: str, data: object, kind: str = "image/png") -> str:
+    """Return the URL of an image that is base64 alone. Raises ``InvalidArgument`` naming the field."""
+    if not isinstance(data, str) or not data:
+        raise InvalidArgument(f"{field} must be the base64 of an image", field)
+    if data.startswith(RAW_DIGEST):
+        return f"data:{kind};sha256,{data.removeprefix(RAW_DIGEST)}"
+    return f"data:{kind};base64,{data}"
+
+
 def read_image(where: str, part: Mapping[str, object]) -> MediaPart:
-    """Return the image of a part of OpenAI's: ``image_url``, whose URL is in an object or not, or ``input_image``.
+    """Return the image of a part of OpenAI's: ``image_url``, whose URL is in an object or not, or ``input_image``; or
+    that of an :func:`image_part`.
 
     ``where``: the client's name of the part. Raises ``InvalidArgument`` naming its field.
     """
-    field = f"{where}.image_url"
+    field = str(part.get("field") or f"{where}.image_url")[:256]
     value, detail = part.get("image_url"), part.get("detail")
     if isinstance(value, Mapping):
         detail = value.get("detail", detail)
@@ -119,14 +135,6 @@ def _read_url(where: str, value: object, name: str) -> MediaPart:
     if head[2].lower() == "sha256":
         return MediaPart(where, digest=_read_digest(where, rest), name=name)
     return MediaPart(where, MediaFile.of(_decode(where, rest)), name=name)
-
-
-def _read_raw(where: str, value: object) -> MediaPart:
-    if not isinstance(value, str) or not value:
-        raise InvalidArgument(f"{where} must be the base64 of an image", where)
-    if value.startswith(RAW_DIGEST):
-        return MediaPart(where, digest=_read_digest(where, value.removeprefix(RAW_DIGEST)))
-    return MediaPart(where, MediaFile.of(_decode(where, value)))
 
 
 def _read_digest(where: str, text: str) -> bytes:
@@ -165,6 +173,59 @@ def read_options(values: Mapping[str, object] | None) -> bytes:
     return ("{" + ",".join(f'"{name}":{values[name]}' for name in sorted(values)) + "}").encode()
 
 
+def name_by_digest(turns: Iterable[Mapping[str, object]]) -> dict[bytes, MediaFile]:
+    """Replace the files in the image parts of turns, which are to be kept, by their digests; return the files.
+
+    Raises ``InvalidArgument`` naming the part's field.
+    """
+    files: dict[bytes, MediaFile] = {}
+    for turn in turns:
+        content = turn.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part["type"] == "input_image" and (file := read_image("", part).file) is not None:
+                files[file.digest] = file
+                part["image_url"] = f"data:image/png;sha256,{file.digest.hex()}"
+    return files
+
+
+def with_files(parts: Iterable[MediaPart], files: Mapping[bytes, MediaFile]) -> list[MediaPart]:
+    """Return parts with their files, as far as these are there."""
+    return [replace(part, file=files[part.digest], digest=b"") if part.digest in files else part for part in parts]
+
+
+class MediaStore:
+    """Keeps the files of requests whose conversations are stored, so that later ones find them again.
+
+    The tenant with the most bytes loses its oldest file first, so that no tenant drops those of the others.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._shelves: dict[str, OrderedDict[bytes, MediaFile]] = {}  # by tenant; the oldest first
+        self._sizes = Counter[str]()
+
+    def get(self, tenant: str, digest: bytes) -> MediaFile | None:
+        """Return a tenant's file, which is the youngest then; None: it is not kept."""
+        shelf = self._shelves.get(tenant)
+        if shelf is None or digest not in shelf:
+            return None
+        shelf.move_to_end(digest)
+        return shelf[digest]
+
+    def put(self, tenant: str, file: MediaFile) -> None:
+        """Keep a file; drop the oldest ones that do not fit with it."""
+        if file.num_bytes > self._max_bytes or self.get(tenant, file.digest) is not None:
+            return
+        self._shelves.setdefault(tenant, OrderedDict())[file.digest] = file
+        self._sizes[tenant] += file.num_bytes
+        while self._sizes.total() > self._max_bytes:
+            largest, _ = self._sizes.most_common(1)[0]
+            _, dropped = self._shelves[largest].popitem(last=False)
+            self._sizes[largest] -= dropped.num_bytes
+            if not self._shelves[largest]:
+                del self._shelves[largest], self._sizes[largest]
+
+
 def check_request(
     request: "GenerateRequest", limits: types_pb2.ModelLimits | None, model: str, *, is_able: bool
 ) -> None:
@@ -184,7 +245,6 @@ def check_request(
         raise InvalidArgument(f"{field}: a prompt may have {most} images, not {len(chat.media)}", field)
     for name, is_set in (
         ("truncate_prompt_tokens", request.truncate_prompt_tokens is not None),
-        ("context_management", request.edits is not None),
         ("session", bool(request.before)),
     ):
         if is_set:

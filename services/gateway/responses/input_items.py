@@ -120,7 +120,7 @@ class _Turns:
             raise InvalidArgument(f"{where}.role must be one of {', '.join(_ROLES)}", f"{where}.role")
         content = item.get("content")
         if role != "assistant":
-            self.all.append({"role": role, "content": _text(f"{where}.content", content)})
+            self.all.append({"role": role, "content": _parts(f"{where}.content", content)})
             return
         # Text after a call belongs to the turn that made it: no result stands between them.
         turn = self._assistant(lambda turn: "content" not in turn or "tool_calls" in turn)
@@ -161,7 +161,7 @@ def _outcome(item: Mapping[str, Any]) -> str:
 
 def _result(where: str, item: Mapping[str, Any]) -> Turn:
     call_id = _string(f"{where}.call_id", item.get("call_id"))
-    return {"role": "tool", "tool_call_id": call_id, "content": _text(f"{where}.output", item.get("output"))}
+    return {"role": "tool", "tool_call_id": call_id, "content": _parts(f"{where}.output", item.get("output"))}
 
 
 def _thoughts(where: str, item: Mapping[str, Any]) -> str:
@@ -179,6 +179,30 @@ def _text(where: str, content: object) -> str:
     if not isinstance(content, list):
         raise InvalidArgument(f"{where} must be a text or a list of parts", where)
     return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+
+
+def _parts(where: str, content: object) -> str | list[dict[str, str]]:
+    """Return the text of a content; with images, its parts."""
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return _text(where, content)
+    parts = []
+    for index, part in enumerate(content):
+        place = f"{where}[{index}]"
+        parts.append(_image(place, part) if _is_image(part) else {"type": "text", "text": _part(place, part)})
+    return parts
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _image(where: str, part: Mapping[str, Any]) -> dict[str, str]:
+    from ..records.media import image_part, read_image  # here: most conversations have none
+
+    if part.get("file_id") is not None:
+        raise InvalidArgument(f"{where}.file_id is not supported; send image_url", f"{where}.file_id")
+    read_image(where, part)
+    return image_part(f"{where}.image_url", part["image_url"])
 
 
 def _part(where: str, part: object) -> str:

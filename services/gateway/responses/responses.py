@@ -1,9 +1,9 @@
 """``/v1/responses``: reads bodies and shapes answers."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from tokenloom.request.errors import InvalidArgument
@@ -14,7 +14,7 @@ from ..openai.body_reader import AnswerOptions, Body, BodyReader, inherited, ren
 from ..openai.chat import ChatApi
 from ..openapi.request_schemas import ResponsesRequest
 from ..records.cache_marks import OPTIONS, comparison
-from ..records.generate_request import GenerateRequest
+from ..records.generate_request import Chat, GenerateRequest
 from ..records.model_names import ModelNames
 from ..tenants.tenant import Tenant
 from .function_tools import namespaced
@@ -26,6 +26,9 @@ from .output_items import OutputItems
 from .response_answer import CompactAnswer, McpAnswer, McpRun, ResponseAnswer, ResponseRequest
 from .response_body import chat_body, keep_seconds, most_tokens
 from .response_store import CONVERSATION, ResponseStore
+
+if TYPE_CHECKING:
+    from ..records.media import MediaFile
 
 _FIELDS = {
     "messages": "input",
@@ -68,6 +71,9 @@ class ResponsesApi:
         fields = self.reader.read(body, ResponsesRequest)
         hosted = {} if self.servers is None else self.servers.tools_of(fields, tenant.name)
         request = self._request(body, fields, tenant)
+        images: dict[bytes, MediaFile] = {}
+        if any(isinstance(turn.get("content"), list) for turn in request.turns):
+            images = _named(request.turns)
         longest = most_tokens(fields)
         chat = chat_body(body, fields, request.turns)
         if hosted:
@@ -84,6 +90,8 @@ class ResponsesApi:
             answer=request.response_id,
             compared=request.compared,
         )
+        if isinstance(generate_request.prompts, Chat) and generate_request.prompts.media:
+            generate_request = _with_files(generate_request, images, is_kept=self.store.is_on)
         return generate_request, replace(
             options, request=request, ignored=ignored, field_names=renamed_twice(options.field_names, _FIELDS)
         )
@@ -183,7 +191,31 @@ class ResponsesApi:
         previous = self.store.get(fields.previous_response_id, tenant.name, field)
         if previous.cancel is not None:
             raise InvalidArgument("the previous response has not ended", field)
-        return [*previous.turns, *new], previous.session or fields.previous_response_id
+        return [*map(_of_before, previous.turns), *new], previous.session or fields.previous_response_id
+
+
+def _of_before(turn: Turn) -> Turn:
+    """Return a turn of a stored response, whose images have the client's name of that."""
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return turn
+    parts = [{**part, "field": "previous_response_id"} if "field" in part else part for part in content]
+    return {**turn, "content": parts}
+
+
+def _named(turns: Sequence[Turn]) -> "dict[bytes, MediaFile]":
+    """Name the images of turns by digest, as they are kept, and return the files that the client has sent now."""
+    from ..records.media import name_by_digest  # here: most conversations have none
+
+    return name_by_digest(turns)
+
+
+def _with_files(request: GenerateRequest, files: "Mapping[bytes, MediaFile]", *, is_kept: bool) -> GenerateRequest:
+    from ..records.media import with_files
+
+    assert isinstance(request.prompts, Chat)
+    chat = replace(request.prompts, media=with_files(request.prompts.media, files))
+    return replace(request, prompts=chat, keeps_files=is_kept)
 
 
 def _conversation(fields: ResponsesRequest) -> str:

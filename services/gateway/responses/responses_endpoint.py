@@ -53,6 +53,8 @@ class ResponsesEndpoint:
         response = response_of(head_of(request), "queued")
         stored = StoredResponse(request.tenant, response, request.turns, request.session, token=held[0][2])
         self.store.begin(stored)
+        if (files := held[0][0].files) is not None:
+            files.hold()  # the exchange lets go of them when it has answered
         task = self.host.spawn(self._run(held, request, stored), name=f"response {request.response_id}")
         stored.cancel = task.cancel
         await exchange.respond(200, encode_json(response))
@@ -91,6 +93,7 @@ class ResponsesEndpoint:
         """Generate a response in the background; store how it ended."""
         generator = self.generator if request.mcp is None else self._rounds(request.mcp, held)
         generate_request, options, token = held.pop()
+        files = generate_request.files
         try:
             # No connection can be lost here: a client cancels or deletes the response, or the gateway ends.
             async with generator.open(generate_request, token=token, outlives_call=False) as generation:
@@ -107,6 +110,9 @@ class ResponsesEndpoint:
         except Exception as error:
             failure = _failure(wire_errors.of_exception(error))
             self.store.end(request.response_id, response_of(head_of(request), "failed", error=failure))
+        finally:
+            if files is not None:
+                files.close()
 
 
 MAX_ITEMS = 20

@@ -102,10 +102,12 @@ def api_routes(
     silent = SilentStreams(settings.stream_head_after)
     chats = ChatApi(reader, mesh.plans)
     messages = MessagesApi(reader, chats)
-    tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.models, limit, timeout)
+    tokenize = TokenizeRoutes(
+        parser, reader, mesh.tokenizers, mesh.health, mesh.models, limit, timeout, mesh.generator, files
+    )
     moves = settings.volatile_lines == "move"
     of_messages = OF_MESSAGES if moves else None
-    count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.models, limit, timeout, of_messages)
+    count_tokens = CountTokens(parser, reader, mesh.generator, mesh.models, limit, timeout, of_messages, files)
     responses = ResponsesApi(reader, chats, mesh.models, store, servers)
 
     def endpoint(

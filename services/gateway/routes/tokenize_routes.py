@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tokenloom.request import errors
 from tokenloom.request.narrowing import narrow_token_ids
@@ -12,6 +12,7 @@ from tokenloom.v1 import tokenizer_pb2
 from ..encoding.sse import encode_json
 from ..endpoints.generation_endpoint import IGNORED_HEADER, listed
 from ..formats.tool_request import read_tools
+from ..generation.generator import Generator
 from ..http.http_exchange import HttpExchange, respond_in_pieces
 from ..http.request_body import BodyParser
 from ..http.route import Routes
@@ -23,6 +24,9 @@ from ..openapi.request_schemas import DetokenizeRequest, TokenizeRequest
 from ..records.generate_request import Chat
 from ..records.model_names import ModelNames
 from ..serving.mesh_health import MeshHealth
+
+if TYPE_CHECKING:
+    from ..http.body_files import BodyFiles
 
 T = TypeVar("T")
 
@@ -56,6 +60,9 @@ class TokenizeRoutes:
     max_body_bytes: int
     timeout: float
     """Seconds that a call may take."""
+    generator: Generator
+    files: "BodyFiles | None" = None
+    """Takes the files out of large bodies; None: the model reads text only."""
 
     def routes(self) -> Routes:
         return {route_table.TOKENIZE: self.tokenize, route_table.DETOKENIZE: self.detokenize}
@@ -63,7 +70,7 @@ class TokenizeRoutes:
     async def tokenize(self, exchange: HttpExchange) -> None:
         request = await self._read(exchange, self._tokenize_request)
         async with limited(self.timeout):
-            prompt = await self._encode(request, exchange.tenant.name)
+            prompt = await self._encode(request, exchange)
         limits = self.health.limits()
         strings = prompt.token_strings if request.want_token_strings else None
         blocks = _answer(prompt, limits.max_model_len if limits else None, strings)
@@ -77,24 +84,25 @@ class TokenizeRoutes:
             text = (await decoding).text
         await exchange.respond(200, encode_json({"prompt": text}))
 
-    async def _encode(self, request: _ToEncode, tenant: str) -> tokenizer_pb2.TokenizedPrompt:
+    async def _encode(self, request: _ToEncode, exchange: HttpExchange) -> tokenizer_pb2.TokenizedPrompt:
         if isinstance(request.what, Chat):
-            return (
-                await self.tokenizers.encode_chat(
-                    request.what, want_token_strings=request.want_token_strings, tenant=tenant
-                )
-            ).prompt
+            return await self.generator.tokenize(
+                request.what,
+                exchange.tenant,
+                exchange.body.files,
+                want_token_strings=request.want_token_strings,
+            )
         encoded = await self.tokenizers.encode(
             [request.what],
             add_special_tokens=request.add_special_tokens,
             want_token_strings=request.want_token_strings,
             takes_packed_ids=True,
-            tenant=tenant,
+            tenant=exchange.tenant.name,
         )
         return encoded.prompts[0]
 
     async def _read(self, exchange: HttpExchange, read: Callable[[Body], T]) -> T:
-        with await exchange.read_body(self.max_body_bytes) as received:
+        with await exchange.read_body(self.max_body_bytes, self.files) as received:
             return await self.parser.read(received.data, read)
 
     def _tokenize_request(self, body: Body) -> _ToEncode:

@@ -127,7 +127,7 @@ async def connect(
         replays_ids=settings.replay_ids,
     )
     generator = Generator(
-        MeshLinks(tokenizers, view, outputs, _encoders(view, host, context) if info.media_kinds else None),
+        MeshLinks(tokenizers, view, outputs, _encoders(view, host, context, settings) if info.media_kinds else None),
         context,
         counts,
         RequestAdmission(shares, estimator, settings.most_urgent_priority),
@@ -137,10 +137,11 @@ async def connect(
     return ServedMesh(ModelNames(names, view), plans, generator, tokenizers, outputs, view, health, counts)
 
 
-def _encoders(view: MeshView, host: Host, context: RequestContext) -> "EncoderClient":
+def _encoders(view: MeshView, host: Host, context: RequestContext, settings: GatewaySettings) -> "EncoderClient":
     from ..mesh.encoder_client import EncoderClient  # here: most models read no images
+    from ..records.media import MediaStore
 
-    return EncoderClient(view, host.channels, context.draw_id)
+    return EncoderClient(view, host.channels, context.draw_id, MediaStore(settings.max_stored_media_bytes))
 
 
 async def _enroll(spec: MeshSpec, settings: GatewaySettings, host: Host, peers: Sequence[PeerMembers]) -> None:

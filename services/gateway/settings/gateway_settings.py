@@ -169,6 +169,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Bytes of responses of /v1/responses that this gateway keeps for previous_response_id; the oldest ones are "
         "dropped. 0: it keeps none, and none runs in the background.",
     ] = 64 << 20
+    max_stored_media_bytes: Annotated[
+        Annotated[int, Meta(ge=0)],
+        "Bytes of the images of stored responses that this gateway keeps for previous_response_id and conversations; "
+        "the oldest ones are dropped. 0: it keeps none, and encoders only as long as they have room.",
+    ] = 256 << 20
     mcp_servers: Annotated[
         Path | None,
         "File (.toml, .json or .yaml) with a table [[server]] for each MCP server whose tools the gateway runs for "

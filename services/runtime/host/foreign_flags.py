@@ -72,7 +72,7 @@ ANSWERS = {
     "--reasoning-parser-plugin": "use --reasoning-parser",
     "--mm-processor-kwargs": "send mm_processor_kwargs in the request",
     "--media-io-kwargs": _TEXT_ONLY,
-    "--allowed-local-media-path --allowed-media-domains": _TEXT_ONLY,
+    "--allowed-local-media-path": "use --allowed-media-domains",
     "--enable-mm-embeds --interleave-mm-strings --mm-encoder-only --mm-encoder-tp-mode": _TEXT_ONLY,
     "--mm-processor-cache-gb --mm-processor-cache-type --mm-shm-cache-max-object-size-mb": _TEXT_ONLY,
     "--mm-encoder-attn-backend --skip-mm-profiling --video-pruning-rate --disable-chunked-mm-input": _TEXT_ONLY,

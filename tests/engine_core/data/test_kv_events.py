@@ -1,6 +1,15 @@
 from tests.engine_core.helpers import finish, make_core, make_request
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventLog
+from tokenloom.engine_core.data.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventLog,
+    StateEvents,
+    StateRemoved,
+    StateStored,
+)
 from tokenloom.request.prefix_schedule import block_hashes
 
 
@@ -94,3 +103,17 @@ def test_an_event_says_where_in_a_prompt_it_begins_and_which_named_block_is_befo
     assert (near.num_blocks_before, near.named_block_before) == (128, hashes[127])
     assert (near.block_hashes, near.token_ids) == (hashes[128:130], [1, 2])
     assert (far.num_blocks_before, far.named_block_before) == (133, hashes[131])  # of 133 blocks the 132nd is the last
+
+
+def test_states_with_one_named_block_are_reported_together() -> None:
+    """Of blocks 128 to 160 every second one is named, so two states may have one named block."""
+    hashes = [bytes([index]) * 32 for index in range(140)]
+    log = KVEventLog(16)
+    states = StateEvents(log)
+    states.stored(hashes, 130)
+    states.stored(hashes, 131)
+    states.evicted(0, hashes[129])
+    assert log.take() == [StateStored(hashes[129])]
+    states.forgot(hashes[130])
+    states.forgot(hashes[130])
+    assert log.take() == [StateRemoved(hashes[129])]

@@ -35,9 +35,16 @@ from tests.engine_core.random_requests import (
 from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import EngineConfig
-from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from tokenloom.engine_core.data.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    StateRemoved,
+    StateStored,
+)
 from tokenloom.engine_core.data.kv_groups import KVNeed
-from tokenloom.engine_core.data.messages import FinishReason
+from tokenloom.engine_core.data.messages import FinishReason, RowsWanted
 from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_cache.kv_manager import largest_chunk
@@ -123,6 +130,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.policy = policy
         self.told_blocks: set[bytes] = set()
         """The blocks that can be hit according to the events."""
+        self.told_states: set[bytes] = set()
         self.spoken: list[int] = []
         """The prompt of the session's current turn, with its output."""
         self.inputs: list[tuple[list[int], int]] = []
@@ -324,6 +332,7 @@ class CoreMachine(RuleBasedStateMachine):
     def _step(self, aborted: Sequence[str] = ()) -> None:
         outputs = self.core.step(lambda: aborted)
         self._take_events(outputs.kv_events)
+        self._note_wanted(outputs.rows_wanted)
         for output in outputs.outputs:
             expected = self.live[output.request_id]
             assert output.token_index == len(expected.received)
@@ -342,6 +351,10 @@ class CoreMachine(RuleBasedStateMachine):
                     self._turn_ended(expected, output.finish_reason)
         check_scheduler(self.core.scheduler)
 
+    def _note_wanted(self, wanted: list[RowsWanted]) -> None:
+        """Note which rows the core asks for."""
+        assert not wanted, "no request has an image"
+
     def _take_events(self, events: list[KVCacheEvent]) -> None:
         for event in events:
             match event:
@@ -353,6 +366,15 @@ class CoreMachine(RuleBasedStateMachine):
                     self.told_blocks.difference_update(event.block_hashes)
                 case AllBlocksCleared():
                     self.told_blocks.clear()
+                    self.told_states.clear()
+                case StateStored():
+                    assert event.named_block not in self.told_states
+                    self.told_states.add(event.named_block)
+                case StateRemoved():
+                    self.told_states.remove(event.named_block)
+        if (states := self.core.scheduler.kv.states) is not None and states.events is not None:
+            assert states.events._named.keys() == states.pool._by_hash.keys()
+            assert set(states.events._named.values()) == self.told_states
         assert self.told_blocks == self._blocks_to_hit()
 
     def _blocks_to_hit(self) -> set[bytes]:

@@ -46,6 +46,9 @@ def test_an_output_of_the_engine_follows_its_tag(client: InprocClient) -> None:
         ({**ARGUMENTS, "style": "qwen_xml"}, "style of the format json_schema"),
         ({"type": "sequence", "elements": [{"type": "any_text"}, ARGUMENTS]}, "any_text with something behind"),
         ({**F, "content": {"type": "any_text"}, "end": ["a", ""]}, "an end that may be empty"),
+        ({**F, "content": {"type": "regex", "pattern": "a", "excludes": "x"}}, "also or excludes is no list of texts"),
+        ({**F, "content": {"type": "regex", "pattern": "a", "excludes": ["x"], "also": [3]}}, "also or excludes is no"),
+        ({"type": "regex", "pattern": "a", "excludes": ["x"]}, "a regex that excludes texts without an end"),
         ({**F, "begin": {"type": "token", "token": 3}}, "names a token"),
     ],
 )

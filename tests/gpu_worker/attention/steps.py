@@ -1,6 +1,6 @@
 """Random batches over random block tables, and what a backend makes of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +90,22 @@ def make_step(query_lens: list[int], seq_lens: list[int], num_heads: int, config
     )
 
 
+def with_images(step: Step) -> Step:
+    """Let the tokens of some images in each chunk see all of theirs: one at its beginning, which earlier tokens of the
+    image may precede, and others of up to 40 tokens behind it."""
+    rng = np.random.default_rng(len(step.query))
+    starts, limits = step.arrays["cu_query_lens"].tolist(), []
+    for start, end, length in zip(starts, starts[1:], step.arrays["seq_lens"].tolist(), strict=False):
+        position = length - (end - start)
+        while position < length:
+            stop = min(length, position + int(rng.integers(1, 40)))
+            is_image = rng.random() < 0.6 or stop == length
+            limits += [stop - 1] * (stop - position) if is_image else range(position, stop)
+            position = stop
+    step.arrays["limits"] = np.array(limits, dtype=np.int64)
+    return step
+
+
 def rounded(cache: Tensor) -> Tensor:
     """An int8 cache of these elements, whatever their size."""
     numbers, scales = quantize(cache)
@@ -115,6 +131,10 @@ def run_rule(backend: AttentionBackend, step: Step, rule: ScoreRule) -> tuple[Te
     plan = backend.plan(**step.arrays)
     plan.write_kv(step.key, step.value, cache)
     return plan.attend(step.query, cache, rule), cache
+
+
+def sees_images(rule: ScoreRule) -> ScoreRule:
+    return replace(rule, sees_images=True)
 
 
 def rules(num_heads: int, window: int | None) -> dict[str, ScoreRule]:

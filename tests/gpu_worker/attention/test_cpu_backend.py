@@ -18,7 +18,9 @@ from tests.gpu_worker.attention.steps import (
     rules,
     run,
     run_rule,
+    sees_images,
     shape,
+    with_images,
 )
 from tests.pairwise import pairs
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
@@ -54,6 +56,8 @@ def compare(batch, config, window, march="native", **tolerance):
 
 def compare_rule(batch, config, rule, march="native", **tolerance):
     step = make_step(*(ALL | SHARED)[batch], config.num_heads, config)
+    if rule.sees_images:
+        with_images(step)
     if batch in SHARED:
         step.arrays["block_tables"][:, :9] = step.arrays["block_tables"][0, :9]
     expected, expected_cache = run_rule(ReferenceBackend(config, BLOCK_SIZE, CPU), step, rule)
@@ -99,6 +103,37 @@ def test_softcap_and_sinks(batch, num_heads, num_kv_heads, rule, window):
     compare_rule(batch, shape(num_kv_heads, num_heads=num_heads), rules(num_heads, window)[rule])
 
 
+IMAGES = ["one prefill", "chunks of longer prompts", "decodes between prefills", "a split decode beside a prefill"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "rule", "window"),
+    pairs(IMAGES, [(4, 4), (6, 2), (32, 1)], ["plain", "both"], [None, 7, 40]),
+)
+def test_tokens_of_an_image_see_all_of_it(batch, heads, rule, window):
+    num_heads, num_kv_heads = heads
+    plain = ScoreRule(0.3, window)
+    chosen = sees_images(plain if rule == "plain" else rules(num_heads, window)["both"])
+    config = shape(num_kv_heads, num_heads=num_heads)
+    compare_rule(batch, config, chosen)
+    step = with_images(make_step(*ALL[batch], num_heads, config))
+    expected, _ = run_rule(ReferenceBackend(config, BLOCK_SIZE, CPU), step, chosen)
+    found, _ = run_rule(TokenwiseBackend(config, BLOCK_SIZE, CPU), step, chosen)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    backend = CPUBackend(config, BLOCK_SIZE, CPU)
+    with_limits, _ = run_rule(backend, step, plain)
+    del step.arrays["limits"]
+    without, _ = run_rule(backend, step, plain)
+    assert torch.equal(with_limits, without)  # in a layer whose rule sees no images
+
+
+@pytest.mark.parametrize(("batch", "num_heads", "window"), pairs(IMAGES, [4, 14, 32], [None, 7, 40]))
+def test_images_in_bfloat16(batch, num_heads, window):
+    """With the matrix unit where there is one."""
+    config = shape(2, torch.bfloat16, num_heads, 64)
+    compare_rule(batch, config, sees_images(ScoreRule(0.125, window)), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("num_heads", [2, 4, 6, 8])
 @pytest.mark.parametrize("batch", ["decodes of many lengths", *LONG])
 def test_decodes_in_bfloat16_by_the_heads_that_share_a_key(batch, num_heads):
@@ -129,6 +164,7 @@ def test_builds_for_lesser_processors_are_right(batch, march):
         compare(batch, shape(1, num_heads=6), window, march)
         compare(batch, shape(2, torch.bfloat16), window, march, rtol=2e-2, atol=2e-2)
         compare_rule(batch, shape(2), rules(4, window)["both"], march)
+        compare_rule(batch, shape(2), sees_images(ScoreRule(0.3, window)), march)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

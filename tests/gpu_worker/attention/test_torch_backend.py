@@ -18,11 +18,13 @@ from tests.gpu_worker.attention.steps import (
     rules,
     run,
     run_rule,
+    sees_images,
     shape,
+    with_images,
 )
 from tokenloom.gpu_worker.attention import torch_backend
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
-from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend, TorchBackend
+from tokenloom.gpu_worker.attention.torch_backend import ReferenceBackend, TorchBackend, attend_dense
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40, 1000])
@@ -36,6 +38,44 @@ def test_equals_the_reference(batch: str, num_heads: int, num_kv_heads: int, win
     owned = owned_slots(step)
     assert torch.equal(cache.transpose(2, 3)[:, owned], expected_cache.transpose(2, 3)[:, owned])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+
+IMAGES = ["one prefill", "prefills", "chunks of longer prompts", "decodes between prefills"]
+
+
+@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("batch", IMAGES)
+def test_tokens_of_an_image_see_all_of_it(batch: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference against one dense mask, and the backend, in segments that cut images, against the reference."""
+    monkeypatch.setattr(torch_backend, "_QUERY_ROWS", 24)
+    config = shape(2)
+    step = with_images(make_step(*BATCHES[batch], 4, config))
+    rule = sees_images(ScoreRule(0.3, window))
+    expected, cache = run_rule(ReferenceBackend(config, BLOCK_SIZE, CPU), step, rule)
+    starts, limits = step.arrays["cu_query_lens"].tolist(), torch.from_numpy(step.arrays["limits"])
+    for request, length in enumerate(step.arrays["seq_lens"].tolist()):
+        rows = slice(*starts[request : request + 2])
+        places = torch.arange(length)
+        table = torch.from_numpy(step.arrays["block_tables"][request].astype(np.int64))
+        key, value = cache[:, table[places // BLOCK_SIZE], :, places % BLOCK_SIZE].permute(1, 2, 0, 3)
+        own = torch.arange(length - (rows.stop - rows.start), length)[:, None]
+        sees = places <= limits[rows, None]
+        if window is not None:
+            sees &= places > own - window
+        dense = attend_dense(step.query[rows].transpose(0, 1)[None], key[None], value[None], sees, rule)
+        torch.testing.assert_close(expected[rows], dense[0].transpose(0, 1), rtol=1e-5, atol=2e-6)
+    found, _ = run_rule(TorchBackend(config, BLOCK_SIZE, CPU), step, rule)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    causal, _ = run_rule(ReferenceBackend(config, BLOCK_SIZE, CPU), step, ScoreRule(0.3, window))
+    assert not torch.allclose(causal, expected)
+
+
+def test_a_layer_whose_rule_sees_no_images_stays_causal() -> None:
+    config = shape(2)
+    step = make_step(*BATCHES["prefills"], 4, config)
+    expected, _ = run(TorchBackend(config, BLOCK_SIZE, CPU), step, None)
+    found, _ = run(TorchBackend(config, BLOCK_SIZE, CPU), with_images(step), None)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("window", [None, 30])

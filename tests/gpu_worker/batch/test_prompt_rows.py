@@ -10,7 +10,7 @@ from tests.gpu_worker.conftest import SaveCheckpoint
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
-from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -77,6 +77,37 @@ def test_a_step_takes_the_rows_of_the_tokens_it_computes() -> None:
     embeds.remove(3)
     embeds.remove(3)
     assert not embeds.spans
+
+
+def test_rows_behind_the_computed_tokens_are_left_alone() -> None:
+    """A batch whose embeddings are all computed gathers its steps with the kernel again."""
+    embeds = PromptEmbeds()
+    rows = np.zeros((4, 2), np.float32)
+    embeds.add(0, [EmbedsSpan(2, rows)])
+    embeds.add(1, [EmbedsSpan(2, rows)], num_computed=6)
+    assert list(embeds.live) == [0]
+    embeds.settle(np.array([0, 1]), np.array([5, 9], dtype=np.int32))
+    assert list(embeds.live) == [0]
+    embeds.settle(np.array([0]), np.array([6], dtype=np.int32))
+    assert not embeds.live
+    assert list(embeds.spans) == [0, 1]
+
+
+def test_images_have_no_id_that_counts() -> None:
+    """Nor one above the vocabulary."""
+    batch = InputBatch(1, 64, 16)
+    params = CoreSamplingParams(max_tokens=5, seed=0, repetition_penalty=2.0)
+    media = [MediaSpan(1, 2, 0, b"key", 2)]
+    new = NewRequestData("r", [4, 99_999, 99_999, 3], [], params, [1], 0, media=media)
+    batch.update(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"r": 4}, 4, [], []))
+    given = {"r": [EmbedsSpan(1, np.ones((2, 8), np.float32))]}
+    inputs = batch.prepare({"r": 4}, media_rows=given)
+    assert inputs.token_ids.tolist() == [4, 0, 0, 3]
+    assert [start for start, _ in inputs.embeds] == [1]
+    logits = np.full((1, 6), 4.0, np.float32)
+    batch.logits_processors.apply(logits, inputs.rows)
+    assert logits.tolist() == [[4.0, 4.0, 4.0, 2.0, 2.0, 4.0]]
+    assert batch.known_tokens("r").tolist() == [4, -2, -3, 3]
 
 
 def test_tokens_with_embeddings_have_no_id_that_counts() -> None:

@@ -18,6 +18,7 @@ class HostRowKernels:
         sent: SentStep,
         tables: Tensor,
         last_tokens: Tensor,
+        shifts: Tensor,
         made: StepTensors,
         padded: StepSize,
         block_size: int,
@@ -37,7 +38,7 @@ class HostRowKernels:
             ids = sent.token_ids[start:end].long()
             made.token_ids[start:end] = torch.where(ids < 0, last_tokens[row], ids)
             positions = torch.arange(length - (end - start), length)
-            made.positions[start:end] = positions
+            made.positions[start:end] = positions + shifts[row]
             for group in range(num_groups):
                 blocks = tables[row, group::num_groups][: -(-length // block_size)]
                 made.tables[group, request, : len(blocks)] = blocks

@@ -51,6 +51,8 @@ class TensorPlan:
             scores = torch.tanh(scores / rule.softcap) * rule.softcap
         places = torch.arange(scores.shape[3])
         seen = places <= positions[:, None]
+        if rule.sees_images and tensors.limits is not None:
+            seen = places <= tensors.limits[:, None]
         if rule.sliding_window is not None:
             seen &= places > positions[:, None] - rule.sliding_window
         weights = torch.softmax(scores.masked_fill(~seen[:, None, None], float("-inf")), -1).nan_to_num(0.0)

@@ -117,3 +117,19 @@ def test_both_spellings_mean_the_same(old: dict[str, Any], new: dict[str, Any]) 
     assert first == second
     for reader in readers:
         reader.refuse_rest()
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 1, 1, 1, 2, 2, 2), (0, 1, 2, 0, 1, 2, 0, 0)])
+def test_pairs_turn_by_their_own_axis(axes: tuple[int, ...]) -> None:
+    """And a token whose positions are equal has the bits of one position, in tensors that kernels can read."""
+    embedding = RotaryEmbedding(RopeConfig(16), torch.device("cpu"), rotation, axes=axes)
+    plain = RotaryEmbedding(RopeConfig(16), torch.device("cpu"), rotation)
+    positions = torch.tensor([[5, 7, 9], [5, 70, 90], [5, 700, 900]])
+    found = embedding(positions)
+    for part, expected in zip(found, zip(*map(plain, positions), strict=True), strict=True):
+        assert part.is_contiguous()
+        assert torch.equal(part[0], expected[0][0])
+        for pair, axis in enumerate(axes):
+            assert torch.equal(part[..., pair], expected[axis][..., pair])
+    for part, expected in zip(plain(positions), plain(positions[0]), strict=True):
+        assert torch.equal(part, expected)  # without axes the first position turns all

@@ -14,7 +14,7 @@ from tests.checkpoints.vision_prompts import VisionModel, picture
 from tests.checkpoints.whole_vision import FAMILIES, write_whole_vision
 from tests.parity.vision_checkpoints import load_vision
 from tokenloom.gpu_worker.towers.image_file import BadImage
-from tokenloom.gpu_worker.towers.processor import Processor, has_processor, processor_fingerprint
+from tokenloom.gpu_worker.towers.processor import Processor
 from tokenloom.gpu_worker.towers.tower import Tower
 
 
@@ -60,17 +60,6 @@ def test_options_that_requests_may_not_set_are_refused(tmp_path: Path) -> None:
     processor = Processor(write_whole_vision("llava", tmp_path))
     with pytest.raises(BadImage, match="do_resize"):
         processor.pixels(png(picture(20, 20)), {"do_resize": False})
-
-
-def test_the_fingerprint_changes_with_the_processor(tmp_path: Path) -> None:
-    path = write_whole_vision("llava", tmp_path)
-    before, file = processor_fingerprint(path), path / "preprocessor_config.json"
-    assert has_processor(path)
-    file.write_text(file.read_text() + " ")
-    assert processor_fingerprint(path) != before
-    file.unlink()
-    (path / "processor_config.json").unlink()
-    assert not has_processor(path)
 
 
 def test_files_are_prepared_without_torch(tmp_path: Path) -> None:

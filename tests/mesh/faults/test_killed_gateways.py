@@ -108,8 +108,10 @@ def _join(whole: dict[str, Any], part: dict[str, Any]) -> None:
 
 
 @asynccontextmanager
-async def process(mesh: Mesh, directory: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
-    """A second gateway, in a process that can be killed."""
+async def process(
+    mesh: Mesh, directory: Path, *flags: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
+    """A second gateway, in a process that can be killed. ``flags``: more of its flags."""
     settings = mesh.gateway.settings
     assert isinstance(settings, GatewaySettings)
     options = {
@@ -121,7 +123,7 @@ async def process(mesh: Mesh, directory: Path) -> AsyncIterator[tuple[asyncio.su
         "output-processors": ",".join(settings.output_processors),
         "coordinator": settings.coordinator,
     }
-    command = [sys.executable, "-m", "tokenloom.services.gateway"]
+    command = [sys.executable, "-m", "tokenloom.services.gateway", *flags]
     for name, value in options.items():
         command += [f"--{name}", value]
     victim = await asyncio.create_subprocess_exec(*command)

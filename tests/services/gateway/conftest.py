@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.services.gateway.fake_encoders import Vision, with_encoders
 from tests.services.gateway.fakes import FakeMesh
 from tokenloom.services.runtime.host import listener
 
@@ -20,6 +21,14 @@ def no_hold(monkeypatch: pytest.MonkeyPatch) -> None:
 async def mesh(socket_dir: Path) -> AsyncIterator[FakeMesh]:
     async with FakeMesh(socket_dir).gateway() as mesh:
         yield mesh
+
+
+@pytest.fixture
+async def vision(socket_dir: Path) -> AsyncIterator[Vision]:
+    """A gateway whose model reads images, with two encoders."""
+    mesh = FakeMesh(socket_dir)
+    async with with_encoders(mesh, 2) as encoders, mesh.gateway(), mesh.http() as http:
+        yield Vision(mesh, encoders, http)
 
 
 @pytest.fixture

@@ -3,16 +3,18 @@
 import asyncio
 import base64
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
+import httpx
 
 from tests.services.gateway.fakes import FakeMesh
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
-from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, types_pb2
+from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, tokenizer_pb2, types_pb2
 
 KIND = types_pb2.MEDIA_KIND_IMAGE
 
@@ -30,7 +32,7 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
         self.released: asyncio.Queue[str] = asyncio.Queue()
         self.puts: list[encoder_pb2.PutHeader] = []
         self.error: errors.TokenloomError | None = None  # of all calls
-        self.urls: dict[str, bytes] = {}
+        self.urls: dict[str, bytes] = {"https://example.com/a.png": b"an image"}
 
     async def Put(self, messages: Any, context: Any) -> encoder_pb2.PutResponse:
         await self._check(context)
@@ -78,6 +80,28 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
 
 def _facts(digest: bytes, data: bytes) -> encoder_pb2.PutResponse:
     return encoder_pb2.PutResponse(digest=digest, width=20, height=10, num_bytes=len(data))
+
+
+@dataclass(frozen=True)
+class Vision:
+    """A gateway whose model reads images, the encoders behind it, and a client."""
+
+    mesh: FakeMesh
+    encoders: Sequence[FakeEncoder]
+    http: httpx.AsyncClient
+
+    def held(self, data: bytes) -> list[int]:
+        """Return which encoders have a file."""
+        return [index for index, each in enumerate(self.encoders) if data in each.files.values()]
+
+    @property
+    def num_puts(self) -> int:
+        return sum(len(each.puts) for each in self.encoders)
+
+    @property
+    def chats(self) -> list[tokenizer_pb2.EncodeChatRequest]:
+        """The conversations that were encoded."""
+        return [*self.mesh.tokenizer.chats, *self.mesh.second_tokenizer.chats]
 
 
 @asynccontextmanager

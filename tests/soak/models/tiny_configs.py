@@ -9,6 +9,8 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from tests.parity.state_checkpoints import entries_of
+
 LARGEST = 40_000_000
 """Parameters that a tiny configuration may give; more means that its class ignores the small sizes."""
 
@@ -58,8 +60,17 @@ _SHAPES: dict[str, Any] = {
 _SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "dots1": {"n_shared_experts": 1},
-    "mamba2": {"num_heads": 16, "head_dim": 8},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen4_exp_text": {"layer_types": ["linear_attention", "indexed_attention"]},
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "zamba": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2},
+    # Its hybrid layers share one attention.
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "num_mem_blocks": 1,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "blt": {"encoder_hash_byte_group_vocab": 1000},
     "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16)},
@@ -85,7 +96,7 @@ def tiny_config(kind: str) -> Any:
         values |= {"num_key_value_heads": 4} if "num_key_value_heads" in fields else {}
         values.pop("head_dim", None)
     values |= {name: tiny_config(part) for name, part in _parts(config_class)}
-    return config_class(**values | _SPECIAL.get(kind, {}))
+    return config_class(**values | _SPECIAL.get(kind, {}) | entries_of(kind))
 
 
 def _parts(config_class: Any) -> Iterator[tuple[str, str]]:

@@ -27,10 +27,14 @@ from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import CPUWorker
+from tokenloom.gpu_worker.models.transformers.loading import find_causal_class
+from tokenloom.gpu_worker.models.transformers.states import keeps_states
 
 KINDS: dict[str, str] = {kind: str(name) for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 """Model types and the classes that compute them."""
 PROMPTS = [[(i * 7 + j * 3) % 120 + 5 for j in range(length)] for i, length in enumerate((40, 3, 23))]
+LONG_PROMPT = [(i * 11) % 120 + 5 for i in range(110)]
+"""For models that keep a state, whose prompts are cut at 64 tokens."""
 NUM_TOKENS = 12
 
 _BROKEN = "it fails"
@@ -48,20 +52,21 @@ class Outcome(NamedTuple):
 
 def try_kind(kind: str, directory: Path) -> Outcome:
     """Serve a tiny model of this type, and compare its tokens with those of transformers."""
-    if getattr(getattr(transformers, KINDS[kind], None), "_is_stateful", False):
-        return Outcome(
-            "refused", f"{KINDS[kind]} is not supported: it keeps a state between tokens, as recurrent layers do"
-        )
     try:
         path, model = save_tiny(kind, directory)
     except Exception as error:
+        if getattr(getattr(transformers, KINDS[kind], None), "_is_stateful", False):
+            return Outcome("refused", f"{KINDS[kind]} is not supported: it keeps a state between tokens")
         return Outcome("no reference", _first_line(error))
     engine = load(path)
     if isinstance(engine, Outcome) and _BROKEN not in engine.reason:
         return engine
+    has_states = isinstance(engine, Engine) and engine.core.scheduler.kv.states is not None
     try:
-        # Without a cache: that of some classes gives other tokens, or supports only some of their layers.
-        cases = [compute_case(model, prompt, NUM_TOKENS, use_cache=False) for prompt in PROMPTS]
+        # Without a cache: that of some classes gives other tokens, or supports only some of their layers. Those that
+        # keep a state compute decoded tokens in another form.
+        prompts = [*PROMPTS, LONG_PROMPT] if has_states else PROMPTS
+        cases = [compute_case(model, prompt, NUM_TOKENS, use_cache=has_states) for prompt in prompts]
     except Exception as error:
         return Outcome("no reference", _first_line(error))
     return engine if isinstance(engine, Outcome) else _compare(engine, cases)
@@ -69,9 +74,23 @@ def try_kind(kind: str, directory: Path) -> Outcome:
 
 def load(path: Path) -> Engine | Outcome:
     """Load a checkpoint with transformers' modules, whatever is known of its type, or return why that is refused."""
+    rows, context = 4, 64
+    try:
+        has_states = keeps_states(find_causal_class(path).config)
+    except ValueError:
+        has_states = False
+    budget, blocks = (16, 24) if not has_states else (rows + 64, 40)
+    if has_states:
+        context = len(LONG_PROMPT) + NUM_TOKENS
     try:
         return Engine(
-            path, num_blocks=24, budget=16, max_num_seqs=4, model_impl="transformers", max_model_len=64, executor=_uni
+            path,
+            num_blocks=blocks,
+            budget=budget,
+            max_num_seqs=rows,
+            model_impl="transformers",
+            max_model_len=context,
+            executor=_uni,
         )
     except ValueError as error:
         return Outcome("refused", _first_line(error))

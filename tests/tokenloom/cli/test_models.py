@@ -41,9 +41,9 @@ def test_local_checkpoints_and_what_is_none(tmp_path: Path) -> None:
 
 
 def test_a_model_that_reads_images_is_listed_with_the_option_for_its_text(tmp_path: Path) -> None:
-    path = write_vision("qwen2_vl", tmp_path, architectures=None)
+    path = write_vision("llava_next", tmp_path, architectures=None)
     (found,) = [each for each in checkpoints([tmp_path]) if each.path == str(path)]
-    assert found.architecture == "Qwen2VLForConditionalGeneration"
+    assert found.architecture == "LlavaNextForConditionalGeneration"
     assert (found.served, found.reason, found.options) == ("built in", "", "--language-model-only")
     table = CliRunner().invoke(app, ["models", "--local", "--folder", str(tmp_path)], env={"COLUMNS": "300"}).stdout
     assert "built in (--language-model-only)" in table

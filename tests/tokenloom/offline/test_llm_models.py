@@ -53,6 +53,9 @@ def test_the_text_of_a_model_that_reads_images(tmp_path: Path) -> None:
     model = load_vision(path)
     for prompt, tokens in generate(path, language_model_only=True):
         assert tokens == compute_case(model, prompt, NUM_TOKENS).tokens
+    for prompt, tokens in generate(path):
+        assert tokens == compute_case(model, prompt, NUM_TOKENS).tokens
+    path = add_demo_tokenizer(write_vision("llava_next", tmp_path, VOCAB_SIZE))
     with pytest.raises(Exception, match="serve its text alone with --language-model-only"):
         generate(path)
 

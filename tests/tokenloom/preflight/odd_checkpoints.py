@@ -203,7 +203,10 @@ ODD = [
         "architectures must name the model's class, such as LlamaForCausalLM",
     ),
     Odd(
-        "vision", architecture("LlavaForConditionalGeneration"), "config.json", "text alone with --language-model-only"
+        "vision",
+        architecture("LlavaNextForConditionalGeneration"),
+        "config.json",
+        "text alone with --language-model-only",
     ),
     Odd("other vision", architecture("MllamaForConditionalGeneration"), "config.json", "ForCausalLM"),
     Odd("encoder", architecture("FunnelForMaskedLM"), "config.json", "fills gaps"),

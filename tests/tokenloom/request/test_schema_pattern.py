@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from tokenloom.request.schema_pattern import portable_pattern
+from tokenloom.request.schema_pattern import portable_pattern, whole_pattern
 
 PARTS = (
     *(
@@ -92,3 +92,22 @@ def test_no_text_is_lost() -> None:
             compared += 1
             assert not before.search(text) or after.search(text), (pattern, portable.text, text)
     assert compared > 5000
+
+
+@pytest.mark.parametrize(
+    ("pattern", "whole", "other"),
+    [
+        ("b+", ["abbc", "b\n"], ["ac"]),
+        ("^b", ["bc"], ["ab"]),
+        ("b$", ["ab"], ["ba"]),
+        ("^a$|b", ["a", "xbx"], ["aa"]),
+        ("(?i)^a[|$]$", ["A$", "a|"], ["a"]),
+        (r"^\^\$$", ["^$"], ["a"]),
+        ("^(?:a$|b)", ["a", "bc", "ac"], ["c"]),  # an anchor within a group is left out
+        ("", ["", "x"], []),
+    ],
+)
+def test_the_whole_texts_in_which_a_pattern_is_found(pattern: str, whole: list[str], other: list[str]) -> None:
+    expression = re.compile(whole_pattern(pattern))
+    assert all(expression.fullmatch(text) for text in whole)
+    assert not any(expression.fullmatch(text) for text in other)

@@ -41,6 +41,25 @@ def test_one_of_each_in_the_order_in_which_they_drain() -> None:
     assert [part.role for part in parts] == [None, None, "both", None, None]
 
 
+def test_models_that_read_images_have_encoders(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+
+    def encoders(**values: object) -> list[PartSpec]:
+        parts = parts_of(options(model=tmp_path, **values), DIRECTORY, PORTS)
+        return [part for part in parts if part.service == "encoder"]
+
+    (one,) = encoders()
+    assert flag(one, "--coordinator") == "unix:/run/mesh/coordinator-0.sock"
+    assert [part.name for part in encoders(encoders=2)] == ["encoder-0", "encoder-1"]
+    assert not encoders(encoders=0)
+    assert not encoders(flags={"engine": ("--language-model-only",)})
+    text = ServedModel(Path("/models/demo"), "text")
+    also = encoders(more_models=(text, ServedModel(tmp_path, "third")), encoders=2)
+    assert [(part.index, part.model) for part in also] == [(0, "demo"), (1, "demo"), (2, "third"), (3, "third")]
+    assert flag(also[2], "--coordinator") == "unix:/run/mesh/coordinator-2.sock"
+
+
 def test_internal_parts_listen_on_sockets_of_the_private_directory() -> None:
     for part in parts_of(options(), DIRECTORY, PORTS)[1:]:
         assert flag(part, "--listen") == f"unix:/run/mesh/{part.name}.sock"

@@ -12,6 +12,7 @@ from tokenloom.preflight.host import (
     check_addresses,
     check_certificate,
     check_directories,
+    check_encoder_packages,
     check_engine_packages,
     check_files,
     check_open_files,
@@ -44,6 +45,8 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
     if note := platform_note():
         typer.echo(f"Warning: {note}", err=True)
     engine = _engine_config(options)
+    if any(options.encoder_counts):
+        check_encoder_packages()
     if engine.worker.worker == "model":  # the others compute no model
         # A missing package cost up to 32 s and a traceback from each of five parts. Checked here without importing
         # torch, a mistake ends the command after 0.64 s of CPU.
@@ -131,6 +134,7 @@ def _counts(options: MeshOptions) -> dict[str, int]:
     models = len(options.models)
     return {
         "engine": models * len(options.engine_roles),
+        "encoder": sum(options.encoder_counts),
         "tokenizer": models * options.tokenizers,
         "output_processor": models * options.output_processors,
         "gateway": options.gateways,

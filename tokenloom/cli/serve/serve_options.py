@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
@@ -19,7 +20,10 @@ from tokenloom.supervisor.layout import MeshOptions
 
 SETTINGS: Mapping[str, type[ServiceSettings]] = {
     each.service: each
-    for each in (EngineSettings, GatewaySettings, TokenizerSettings, OutputProcessorSettings, CoordinatorSettings)
+    for each in (
+        *(EngineSettings, GatewaySettings, TokenizerSettings, OutputProcessorSettings, CoordinatorSettings),
+        EncoderSettings,
+    )
 }
 _ALIASES = {"public_tls_cert": ("tls_cert",), "public_tls_key": ("tls_key",)}
 

@@ -3,7 +3,13 @@
 import pytest
 
 from tests.parity.vision_checkpoints import CONFIGS
-from tokenloom.gpu_worker.checkpoint.files.text_part import text_entries, text_tensor, wrapper_of
+from tokenloom.gpu_worker.checkpoint.files.text_part import (
+    MediaSwitches,
+    media_switches,
+    text_entries,
+    text_tensor,
+    wrapper_of,
+)
 
 
 def test_a_text_model_is_its_own_text_part() -> None:
@@ -84,3 +90,18 @@ def test_rotation_by_three_positions_is_the_ordinary_one() -> None:
 )
 def test_names_of_tensors(stored: str, name: str | None) -> None:
     assert text_tensor(stored) == name
+
+
+def test_what_images_change_is_read_from_the_whole_configuration() -> None:
+    found = {kind: media_switches(values) for kind, values in CONFIGS.items()}
+    assert found["llava"] == found["pixtral"] == found["gemma4_e2b"] == MediaSwitches()
+    assert found["llava_next"] is None
+    assert found["gemma3"] == MediaSwitches(seen_whole="all")
+    assert found["gemma4_26b_a4b"] == MediaSwitches(seen_whole="sliding")
+    assert found["qwen2_5_vl"] == MediaSwitches(axes=(0, 0, 1, 1, 1, 2, 2, 2))
+    assert found["qwen3_vl_moe"] == MediaSwitches(2, axes=(0, 1, 2) * 4)
+    assert media_switches({"architectures": ["Qwen3ForCausalLM"]}) is None
+    stated = {"architectures": ["Qwen3VLForConditionalGeneration"]}
+    published = media_switches(stated | {"text_config": {"rope_scaling": {"mrope_section": [24, 20, 20]}}})
+    assert published == media_switches(stated)  # the defaults of the class
+    assert published == MediaSwitches(4, axes=((0, 1, 2) * 20 + (0,) * 4))

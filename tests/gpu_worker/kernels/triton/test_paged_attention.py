@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.gpu_worker.attention import steps
-from tests.gpu_worker.attention.steps import CPU, make_step, rules, run_rule, shape
+from tests.gpu_worker.attention.steps import CPU, make_step, rules, run_rule, sees_images, shape, with_images
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention import triton_backend as attention_work
 from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
@@ -21,6 +21,8 @@ HEADS = [(4, 4), (4, 2), (6, 2), (7, 1), (8, 1)]
 
 def compare(query_lens, seq_lens, config, rule, block_size=16):
     step = make_step(query_lens, seq_lens, config.num_heads, config)
+    if rule.sees_images:
+        with_images(step)
     expected, expected_cache = run_rule(ReferenceBackend(config, block_size, CPU), step, rule)
     found, cache = run_rule(TritonBackend(config, block_size, CPU), step, rule)
     if cache.dtype == torch.float8_e4m3fn:
@@ -53,6 +55,13 @@ def test_split_decodes(rule, window, dtype):
     """Some of the splits have no keys."""
     config = shape(1, dtype, num_heads=3)
     compare([1, 1, 2], [130, 20, 70], config, rules(3, window)[rule])
+
+
+@pytest.mark.parametrize("window", [None, 7, 40])
+def test_tokens_of_an_image_see_all_of_it(window):
+    config = shape(1, num_heads=3)
+    compare([70, 1, 20, 33], [70, 40, 90, 60], config, sees_images(ScoreRule(0.3, window)))
+    compare([5, 3], [5, 60], config, sees_images(rules(3, window)["both"]))
 
 
 def test_short_decodes_and_prefills_take_different_programs():

@@ -35,7 +35,8 @@ def make(kernels, name, padding, num_groups, block_size=16):
     made = StepTensors.allocate(StepSize(400, 9, 9), num_groups, 512 // block_size, CPU)
     for tensor in (made.token_ids, made.positions, made.slots, made.query_starts, made.seq_lens, made.work):
         tensor.fill_(-99)  # an element that is left out shows
-    kernels.prepare(sent, tables, torch.arange(5) + 7000, made, padded, block_size)
+    shifts = torch.tensor([0, -7, 0, 30, -90])
+    kernels.prepare(sent, tables, torch.arange(5) + 7000, shifts, made, padded, block_size)
     return made
 
 

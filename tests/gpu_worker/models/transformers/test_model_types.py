@@ -9,7 +9,7 @@ from tests.soak.models.preflight_fuzz import compare
 from tests.soak.models.transformers_models import KINDS, Outcome, try_kind
 from tokenloom.gpu_worker.checkpoint.served_how import transformers_types
 
-IDENTICAL = ["phi", "phimoe", "gemma", "olmo2", "mixtral", "cohere2", "starcoder2", "glm4", "granite"]
+IDENTICAL = ["phi", "phimoe", "gemma", "olmo2", "mixtral", "cohere2", "starcoder2", "glm4", "granite", "lfm2"]
 SEEDS = range(8)
 """Of random checkpoints; `python -m tests.soak.models.preflight_fuzz` tries more."""
 
@@ -26,7 +26,8 @@ def test_gives_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
         ("diffllama", "DiffLlamaForCausalLM is not supported: it attends 4 times in 2 layers"),
         ("bloom", "BloomForCausalLM is not supported: it computes attention or state by itself"),
         ("roberta", "RobertaForCausalLM is not supported: it numbers positions in its own way"),
-        ("mamba", "MambaForCausalLM is not supported: it keeps a state between tokens"),
+        ("rwkv", "RwkvForCausalLM is not supported: it keeps a state that transformers' cache does not hold"),
+        ("zamba", "ZambaForCausalLM is not supported: it restarts its state from zero"),
     ],
 )
 def test_is_refused_by_name_before_the_first_request(kind: str, reason: str, tmp_path: Path) -> None:

@@ -124,6 +124,21 @@ def test_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SERVED)
+def test_tokens_that_were_decoded_once_are_computed_again_in_runs_of_one_step(kind: str, tmp_path: Path) -> None:
+    """As after a preemption. Attention computes them together, which in bfloat16 may round otherwise."""
+    driver = Driver(load(write_model(kind, tmp_path)))
+    rows = [driver.begin(draw(length, seed=length)) for length in (70, 9)]
+    for slot, row in enumerate(rows):
+        driver.step((row, [(len(row.tokens), slot)]))
+    for _ in range(3):
+        driver.decode((rows[0], 0), (rows[1], 1))
+    again = [driver.begin(row.tokens) for row in rows]
+    driver.step((again[0], [(70, 2), (1, 2), (1, 3), (1, 2)]), (again[1], [(9, 4), (1, 4), (1, 4), (1, 4)]))
+    for row, other in zip(rows, again, strict=True):
+        torch.testing.assert_close(torch.cat(other.logits), torch.cat(row.logits), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", SERVED)
 def test_a_slot_that_is_only_read_stays_as_it_is(kind: str, tmp_path: Path) -> None:
     driver = Driver(load(write_model(kind, tmp_path)))
     first = driver.begin(draw(70, seed=4))
@@ -164,6 +179,21 @@ def test_a_right_model_passes_the_self_check(kind: str, dtype: str, tmp_path: Pa
     model = load(write_model(kind, tmp_path, getattr(torch, dtype)), dtype)
     check_model(model, make_attention_backend("cpu", model.config, BLOCK, CPU), BLOCK, CPU)
     assert model.config.states.chunk == (1 if kind == "lfm2" else 64)
+
+
+def test_prompts_of_modules_with_large_chunks_are_cut_at_smaller_ones(tmp_path: Path) -> None:
+    """transformers makes a tensor of chunk x chunk x heads x state size for each chunk of a call."""
+    driver = Driver(load(write_model("mamba2", tmp_path, chunk_size=256)))
+    prompt, tails = draw(300, seed=9), (66, 65, 44)
+    for number, tail in enumerate(tails):
+        row = driver.begin(prompt[: 192 + tail])
+        driver.step((row, [(64, number)]))
+        driver.step((row, [(128 + tail, number)]))
+        driver.decode((row, number))
+        whole = driver.begin(row.tokens)
+        driver.step((whole, [(192 + tail, 9)]))
+        assert torch.equal(whole.logits[-1][-1], row.logits[-2][-1])
+        assert row.tokens == generate(make_model("mamba2", chunk_size=256), row.tokens[:-1], 1)
 
 
 @pytest.mark.parametrize("cuts", [[16] * 9, [37, 64, 20], [1] * 149])

@@ -65,7 +65,7 @@ class Mesh:
     def __init__(self, folder: Path, spawn: Callable[..., "asyncio.Task[Any]"]) -> None:
         self.folder = folder
         self.registry = Registry(1, asyncio.get_running_loop().time, policy=DEFAULT_POLICY, settle_seconds=0)
-        self.caches = CacheFollowers(self.registry.prefixes, Channels(), spawn)
+        self.caches = CacheFollowers(self.registry.prefixes, self.registry.states, Channels(), spawn)
 
     @asynccontextmanager
     async def engine(self, name: str = "a") -> AsyncIterator[FakeEngine]:
@@ -209,7 +209,7 @@ def test_a_scrape_counts_while_engines_join() -> None:
 
     task: Any = Task()
     nothing: Any = None
-    followers = CacheFollowers(nothing, nothing, nothing)
+    followers = CacheFollowers(nothing, nothing, nothing, nothing)
     followers._tasks = {f"engine-{number}": (1, task) for number in range(1, 4)}
     assert followers.num_followed == 3
 

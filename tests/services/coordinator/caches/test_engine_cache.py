@@ -3,9 +3,12 @@
 import random
 from collections.abc import Iterable
 
+import numpy as np
+
 from tokenloom.request.prefix_schedule import specimen_hash
 from tokenloom.services.coordinator.caches.cache_followers import SLICE_BLOCKS, EngineCache
 from tokenloom.services.coordinator.prefixes.prefix_index import PrefixIndex
+from tokenloom.services.coordinator.prefixes.state_boundaries import StateBoundaries
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import PrefixChain, PrefixChanges, WatchKVEventsResponse
 from tokenloom.v1.types_pb2 import Fingerprint
@@ -19,7 +22,9 @@ class Followed:
     def __init__(self) -> None:
         self.index = PrefixIndex(1 << 20)
         self.index.open(0, IDENTITY.num_kv_blocks)
-        self.cache = EngineCache(self.index, IDENTITY, 0)
+        self.states = StateBoundaries()
+        self.states.open(0, 10, 16)
+        self.cache = EngineCache(self.index, self.states, IDENTITY, 0)
 
     def pick(self, blocks: Iterable[int]) -> None:
         self.index.add(self.index.find(list(blocks)), 0)
@@ -27,6 +32,12 @@ class Followed:
     def num_known(self, blocks: Iterable[int]) -> int:
         counts = self.index.num_blocks(self.index.find(list(blocks)), 1)
         return 0 if counts is None else int(counts[0])
+
+    def num_begun(self, blocks: list[int]) -> int:
+        """Returns after how many blocks a kept state lies."""
+        counts = np.zeros(1, np.int64)
+        self.states.put_into(counts, blocks)
+        return int(counts[0])
 
     def take(self, first: int, last: int, **changes: object) -> int:
         """Returns the number of slices."""
@@ -59,6 +70,18 @@ def test_a_cleared_cache_is_known_to_be_empty() -> None:
     followed.pick([1, 2])
     followed.take(1, 1, all_cleared=True, stored=[PrefixChain(blocks=[3])])
     assert [followed.num_known(each) for each in ([1, 2], [3])] == [0, 1]
+
+
+def test_kept_states_are_followed() -> None:
+    followed = Followed()
+    followed.take(1, 1, states_stored=[2, 4])
+    assert [followed.num_begun(each) for each in ([1, 2, 3, 4, 5], [1, 2, 3], [1])] == [4, 2, 0]
+    followed.take(2, 2, states_removed=[4])
+    assert followed.num_begun([1, 2, 3, 4, 5]) == 2
+    followed.take(3, 3, all_cleared=True, states_stored=[7])
+    assert [followed.num_begun(each) for each in ([1, 2], [6, 7])] == [0, 2]
+    followed.take(5, 5)
+    assert followed.num_begun([6, 7]) == 0, "after a gap"
 
 
 def test_many_changes_are_applied_in_slices_and_may_be_applied_again() -> None:

@@ -62,6 +62,24 @@ def test_a_new_coordinator_is_incomplete_for_two_seconds() -> None:
     assert registry.revision == before + 1
 
 
+def test_of_engines_that_keep_states_the_last_shared_boundary_counts() -> None:
+    """Both engines have the first ten blocks of the prompt; one of them can begin behind the fourth only."""
+    registry = Registry(1, Clock(), policy=DEFAULT_POLICY)
+    first = PickRequest(role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=160, block_hash_prefixes=range(1, 11))
+    with_states = identity("a")
+    with_states.num_state_slots, with_states.state_boundary = 8, 64
+    rows = {}
+    for engine in (with_states, identity("b")):
+        record = registry.join(engine, report())
+        rows[engine.engine_id] = record.row
+        registry.refresh()
+        registry.prefixes.add(registry.prefixes.find(first.block_hash_prefixes), record.row)
+    registry.states.store(rows["a"], [4])
+    found = registry._cached_tokens(registry.prefixes.find(first.block_hash_prefixes), first)
+    assert found is not None
+    assert (found[rows["a"]], found[rows["b"]]) == (64, 160)
+
+
 def test_the_newest_join_of_a_name_wins() -> None:
     registry = Registry(1, Clock(), policy=DEFAULT_POLICY)
     older = registry.join(identity("a", epoch=1), report(waiting=1))

@@ -1,6 +1,14 @@
 """Tests how events of the prefix cache become changes for placement."""
 
-from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventLog
+from tokenloom.engine_core.data.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventLog,
+    StateRemoved,
+    StateStored,
+)
 from tokenloom.request.prefix_schedule import scheduled
 from tokenloom.services.engine.records.kv_event_feed import KVEventFeed, merged
 from tokenloom.v1.engine_pb2 import PrefixChain, PrefixChanges
@@ -59,3 +67,12 @@ def test_a_reset_replaces_what_was_before() -> None:
     assert changes(
         stored(old, 0, 2), [BlockRemoved(old[1:], "GPU")], [AllBlocksCleared()], stored(new, 0, 1)
     ) == PrefixChanges(all_cleared=True, stored=[PrefixChain(blocks=named(new))])
+
+
+def test_what_happened_last_to_a_state_counts() -> None:
+    one, two, three = hashes(3)
+    steps: list[list[KVCacheEvent]] = [[StateStored(one), StateStored(two)], [StateRemoved(one), StateRemoved(three)]]
+    assert changes(*steps) == PrefixChanges(states_removed=named([one, three]), states_stored=named([two]))
+    assert changes(*steps, [AllBlocksCleared()], [StateStored(one)]) == PrefixChanges(
+        all_cleared=True, states_stored=named([one])
+    )

@@ -196,6 +196,58 @@ def test_a_text_is_one_of_those_that_its_schema_names(schema: dict[str, Any], go
     assert not accepts(constraint, rendered("qwen3_coder", [("f", {"x": bad})]))
 
 
+BOUNDS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({"type": "string", "pattern": "^[A-Z]{2}[0-9]+$"}, ["AB1", "XY123"], ["ab1", "AB", "AB1\n", "xAB1"]),
+    ({"type": "string", "pattern": "b+|^c$"}, ["abc", "b", "c", "<b>"], ["a", "cc", ""]),
+    ({"type": "string", "minLength": 2, "maxLength": 4}, ["ab", "é🙂ü<"], ["a", "", "abcde"]),
+    ({"type": "string", "maxLength": 3}, ["", "a b"], ["a b."]),
+    ({"type": "string", "minLength": 3}, ["a\nb", "long enough, and more"], ["ab"]),
+    ({"type": "string", "pattern": "^a", "minLength": 2, "maxLength": 3}, ["ab", "abc"], ["a", "bab", "abcd"]),
+    ({"anyOf": [{"type": "string", "pattern": "^x+$"}, {"type": "null"}]}, ["xx", None], ["y"]),
+    ({"$ref": "#/$defs/code"}, ["K7"], ["7K"]),
+    ({"type": "integer", "minimum": 3, "maximum": 40}, [3, 40], [2, 41, 100]),
+    ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.5], [0.0, 1.0, -0.5]),
+    ({"type": "integer", "multipleOf": 5}, [10], [11]),
+    ({"$ref": "#/$defs/share"}, [0.25], [1.5]),
+    ({"type": ["integer", "null"], "minimum": 3}, [3, None], [2]),
+]
+DEFS: dict[str, Any] = {
+    "code": {"type": "string", "pattern": "^[A-Z][0-9]$"},
+    "share": {"type": "number", "minimum": 0, "maximum": 1},
+}
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), BOUNDS)
+@pytest.mark.parametrize("family", [family for family in BOUND if form_of(family).syntax == "pairs"])
+def test_texts_and_numbers_keep_the_bounds_of_their_schema(
+    family: str, schema: dict[str, Any], good: list[Any], bad: list[Any]
+) -> None:
+    form = form_of(family)
+    parameters = {"type": "object", "properties": {"x": schema, "y": {"type": "integer"}}, "$defs": DEFS}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+    constraint = force(read_tool_request(tools, "required", True), form).constraint
+
+    def text_of(value: Any) -> str:
+        return rendered(family, [("f", {"x": value, "y": 1})]).strip().replace("None", "null")
+
+    for value in good:
+        assert accepts(constraint, text_of(value)), text_of(value)
+        assert read(form, tools, text_of(value)) == ("", [("f", {"x": value, "y": 1})])
+    for value in bad:
+        assert not accepts(constraint, text_of(value)), text_of(value)
+
+
+@pytest.mark.parametrize("family", [family for family in BOUND if form_of(family).syntax == "pairs"])
+def test_a_bound_text_ends_where_the_parser_ends_it(family: str) -> None:
+    form = form_of(family)
+    tools = [function("f", {"x": {"type": "string", "maxLength": 200}, "y": {"type": "integer"}}, strict=True)]
+    constraint = force(read_tool_request(tools, "required", True), form).constraint
+    text = rendered(family, [("f", {"x": "a", "y": 1})]).strip()
+    assert accepts(constraint, text)
+    at = text.index("a" + form.pair[2].rstrip()) + 1
+    assert not accepts(constraint, f"{text[:at]}{form.pair[2]}b{text[at:]}")
+
+
 @pytest.mark.parametrize("schema", [{}, *TEXT_OR_NULL, {"type": "string"}, {"type": "integer"}])
 @pytest.mark.parametrize("value", ["", " ", "\n", "\n\n x", "nil", "null", "5\n"])
 def test_blanks_of_a_value_do_not_depend_on_the_pieces(schema: dict[str, Any], value: str) -> None:

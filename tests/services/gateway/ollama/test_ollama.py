@@ -11,6 +11,8 @@ import pytest
 
 from tests.services.gateway.fakes import LIMITS, MODEL, WEIGHT_BYTES, FakeMesh
 from tokenloom.request import errors
+from tokenloom.request.tool_format import FORMATS
+from tokenloom.services.gateway.ollama.ollama import number_calls
 from tokenloom.v1 import types_pb2
 
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -229,3 +231,28 @@ async def test_an_error_within_a_stream_is_a_line(mesh: FakeMesh, http: httpx.As
     request.send("a", [97])
     request.fail(errors.Unavailable("the engine was lost"))
     assert lines(await task)[-1] == {"error": "the engine was lost"}
+
+
+def test_calls_and_results_get_the_ids_that_a_template_needs() -> None:
+    functions = [{"function": {"name": name, "arguments": {}}} for name in ("read", "list", "read")]
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": functions},
+        *({"role": "tool", "content": "x", "name": name} for name in ("list", "read", "other")),
+        {"role": "assistant", "content": "", "tool_calls": [{**functions[0], "id": "mine"}, 3, {"function": 4}]},
+        {"role": "tool", "content": "x"},
+        {"role": "tool", "content": "of no call"},
+    ]
+    number_calls(turns, FORMATS["kimi_k2"])
+    ids = ["functions.read:0", "functions.list:1", "functions.read:2"]
+    assert [call["id"] for call in turns[1]["tool_calls"]] == ids
+    assert [turn.get("tool_call_id") for turn in turns if turn["role"] == "tool"] == [
+        ids[1],
+        ids[0],
+        ids[2],
+        "mine",
+        None,
+    ]
+    assert "id" not in functions[0], "the client's own body stays"
+    number_calls(again := [{"role": "assistant", "tool_calls": functions}], FORMATS["mistral"])
+    assert [call["id"] for call in again[0]["tool_calls"]] == ["000000000", "000000001", "000000002"]  # type: ignore[attr-defined]

@@ -4,40 +4,18 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.services.gateway.fake_encoders import FakeEncoder, data_url, with_encoders
-from tests.services.gateway.fakes import SOON, FakeMesh
+from tests.services.gateway.fake_encoders import Vision, data_url
+from tests.services.gateway.fakes import SOON
 from tokenloom.request import errors
 from tokenloom.services.gateway.mesh import encoder_client
 
 IMAGE = b"an image"
 LARGE = random.Random(3).randbytes(300_000)
-
-
-@pytest.fixture
-async def encoders(socket_dir: Path) -> AsyncIterator[list[FakeEncoder]]:
-    mesh = FakeMesh(socket_dir)
-    async with with_encoders(mesh, 2) as encoders, mesh.gateway():
-        FakeEncoder.mesh = mesh  # type: ignore[attr-defined]
-        yield encoders
-
-
-@pytest.fixture
-def mesh(encoders: list[FakeEncoder]) -> FakeMesh:
-    found: FakeMesh = FakeEncoder.mesh  # type: ignore[attr-defined]
-    return found
-
-
-@pytest.fixture
-async def http(mesh: FakeMesh) -> AsyncIterator[httpx.AsyncClient]:
-    async with mesh.http() as client:
-        yield client
 
 
 def part(data: bytes | str, **members: Any) -> dict[str, Any]:
@@ -53,18 +31,11 @@ async def post(http: httpx.AsyncClient, *parts: Any, **fields: Any) -> httpx.Res
     return await http.post("/v1/chat/completions", json=body(*parts, **fields))
 
 
-def held(encoders: Sequence[FakeEncoder], data: bytes) -> list[int]:
-    """Return which encoders have a file."""
-    return [index for index, each in enumerate(encoders) if data in each.files.values()]
-
-
-async def test_an_image_goes_to_an_encoder_and_its_item_to_the_engine(
-    mesh: FakeMesh, encoders: list[FakeEncoder], http: httpx.AsyncClient
-) -> None:
-    call = asyncio.create_task(post(http, part(IMAGE), mm_processor_kwargs={"min_pixels": 9, "max_pixels": 99}))
-    request = await mesh.outputs.next_request()
-    (index,) = held(encoders, IMAGE)
-    (chat,) = mesh.tokenizer.chats + mesh.second_tokenizer.chats
+async def test_an_image_goes_to_an_encoder_and_its_item_to_the_engine(vision: Vision) -> None:
+    call = asyncio.create_task(post(vision.http, part(IMAGE), mm_processor_kwargs={"min_pixels": 9, "max_pixels": 99}))
+    request = await vision.mesh.outputs.next_request()
+    (index,) = vision.held(IMAGE)
+    (chat,) = vision.chats
     assert json.loads(chat.messages_json)[0]["content"] == [
         {"type": "text", "text": "What is this?"},
         {"type": "image"},
@@ -73,36 +44,33 @@ async def test_an_image_goes_to_an_encoder_and_its_item_to_the_engine(
     assert (size.width, size.height, size.options_json) == (20, 10, b'{"max_pixels":99,"min_pixels":9}')
     (item,) = request.submit.prompt.media
     assert item.digest == hashlib.sha256(IMAGE).digest()
-    assert item.encoder == mesh.address(f"encoder-{index}")
+    assert item.encoder == vision.mesh.address(f"encoder-{index}")
     assert len(request.submit.SerializeToString()) < 2000, "no row and no file travels with a request"
-    assert encoders[index].puts[0].cache_salt == request.submit.prompt.cache_salt
-    assert list(encoders[index].pins) == [encoders[index].puts[0].request_id]
+    assert vision.encoders[index].puts[0].cache_salt == request.submit.prompt.cache_salt
+    assert list(vision.encoders[index].pins) == [vision.encoders[index].puts[0].request_id]
     request.answer("blue")
     response = (await call).json()
     assert response["choices"][0]["message"]["content"] == "blue"
     assert response["usage"]["prompt_tokens"] == len(chat.messages_json)
-    assert await asyncio.wait_for(encoders[index].released.get(), SOON) == encoders[index].puts[0].request_id
+    assert (
+        await asyncio.wait_for(vision.encoders[index].released.get(), SOON) == vision.encoders[index].puts[0].request_id
+    )
 
 
-async def test_the_same_image_is_sent_once(
-    mesh: FakeMesh, encoders: list[FakeEncoder], http: httpx.AsyncClient
-) -> None:
-    mesh.outputs.auto = ["blue"]
+async def test_the_same_image_is_sent_once(vision: Vision) -> None:
+    vision.mesh.outputs.auto = ["blue"]
     for _ in range(2):
-        assert (await post(http, part(IMAGE), part(IMAGE), part(b"other"))).status_code == 200
-    assert sum(len(each.puts) for each in encoders) == 2
+        assert (await post(vision.http, part(IMAGE), part(IMAGE), part(b"other"))).status_code == 200
+    assert vision.num_puts == 2
 
 
-async def test_large_images_of_a_large_body(
-    mesh: FakeMesh, encoders: list[FakeEncoder], http: httpx.AsyncClient
-) -> None:
-    mesh.outputs.auto = ["blue"]
+async def test_large_images_of_a_large_body(vision: Vision) -> None:
+    vision.mesh.outputs.auto = ["blue"]
     sent = body(part(LARGE), part(LARGE[:200_000]), part(b"small"))
-    response = await http.post("/v1/chat/completions", json=sent)
+    response = await vision.http.post("/v1/chat/completions", json=sent)
     assert response.status_code == 200, response.text
     for data in (LARGE, LARGE[:200_000], b"small"):
-        assert len(held(encoders, data)) == 1
-    assert mesh.service is not None
+        assert len(vision.held(data)) == 1
 
 
 @pytest.mark.parametrize(
@@ -132,54 +100,50 @@ async def test_large_images_of_a_large_body(
     ],
 )
 async def test_errors_name_the_clients_field(
-    http: httpx.AsyncClient, parts: list[Any], fields: dict[str, Any], field: str, message: str
+    vision: Vision, parts: list[Any], fields: dict[str, Any], field: str, message: str
 ) -> None:
-    response = await post(http, *parts, **fields)
+    response = await post(vision.http, *parts, **fields)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, field), error
     assert message in error["message"]
 
 
-async def test_detail_is_taken_and_named(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
-    mesh.outputs.auto = ["blue"]
+async def test_detail_is_taken_and_named(vision: Vision) -> None:
+    vision.mesh.outputs.auto = ["blue"]
     image = {"type": "image_url", "image_url": {"url": data_url(IMAGE), "detail": "low"}}
-    response = await post(http, image)
+    response = await post(vision.http, image)
     assert response.status_code == 200
     assert response.headers["x-tokenloom-ignored"] == "messages[].content[].image_url.detail"
 
 
-async def test_a_uuid_names_an_image_within_its_tenant(
-    mesh: FakeMesh, encoders: list[FakeEncoder], http: httpx.AsyncClient
-) -> None:
-    mesh.outputs.auto = ["blue"]
-    assert (await post(http, part(IMAGE, uuid="sky"))).status_code == 200
-    response = await post(http, {"type": "image_url", "image_url": None, "uuid": "sky"})
+async def test_a_uuid_names_an_image_within_its_tenant(vision: Vision) -> None:
+    vision.mesh.outputs.auto = ["blue"]
+    assert (await post(vision.http, part(IMAGE, uuid="sky"))).status_code == 200
+    response = await post(vision.http, {"type": "image_url", "image_url": None, "uuid": "sky"})
     assert response.status_code == 200, response.text
-    assert sum(len(each.puts) for each in encoders) == 1
+    assert vision.num_puts == 1
 
 
-async def test_encoders_fetch_urls(mesh: FakeMesh, encoders: list[FakeEncoder], http: httpx.AsyncClient) -> None:
-    mesh.outputs.auto = ["blue"]
-    for each in encoders:
+async def test_encoders_fetch_urls(vision: Vision) -> None:
+    vision.mesh.outputs.auto = ["blue"]
+    for each in vision.encoders:
         each.urls["https://example.org/a.png"] = IMAGE
-    assert (await post(http, part("https://example.org/a.png"))).status_code == 200
-    refused = await post(http, part("https://example.org/b.png"))
+    assert (await post(vision.http, part("https://example.org/a.png"))).status_code == 200
+    refused = await post(vision.http, part("https://example.org/b.png"))
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "messages[0].content[1].image_url")
 
 
-async def test_files_of_a_lost_encoder_are_put_at_another(
-    mesh: FakeMesh, encoders: list[FakeEncoder], http: httpx.AsyncClient
-) -> None:
-    call = asyncio.create_task(post(http, part(LARGE), part(IMAGE)))
-    request = await mesh.outputs.next_request()
-    first, second = (held(encoders, data)[0] for data in (LARGE, IMAGE))
+async def test_files_of_a_lost_encoder_are_put_at_another(vision: Vision) -> None:
+    call = asyncio.create_task(post(vision.http, part(LARGE), part(IMAGE)))
+    request = await vision.mesh.outputs.next_request()
+    first, second = (vision.held(data)[0] for data in (LARGE, IMAGE))
     request.send("bl", [1, 2])
-    encoders[first].error = errors.Unavailable("gone")
-    encoders[first].files.clear()
+    vision.encoders[first].error = errors.Unavailable("gone")
+    vision.encoders[first].files.clear()
     request.fail(errors.MediaLost("the encoder does not have the file"))
-    again = await mesh.outputs.next_request()
-    assert {item.encoder for item in again.submit.prompt.media} == {mesh.address(f"encoder-{1 - first}")}
-    assert LARGE in encoders[1 - first].files.values()
+    again = await vision.mesh.outputs.next_request()
+    assert {item.encoder for item in again.submit.prompt.media} == {vision.mesh.address(f"encoder-{1 - first}")}
+    assert LARGE in vision.encoders[1 - first].files.values()
     assert [list(journal.token_ids) for journal in again.submit.journals] == [[1, 2]]
     again.send("ue", [3, 4])
     again.finish()
@@ -187,36 +151,30 @@ async def test_files_of_a_lost_encoder_are_put_at_another(
     assert second in (first, 1 - first)
 
 
-async def test_without_an_encoder_the_answer_is_to_retry(
-    mesh: FakeMesh, encoders: list[FakeEncoder], http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_an_encoder_the_answer_is_to_retry(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_client, "WAIT_SECONDS", 0.0)
-    for each in encoders:
+    for each in vision.encoders:
         each.error = errors.Unavailable("gone")
-    response = await post(http, part(IMAGE))
+    response = await post(vision.http, part(IMAGE))
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
-async def test_files_that_are_lost_again_and_again_end_the_request(
-    mesh: FakeMesh, encoders: list[FakeEncoder], http: httpx.AsyncClient
-) -> None:
-    call = asyncio.create_task(post(http, part(IMAGE)))
+async def test_files_that_are_lost_again_and_again_end_the_request(vision: Vision) -> None:
+    call = asyncio.create_task(post(vision.http, part(IMAGE)))
     for _ in range(6):
-        request = await mesh.outputs.next_request()
-        for each in encoders:
+        request = await vision.mesh.outputs.next_request()
+        for each in vision.encoders:
             each.files.clear()
         request.fail(errors.MediaLost("the encoder does not have the file"))
     response = await call
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
-async def test_a_client_that_leaves_takes_its_files_along(
-    mesh: FakeMesh, encoders: list[FakeEncoder], http: httpx.AsyncClient
-) -> None:
-    call = asyncio.create_task(post(http, part(IMAGE)))
-    request = await mesh.outputs.next_request()
-    (index,) = held(encoders, IMAGE)
+async def test_a_client_that_leaves_takes_its_files_along(vision: Vision) -> None:
+    call = asyncio.create_task(post(vision.http, part(IMAGE)))
+    request = await vision.mesh.outputs.next_request()
+    (index,) = vision.held(IMAGE)
     call.cancel()
     await asyncio.wait_for(request.cancelled.wait(), SOON)
-    await asyncio.wait_for(encoders[index].released.get(), SOON)
-    assert not encoders[index].pins
+    await asyncio.wait_for(vision.encoders[index].released.get(), SOON)
+    assert not vision.encoders[index].pins

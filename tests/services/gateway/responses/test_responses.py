@@ -336,7 +336,7 @@ async def test_only_allowed_tools_may_be_called(socket_dir: Path, mode: str) -> 
     [
         ({"input": []}, "input"),
         ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),

@@ -1,0 +1,97 @@
+"""Models that keep a state between tokens, in float32: transformers' tokens, whatever the schedule."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.engine import Engine
+from tests.parity.state_checkpoints import SERVED, make_model, write_model
+
+_LENGTHS = (5, 16, 64, 130, 200, 257, 1, 97)
+
+
+def draw(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 512, (count,), generator=torch.Generator().manual_seed(seed)).tolist()  # type: ignore[no-any-return]
+
+
+class Reference:
+    """Answers prompts with transformers' own ``generate``."""
+
+    def __init__(self, kind: str) -> None:
+        self._model = make_model(kind)
+
+    def answers(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        return [self._answer(torch.tensor([prompt]), count) for prompt in prompts]
+
+    def _answer(self, ids: Any, count: int) -> list[int]:
+        with torch.inference_mode():
+            out = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def reference(kind: str) -> Reference:
+    return Reference(kind)
+
+
+@pytest.fixture(scope="module")
+def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(kind, tmp_path_factory.mktemp(kind))
+
+
+def make_engine(path: Path, **settings: Any) -> Engine:
+    return Engine(path, model_impl="transformers", **{"num_blocks": 256, "prefix_caching": True, **settings})
+
+
+def free_slots(engine: Engine) -> tuple[int, int]:
+    """Return how many slots have no owner, and how many there are."""
+    states = engine.core.scheduler.kv.states
+    assert states is not None
+    states.begin_step()  # gives back what the last step read
+    return states.pool.num_free, states.pool.num_blocks
+
+
+def test_batches_chunks_and_hits(path: Path, reference: Reference) -> None:
+    engine = make_engine(path, budget=68, max_num_seqs=4)
+    prompts = [draw(length, seed) for seed, length in enumerate(_LENGTHS)]
+    expected = reference.answers(prompts, 12)
+    assert engine.generate(prompts, [12] * 8) == expected
+    before = engine.stats.prefix_cache_hits
+    assert engine.generate(prompts, [12] * 8) == expected
+    assert engine.stats.prefix_cache_hits > before
+    free, total = free_slots(engine)
+    assert free == total
+
+
+def test_turns_and_forks(path: Path, reference: Reference) -> None:
+    engine = make_engine(path, budget=160, max_num_seqs=8)
+    turn = draw(70, seed=20)
+    for index in range(3):
+        [answer] = engine.generate([turn], [10])
+        assert [answer] == reference.answers([turn], 10)
+        turn = turn + answer + draw(23, seed=21 + index)
+    shared = draw(192, seed=30)
+    forks = [shared + draw(9 + index, seed=31 + index) for index in range(5)] + [shared] * 3
+    assert engine.generate(forks, [10] * 8) == reference.answers(forks, 10)
+    assert engine.generate(forks, [10] * 8) == reference.answers(forks, 10)
+
+
+def test_preemption(path: Path, reference: Reference) -> None:
+    engine = make_engine(path, budget=128, max_num_seqs=6, num_blocks=34, max_model_len=256)
+    prompts = [draw(length, seed=40 + length) for length in (100, 110, 120, 90, 80, 70)]
+    assert engine.generate(prompts, [40] * 6) == reference.answers(prompts, 40)
+    assert engine.stats.num_preemptions > 0

@@ -1,0 +1,185 @@
+"""Images in the offline API: in any form, in chats and in prompts, over the hash worker and a real tower."""
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.checkpoints.whole_vision import write_whole_vision
+from tokenloom import LLM, SamplingParams
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.fake_workers.hash_row import embeds_ids
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.gpu_worker.towers.processor import Processor
+from tokenloom.gpu_worker.towers.tower import Tower
+from tokenloom.offline.images import read_image, take_images
+
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"worker": "hash", "num_gpu_blocks_override": 400, "block_size": 4, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_whole_vision("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture
+def llm(path: Path) -> Iterator[LLM]:
+    llm = LLM(str(path), **OPTIONS)
+    yield llm
+    llm.close()
+
+
+def picture(seed: int, size: tuple[int, int] = (40, 30)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def question(*images: object, text: str = "what is it?") -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def expected(path: Path, llm: LLM, prompt_ids: list[int], *images: Image.Image) -> list[int]:
+    """Return what the hash worker makes of a prompt whose rows are those of the checkpoint's tower."""
+    tower, processor = Tower(path, "float32"), Processor(path)
+    token = llm.get_tokenizer().token_to_id("<image>")
+    rows = [row for image in images for row in tower.rows(processor.pixels(png(image)))]
+    ids = embeds_ids(EmbedsSpan(0, np.stack(rows)))
+    assert prompt_ids.count(token) == len(ids)
+    hashed = iter(ids)
+    return expected_tokens([next(hashed) if each == token else each for each in prompt_ids], 6, vocab_size(llm))
+
+
+def vocab_size(llm: LLM) -> int:
+    return llm._builder.limits.vocab_size
+
+
+def test_an_image_of_any_form_is_the_same(llm: LLM, path: Path, tmp_path: Path) -> None:
+    image = picture(0)
+    (tmp_path / "a.png").write_bytes(png(image))
+    url = f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
+    forms = [image, tmp_path / "a.png", str(tmp_path / "a.png"), f"file://{tmp_path}/a.png", url, png(image)]
+    outputs = llm.chat([question(form) for form in forms], PARAMS, use_tqdm=False)
+    wanted = expected(path, llm, outputs[0].prompt_token_ids, image)
+    assert [output.outputs[0].token_ids for output in outputs] == [wanted] * len(forms)
+
+
+def test_other_images_give_other_tokens(llm: LLM, path: Path) -> None:
+    images = [picture(seed) for seed in range(3)]
+    prompts = [question(images[0]), question(images[1]), question(*images), question(text="no image")]
+    outputs = llm.chat(prompts, PARAMS, use_tqdm=False)
+    shown = [images[:1], images[1:2], images, []]
+    for output, each in zip(outputs[:3], shown, strict=False):
+        assert output.outputs[0].token_ids == expected(path, llm, output.prompt_token_ids, *each)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 4
+
+
+def test_a_second_turn_computes_no_rows(llm: LLM) -> None:
+    turns = question(picture(0))
+    (first,) = llm.chat(turns, PARAMS, use_tqdm=False)
+    llm.reset_mm_cache()
+    turns += [{"role": "assistant", "content": "a square"}, {"role": "user", "content": "which colour?"}]
+    (second,) = llm.chat(turns, PARAMS, use_tqdm=False)
+    assert second.num_cached_tokens is not None
+    assert second.num_cached_tokens >= first.prompt_token_ids.count(llm.get_tokenizer().token_to_id("<image>"))
+    assert not llm._images._rows
+
+
+def test_a_prompt_of_text_has_images_at_its_marks(llm: LLM, path: Path) -> None:
+    image, other = picture(0), picture(1)
+    prompts = [
+        {"prompt": "<image> what?", "multi_modal_data": {"image": image}},
+        {"prompt": "a <image> b <image> c", "multi_modal_data": {"image": [image, other]}},
+        {"prompt": "plain", "multi_modal_data": {"image": []}},
+    ]
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    for output, images in zip(outputs, ([image], [image, other], []), strict=True):
+        assert output.outputs[0].token_ids == (
+            expected(path, llm, output.prompt_token_ids, *images)
+            if images
+            else expected_tokens(output.prompt_token_ids, 6, vocab_size(llm))
+        )
+
+
+def test_samples_and_preempted_requests_get_their_rows(path: Path) -> None:
+    llm = LLM(str(path), **{**OPTIONS, "num_gpu_blocks_override": 30, "max_model_len": 100, "max_num_seqs": 3})
+    images = [picture(seed) for seed in range(3)]
+    params = SamplingParams(max_tokens=6, ignore_eos=True, n=2)
+    outputs = llm.chat([question(image) for image in images], params, use_tqdm=False)
+    for output, image in zip(outputs, images, strict=True):
+        wanted = expected(path, llm, output.prompt_token_ids, image)
+        assert [sample.token_ids for sample in output.outputs] == [wanted, wanted]
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ({"prompt": "no mark", "multi_modal_data": {"image": b"x"}}, "header|not a PNG"),
+        ({"prompt": "no mark", "multi_modal_data": {"image": picture(0)}}, "0 marks <image> for 1 images"),
+        ({"prompt": "<image>", "multi_modal_data": {"audio": 1}}, "a mapping with image, and nothing else"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": 3}}, "must be a picture of PIL, a path"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": "/no/such/file"}}, "cannot be read"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": "https://example.com/a.png"}}, "URLs are not fetched"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": picture(0)}}, "needs a prompt of text"),
+    ],
+)
+def test_what_cannot_be_an_image_is_refused(llm: LLM, prompt: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        llm.generate(prompt, PARAMS, use_tqdm=False)
+
+
+def test_an_image_that_breaks_ends_its_request_alone(llm: LLM) -> None:
+    damaged = png(picture(0, (400, 300)))[:2000]
+    good, bad = llm.chat([question(picture(1)), question(damaged)], PARAMS, use_tqdm=False)
+    assert len(good.outputs[0].token_ids) == 6
+    assert "image 1 of the prompt cannot be read" in (bad.error or "")
+
+
+def test_limits_and_models_of_text_refuse_images(path: Path) -> None:
+    llm = LLM(str(path), **OPTIONS, limit_mm_per_prompt={"image": 1, "audio": 0})
+    with pytest.raises(ValueError, match="2 images and sounds; at most 1"):
+        llm.chat(question(picture(0), picture(1)), PARAMS, use_tqdm=False)
+    llm.close()
+    text = LLM("tokenloom-demo", worker="hash", num_gpu_blocks_override=64)
+    with pytest.raises(ValueError, match="reads text only"):
+        text.generate({"prompt": "a", "multi_modal_data": {"image": picture(0)}}, PARAMS, use_tqdm=False)
+    text.close()
+
+
+def test_parts_become_marks_in_their_order() -> None:
+    files: list[bytes] = []
+    message = {
+        "role": "user",
+        "content": [
+            "a",
+            {"type": "image", "image": b"1"},
+            {"type": "text", "text": "b"},
+            {"type": "input_image", "image_url": b"2"},
+            {"type": "image_pil", "image_pil": b"3"},
+        ],
+    }
+    taken = take_images(message, files)
+    mark = {"type": "image"}
+    assert taken["content"] == ["a", mark, {"type": "text", "text": "b"}, mark, mark]
+    assert files == [b"1", b"2", b"3"]
+    plain = {"role": "user", "content": "a"}
+    assert take_images(plain, files) is plain
+
+
+@pytest.mark.parametrize("url", ["data:image/png,abc", "data:image/png;base64", "data:image/png;base64,%%"])
+def test_data_urls_are_base64(url: str) -> None:
+    with pytest.raises(ValueError, match="a data: URL"):
+        read_image(url)

@@ -1,5 +1,5 @@
 # Builds the images of a mesh. Targets: service (gateway, tokenizer, output processor, coordinator; without torch),
-# engine-cpu and engine-cuda. For example:
+# engine-cpu and engine-cuda, which run encoders too. For example:
 #   docker build --target service -t tokenloom/service .
 # `--build-arg EXTRA=ray` adds Ray to an engine's image, for engines wider than a node.
 # Every dependency is installed as locks/ names it, and checked against its hash. If a build cannot reach a package
@@ -11,7 +11,7 @@ FROM ${BASE} AS runtime
 RUN echo 'tokenloom:x:10001:10001::/home/tokenloom:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'tokenloom:x:10001:' >> /etc/group \
     && mkdir -p /home/tokenloom/.cache /etc/tokenloom/tls /models /hub \
-    && for part in gateway tokenizer output-processor coordinator engine operator planner prometheus; \
+    && for part in gateway tokenizer output-processor coordinator engine encoder operator planner prometheus; \
        do mkdir -p "/etc/tokenloom/mesh/$part"; done \
     && chown -R 10001:10001 /home/tokenloom /etc/tokenloom /hub
 ENV PATH=/opt/tokenloom/bin:$PATH HOME=/home/tokenloom PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
@@ -69,7 +69,7 @@ RUN /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index
 
 FROM compiler AS engine-cpu
 LABEL org.opencontainers.image.title="Tokenloom engine for CPUs" \
-      org.opencontainers.image.description="An engine of a Tokenloom mesh; computes on the CPU" \
+      org.opencontainers.image.description="An engine or encoder of a Tokenloom mesh; computes on the CPU" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=engine-cpu-venv /opt/tokenloom /opt/tokenloom
 USER 10001:10001
@@ -88,7 +88,7 @@ RUN /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index
 
 FROM runtime AS engine-cuda
 LABEL org.opencontainers.image.title="Tokenloom engine for GPUs" \
-      org.opencontainers.image.description="An engine of a Tokenloom mesh; computes on an NVIDIA GPU" \
+      org.opencontainers.image.description="An engine or encoder of a Tokenloom mesh; computes on an NVIDIA GPU" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=engine-cuda-venv /opt/tokenloom /opt/tokenloom
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -148,8 +148,8 @@ wheels: install ## download the locked dependencies as wheels, for image builds 
 lock: $(TOOLS)/.installed ## write locks/: what the images install, with hashes, within the bounds of pyproject.toml
 	echo 'setuptools>=78.1.1' | $(COMPILE) --output-file locks/build.txt -
 	$(COMPILE) --output-file locks/service.txt pyproject.toml
-	echo 'torch==$(TORCH_VERSION)+cpu' | $(COMPILE) $(TORCH_CPU_SOURCE) --extra engine --output-file locks/engine-cpu.txt pyproject.toml -
-	echo 'torch==$(TORCH_VERSION)' | $(COMPILE) --extra engine --output-file locks/engine-cuda.txt pyproject.toml -
+	echo 'torch==$(TORCH_VERSION)+cpu' | $(COMPILE) $(TORCH_CPU_SOURCE) --extra engine --extra encoder --output-file locks/engine-cpu.txt pyproject.toml -
+	echo 'torch==$(TORCH_VERSION)' | $(COMPILE) --extra engine --extra encoder --output-file locks/engine-cuda.txt pyproject.toml -
 	echo 'ray>=2.50' | $(COMPILE) --constraint locks/engine-cpu.txt --output-file locks/ray.txt -
 	$(COMPILE) --output-file locks/tools.txt locks/tools.in
 

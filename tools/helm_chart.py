@@ -2,7 +2,8 @@
 
 Each line of a file is one object. ``files/OVERLAY.jsonl`` holds the objects of an overlay, ``files/COMPONENT.jsonl``
 those that a component adds or changes. If these depend on the overlay, there is a file ``OVERLAY+COMPONENT.jsonl`` for
-each. The Namespace is left out, because Helm has one of its own.
+each. ``COMPONENT+COMPONENT.jsonl`` holds what both together change. The Namespace is left out, because Helm has one of
+its own.
 """
 
 import json
@@ -18,7 +19,10 @@ import yaml
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "charts" / "tokenloom" / "files"
 OVERLAYS = ("cpu", "gpu", "disaggregated", "keda", "keda-disaggregated", "planner")
-COMPONENTS = ("model-store", "http-route", "inference-pool", "cert-manager", "otlp")
+COMPONENTS = ("model-store", "encoder", "http-route", "inference-pool", "cert-manager", "otlp")
+
+PAIRS = (("encoder", "model-store"),)
+"""Components of which the second one changes what the first one adds."""
 
 Objects = dict[str, dict[str, Any]]
 """By kind and name."""
@@ -51,6 +55,9 @@ def files() -> dict[str, str]:
             texts[f"{component}.jsonl"] = added[OVERLAYS[0]]
         else:
             texts |= {f"{overlay}+{component}.jsonl": text for overlay, text in added.items()}
+    for first, second in PAIRS:
+        apart = build(OVERLAYS[0], second) | build(OVERLAYS[0], first)
+        texts[f"{first}+{second}.jsonl"] = _lines(_difference(build(OVERLAYS[0], first, second), apart))
     return texts
 
 

@@ -12,14 +12,16 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner
 
+from tests.k8s import test_manifests
 from tests.k8s.cluster import WHOLE, build, workloads
-from tests.k8s.test_manifests import SETTINGS
 from tokenloom.cli.main import app
+from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.certificates import PARTS as CERTIFICATES
 
 ROOT = Path(__file__).parents[2]
 TARGETS = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+SETTINGS = test_manifests.SETTINGS | {"encoder": EncoderSettings}
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 IMAGES = {f"tokenloom/{target}:{VERSION}" for target in ("service", "engine-cpu", "engine-cuda")}
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -65,7 +67,7 @@ def test_a_documented_command_starts_what_its_parts_wait_for(command: list[str])
     assert not any(volume.startswith("tls-") for volume in mounted) or "certs" in started
     assert not any(name in READERS for name in started) or "model" in started
     # A mesh answers when each of its kinds of parts runs.
-    assert {service_of(OURS[name]) for name in started if name in PARTS} == set(SETTINGS) - {"planner"}
+    assert {service_of(OURS[name]) for name in started if name in PARTS} - {"encoder"} == set(test_manifests.SETTINGS)
 
 
 def test_every_image_is_a_target_of_the_dockerfile() -> None:

@@ -73,8 +73,8 @@ def test_no_other_lock_is_there() -> None:
     ("name", "requirements"),
     [
         ("service", needed()),
-        ("engine-cpu", needed("engine")),
-        ("engine-cuda", needed("engine")),
+        ("engine-cpu", needed("engine", "encoder")),
+        ("engine-cuda", needed("engine", "encoder")),
         ("ray", [Requirement(line) for line in PROJECT["project"]["optional-dependencies"]["ray"]]),
         ("build", [Requirement(line) for line in PROJECT["build-system"]["requires"]]),
         ("tools", [Requirement(line) for line in (LOCKS / "tools.in").read_text().splitlines() if line[0] != "#"]),

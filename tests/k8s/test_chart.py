@@ -6,7 +6,7 @@ import tomllib
 import pytest
 import yaml
 
-from tools.helm_chart import COMPONENTS, FILES, OVERLAYS, ROOT, Objects, build
+from tools.helm_chart import COMPONENTS, FILES, OVERLAYS, PAIRS, ROOT, Objects, build
 
 CHART = FILES.parent
 
@@ -27,9 +27,19 @@ def test_a_component_adds_what_it_adds_in_kustomize(component: str) -> None:
     assert _read("cpu") | _read(component) | _read(f"cpu+{component}") == build("cpu", component)
 
 
+@pytest.mark.parametrize("pair", PAIRS)
+def test_two_components_add_what_they_add_in_kustomize(pair: tuple[str, str]) -> None:
+    names = [*pair, *(f"cpu+{component}" for component in pair), "+".join(pair)]
+    objects = _read("cpu")
+    for name in names:
+        objects |= _read(name)
+    assert objects == build("cpu", *pair)
+
+
 def test_there_are_no_other_files() -> None:
     names = {path.stem for path in FILES.iterdir()}
     known = {*OVERLAYS, *COMPONENTS, *(f"{overlay}+{component}" for overlay in OVERLAYS for component in COMPONENTS)}
+    known |= set(map("+".join, PAIRS))
     assert names <= known
 
 

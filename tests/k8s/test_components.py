@@ -131,12 +131,31 @@ def test_routes_lead_to_ports_of_the_gateway(component: str) -> None:
             assert {port["number"] for port in each["spec"]["targetPorts"]} <= ports
 
 
+def test_encoders_reach_the_coordinator_and_are_reached_by_gateways_and_engines() -> None:
+    objects = build("encoder")
+    encoder = Workload(objects["StatefulSet/encoder"])
+    values = dict(encoder.environment)
+    assert values["TOKENLOOM_COORDINATOR"] == "coordinator:50051"
+    engine = objects["StatefulSet/engine"]["spec"]["template"]["spec"]["containers"][0]
+    for name in ("readinessProbe", "livenessProbe", "startupProbe", "lifecycle", "securityContext", "envFrom"):
+        assert encoder.container[name] == engine[name], name
+    assert (
+        encoder.pod["securityContext"] == objects["StatefulSet/engine"]["spec"]["template"]["spec"]["securityContext"]
+    )
+    own, callers = (objects[f"NetworkPolicy/{name}"]["spec"] for name in ("encoder", "to-encoder"))
+    assert selects(own["podSelector"]["matchLabels"], encoder.labels)
+    asking = {peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"] for peer in own["ingress"][0]["from"]}
+    assert asking == set(callers["podSelector"]["matchExpressions"][0]["values"]) == {"gateway", "engine"}
+    mounted = build("encoder", "model-store")["StatefulSet/encoder"]
+    assert {"name": "models", "mountPath": "/hub", "readOnly": True} in Workload(mounted).container["volumeMounts"]
+
+
 def test_traces_may_leave_from_every_part_to_the_collectors_namespace_only() -> None:
     objects = build("otlp")
     policy: Object = objects["NetworkPolicy/otlp"]["spec"]
     (expression,) = policy["podSelector"]["matchExpressions"]
     parts = {Workload(each).part for each in objects.values() if each["kind"] in ("Deployment", "StatefulSet")}
-    assert set(expression["values"]) == parts
+    assert set(expression["values"]) == parts | {"encoder"}  # a component of its own
     endpoint = objects["ConfigMap/tokenloom-common"]["data"]["TOKENLOOM_OTLP_ENDPOINT"]
     (rule,) = policy["egress"]
     namespace = rule["to"][0]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]

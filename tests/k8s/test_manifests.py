@@ -18,6 +18,7 @@ from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.supervisor.certificates import PARTS
+from tools import helm_chart
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "coordinator": CoordinatorSettings,
@@ -266,9 +267,10 @@ def test_the_address_of_the_coordinators_stands_for_every_pod(mesh: tuple[Object
 
 
 def test_monitors_read_metrics_ports_and_name_their_certificates() -> None:
-    services = {each["metadata"]["name"]: each for each in of_kind(build("base"), "Service")}
+    encoders = tuple(helm_chart.build("cpu", "encoder").values())
+    services = {each["metadata"]["name"]: each for each in of_kind(encoders, "Service")}
     monitors = of_kind(build("monitoring"), "ServiceMonitor")
-    assert {each["metadata"]["name"] for each in monitors} == set(SETTINGS)
+    assert {each["metadata"]["name"] for each in monitors} == {*SETTINGS, "encoder"}
     for each in monitors:
         (endpoint,) = each["spec"]["endpoints"]
         service = services[each["metadata"]["name"]]

@@ -29,7 +29,7 @@ EXCESS_STEPS = 24.0
 
 _DECODE = EngineRole.ENGINE_ROLE_DECODE
 # Operands of arrays are arrays: NumPy takes a microsecond longer for each number of Python.
-_WAITING_WEIGHT, _NONE = np.array(WAITING_WEIGHT), np.array(0.0)
+_WAITING_WEIGHT, _NONE, _FULL = np.array(WAITING_WEIGHT), np.array(0.0), np.array(1.0)
 
 
 SESSION_TOKENS = 1024
@@ -172,7 +172,8 @@ def _session_tokens(
     """Return the tokens to compute on each engine until a session's turn is prefilled, shape [n].
 
     Those of the turn count :data:`RECOMPUTED` times where one of the engines has its KV (``at_home``), of which
-    :data:`BROUGHT_BACK` is assumed at least. Otherwise the whole prompt counts once more for each KV cache that the
+    :data:`BROUGHT_BACK` is assumed at least, and elsewhere once more for each KV cache that the sessions of an engine
+    need and it has not. Otherwise the whole prompt counts once more for each KV cache that the
     sessions of an engine need, so that sessions are spread.
     """
     index = candidates.index
@@ -183,6 +184,10 @@ def _session_tokens(
         for at in at_home:
             own[at] = min(own[at], ask.prompt_tokens - BROUGHT_BACK * session.tokens)
         own *= np.array(RECOMPUTED)
+        # Where the sessions of another engine need more than its KV cache, what is computed there evicts theirs.
+        evicted = np.clip(engines.session_share[index] - _FULL, _NONE, np.array(MAX_PRESSURE))
+        evicted[list(at_home)] = 0
+        own += evicted * np.array(ask.prompt_tokens)
     else:
         own += np.minimum(engines.session_share[index], np.array(MAX_PRESSURE)) * np.array(ask.prompt_tokens)
     own += engines.uncached_tokens[index]

@@ -144,6 +144,21 @@ def test_requests_that_wait_for_room_at_a_sessions_engine_cost_steps_each(
     assert best(engines, both(), ask, cost) == 1, "they begin at once"
 
 
+def test_a_session_does_not_leave_its_kv_for_an_engine_whose_sessions_fill_the_cache(engines: EngineColumns) -> None:
+    ask = Ask(PREFILL, 1000, cached(800), session=Home(1, 800, share=0.5))
+    engines.waiting[1], engines.running[1], engines.seats[1] = 8, 5, 9
+    alone = cost(engines, both(), ask)
+    assert best(engines, both(), ask, cost) == 0
+    engines.session_share[:2] = 1.0, 4.0
+    assert cost(engines, both(), ask) == pytest.approx(alone), "its own engine has its KV already"
+    engines.session_share[0] = 3.5
+    assert cost(engines, both(), ask) == pytest.approx(np.add(alone, [2.5, 0.0])), "what is evicted is computed again"
+    engines.session_share[0] = 9.0
+    assert cost(engines, both(), ask) == pytest.approx(np.add(alone, [MAX_PRESSURE, 0.0]))
+    engines.waiting[1] = 7
+    assert best(engines, both(), ask, cost) == 1
+
+
 def test_a_session_that_begins_goes_where_sessions_need_less_of_the_kv(engines: EngineColumns) -> None:
     engines.session_share[:2] = 0.25, 1.0
     ask = Ask(PREFILL, 2000, cached(1400), session=Home(None))

@@ -2,6 +2,7 @@
 torchvision."""
 
 import io
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class Processor:
         if not name.endswith("Pil"):
             raise ValueError(f"the image processor {name} needs torchvision")
         self._is_nested, self._counts_images = name.startswith(_NESTED), name.startswith(_COUNTS_IMAGES)
+        self._settings = _settings_of_whole(path, name)
 
     def warm_up(self) -> None:
         """Import what the first image needs."""
@@ -61,10 +63,30 @@ class Processor:
             # Another picture in the prompt matters, and which one it is does not.
             given = [[image, image] if self._counts_images and num_in_prompt > 1 else [image]]
         try:
-            values = self._images(given, return_tensors="np", **options)
+            values = self._images(given, return_tensors="np", **(self._settings | options))
         except (ValueError, TypeError, ZeroDivisionError) as error:
             raise BadImage(f"The model's processor refuses the image: {str(error)[:300]}") from error
         pixels = {name: np.ascontiguousarray(value) for name, value in values.items()}
         if self._counts_images and num_in_prompt > 1:
             pixels = {name: value[:1] for name, value in pixels.items()}
         return pixels
+
+
+def _settings_of_whole(path: Path, name: str) -> dict[str, Any]:
+    """Return what the processor of the whole model sets when it calls that of images. ``name``: the latter's class."""
+    if _entries(path / "config.json").get("model_type") == "internvl":
+        return {"crop_to_patches": True}
+    whole = _entries(path / "processor_config.json")
+    if name.startswith("Pixtral") and (merge := whole.get("spatial_merge_size", 1)) > 1:
+        side = merge * whole.get("patch_size", 16)
+        return {"patch_size": {"height": side, "width": side}}
+    return {}
+
+
+def _entries(file: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; empty: there is none."""
+    try:
+        entries = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}

@@ -76,7 +76,9 @@ class Pixtral:
     def read(cls, token: str, config: Entries, images: Entries, processor: Entries) -> "Pixtral":
         vision = config.part("vision_config")
         patch = processor.number("patch_size", vision.number("patch_size", 16))
-        merged = processor.number("spatial_merge_size", config.number("spatial_merge_size", 1))
+        # LLaVA's classes over this tower do not merge, whatever ``config.json`` says.
+        merged = config.number("spatial_merge_size", 1) if config.text("model_type") == "mistral3" else 1
+        merged = processor.number("spatial_merge_size", merged)
         return cls(
             token,
             processor.text("image_break_token", "[IMG_BREAK]"),

@@ -1,0 +1,45 @@
+"""Images of callers of the offline API get the tokens of transformers' whole classes: text to rows to tokens."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints.vision_prompts import UNWRITTEN, VisionModel, picture
+from tests.checkpoints.whole_vision import FAMILIES, write_whole_vision
+from tests.parity.vision_checkpoints import load_vision
+from tokenloom import LLM, SamplingParams
+from tokenloom.services.tokenizer.media.image_reader import ImageReader
+
+NUM_TOKENS = 12
+PROMPTS = [[(200, 120, 0)], [(200, 120, 0), (90, 210, 1)], [(200, 120, 3)], []]
+"""The width, height and seed of each image."""
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_prompts_with_images(kind: str, tmp_path: Path) -> None:
+    path = write_whole_vision(kind, tmp_path)
+    model = VisionModel(kind, path, load_vision(path))
+    shown = [[picture(*each) for each in images] for images in PROMPTS]
+    if kind == "llava_onevision":  # whose rows depend on the number of images, which ``VisionModel`` leaves out
+        del shown[1]
+    wanted = [model.generate(model.prompt(images), NUM_TOKENS) for images in shown]
+    llm = LLM(str(path), dtype="float32", num_gpu_blocks_override=1500, num_threads=1)
+    reader = ImageReader.of_checkpoint(path, llm.get_tokenizer())
+    assert reader is not None
+    mark = reader.family.mark
+    prompts = [
+        {
+            "prompt": f"<s>Look: {' and '.join([mark] * len(images))} What is this?",
+            "multi_modal_data": {"image": images},
+        }
+        for images in shown
+    ]
+    bias = dict.fromkeys(UNWRITTEN, -100.0) if kind.startswith("gemma4") else None
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logit_bias=bias)
+    for _ in range(2):  # the second time most of each prompt is in the prefix cache
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.error for output in outputs] == [None] * len(wanted)
+        assert [output.prompt_token_ids for output in outputs] == [case.prompt for case in wanted]
+        assert [output.outputs[0].token_ids for output in outputs] == [case.tokens for case in wanted]
+    assert len({tuple(case.tokens) for case in wanted}) > 1
+    llm.close()

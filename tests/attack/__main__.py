@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from types import ModuleType
 
-from tests.attack import bodies, browsers, connections, grammars, shares, stalls, tenants, trailers, validators
+from tests.attack import bodies, browsers, connections, grammars, images, shares, stalls, tenants, trailers, validators
 from tests.attack.attack import Attack, Result, run_attack
 from tests.attack.canary import running_canary
 from tests.attack.target import attacked
@@ -26,6 +26,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     connections,
     browsers,
     stalls,
+    images,
 )
 
 

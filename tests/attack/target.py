@@ -3,13 +3,16 @@
 import os
 import re
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
+from tests.checkpoints.whole_vision import write_whole_vision
 from tests.e2e.conftest import Served, serving
 from tests.e2e.test_busy import HOOK
 
@@ -29,12 +32,14 @@ class Setup:
         flags: More flags of ``tokenloom serve``.
         descriptors: The most descriptors that a process of the mesh may have; None: what this process may have.
         hook: Whether SIGUSR2 keeps the event loop of a process busy.
+        reads_images: Whether the model is one that reads images, with an encoder.
     """
 
     keys: bool = True
     flags: tuple[str, ...] = ()
     descriptors: int | None = None
     hook: bool = False
+    reads_images: bool = False
 
 
 class Target:
@@ -105,7 +110,7 @@ def _get(address: str) -> str:
 @contextmanager
 def attacked(setup: Setup) -> Iterator[Target]:
     """Run a mesh of the hash worker, whose tokens are the same each time, during the block."""
-    with serving() as serve:
+    with serving() as serve, tempfile.TemporaryDirectory() as folder:
         environment = {"TOKENLOOM_HASH_STEP_SECONDS": str(STEP_SECONDS)}
         if setup.keys:
             environment["TOKENLOOM_API_KEY"] = ",".join(KEYS)
@@ -113,7 +118,10 @@ def attacked(setup: Setup) -> Iterator[Target]:
             environment["TEST_BUSY_SECONDS"] = str(BUSY_SECONDS)
             environment["PYTHONPATH"] = os.pathsep.join((str(HOOK), *filter(None, (os.environ.get("PYTHONPATH"),))))
         wrapper = () if setup.descriptors is None else _limited(setup.descriptors)
-        yield Target(serve("--worker", "hash", *setup.flags, wrapper=wrapper, **environment), setup)
+        model: tuple[str, ...] = ()
+        if setup.reads_images:
+            model = str(write_whole_vision("llava", Path(folder))), "--served-model-name", MODEL
+        yield Target(serve(*model, "--worker", "hash", *setup.flags, wrapper=wrapper, **environment), setup)
 
 
 def _limited(descriptors: int) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from tests.attack import bodies, browsers, shares, tenants, trailers, validators
+from tests.attack import bodies, browsers, images, shares, tenants, trailers, validators
 from tests.attack.attack import MIB, Attack, run_attack
 from tests.attack.canary import Canary, running_canary
 from tests.attack.target import Setup, Target, attacked
@@ -36,6 +36,17 @@ ATTACKS = [
 def mesh() -> Iterator[tuple[Target, Canary]]:
     with attacked(Setup()) as target, running_canary(target, CANARY_TOKENS) as canary:
         yield target, canary
+
+
+def test_images_disturb_no_other_key() -> None:
+    with attacked(images.SETUP) as target, running_canary(target, CANARY_TOKENS) as canary:
+        names = ("16-bit", "animated-gif", "bomb", "narrow", "cut", "svg", "html-then-png", "eps")
+        for attack in (
+            Attack("image-files", partial(images.files, names=names, at_once=2)),
+            Attack("image-urls", images.private_urls),
+            Attack("image-many", partial(images.many_images, num=500)),
+        ):
+            assert run_attack(attack, target, canary).outcome.wrong == [], attack.name
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)

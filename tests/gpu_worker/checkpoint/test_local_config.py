@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.gpu_worker.checkpoint.test_published_configs import CONFIGS, LLAMA_4_SCOUT
+from tests.gpu_worker.checkpoint.published_configs import CONFIGS, LLAMA_4_SCOUT
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom import demo_model
 from tokenloom.engine_core.data.config import (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from tests.gpu_worker.checkpoint.test_published_configs import CONFIGS
+from tests.gpu_worker.checkpoint.published_configs import CONFIGS
 from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
 from tests.parity.reference import compute_case

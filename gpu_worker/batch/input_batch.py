@@ -271,7 +271,8 @@ class InputBatch:
         self.logprobs.pop(row, None)
         self.prompt_logprobs.pop(row, None)
         self.prompt_embeds.remove(row)
-        self.media.remove(row)
+        if self.media.images:
+            self.media.remove(row)
         self.pooled.pop(row, None)
         self.routed.discard(row)
         self.adapters.pop(row, None)

@@ -126,7 +126,7 @@ class ImageEngine(Engine):
             self.stats = outputs.scheduler_stats or self.stats
             for wanted in outputs.rows_wanted:
                 self.num_asked += 1
-                self.core.scheduler.take_rows(ArrivedRows(wanted.key, self._rows[wanted.key]))
+                self.core.scheduler.take_rows(ArrivedRows(wanted.key, wanted.number, 0, self._rows[wanted.key]))
         assert self.stats.kv_usage == 0.0, "a block leaked"
         return list(tokens.values())
 

@@ -1,9 +1,12 @@
 """Prompts with images get the tokens of transformers' whole classes, however the work is batched, cut or interrupted,
 with rows from transformers' towers."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.checkpoints.whole_vision import FAMILIES
 from tests.gpu_worker.cuda.late_platform import LatePlatform, use_tensor_backend
@@ -132,6 +135,24 @@ def test_drafts_of_a_model_that_reads_text(tmp_path: Path) -> None:
     draft = save_random("qwen2", tmp_path, vocab_size=308, max_position_embeddings=2048)
     speculative = SpeculativeConfig("draft_model", num_speculative_tokens=3, model=str(draft))
     check(reference, ImageEngine(reference, speculative=speculative, num_blocks=600))
+
+
+def test_drafts_of_a_head(tmp_path: Path) -> None:
+    """An EAGLE head with random weights rotates by the positions of the model, though its own pairs have one axis."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 308}
+    sizes |= {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(3)
+    shapes = {"fc": (64, 128), "layers.0.self_attn.q_proj": (64, 64), "layers.0.self_attn.o_proj": (64, 64)}
+    shapes |= dict.fromkeys(("layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj"), (32, 64))
+    shapes |= dict.fromkeys(("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"), (96, 64))
+    shapes |= {"layers.0.mlp.down_proj": (64, 96)}
+    tensors = {f"{name}.weight": torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    save_file(tensors | {"layers.0.post_attention_layernorm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    reference = image_reference("qwen2_5_vl")
+    speculative = SpeculativeConfig("eagle", num_speculative_tokens=3, model=str(tmp_path))
+    check(reference, ImageEngine(reference, speculative=speculative, num_blocks=600, budget=24, max_num_seqs=8))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "gemma3", "llava"])

@@ -4,7 +4,8 @@ Names of tensors and defaults are those of transformers 5.24 (``conversion_mappi
 class, which saves under the published names); the entries are those of the ``config.json`` of Qwen2-VL-2B-Instruct,
 Qwen2.5-VL-32B-Instruct-AWQ, Qwen3-VL-4B-Instruct, Qwen3-VL-30B-A3B-Instruct, Mistral-Small-3.1-24B-Instruct-2503,
 Ministral-3-3B-Instruct-2512, SmolVLM-256M-Instruct, SmolVLM2-256M-Video-Instruct, aya-vision-8b, llava-1.5-7b-hf,
-llava-v1.6-mistral-7b-hf, llava-onevision-qwen2-0.5b-ov-hf, gemma-3-4b-it and InternVL3-1B-hf, of other sizes.
+llava-v1.6-mistral-7b-hf, llava-onevision-qwen2-0.5b-ov-hf, pixtral-12b, gemma-3-4b-it and InternVL3-1B-hf, of other
+sizes.
 """
 
 import json
@@ -363,7 +364,8 @@ _MINISTRAL_TEXT = {
         "type": "yarn",
     },
 }
-CONFIGS["pixtral"] = CONFIGS["mistral3"] | {
+_OF_MISTRAL_3 = ("multimodal_projector_bias", "spatial_merge_size")
+CONFIGS["pixtral"] = {name: value for name, value in CONFIGS["mistral3"].items() if name not in _OF_MISTRAL_3} | {
     "architectures": ["LlavaForConditionalGeneration"],
     "model_type": "llava",
     "vision_feature_select_strategy": "full",

@@ -73,6 +73,8 @@ def within(num_blocks: int, block_size: int, lengths: list[int]) -> list[int]:
 def num_differing_layers(config: ModelConfig) -> int:
     """Return how many layers from the first one on include every window, with experts and without, and one that begins
     as all later ones do: with the memory that a whole layer has freed."""
+    if config.mixer is not None:
+        return config.num_layers
     windows = config.sliding_windows
     # Experts may begin late (DeepSeek-V3: with layer 3) and take several times the memory of an MLP.
     kinds = list(zip(windows, config.experts.layers if config.experts else windows, strict=True))

@@ -37,7 +37,9 @@ def read_ropes(
         by_kind = read_rope_by_kind(reader, head_size, max_position, {_FULL: theta, _SLIDING: 10_000.0})
         chosen = {kind: with_context(rope, max_model_len or 1) for kind, rope in by_kind.items()}
         return tuple(chosen[kind] for kind in _gemma_kinds(reader, family, num_layers))
-    rope = read_rope(reader, head_size, max_position, theta)
+    rope = read_rope(reader, head_size, max_position, theta, DECODERS[family].rotated_share)
+    if family == "granitemoehybrid" and reader.take("position_embedding_type") != "rope":
+        rope = no_rotation(head_size)
     if family == "phi3" and rope.scaling != 1.0 and not isinstance(rope.scaling, LongRopeScaling):
         raise reader.unsupported(
             "rope_scaling" if reader.take("rope_scaling") else "rope_parameters", "is not supported"
@@ -100,7 +102,7 @@ def read_windows(reader: ConfigReader, family: str, num_layers: int, max_model_l
             window = _window(reader, 2048)
             default = [_FULL if (num_layers - 1 - layer) % 4 == 0 else _SLIDING for layer in range(num_layers)]
             windows = [window if kind == _SLIDING else None for kind in _known_kinds(reader, num_layers) or default]
-        case "llama4":
+        case "llama4" | "qwen3_next" | "qwen3_5" | "qwen3_5_moe" | "granitemoehybrid" | "lfm2":
             return (None,) * num_layers
         case "mistral" | "mixtral" | "phi3":
             window = _window(reader, 4096 if family == "mistral" else None)
@@ -204,7 +206,7 @@ def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediat
     """Return the experts of ``family``; None: it has none. Raises ``ValueError`` naming an entry that is wrong."""
     if family in ("deepseek_v2", "deepseek_v3"):
         return _read_deepseek(reader, family == "deepseek_v3", num_layers)
-    if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4"):
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "llama4"):
         return None
     for training_only in ("router_aux_loss_coef", "router_jitter_noise"):
         reader.take(training_only)
@@ -240,6 +242,8 @@ def _check_per_token(reader: ConfigReader, per_token: int, count: int) -> None:
 
 
 def _read_qwen(reader: ConfigReader, family: str, num_layers: int) -> ExpertSwitches:
+    if family in ("qwen3_next", "qwen3_5_moe"):
+        return _read_shared_qwen(reader, family == "qwen3_next", num_layers)
     is_2, older_count = family == "qwen2_moe", reader.take("num_local_experts")
     count = reader.take_int("num_experts") if older_count is None else reader.take_int("num_local_experts")
     step, dense = reader.take_int("decoder_sparse_step", 1), reader.take("mlp_only_layers") or []
@@ -251,6 +255,24 @@ def _read_qwen(reader: ConfigReader, family: str, num_layers: int) -> ExpertSwit
         intermediate_size=reader.take_int("moe_intermediate_size", 1408 if is_2 else 768),
         shared_size=reader.take_int("shared_expert_intermediate_size", 5632) if is_2 else 0,
         normalizes_weights=reader.take_bool("norm_topk_prob", False),
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+    )
+
+
+def _read_shared_qwen(reader: ConfigReader, is_next: bool, num_layers: int) -> ExpertSwitches:
+    """Read the experts of Qwen3-Next and Qwen3.5, beside a shared one."""
+    step, dense = reader.take_int("decoder_sparse_step", 1), reader.take("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise reader.error("mlp_only_layers", "must be a list of layer numbers")
+    normalizes = reader.take_bool("norm_topk_prob", True)
+    if not is_next and (not normalizes or dense or step > 1):
+        raise reader.unsupported("norm_topk_prob", "must be true, and every layer must have experts", is_known=False)
+    return ExpertSwitches(
+        count=reader.take_int("num_experts", 512 if is_next else 256),
+        per_token=reader.take_int("num_experts_per_tok", 10 if is_next else 8),
+        intermediate_size=reader.take_int("moe_intermediate_size", 512),
+        shared_size=reader.take_int("shared_expert_intermediate_size", 512),
+        normalizes_weights=normalizes,
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
     )
 

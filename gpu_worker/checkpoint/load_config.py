@@ -14,6 +14,7 @@ from .files.supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED
 from .files.text_part import text_tensor
 from .gguf.config import gguf_config
 from .layer_kinds import read_chunks, read_experts, read_ropes, read_windows
+from .mixer_config import read_mixer, state_layout
 from .model_config import QUANTIZATIONS, DtypeName, LatentSwitches, ModelConfig, OPTSwitches
 from .quantization.entries import read_scheme
 from .rope_config import RopeConfig
@@ -131,7 +132,9 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
     """Read Llama and its relatives."""
     traits = DECODERS[family]
     hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
-    num_layers = reader.take_layers("num_hidden_layers")
+    num_layers = all_layers = reader.take_layers("num_hidden_layers")
+    if (mixer := read_mixer(reader, family, hidden_size, all_layers)) is not None:
+        num_layers = all_layers - sum(mixer.layers)
     head_size = reader.take_int("head_dim", traits.head_size or hidden_size // num_heads)
     if traits.is_latent:  # as the classes have it, whatever the file says
         head_size = reader.take_int("qk_rope_head_dim", 64)
@@ -144,28 +147,36 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
     max_model_len = _max_model_len(family, reader.take_int("max_position_embeddings"), ropes)
     attention_bias = traits.may_have_attention_bias and reader.take_bool("attention_bias", traits.attention_bias)
     qkv_bias = traits.has_qkv_bias and (family != "qwen2_moe" or reader.take_bool("qkv_bias", True))
+    inner_size = _inner_size(reader, family)
     config = ModelConfig(
         family=family,
         dtype_name=dtype,
         vocab_size=reader.take_int("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=reader.take_int("intermediate_size"),
+        intermediate_size=inner_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_model_len=max_model_len,
-        norm_eps=reader.take_float("rms_norm_eps", traits.norm_eps),
+        norm_eps=reader.take_float("norm_eps" if family == "lfm2" else "rms_norm_eps", traits.norm_eps),
         hidden_act=_activation(reader, traits.activation_entry, traits.activation),
-        tie_word_embeddings=reader.take_bool("tie_word_embeddings", traits.is_tied),
+        tie_word_embeddings=_is_tied(reader, family),
         ropes=ropes,
         qkv_bias=attention_bias or qkv_bias,
         attention_output_bias=attention_bias,
         mlp_bias=traits.has_mlp_bias or (traits.may_have_mlp_bias and reader.take_bool("mlp_bias", False)),
         attention_scales=(head_size**-0.5,) * num_layers,
         sliding_windows=read_windows(reader, family, num_layers, max_model_len),
-        experts=read_experts(reader, family, num_layers, reader.take_int("intermediate_size")),
+        experts=read_experts(reader, family, all_layers, inner_size),
+        mixer=mixer,
+        states=None if mixer is None else state_layout(mixer, hidden_size),
     )
+    if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        reader.take("mtp_use_dedicated_embeddings")
+        return replace(config, num_further_layers=reader.take_count("mtp_num_hidden_layers"))
+    if family == "granitemoehybrid":
+        return _add_granite(reader, config)
     if family == "gpt_oss":
         return replace(config, hidden_act=_clamped_swiglu(reader))
     if family == "llama4":
@@ -188,6 +199,60 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
     if traits.is_latent:
         return _add_latent(reader, config)
     return _add_gemma(reader, config) if traits.is_gemma else config
+
+
+def _is_tied(reader: ConfigReader, family: Family) -> bool:
+    default = DECODERS[family].is_tied
+    if family == "lfm2":
+        default = reader.take_bool("tie_embedding", default)
+    return reader.take_bool("tie_word_embeddings", default)
+
+
+def _inner_size(reader: ConfigReader, family: Family) -> int:
+    """Return the intermediate size of the layers without experts."""
+    match family:
+        case "qwen3_5_moe":  # every layer has experts
+            return reader.take_count("intermediate_size")
+        case "granitemoehybrid":
+            if reader.take_count("num_local_experts", 8):
+                raise reader.unsupported("num_local_experts", "must be 0: experts are not built in")
+            for unread in ("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef"):
+                reader.take(unread)  # of experts
+            return reader.take_int("shared_intermediate_size", 1024)
+        case "lfm2":
+            return _lfm2_inner_size(reader)
+    return reader.take_int("intermediate_size")
+
+
+_LFM2_UNREAD = (
+    *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu", "num_heads"),
+    *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "use_pos_enc"),
+)
+"""Published files hold them; the class does not read them."""
+
+
+def _lfm2_inner_size(reader: ConfigReader) -> int:
+    """Return the size that LFM2's class derives from the one that the file states."""
+    size = reader.take_int("block_ff_dim", reader.take_int("intermediate_size", 12288))
+    step, factor = reader.take_int("block_multiple_of", 256), reader.take("block_ffn_dim_multiplier", 1.0)
+    for unread in _LFM2_UNREAD:
+        reader.take(unread)
+    if not reader.take_bool("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    return size if factor is None else -(-int(factor * size) // step) * step
+
+
+def _add_granite(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the factors of Granite."""
+    scale = reader.take_float("attention_multiplier", 1.0)
+    return replace(
+        config,
+        embedding_scale=_rounded(reader.take_float("embedding_multiplier", 1.0), config.dtype_name),
+        residual_scale=reader.take_float("residual_multiplier", 1.0),
+        logit_scale=1.0 / reader.take_float("logits_scaling", 1.0),
+        attention_scales=(scale,) * config.num_layers,
+    )
 
 
 def _clamped_swiglu(reader: ConfigReader) -> str:

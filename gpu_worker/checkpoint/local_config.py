@@ -238,6 +238,10 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
             raise ValueError(f"tensor_parallel_size: {size} does not divide the model's {count} {what}")
     if kv_heads % size and size % kv_heads:
         raise ValueError(f"tensor_parallel_size: {size} neither divides the model's {kv_heads} KV heads nor is divided")
+    if config.mixer is not None:
+        raise ValueError(
+            "models of which layers keep a state between tokens are not divided among several workers yet; use one"
+        )
     if config.latent is not None and place.spreads_context:
         raise ValueError(
             "decode_context_parallel_size: compressed vectors (MLA) are not spread over workers; leave it out"

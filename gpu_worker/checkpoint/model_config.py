@@ -157,6 +157,40 @@ class StateLayout:
         return "+".join(f"{count}x{shape}" for shape, count in counts.items())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixerSwitches:
+    """Holds what only layers know that keep a state in the place of attention."""
+
+    kind: Literal["delta", "mamba2", "conv"]
+    """The gated delta rule, Mamba-2, or nothing but a short convolution."""
+    heads: int = 0
+    """Of values (delta), or of inputs (mamba2)."""
+    groups: int = 0
+    """Heads of keys and queries, or groups of what takes their place; each serves heads / groups heads."""
+    head_size: int = 0
+    state_size: int = 0
+    """The size of a key."""
+    taps: int
+    """How many earlier tokens the short convolution reads."""
+    has_conv_bias: bool = False
+    has_bias: bool = False
+    """Whether the matrices before and behind have biases."""
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    """Of the step of time (mamba2)."""
+    layers: tuple[bool, ...]
+    """For each layer of the decoder, whether it keeps a state; the others attend."""
+
+    @property
+    def inner_size(self) -> int:
+        """Return the size of a token's values of all heads."""
+        return self.heads * self.head_size
+
+    @property
+    def conv_channels(self) -> int:
+        """Return the channels of the convolution; 0: those of the hidden state."""
+        return self.inner_size + 2 * self.groups * self.state_size
+
+
 _HEAD_STEP = 16
 
 SCALE_BYTES = 4
@@ -184,6 +218,7 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
+    """How many layers attend, each with a KV cache; beside them there may be those of ``mixer``."""
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -228,6 +263,10 @@ class ModelConfig:
     are then those of the layers with the largest rows, of which each smaller row is a whole part."""
     kv_sources: tuple[int, ...] = ()
     """[num_layers]: the layer whose keys and values each one attends to; empty: its own."""
+    mixer: MixerSwitches | None = None
+    """What the layers compute that keep a state in the place of attention; None: all layers attend."""
+    residual_scale: float = 1.0
+    """The factor on what a part of a layer adds to the hidden state."""
     states: StateLayout | None = None
     """What layers keep of a sequence beside its KV; None: nothing."""
     quantization: str | None = None

@@ -82,6 +82,7 @@ class RopeConfig:
     """Describes how a model rotates its heads."""
 
     head_size: int
+    """How many dimensions of a head rotate, from the first one on: all, or a part of them."""
     theta: float = 10_000.0
     scaling: float | Llama3Scaling | YarnScaling | DynamicScaling | LongRopeScaling | QueryScaling = field(default=1.0)
     """A number divides every frequency (rope type ``linear``; 1 is ``default``; infinity: nothing rotates)."""
@@ -126,20 +127,32 @@ def no_rotation(head_size: int) -> RopeConfig:
     return RopeConfig(head_size, scaling=math.inf)
 
 
-def read_rope(config: ConfigReader, head_size: int, max_position: int, default_theta: float = 10_000.0) -> RopeConfig:
+def read_rope(
+    config: ConfigReader,
+    head_size: int,
+    max_position: int,
+    default_theta: float = 10_000.0,
+    default_share: float | None = None,
+) -> RopeConfig:
     """Read the rope entries of a configuration, in the spelling of transformers 4 or 5. Long rope uses its short
-    factors, and dynamic rope scales nothing, until :func:`with_context` chooses.
+    factors, and dynamic rope scales nothing, until :func:`with_context` chooses. ``default_share``: of a head that
+    rotates, if the entries may say so; None: they may not.
 
     Raises ``ValueError`` naming a rope type or parameter that is not supported.
     """
     scaling, parameters = config.take_object("rope_scaling"), config.take_object("rope_parameters")
     outer_theta = config.take_float("rope_theta", default_theta)
     outer_original = config.take("original_max_position_embeddings")
-    if config.take("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise _partial(config)
     rope = scaling or parameters
+    if default_share is None and config.take("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise _partial(config)
+    if default_share is not None:
+        outer = config.take_float("partial_rotary_factor", default_share)
+        head_size = int(head_size * (outer if rope is None else rope.take_float("partial_rotary_factor", outer)))
     if rope is None:
         return RopeConfig(head_size, outer_theta)
+    if default_share is None and rope.take("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise _partial(rope)
     return _read_parameters(config, rope, RopeConfig(head_size, outer_theta), max_position, outer_original)
 
 
@@ -158,6 +171,8 @@ def read_rope_by_kind(
     reader, found = ConfigReader(parameters, f"{config.where}: rope_parameters"), {}
     for kind, theta in thetas.items():
         rope, plain = reader.take_object(kind), RopeConfig(head_size, theta)
+        if rope is not None and rope.take("partial_rotary_factor", 1.0) not in (None, 1.0):
+            raise _partial(rope)
         found[kind] = plain if rope is None else _read_parameters(config, rope, plain, max_position, None)
     return found
 
@@ -172,8 +187,6 @@ def _read_parameters(
         raise rope.unsupported(
             "rope_type" if rope.take("rope_type") else "type", f"must be one of {(*get_args(RopeType), *_LONG_ROPE)}"
         )
-    if rope.take("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise _partial(rope)
     theta = rope.take_float("rope_theta", plain.theta)
     original = rope.take_int("original_max_position_embeddings", max_position)
     if outer_original is not None:  # the entry outside the rope object overrides the one inside

@@ -1,9 +1,9 @@
 """Gives models the tensors of a checkpoint, whatever format its files have."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,17 @@ class Unpackable(Protocol):
 Adapt: TypeAlias = Callable[[Linear, Sequence[str], int, Sequence[int], torch.dtype], Linear]
 """Wraps a layer that consists of the layers of these names, with so many inputs and each with so many outputs of this
 dtype, so that LoRA adapters can change it."""
+
+
+class StoredRows(NamedTuple):
+    """Says where the rows of a tensor are among those of a larger one, which the checkpoint holds in its place."""
+
+    name: str
+    """The end of the larger tensor's name, without the kind of tensor (``weight``)."""
+    rows: Tensor
+    """[rows] int64 on the CPU."""
+    total: int
+    """The rows of the larger tensor."""
 
 
 _BASE = "model."
@@ -102,6 +113,10 @@ class Checkpoint:
         self._is_headless = f"{_BASE}embed_tokens.weight" not in names and "embed_tokens.weight" in names
         self.rounded: list[tuple[str, int, int]] = []
         """The layers for which a quantization was asked at load: name, outputs, inputs."""
+        self.stored_names: Sequence[tuple[str, str]] = ()
+        """What the files call parts of tensors' names, after them."""
+        self.stored_rows: Mapping[str, StoredRows] = {}
+        """By the last two parts of a module's name: tensors that are rows of others."""
         self._taken: set[str] = set()
         self._copied = 0  # bytes of the files since memory was dropped last
 
@@ -121,6 +136,13 @@ class Checkpoint:
 
         Raises ``ValueError`` if it is absent or the whole tensor has another shape.
         """
+        if (part := self._rows_of(name)) is None:
+            return self._take(name, shape, dtype)
+        layer, _, _, kind = name.rsplit(".", 3)
+        whole = self._take(f"{layer}.{part.name}.{kind}", (part.total, *shape[1:]), dtype)
+        return whole[part.rows.to(whole.device)]
+
+    def _take(self, name: str, shape: tuple[Dimension, ...], dtype: torch.dtype | None) -> Tensor:
         stored = self._read(name, tuple(map(total, shape)))
         if isinstance(stored, Tensor):
             stored = take_part(stored, shape)
@@ -136,7 +158,10 @@ class Checkpoint:
 
     def take_packed(self, name: str, outputs: int, inputs: int) -> PackedWeight | None:
         """Return the weight ``name`` [outputs, inputs] as it is packed; None if it is stored as a plain tensor, or must
-        not be read because the device holds no content. Raises ``ValueError`` as :meth:`take`."""
+        not be read because the device holds no content, or is rows of another one. Raises ``ValueError`` as
+        :meth:`take`."""
+        if self._rows_of(name) is not None:
+            return None
         stored = self._read(name, (outputs, inputs))
         if isinstance(stored, Tensor) or self.device.type == "meta":
             return None
@@ -175,7 +200,12 @@ class Checkpoint:
         if self._copied > FORGET_AT:
             self.drop_read()
 
+    def _rows_of(self, name: str) -> StoredRows | None:
+        return self.stored_rows.get(".".join(name.split(".")[-3:-1])) if self.stored_rows else None
+
     def _stored(self, name: str) -> str:
+        for plain, stored in self.stored_names:
+            name = name.replace(plain, stored)
         return name.removeprefix(_BASE) if self._is_headless else name
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:

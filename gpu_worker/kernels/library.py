@@ -220,7 +220,8 @@ def load_fused(march: str = "native") -> CDLL:
     """Load the operations between a layer's matrices. Raises :class:`KernelsUnavailable`."""
     gates = dict.fromkeys(("silu_mul", "gelu_mul", "clamped_swiglu_mul"), "iPPqqi")
     library = _built("fused", march)
-    return _load(library, add_norm="iPPPPqqffi", rotate_and_write="P", rotations="PPPPqqfi", gated_norm="P", **gates)
+    structs = dict.fromkeys(("rotate_and_write", "gated_norm"), "P")
+    return _load(library, add_norm="iPPPPqqffi", rotations="PPPPqqfi", sigmoid_mul="iPPPqqii", **structs, **gates)
 
 
 @load_once

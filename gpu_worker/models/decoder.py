@@ -2,6 +2,7 @@
 between families."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ..parallel.sharding import Dimension, joined, length
 from ..pooling.class_head import ClassHead, load_score_head
 from .experts import Experts
 from .latent_attention import LatentAttention
+from .mixers import load_mixer, stored_rows
 from .mlp import MLP
 from .model import LanguageModel, replace_layers
 
@@ -88,14 +90,14 @@ class GatedAttention(Attention):
         super().__init__(checkpoint, prefix, config, ops, layer)
         sizes = [config.shard.part(config.num_heads * config.head_size)]
         names = [f"{prefix}.gate_proj"]
-        self._gate = load_linear(checkpoint, names, config.hidden_size, sizes, False, config.quantization)
-        self._sigmoid = ops.rowwise(torch.sigmoid)
+        bias = config.qkv_bias and config.traits.has_gated_queries
+        self._gate = load_linear(checkpoint, names, config.hidden_size, sizes, bias, config.quantization)
 
     def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         query = self._ops.rotate_and_write(heads, self._head_norm, rotation, kv_cache, plan)
         attended = plan.attend(query, kv_cache, self._rule).flatten(1)
-        return self._out(attended * self._sigmoid(self._gate(x)))
+        return self._out(self._ops.gate_by_sigmoid(attended, self._gate(x)))
 
 
 class InterleavedAttention(Attention):
@@ -206,16 +208,18 @@ class DecoderLayer:
     ) -> None:
         """``routes`` records the choices of a model with experts."""
         self._input_norm = AddNorm(checkpoint, f"{prefix}.input_layernorm", config, ops)
-        self._attention = _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
+        self._mix = _load_mix(checkpoint, prefix, config, ops, layer)
+        self._scale = config.residual_scale
         self._post_norm = AddNorm(checkpoint, f"{prefix}.post_attention_layernorm", config, ops)
         self.mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
 
-    def __call__(
-        self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan
-    ) -> Tensor:
-        """Take and return the part that is not yet added to ``residual``; the next norm adds it in the same pass."""
-        delta = self._attention(self._input_norm(residual, delta), rotation, kv_cache, plan)
-        return self.mlp(self._post_norm(residual, delta))
+    def __call__(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kept: Any, plan: Any) -> Tensor:
+        """Take and return the part that is not yet added to ``residual``; the next norm adds it in the same pass.
+        ``kept`` and ``plan`` are those of what mixes tokens."""
+        delta = self._mix(self._input_norm(residual, delta), rotation, kept, plan)
+        if self._scale == 1.0:
+            return self.mlp(self._post_norm(residual, delta))
+        return self.mlp(self._post_norm(residual, delta.mul_(self._scale))).mul_(self._scale)
 
 
 class PostNormLayer:
@@ -258,6 +262,19 @@ def add(residual: Tensor, delta: Tensor | None) -> Tensor:
     if delta is not None:
         residual += delta
     return residual
+
+
+def _load_mix(
+    checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int
+) -> Callable[[Tensor, Rotation, Any, Any], Tensor]:
+    """Load what mixes the tokens of a sequence. Its last two arguments are the layer's KV cache and the attention plan,
+    or its states and the plan of those."""
+    mixer = config.mixer
+    if mixer is None:
+        return _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
+    if mixer.layers[layer]:
+        return load_mixer(checkpoint, f"{prefix}.{config.traits.state_name}", config, ops)
+    return _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, layer - sum(mixer.layers[:layer]))
 
 
 def _load_attention(
@@ -316,6 +333,7 @@ class DecoderModel:
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         config, ops = self.config, self._ops
+        checkpoint.stored_names, checkpoint.stored_rows = config.traits.stored_names, stored_rows(config)
         vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
         name, self._lm_head, self.head = "model.embed_tokens.weight", None, None
         if config.has_class_head or not config.has_output:
@@ -331,12 +349,13 @@ class DecoderModel:
         def load(layer: int) -> DecoderLayer | PostNormLayer:
             return kind(checkpoint, f"model.layers.{config.first_layer + layer}", config, ops, layer, self.routes)
 
-        replace_layers(self._layers, config.num_layers, load)
+        count = config.num_layers if config.mixer is None else len(config.mixer.layers)
+        replace_layers(self._layers, count, load)
         self._norm = AddNorm(checkpoint, "model.norm", config, ops, shifts=config.traits.shifts_last_norm)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))
         for layer in range(config.num_further_layers):
-            checkpoint.skip_below(f"model.layers.{config.num_layers + layer}.")
+            checkpoint.skip_below(f"model.layers.{config.num_layers + layer}." if config.mixer is None else "mtp.")
 
     def forward(
         self,
@@ -353,6 +372,8 @@ class DecoderModel:
             residual = self._stage.receive(len(input_ids))
         delta: Tensor | None = None
         rotations = [rotary(positions) for rotary in self._rotaries]
+        if states is not None:
+            return self._norm(residual, self._mix_states(residual, rotations[0], kv_caches, plan, states))
         # Levels count from the model's first layer: a stage's own number would add them again in every stage.
         level = self.config.first_layer
         for layer, rotary, kv_cache in zip(self._layers, self._rotary_of_layer, kv_caches, strict=False):
@@ -363,6 +384,22 @@ class DecoderModel:
         if self._stage is None or self.config.is_last_stage:
             return self._norm(residual, delta)
         return self._stage.send(add(residual, delta))
+
+    def _mix_states(
+        self, residual: Tensor, rotation: Rotation, kv_caches: list[KVCache], plan: AttentionPlan, states: StatePlan
+    ) -> Tensor | None:
+        """Compute the layers of a model of which some keep a state, up to the last one that has a KV cache, or all."""
+        delta, attended, is_whole = None, 0, len(kv_caches) >= self.config.num_layers
+        for layer, kept in zip(self._layers, states.layers, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            if kept is not None:
+                delta = layer(residual, delta, rotation, kept, states)
+                continue
+            delta = layer(residual, delta, rotation, kv_caches[attended], plan)
+            attended += 1
+            if attended == len(kv_caches) and not is_whole:
+                break
+        return delta
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings [T, hidden_size] of tokens [T]."""

@@ -232,7 +232,7 @@ class _Shared:
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, size: int) -> None:
         self._mlp = MLP(checkpoint, f"{prefix}.shared_expert", config, ops, size, sums=False)
         self._gate = load_linear(checkpoint, [f"{prefix}.shared_expert_gate"], config.hidden_size, [1], bias=False)
-        self._sigmoid = ops.rowwise(torch.sigmoid)
+        self._ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._sigmoid(self._gate(x)) * self._mlp(x)
+        return self._ops.gate_by_sigmoid(self._mlp(x), self._gate(x))

@@ -71,6 +71,13 @@ class CPUOps(TorchOps):
         kernel(_is_bf16(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, size, threads)
         return out
 
+    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        x, gate, (rows, size) = x.contiguous(), gate.contiguous(), x.shape
+        out, pointers_to = torch.empty_like(x), (x.data_ptr(), gate.data_ptr())
+        threads = kernel_threads()
+        self._kernels.sigmoid_mul(_is_bf16(x), *pointers_to, out.data_ptr(), rows, size, gate.shape[1] == size, threads)
+        return out
+
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         positions = positions.contiguous()
         count, half = len(positions), len(frequencies)

@@ -45,6 +45,9 @@ class Ops(Protocol):
     def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
         """Return :meth:`gate` of what ``linear``, whose outputs are gates and ups, computes of x [T, in]."""
 
+    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return x · sigmoid(gate) of [T, size] rows and gates [T, size], or [T, 1]."""
+
     def rowwise(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Return what computes ``function`` of each element of [n, ...]: the function itself, or in a way that gives a
         row the same bits whatever the other rows are. Layers ask for it when they load."""

@@ -40,6 +40,9 @@ class TorchOps:
     def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
         return self.gate(linear(x), activation)
 
+    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
     def rowwise(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return function
 

@@ -23,6 +23,11 @@ Family = Literal[
     "deepseek_v3",
     "llama4",
     "muse_glimmer",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "granitemoehybrid",
+    "lfm2",
     "gpt2",
     "opt",
     "transformers",
@@ -47,6 +52,11 @@ ARCHITECTURES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Llama4ForCausalLM": "llama4",
     "MuseGlimmerForCausalLM": "muse_glimmer",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "Lfm2ForCausalLM": "lfm2",
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
 }
@@ -54,12 +64,15 @@ ARCHITECTURES: dict[str, Family] = {
 WITHOUT_MODULES = ("MuseGlimmerForCausalLM",)
 """Names those of which transformers has no such class: it has their text as a part of another one."""
 
+STATEFUL = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2")
+"""Names the families of which some layers keep a state between tokens."""
+
 CLASS_HEAD = "ForSequenceClassification"
 """Ends the names of classes with a head for classes of prompts."""
 CLASSIFIERS: dict[str, Family] = {
     name.replace("ForCausalLM", CLASS_HEAD): family
     for name, family in ARCHITECTURES.items()
-    if family not in ("gpt2", "opt", "llama4", "muse_glimmer")
+    if family not in ("gpt2", "opt", "llama4", "muse_glimmer", *STATEFUL)
 }
 """Names the decoders with a class head instead of an output layer."""
 BACKBONES: dict[str, Family] = {name.replace(CLASS_HEAD, "Model"): family for name, family in CLASSIFIERS.items()}
@@ -83,7 +96,13 @@ STATIC = "StaticModel"
 """Names a table of vectors of tokens, without a network (model2vec)."""
 BUILT_IN = frozenset((*ARCHITECTURES, *CLASSIFIERS, *BACKBONES, *ENCODERS, STATIC))
 """Names all architectures that are built in."""
-_TEXT_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "muse_glimmer": "muse_glimmer_text"}
+_TEXT_TYPES = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "muse_glimmer": "muse_glimmer_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 CLASS_OF_TYPE: dict[str, str] = {
     # The names of these families are the types of models which read images.
     **{_TEXT_TYPES.get(family, family): name for name, family in ARCHITECTURES.items()},
@@ -168,6 +187,16 @@ class DecoderTraits:
     """Whether dimensions 2i and 2i + 1 of a head rotate together, and not i and i + head_size / 2."""
     mlp_name: str = "mlp"
     """What the checkpoint calls a layer's MLP, with experts or without."""
+    has_fused_mlp: bool = False
+    """Whether only gate and up are one matrix."""
+    state_name: str = ""
+    """What the checkpoint calls the part of a layer that keeps a state, in the place of its attention."""
+    rotated_share: float | None = None
+    """The default of ``partial_rotary_factor``, the share of a head that rotates; None: whole heads do."""
+    has_gated_queries: bool = False
+    """Whether the gate of attention is stored with the queries: a head's query, then its gate."""
+    stored_names: tuple[tuple[str, str], ...] = ()
+    """What the checkpoint calls parts of the names of Llama's tensors, after them."""
     is_latent: bool = False
     """Whether the KV cache holds one compressed vector of a token for all heads (multi-head latent attention)."""
 
@@ -182,6 +211,16 @@ _GEMMA2 = DecoderTraits(
     is_tied=True,
     may_have_attention_bias=True,
     is_gemma=True,
+)
+_QWEN_DELTA = DecoderTraits(
+    norm_shift=1.0,
+    qk_norm="head",
+    head_size=256,
+    may_have_attention_bias=True,
+    has_gate=True,
+    has_gated_queries=True,
+    state_name="linear_attn",
+    rotated_share=0.25,
 )
 _GEMMA3 = replace(_GEMMA2, qk_norm="head", rope_theta=1_000_000.0)
 
@@ -235,6 +274,37 @@ DECODERS: dict[str, DecoderTraits] = {
         activation_entry="hidden_activation",
         may_have_attention_bias=True,
         has_gate=True,
+    ),
+    "qwen3_next": _QWEN_DELTA,
+    "qwen3_5": _QWEN_DELTA,
+    "qwen3_5_moe": _QWEN_DELTA,
+    "granitemoehybrid": DecoderTraits(
+        may_have_attention_bias=True,
+        has_fused_mlp=True,
+        mlp_name="shared_mlp",
+        state_name="mamba",
+        stored_names=(
+            ("shared_mlp.gate_up_proj", "shared_mlp.input_linear"),
+            ("shared_mlp.down_proj", "shared_mlp.output_linear"),
+        ),
+    ),
+    "lfm2": DecoderTraits(
+        norm_eps=1e-5,
+        qk_norm="head",
+        rope_theta=1_000_000.0,
+        is_tied=True,
+        state_name="conv",
+        stored_names=(
+            ("input_layernorm", "operator_norm"),
+            ("post_attention_layernorm", "ffn_norm"),
+            ("self_attn.o_proj", "self_attn.out_proj"),
+            ("self_attn.q_norm", "self_attn.q_layernorm"),
+            ("self_attn.k_norm", "self_attn.k_layernorm"),
+            ("mlp.gate_proj", "feed_forward.w1"),
+            ("mlp.up_proj", "feed_forward.w3"),
+            ("mlp.down_proj", "feed_forward.w2"),
+            ("model.norm", "model.embedding_norm"),
+        ),
     ),
 }
 """The families that ``models.decoder`` computes."""

@@ -27,6 +27,8 @@ WRAPPERS = {
     "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl", "qwen2_5_vl_text", shows_images=True),
     "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl", "qwen3_vl_text", shows_images=True),
     "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text", shows_images=True),
+    "Qwen3_5ForConditionalGeneration": _Wrapper("qwen3_5", "qwen3_5_text"),
+    "Qwen3_5MoeForConditionalGeneration": _Wrapper("qwen3_5_moe", "qwen3_5_moe_text"),
     "Mistral3ForConditionalGeneration": _Wrapper("mistral3", "mistral", is_tied=True, shows_images=True),
     "LlavaForConditionalGeneration": _Wrapper("llava", "llama", shows_images=True),
     "LlavaNextForConditionalGeneration": _Wrapper("llava_next", "llama"),
@@ -52,6 +54,8 @@ _PLAIN_KINDS = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_5_text": "qwen3_5_text",
+    "qwen3_5_moe_text": "qwen3_5_moe_text",
 }
 """By the type of a text model: the one that computes the same for text."""
 _SECTIONS = ("mrope_section", "mrope_interleaved")

@@ -130,6 +130,17 @@ void gate_rows(const T* gate_up, T* out, int64_t rows, int64_t n, int threads) {
   });
 }
 
+template <class T>
+void sigmoid_rows(const T* x, const T* gate, T* out, int64_t rows, int64_t n, bool is_wide, int threads) {
+  for_ranges(rows, row_grain(n), row_threads(rows, n, threads), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      for (int64_t i = 0; i < n; i += LANES) {
+        const Vec y = is_wide ? load(gate + r * n + i, n - i) : splat(load(gate + r, 1)[0]);
+        store(out + r * n + i, load(x + r * n + i, n - i) / (1.f + exponential(-y)), n - i);
+      }
+  });
+}
+
 // x / rms(x) * weight * silu(gate), the norm before or after the gate.
 template <class T>
 void norm_group(const GatedNormArgs& a, int64_t row, int64_t group) {
@@ -204,6 +215,15 @@ extern "C" void gelu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_
 extern "C" void clamped_swiglu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_t rows, int64_t size,
                                    int32_t threads) {
   gate<ClampedSwiglu>(is_bf16, gate_up, out, rows, size, threads);
+}
+
+// out = x * sigmoid(gate) of [rows, size] each; unless `is_wide`, a gate is that of a row.
+extern "C" void sigmoid_mul(int32_t is_bf16, const void* x, const void* gate, void* out, int64_t rows, int64_t size,
+                            int32_t is_wide, int32_t threads) {
+  if (is_bf16)
+    sigmoid_rows((const BF16*)x, (const BF16*)gate, (BF16*)out, rows, size, is_wide, threads);
+  else
+    sigmoid_rows((const float*)x, (const float*)gate, (float*)out, rows, size, is_wide, threads);
 }
 
 // The cosines and sines, [count, half], of the angles that `frequencies` [half] give to each position, times `factor`.

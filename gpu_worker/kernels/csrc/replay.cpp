@@ -83,6 +83,7 @@ constexpr Entry SIGNATURES[] = {
     entry<P, P, P, P>(),                                      // add_lora
     entry<P, P, L, I, I, I>(),                                // sum_ranks
     entry<I, P, P, P, P, P, P, L, L, L>(),                    // delta_gates
+    entry<I, P, P, P, L, L, I, I>(),                          // sigmoid_mul
 };
 
 template <class T>

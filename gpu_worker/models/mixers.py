@@ -1,0 +1,143 @@
+"""Computes what some layers have in the place of attention: parts that keep a state between tokens."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..attention.states import LayerStates, StatePlan
+from ..checkpoint.model_config import MixerSwitches, ModelConfig
+from ..checkpoint.weights import Checkpoint, StoredRows
+from ..layers.linear import load_linear
+from ..ops.ops import Ops, Rotation
+from ..ops.state_ops import Convolution, Mamba2Weights
+
+
+def _load_convolution(
+    checkpoint: Checkpoint, name: str, channels: int, mixer: MixerSwitches, *, has_silu: bool
+) -> Convolution:
+    weight = checkpoint.take(f"{name}.weight", channels, 1, mixer.taps + 1)
+    bias = checkpoint.take(f"{name}.bias", channels) if mixer.has_conv_bias else None
+    return Convolution(weight[:, 0].t().contiguous(), bias, has_silu)
+
+
+class GatedDeltaNet:
+    """Computes the gated delta rule over the convolved queries, keys and values of a token (Qwen3-Next, Qwen3.5)."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
+        assert config.mixer is not None
+        mixer, hidden = config.mixer, config.hidden_size
+        self._ops, self._mixer, self._eps = ops.states, mixer, config.norm_eps
+        names, sizes = [f"{prefix}.in_proj_{name}" for name in ("qkv", "z")], [mixer.conv_channels, mixer.inner_size]
+        self._project = load_linear(checkpoint, names, hidden, sizes, False, config.quantization)
+        # In the model's dtype whatever the others are rounded to: few outputs, and decays are powers of them.
+        names = [f"{prefix}.in_proj_{name}" for name in ("a", "b")]
+        self._gates = load_linear(checkpoint, names, hidden, [mixer.heads] * 2, False)
+        self._conv = _load_convolution(checkpoint, f"{prefix}.conv1d", mixer.conv_channels, mixer, has_silu=True)
+        self._rates = -checkpoint.take(f"{prefix}.A_log", mixer.heads, dtype=torch.float32).exp()
+        self._bias = checkpoint.take(f"{prefix}.dt_bias", mixer.heads, dtype=torch.float32)
+        self._norm = checkpoint.take(f"{prefix}.norm.weight", mixer.head_size)
+        outputs = [f"{prefix}.out_proj"]
+        self._out = load_linear(checkpoint, outputs, mixer.inner_size, [hidden], False, config.quantization)
+
+    def __call__(self, x: Tensor, rotation: Rotation, states: LayerStates, plan: StatePlan) -> Tensor:
+        assert states.recurrent is not None
+        mixer, rows = self._mixer, self._project(x)
+        convolved = self._ops.short_conv(rows[:, : mixer.conv_channels], self._conv, states.conv, plan)
+        keys = mixer.groups * mixer.state_size
+        query, key = (convolved[:, i * keys : (i + 1) * keys].view(-1, mixer.groups, mixer.state_size) for i in (0, 1))
+        value = convolved[:, 2 * keys :].view(-1, mixer.heads, mixer.head_size)
+        a, b = self._gates(x).chunk(2, dim=1)
+        gates = self._ops.delta_gates(a, b, self._rates, self._bias)
+        out = self._ops.gated_delta(query, key, value, gates, states.recurrent, plan)
+        gate = rows[:, mixer.conv_channels :].view(-1, mixer.heads, mixer.head_size)
+        return self._out(self._ops.gated_norm(out, gate, self._norm, self._eps, norm_first=True).flatten(1))
+
+
+class Mamba2:
+    """Computes Mamba-2 over the convolved inputs of a token (Granite 4)."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
+        assert config.mixer is not None
+        mixer, hidden, inner = config.mixer, config.hidden_size, config.mixer.inner_size
+        self._ops, self._mixer, self._eps = ops.states, mixer, config.norm_eps
+        width = inner + mixer.conv_channels + mixer.heads
+        bias, quantization = mixer.has_bias, config.quantization
+        self._project = load_linear(checkpoint, [f"{prefix}.in_proj"], hidden, [width], bias, quantization)
+        self._conv = _load_convolution(checkpoint, f"{prefix}.conv1d", mixer.conv_channels, mixer, has_silu=True)
+        a, d, dt_bias = (
+            checkpoint.take(f"{prefix}.{name}", mixer.heads, dtype=torch.float32) for name in ("A_log", "D", "dt_bias")
+        )
+        self._weights = Mamba2Weights(-a.exp(), d, dt_bias, mixer.dt_limits)
+        self._norm = checkpoint.take(f"{prefix}.norm.weight", inner).view(mixer.groups, -1)
+        self._out = load_linear(checkpoint, [f"{prefix}.out_proj"], inner, [hidden], bias, quantization)
+
+    def __call__(self, x: Tensor, rotation: Rotation, states: LayerStates, plan: StatePlan) -> Tensor:
+        assert states.recurrent is not None
+        mixer, rows, inner = self._mixer, self._project(x), self._mixer.inner_size
+        end, count = inner + mixer.conv_channels, mixer.groups * mixer.state_size
+        convolved = self._ops.short_conv(rows[:, inner:end], self._conv, states.conv, plan)
+        inputs = convolved[:, :inner].view(-1, mixer.heads, mixer.head_size)
+        b = convolved[:, inner : inner + count].view(-1, mixer.groups, mixer.state_size)
+        c = convolved[:, inner + count :].view(-1, mixer.groups, mixer.state_size)
+        out = self._ops.mamba2(inputs, b, c, rows[:, end:], self._weights, states.recurrent, plan)
+        gate = rows[:, :inner].view(len(x), mixer.groups, -1)
+        normed = self._ops.gated_norm(out.view(gate.shape), gate, self._norm, self._eps, norm_first=False)
+        return self._out(normed.flatten(1))
+
+
+class ShortConvolution:
+    """Computes a convolution between two gates (LFM2)."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
+        assert config.mixer is not None
+        mixer, hidden, quantization = config.mixer, config.hidden_size, config.quantization
+        self._ops = ops.states
+        self._project = load_linear(
+            checkpoint, [f"{prefix}.in_proj"], hidden, [3 * hidden], mixer.has_bias, quantization
+        )
+        self._conv = _load_convolution(checkpoint, f"{prefix}.conv", hidden, mixer, has_silu=False)
+        outputs = [f"{prefix}.out_proj"]
+        self._out = load_linear(checkpoint, outputs, hidden, [hidden], mixer.has_bias, quantization)
+
+    def __call__(self, x: Tensor, rotation: Rotation, states: LayerStates, plan: StatePlan) -> Tensor:
+        before, after, inputs = self._project(x).chunk(3, dim=1)
+        return self._out(self._ops.short_conv(inputs, self._conv, states.conv, plan, (before, after)))
+
+
+Mixer = GatedDeltaNet | Mamba2 | ShortConvolution
+_KINDS: Mapping[str, type[Mixer]] = {"delta": GatedDeltaNet, "mamba2": Mamba2, "conv": ShortConvolution}
+
+
+def load_mixer(checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> Mixer:
+    """Load what a layer has in the place of attention. Raises ``ValueError`` as :meth:`Checkpoint.take`."""
+    assert config.mixer is not None
+    return _KINDS[config.mixer.kind](checkpoint, prefix, config, ops)
+
+
+def stored_rows(config: ModelConfig) -> dict[str, StoredRows]:
+    """Return the matrices that the family's files hold as rows of others, as ``Checkpoint.stored_rows`` says."""
+    found = dict[str, StoredRows]()
+    if config.traits.has_gated_queries:
+        rows = torch.arange(2 * config.num_heads * config.head_size).view(config.num_heads, 2, config.head_size)
+        for name, part in zip(("q_proj", "gate_proj"), rows.unbind(1), strict=True):
+            found[f"self_attn.{name}"] = StoredRows("self_attn.q_proj", part.flatten(), rows.numel())
+    if config.family == "qwen3_next":
+        assert config.mixer is not None
+        found |= _rows_by_key_head(config.mixer)
+    return found
+
+
+def _rows_by_key_head(mixer: MixerSwitches) -> dict[str, StoredRows]:
+    """Return the same for a gated delta net of Qwen3-Next: each head of keys is stored with all that belongs to it."""
+    values = mixer.heads // mixer.groups
+    sizes = [mixer.state_size, mixer.state_size, values * mixer.head_size, values * mixer.head_size]
+    rows = torch.arange(mixer.groups * sum(sizes)).view(mixer.groups, -1)
+    *parts, z = (part.flatten() for part in torch.split(rows, sizes, dim=1))
+    gates = torch.arange(2 * mixer.heads).view(mixer.groups, 2, values)
+    return {
+        "linear_attn.in_proj_qkv": StoredRows("linear_attn.in_proj_qkvz", torch.cat(parts), rows.numel()),
+        "linear_attn.in_proj_z": StoredRows("linear_attn.in_proj_qkvz", z, rows.numel()),
+        "linear_attn.in_proj_b": StoredRows("linear_attn.in_proj_ba", gates[:, 0].flatten(), gates.numel()),
+        "linear_attn.in_proj_a": StoredRows("linear_attn.in_proj_ba", gates[:, 1].flatten(), gates.numel()),
+    }

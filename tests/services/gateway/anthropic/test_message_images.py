@@ -96,7 +96,7 @@ async def test_cleared_results_take_their_images_along(vision: Vision) -> None:
     second = json.loads(json.dumps([USE, result(image(IMAGE))]).replace('"1"', '"2"'))
     asked = {"role": "user", "content": [TEXT, URL]}
     response = await post(
-        vision, asked, USE, result({"type": "text", "text": "x" * 99}, image(SHOT)), *second, context_management=edits
+        vision, asked, USE, result({"type": "text", "text": "x" * 30}, image(SHOT)), *second, context_management=edits
     )
     assert response.status_code == 200, response.text
     assert [len(chat.media) for chat in vision.chats] == [3, 2] or [len(c.media) for c in vision.chats] == [2, 3]

@@ -220,6 +220,9 @@ class TextEncoder:
         except BaseException as error:
             raise _contained(error) from error
         ids = encoded.token_ids
+        if media:
+            assert self._images is not None, "the caller has found the images with it"
+            self._images.place(media, ids)
         is_packed = request.takes_packed_ids and packed_ids.LONG_PROMPT < len(ids) <= packed_ids.MOST_IDS
         prompt = TokenizedPrompt(
             token_ids=() if is_packed else ids,
@@ -229,8 +232,6 @@ class TextEncoder:
             skipped_tokens=encoded.skipped_tokens,
         )
         if media:
-            assert self._images is not None, "the caller has found the images with it"
-            self._images.place(media, ids)
             prompt.media.extend(media)
         if request.want_hashes:
             tokens = [MediaTokens(*_place(run), item.key) for item in media for run in item.runs] if media else ()

@@ -33,8 +33,8 @@ MAX_WAITING_BYTES: Final = 1 << 40
 """Not limited here: the files that the gateway holds are."""
 PIECE_BYTES: Final = 1 << 20
 """Of a file in one message."""
-WAIT_SECONDS: Final = 5.0
-"""How long a new request waits for an encoder that takes its files."""
+WAIT_SECONDS: Final = 15.0
+"""How long a new request waits for an encoder that takes its files: encoders load their towers when a mesh starts."""
 RESTORE_SECONDS: Final = 30.0
 """The same of a request that runs: an encoder may have to start again, and load its tower."""
 AGAIN_SECONDS: Final = 0.2
@@ -295,7 +295,7 @@ def _ranked(addresses: Sequence[str], key: bytes) -> list[str]:
 
 def _raise_named(error: errors.TokenloomError, part: MediaPart) -> NoReturn:
     """Raise an encoder's error with the client's name of the part."""
-    if isinstance(error, (errors.InvalidArgument, errors.PermissionDenied)) and error.field is None:
+    if isinstance(error, (errors.InvalidArgument, errors.PermissionDenied)):
         error.field, error.message = part.field, f"{part.field}: {error.message}"
     raise error
 

@@ -109,6 +109,8 @@ class ImageReader:
     """Rows side by side: the model adds those behind the first ones after its first layers."""
     is_whole: bool = False
     """Whether the tokens of an image see each other."""
+    vocab_size: int = 2**32
+    """Of the model, whose embeddings may end before the token's id."""
 
     @classmethod
     def of_checkpoint(cls, path: Path, tokenizer: Tokenizer) -> "ImageReader | None":
@@ -140,6 +142,7 @@ class ImageReader:
             digest_of(path / name for name in _FILES if (path / name).is_file()),
             levels=1 + len(entries.part("vision_config").items("deepstack_visual_indexes")),
             is_whole=config["model_type"] == "gemma3" or bidirectional == "vision",
+            vocab_size=entries.part("text_config").number("vocab_size", entries.number("vocab_size", 2**32)),
         )
 
     def expand(
@@ -171,8 +174,9 @@ class ImageReader:
             written += text.text, piece
         return replace(rendered, text="".join(written)), items
 
-    def place(self, items: Sequence[MediaItem], token_ids: Sequence[int]) -> None:
-        """Give items the runs of their tokens in a prompt. Raises ``InvalidArgument`` if there are others."""
+    def place(self, items: Sequence[MediaItem], token_ids: list[int]) -> None:
+        """Give items the runs of their tokens in a prompt; ids that the model has not become 0 there. Raises
+        ``InvalidArgument`` if there are others."""
         token_id = self.token_id
         places = [position for position, each in enumerate(token_ids) if each == token_id]
         if len(places) != sum(item.num_rows for item in items):
@@ -183,6 +187,9 @@ class ImageReader:
         for item in items:
             item.runs.extend(_runs(places[taken : taken + item.num_rows]))
             taken += item.num_rows
+        if token_id >= self.vocab_size:  # their rows take the place of the embeddings in any case
+            for position in places:
+                token_ids[position] = 0
 
     def _size(self, index: int, image: MediaSize) -> ImageSize:
         if image.kind != MEDIA_KIND_IMAGE:

@@ -49,7 +49,7 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
             assert header.num_bytes == len(data)
             assert header.digest == hashlib.sha256(data).digest()
         if data.startswith(b"bad"):
-            await wire_errors.abort(context, errors.InvalidArgument("the file is no image"))
+            await wire_errors.abort(context, errors.InvalidArgument("the file is no image", "messages"))
         digest = hashlib.sha256(data).digest()
         self.files[header.tenant, header.cache_salt, digest] = bytes(data)
         self.pins.setdefault(header.request_id, []).append(digest)

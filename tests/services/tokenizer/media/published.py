@@ -115,6 +115,7 @@ MODELS = {
         {
             "model_type": "llava",
             "image_token_index": token_id("[IMG]"),
+            "spatial_merge_size": 2,
             "vision_config": {"model_type": "pixtral", "patch_size": 16},
         },
         {"patch_size": {"height": 16, "width": 16}, "size": {"longest_edge": 1024}},

@@ -7,6 +7,7 @@ import random
 import sys
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,15 @@ def test_how_the_rows_of_a_family_stand(name: str, levels: int, is_whole: bool, 
         assert run.row_offset == offset
         offset += run.num_tokens
     assert offset == item.num_rows
+
+
+def test_ids_beyond_the_vocabulary_become_0(tmp_path: Path) -> None:
+    reader = reader_of(PLAIN, tmp_path)
+    small = replace(reader, vocab_size=reader.token_id)
+    prompt = encode(small, "a<|image_pad|>b", [image(56, 56)], want_hashes=True, takes_packed_ids=True)
+    assert list(prompt.token_ids)[1:-1] == [0] * 4
+    assert [(run.position, run.num_tokens) for run in prompt.media[0].runs] == [(1, 4)]
+    assert reader.token_id in encode(reader, "<|image_pad|>", [image(56, 56)]).token_ids
 
 
 def test_each_image_has_its_own_runs_and_its_encoder(tmp_path: Path) -> None:

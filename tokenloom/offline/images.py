@@ -129,7 +129,7 @@ class OfflineImages:
         rendered, items = self._reader.expand(rendered, sizes, salt)
         return rendered, PromptImages(items, {item.digest: file for item, file in zip(items, files, strict=True)})
 
-    def place(self, images: PromptImages, token_ids: Sequence[int]) -> None:
+    def place(self, images: PromptImages, token_ids: list[int]) -> None:
         """Give the images their places in a prompt's tokens. Raises ``InvalidArgument``."""
         assert self._reader is not None, "expanded by a reader"
         self._reader.place(images.items, token_ids)

@@ -118,7 +118,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "Tokenloom's nixl transport moves host memory only.": nixl_moves_host_memory,
     "Tokenloom has manifests, and a planner that changes the roles of engines (`tokenloom plan --apply`), but no "
     "operator.": plans_and_has_manifests,
-    "five small services": lambda: len(SERVICES) == 5,
+    "six small services": lambda: len(SERVICES) == 6,
     "tokenizer and output processor, separate services": lambda: has_services("tokenizer", "output_processor"),
     "gRPC, frames of many requests in columns, credit against slow readers": frames_and_credit,
     "built in; leases verified after the copy, otherwise recomputed": verifies_leases,

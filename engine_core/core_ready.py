@@ -82,7 +82,6 @@ def check_states(config: EngineConfig, model: ModelInfo) -> None:
     settings = {
         "kv_transports": config.kv.transports,
         "kv_offload_path": config.kv.offload_path,
-        "speculative_config": config.speculative,
         "decode_context_parallel_size above 1": config.parallel.decode_context_parallel_size > 1,
     }
     if named := [name for name, value in settings.items() if value]:

@@ -119,13 +119,15 @@ class SessionReturn(NamedTuple):
 class RequestState:
     """Holds the slot of a request, which has the state after all of its computed tokens."""
 
-    __slots__ = ("fork", "hit", "is_kept", "slot")
+    __slots__ = ("draft_slot", "fork", "hit", "is_kept", "slot")
 
     def __init__(self) -> None:
         self.slot = -1
         """-1: there is no state before the first token."""
         self.is_kept = True
         """Whether the slot must stay as it is, because it may be hit: the next step writes to another one."""
+        self.draft_slot = -1
+        """The slot that takes the state after the drafts of the step in work; -1: it has none."""
         self.hit = b""
         """The hash under which the state was found that the request began with; empty: it began from zero."""
         self.fork = 0

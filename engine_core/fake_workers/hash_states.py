@@ -6,7 +6,7 @@ the hash depends on where prompts are cut, as the results of a chunked kernel do
 
 import hashlib
 from collections.abc import Mapping
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -36,32 +36,43 @@ class HashStates:
         """``chunk``: as in ``ModelInfo.state_chunk``."""
         self.chunk = chunk
         self.slots: list[bytes] = []
-        self._last: dict[str, int] = {}  # the slot that each request of the step wrote last
+        self._last: dict[str, list[bytes]] = {}  # of each request of the step: after its last known token, and drafts
 
     def allocate(self, num_slots: int) -> None:
         """Make slots, which hold nothing that a request may read."""
         self.slots = [b"empty"] * num_slots
 
-    def of(self, row: HashRow) -> bytes:
-        """Return the state after the last token of a request of the latest step."""
-        return self.slots[self._last[row.req_id]]
+    def of(self, row: HashRow, num_drafts: int = 0) -> bytes:
+        """Return the state of a request of the latest step after the last token that was known, and so many drafts."""
+        return self._last[row.req_id][num_drafts]
 
     def compute(self, step: SchedulerOutput, rows: Mapping[str, HashRow], cache: npt.NDArray[np.int32]) -> None:
         """Compute the runs of a step, whose tokens lie in the cache."""
         runs = {req_id: list(found) for req_id, found in groupby(step.state_runs, lambda run: run.req_id)}
         assert list(runs) == list(step.num_scheduled_tokens), "the runs are those of other requests"
         _check_apart(runs)
-        self._last = {req_id: found[-1].written for req_id, found in runs.items()}
         for req_id, num_tokens in step.num_scheduled_tokens.items():
             row = rows[req_id]
             begin = row.num_computed - num_tokens
             assert (begin == 0) == (runs[req_id][0].read < 0), "a request begins from zero, and goes on from a state"
+            states = list[bytes]()
             for run in runs[req_id]:
                 tokens = cache[row.slots[begin : begin + run.num_tokens]]
-                state = self.slots[run.read] if run.read >= 0 else b""
-                self.slots[run.written] = hash_run(state, tokens, self.chunk)
+                states += self._compute_run(run, tokens)
                 begin += run.num_tokens
             assert begin == row.num_computed, "the runs have other tokens than the step"
+            self._last[req_id] = states[-1 - len(step.draft_token_ids.get(req_id, [])) :]
+        self._last = {req_id: self._last[req_id] for req_id in runs}
+
+    def _compute_run(self, run: StateRun, tokens: npt.NDArray[np.int32]) -> list[bytes]:
+        """Return the states after each chunk of a run."""
+        state = self.slots[run.read] if run.read >= 0 else b""
+        if self.chunk == 1:
+            states = list(accumulate(tokens, lambda state, token: hash_run(state, token[None], 1), initial=state))[1:]
+        else:
+            states = [hash_run(state, tokens, self.chunk)]
+        self.slots[run.written] = states[-1]
+        return states
 
 
 def _check_apart(runs: Mapping[str, list[StateRun]]) -> None:

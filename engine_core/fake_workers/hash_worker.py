@@ -247,7 +247,7 @@ class HashWorker:
             if token_ids and self._params[req_id].logprobs is not None
         }
         drafts = {
-            req_id: self._propose(self._rows[req_id], self._num_drafts_wanted[req_id])
+            req_id: self._propose(self._rows[req_id], self._num_drafts_wanted[req_id], len(token_ids))
             for req_id, token_ids in zip(self._executed, tokens, strict=True)
             if token_ids and req_id in self._num_drafts_wanted
         }
@@ -367,7 +367,7 @@ class HashWorker:
             # Not from `row.token_ids`, which would be simpler: read back through the block table, a wrong block, slot
             # or position shows as another token. So tests of the engine find errors of bookkeeping without a model.
             prefix = self._cache[row.slots[: len(row.token_ids)]]
-            state = b"" if self._states is None else self._states.of(row)
+            state = b"" if self._states is None else self._states.of(row, len(sampled))
             if allowed is None:
                 token_id = _next_token(prefix, self._vocab_size, state)
             else:
@@ -388,14 +388,19 @@ class HashWorker:
             if row.num_computed == len(row.token_ids)
         }
 
-    def _propose(self, row: HashRow, count: int) -> list[int]:
-        """Return drafts of the next tokens; a hash of the prefix decides which of them are wrong."""
+    def _propose(self, row: HashRow, count: int, num_sampled: int) -> list[int]:
+        """Return drafts of the tokens that follow the ``num_sampled`` ones of the step; a hash of the prefix decides
+        which of them are wrong."""
         num_tokens = len(row.token_ids)
         prefix = np.empty((num_tokens + count, 2), dtype=np.int32)
         prefix[:num_tokens, 0], prefix[:, 1] = np.array(row.token_ids) ^ row.mark, np.arange(num_tokens + count)
+        state = b"" if self._states is None else self._states.of(row, num_sampled - 1)
         for end in range(num_tokens, num_tokens + count):
+            if self._states is not None:
+                state = hash_run(state, prefix[end - 1 : end], self._states.chunk)
             is_wrong = zlib.crc32(prefix[:end].tobytes()) % 1000 >= self._config.draft_accuracy * 1000
-            prefix[end, 0] = (_next_token(prefix[:end], self._vocab_size) + is_wrong) % self._vocab_size ^ row.mark
+            token_id = _next_token(prefix[:end], self._vocab_size, state)
+            prefix[end, 0] = (token_id + is_wrong) % self._vocab_size ^ row.mark
         drafts: list[int] = (prefix[num_tokens:, 0] ^ row.mark).tolist()
         return drafts
 
@@ -403,8 +408,8 @@ class HashWorker:
         """Return the log probabilities of the tokens that were just sampled."""
         top, extra = row.params.logprobs or 0, row.params.logprob_token_ids or ()
         first = len(row.token_ids) - len(token_ids)
-        state = b"" if self._states is None else self._states.of(row)
-        best = [self._best(row, first + index, state) for index in range(len(token_ids))]
+        states = [b"" if self._states is None else self._states.of(row, index) for index in range(len(token_ids))]
+        best = [self._best(row, first + index, state) for index, state in enumerate(states)]
         return hash_logprobs(best, token_ids, top, extra, self._vocab_size)
 
     def _prompt_logprobs_of(self, row: HashRow, num_tokens: int) -> Logprobs:

@@ -51,6 +51,21 @@ class _PooledKV(ABC):
         if self.enable_prefix_caching and num_full_blocks > request.num_registered_blocks:
             self._register_blocks(request, num_full_blocks)
 
+    @abstractmethod
+    def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
+        """Make room for a request's next tokens. Returns the blocks added, or None if too few are free."""
+
+    def extend(self, request: RequestKV, num_scheduled: int, count: int) -> list[int] | None:
+        """Make room for ``count`` tokens after the ``num_scheduled`` of the step. Returns the blocks added; None if too
+        few are free."""
+        # The manager takes back what no token from the first new one on sees; the step's own tokens see more.
+        # Asked with the position after the step, the manager once gave up blocks of a window that the step itself still
+        # read, and another request could write to them in the same step.
+        request.num_computed_tokens -= num_scheduled
+        new_block_ids = self.allocate(request, num_scheduled + count)
+        request.num_computed_tokens += num_scheduled
+        return new_block_ids
+
     def _report_stored(self, request: RequestKV, index: int) -> None:
         """Record that the block of tokens at ``index`` can be hit from now on."""
         if self._events is not None:

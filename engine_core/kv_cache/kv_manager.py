@@ -57,6 +57,9 @@ class KVManager(Protocol):
     def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
         """Make room for a request's next tokens. Returns the blocks added, or None if there is no room."""
 
+    def extend(self, request: RequestKV, num_scheduled: int, count: int) -> list[int] | None:
+        """Make room for tokens after those of the step. Returns the blocks added, or None if there is no room."""
+
     def cache_accepted(self, request: RequestKV) -> None:
         """Let full blocks be hit whose last tokens were drafts when they were computed, and are accepted now."""
 

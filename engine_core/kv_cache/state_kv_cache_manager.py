@@ -74,6 +74,13 @@ class StateKVCacheManager(KVCacheManager):
         states.add(request, num_new_tokens)
         return new_block_ids
 
+    def extend(self, request: RequestKV, num_scheduled: int, count: int) -> list[int] | None:
+        """Make room for tokens after those of the step, without a plan of slots."""
+        request.num_computed_tokens -= num_scheduled
+        new_block_ids = super().allocate(request, num_scheduled + count)
+        request.num_computed_tokens += num_scheduled
+        return new_block_ids
+
     def free(self, request: RequestKV, turn: SessionReturn | None = None) -> None:
         """Take all blocks and the slot of a request back."""
         super().free(request, turn)

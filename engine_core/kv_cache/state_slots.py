@@ -68,6 +68,7 @@ class StateSlots:
         self.events: StateEvents | None = None
         self._num_hits = [0] * kv_cache.num_state_slots  # of the state that each slot has
         self._kept: list[_Kept] = []  # bounded by the step
+        self._draft_runs: dict[str, list[StateRun]] = {}  # of the step that is being planned
         self._read: list[int] = []  # slots that the step reads and no request owns any more
         # Of running requests: those of whose prompt a state is still to be kept, and after how many tokens.
         self._prompts: dict[str, tuple[RequestKV, int]] = {}
@@ -85,7 +86,7 @@ class StateSlots:
         kept, self._kept = self._kept, []
         is_new = [self._keep(each) for each in kept]
         self.pool.release([each.slot for each in kept] + self._read)
-        self._read, self.runs = [], []
+        self._read = []
         for each, is_first in zip(kept, is_new, strict=True):
             if is_first and each.state.hit:
                 self._demote(each.state)
@@ -121,6 +122,47 @@ class StateSlots:
                 self._kept.append(_Kept(state.slot, request, stop, state))
         if end >= self._last_boundary(request):
             self._prompts.pop(request.request_id, None)
+
+    def add_drafts(self, request: RequestKV, num_drafts: int) -> None:
+        """Plan the runs of drafts after the token of a request that the step computes. A slot is free for them."""
+        state = request.state
+        assert state is not None
+        assert state.draft_slot < 0, "the drafts of one step at a time"
+        [state.draft_slot] = self.pool.allocate(1)
+        # Drafts are verified in the form of decoded tokens, whatever their number.
+        counts = [1] * num_drafts if self.is_strict else [num_drafts]
+        read, runs = state.slot, self._draft_runs.setdefault(request.request_id, [])
+        for count in counts:
+            runs.append(StateRun(request.request_id, count, read, state.draft_slot))
+            read = state.draft_slot
+
+    def verified(self, request: RequestKV, num_drafts: int, num_right: int) -> int:
+        """Choose the state of a request whose drafts were verified. Returns how many of their tokens count as computed:
+        all, or none if one was wrong. Then its state is the one before them, and those that were right are computed
+        again with the next token."""
+        state = request.state
+        assert state is not None
+        draft_slot, state.draft_slot = state.draft_slot, -1
+        assert draft_slot >= 0, "the drafts have no state"
+        if num_right < num_drafts:
+            self.pool.release([draft_slot])
+            return 0
+        self.pool.release([state.slot])
+        state.slot, state.is_kept = draft_slot, False
+        return num_drafts
+
+    def take_runs(self) -> list[StateRun]:
+        """Return the runs of the planned step, those of each request together."""
+        runs, self.runs = self.runs, []
+        drafts, self._draft_runs = self._draft_runs, {}
+        if not drafts:
+            return runs
+        merged = list[StateRun]()
+        for index, run in enumerate(runs):
+            merged.append(run)
+            if run.req_id in drafts and (index + 1 == len(runs) or runs[index + 1].req_id != run.req_id):
+                merged += drafts[run.req_id]
+        return merged
 
     def whole_chunks(self, request: RequestKV, num_tokens: int, most: int) -> int:
         """Return how many of a request's next ``num_tokens`` tokens a step computes: as many as end at a multiple of
@@ -184,8 +226,8 @@ class StateSlots:
         """Take the slot of a request back, if it has one."""
         self._prompts.pop(request.request_id, None)
         state, request.state = request.state, None
-        if state is not None and state.slot >= 0:
-            self.pool.release([state.slot])
+        if state is not None:
+            self.pool.release([slot for slot in (state.slot, state.draft_slot) if slot >= 0])
 
     def forget(self, block_hash: bytes) -> None:
         """Let the state with this hash not be found any more."""

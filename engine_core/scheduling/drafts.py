@@ -182,9 +182,12 @@ class Drafts:
             if drafts is None or (request := self._requests.get(request_id)) is None:
                 continue
             num_right = max(0, len(token_ids) - 1)
+            num_valid = num_right
+            if self._kv.states is not None:
+                num_valid = self._kv.states.verified(request.kv, len(drafts), num_right)
             # The blocks that rejected drafts took stay with the request: the next tokens need them, and giving them
             # back would move the table under the worker.
-            request.kv.num_computed_tokens -= len(drafts) - num_right
+            request.kv.num_computed_tokens -= len(drafts) - num_valid
             stats.count(len(drafts), num_right)
             for position in range(num_right):
                 stats.num_accepted_tokens_per_pos[position] += 1
@@ -213,7 +216,7 @@ class Drafts:
         self, scheduled: SchedulerOutput, proposed: Mapping[str, list[int]], num_rows: int, num_running: int
     ) -> None:
         cached = scheduled.scheduled_cached_reqs
-        pool = self._kv.pool
+        pool, states = self._kv.pool, self._kv.states
         # One block for each running request stays free: drafts that took the last ones would cause a preemption in the
         # next step.
         spare_blocks = pool.num_free // pool.num_groups - num_running
@@ -224,6 +227,11 @@ class Drafts:
             request = self._requests[request_id]
             if request.kv.num_computed_tokens != request.num_tokens or not _gets_drafts(request):
                 continue  # it computes tokens that it had before, or its drafts were wrong since it got these
+            # A slot stays free for each request, too; and drafts follow one token, no others that are computed again.
+            if states is not None and (
+                states.pool.num_free <= num_running or scheduled.num_scheduled_tokens[request_id] > 1
+            ):
+                continue
             most = min(len(drafts), self._max_drafts, num_rows, request.max_num_tokens - request.num_tokens - 1)
             if most > spare_blocks * self._kv.block_size:
                 most = min(most, -request.num_tokens % self._kv.block_size)  # the rest of the last block
@@ -232,6 +240,8 @@ class Drafts:
             new_block_ids = self._extend(request, 1, most)
             assert new_block_ids is not None, "as many blocks are free"
             spare_blocks -= len(new_block_ids) // pool.num_groups
+            if states is not None:
+                states.add_drafts(request.kv, most)
             cached.new_block_ids[index] = cached.new_block_ids[index] + new_block_ids
             request.kv.num_computed_tokens += most
             scheduled.draft_token_ids[request_id] = drafts[:most]
@@ -262,13 +272,7 @@ class Drafts:
 
     def _extend(self, request: Request, num_scheduled: int, count: int) -> list[int] | None:
         """Allocate blocks for ``count`` tokens after the step's own. Returns those added; None if too few are free."""
-        # The manager takes back what no token from the first new one on sees; the step's own tokens see more.
-        # Asked with the position after the step, the manager once gave up blocks of a window that the step itself still
-        # read, and another request could write to them in the same step.
-        request.kv.num_computed_tokens -= num_scheduled
-        new_block_ids = self._kv.allocate(request.kv, num_scheduled + count)
-        request.kv.num_computed_tokens += num_scheduled
-        return new_block_ids
+        return self._kv.extend(request.kv, num_scheduled, count)
 
     def _wanted(self, running: Sequence[Request]) -> dict[str, int]:
         """Share the rows that the next step has left over among the requests that sample a token in this one."""

@@ -257,14 +257,14 @@ class Scheduler:
         plan.finished_req_ids, self.ended.req_ids = self.ended.req_ids, []
         plan.preempted_req_ids[:0], self._preempted_req_ids = self._preempted_req_ids, []
         scheduled = plan.output()
-        if states is not None:
-            scheduled.state_runs = states.runs
         if self._adapters is not None:
             scheduled.lora_slots = self._adapters.take_slots()
         if self.drafts is not None:
             # After all other planning: drafts take only what the step leaves over, so no request waits or is preempted
             # for them.
             self.drafts.add_to(scheduled, self.running, plan.budget)
+        if states is not None:
+            scheduled.state_runs = states.take_runs()
         if self._in_flight is not None:
             # Last of all, because it counts placeholders by the computed tokens that the lines above have just moved.
             self._in_flight.begin(scheduled, self.running)

@@ -88,6 +88,7 @@ def _check_states(states: StateSlots, scheduler: Scheduler) -> None:
     requests = {request.request_id: request.kv.state for request in scheduler.requests.values() if request.kv.state}
     assert requests.keys() == {request.request_id for request in scheduler.running}
     slots = [state.slot for state in requests.values()]
+    assert all(state.draft_slot < 0 for state in requests.values())
     held = Counter([*slots, *states._read, *(kept.slot for kept in states._kept)])
     pool = states.pool
     assert pool.ref_counts == [held[slot] for slot in range(pool.num_blocks)]

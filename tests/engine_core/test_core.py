@@ -138,7 +138,6 @@ def test_shutdown_twice() -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"num_drafts": 2}, "do not set speculative_config"),
         ({"budget": 71}, "max_num_batched_tokens is 71.*at least max_num_seqs 8 [+] 64"),
         ({"budget": 128, "long_prefill": 64}, "long_prefill_token_threshold is 64.*above 64"),
     ],

@@ -36,7 +36,7 @@ def spans(manager: StateKVCacheManager) -> list[tuple[int, int, int]]:
 
 
 def step(manager: StateKVCacheManager) -> list[StateRun]:
-    runs = manager.states.runs
+    runs = manager.states.take_runs()
     manager.states.begin_step()
     return runs
 
@@ -201,6 +201,46 @@ def test_a_token_in_flight_is_known_a_step_later() -> None:
     request.all_token_ids += [40]
     step(manager)
     assert manager.find_cached_blocks(RequestKV("b", [*range(7), 40, 1])) == request.block_ids[:2]
+
+
+def decode_with_drafts(manager: StateKVCacheManager, num_drafts: int) -> tuple[RequestKV, list[tuple[int, int, int]]]:
+    request = begin(manager, "a", list(range(11)))
+    step(manager)
+    request.all_token_ids.append(50)
+    compute(manager, request, 1)
+    begin(manager, "b", [9] * 3)
+    assert manager.extend(request, 1, num_drafts) is not None
+    manager.states.add_drafts(request, num_drafts)
+    request.num_computed_tokens += num_drafts
+    runs = [(run.num_tokens, run.read, run.written) for run in step(manager) if run.req_id == "a"]
+    return request, runs
+
+
+@pytest.mark.parametrize(("chunk", "counts"), [(1, [1, 3]), (8, [1, 1, 1, 1])])
+def test_drafts_get_a_state_of_their_own(chunk: int, counts: list[int]) -> None:
+    manager = make(chunk=chunk)
+    request, runs = decode_with_drafts(manager, 3)
+    own, drafted = runs[0][2], runs[-1][2]
+    assert [count for count, _, _ in runs] == counts
+    assert own != drafted == runs[1][2]
+    assert manager.states.verified(request, 3, 3) == 3, "all were right: their state is the request's"
+    assert request.state is not None
+    assert request.state.slot == drafted
+
+
+def test_a_wrong_draft_costs_no_state() -> None:
+    """The state before the drafts is still there; those that were right are computed again with the next token."""
+    manager = make()
+    request, runs = decode_with_drafts(manager, 3)
+    assert manager.states.verified(request, 3, 2) == 0
+    request.num_computed_tokens -= 3
+    request.all_token_ids += [51, 52, 53]
+    compute(manager, request, 3)
+    own = runs[0][2]
+    assert spans(manager) == [(3, own, own)]
+    free = manager.states.pool.num_free
+    manager.free(request)
+    assert manager.states.pool.num_free == free + 1
 
 
 class TestStrict:

@@ -288,7 +288,7 @@ class CoreMachine(RuleBasedStateMachine):
                 long_prefill_token_threshold=scheduler.long_prefill_token_threshold and chunk + 1,
             )
         cache = replace(config.cache, state_memory_bytes=num_slots * self.state_bytes)
-        return replace(config, cache=cache, scheduler=scheduler, speculative=None)
+        return replace(config, cache=cache, scheduler=scheduler)
 
     def _add(self, arrival: Arrival, tenant: str) -> str:
         prompt = [7] * arrival.shared + arrival.tail

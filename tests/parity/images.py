@@ -22,6 +22,7 @@ from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import MediaSpan, RowsKey
 from tokenloom.engine_core.data.messages import ArrivedRows, EngineCoreRequest
 from tokenloom.gpu_worker.checkpoint.files.text_part import MediaSwitches, media_switches
+from tokenloom.request.adapter_names import adapter_salt
 
 NUM_TOKENS = 24
 _PROMPTS: list[tuple[list[tuple[int, int, int]], str]] = [
@@ -69,9 +70,19 @@ _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # of this process, which 
 @functools.cache
 def image_reference(kind: str) -> ImageReference:
     """Return a family's reference, made once for all tests of a process."""
+    return make_image_reference(kind)
+
+
+def make_image_reference(kind: str, **entries: Any) -> ImageReference:
+    """Return the reference of a family's checkpoint with these entries in its configuration."""
     _FOLDERS.append(tempfile.TemporaryDirectory(prefix="images-"))
-    path = write_whole_vision(kind, Path(_FOLDERS[-1].name))
-    model = VisionModel(kind, path, load_vision(path))
+    return reference_of(kind, write_whole_vision(kind, Path(_FOLDERS[-1].name), **entries))
+
+
+def reference_of(kind: str, path: Path, merged: Path | None = None) -> ImageReference:
+    """Return the reference of a family's checkpoint; ``merged``: the one whose weights give the tokens, if they are
+    others."""
+    model = VisionModel(kind, path, load_vision(merged or path))
     prompts = [model.prompt([picture(*image) for image in images], text) for images, text in _PROMPTS]
     media = media_switches(json.loads((path / "config.json").read_text()))
     assert media is not None
@@ -106,7 +117,7 @@ class ImageEngine(Engine):
         self._sampling: dict[str, Any] = {"logit_bias": dict.fromkeys(UNWRITTEN, -100.0)} if is_gemma_4 else {}
 
     def generate(  # type: ignore[override]
-        self, prompts: Sequence[list[int]], max_tokens: Sequence[int], **sampling: Any
+        self, prompts: Sequence[list[int]], max_tokens: Sequence[int], *, adapter: bytes = b"", **sampling: Any
     ) -> list[list[int]]:
         tokens: dict[str, list[int]] = {}
         for ids, limit in zip(prompts, max_tokens, strict=True):
@@ -115,7 +126,8 @@ class ImageEngine(Engine):
             known = next(each for each in self._reference.prompts if ids[: len(each.token_ids)] == each.token_ids)
             media = [span for each in known.pictures for span in self._spans(each)]
             tokens[name] = []
-            self.core.add_request(EngineCoreRequest(name, ids, params, media=media))
+            salt = adapter_salt(b"", adapter)
+            self.core.add_request(EngineCoreRequest(name, ids, params, media=media, adapter=adapter, cache_salt=salt))
         while self.core.has_work():
             outputs = self.core.step()
             for output in outputs.outputs:

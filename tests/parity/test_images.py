@@ -1,6 +1,7 @@
 """Prompts with images get the tokens of transformers' whole classes, however the work is batched, cut or interrupted,
 with rows from transformers' towers."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -10,11 +11,12 @@ from safetensors.torch import save_file
 
 from tests.checkpoints.whole_vision import FAMILIES
 from tests.gpu_worker.cuda.late_platform import LatePlatform, use_tensor_backend
+from tests.gpu_worker.lora.random_adapter import merge, save_adapter
 from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
 from tests.parity.identical import assert_identical
-from tests.parity.images import ImageEngine, ImageReference, image_reference
+from tests.parity.images import ImageEngine, ImageReference, image_reference, make_image_reference, reference_of
 from tests.parity.reference import save_random
-from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig, WorkerConfig
+from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.engine_core.data.model_info import MediaTraits
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.gpu_worker import devices
@@ -166,6 +168,49 @@ def test_several_ranks(kind: str, shape: tuple[int, int, int], tmp_path: Path) -
     engine = ImageEngine(image_reference(kind), executor=executor, parallel=parallel(*shape), budget=64, num_blocks=300)
     check(image_reference(kind), engine)
     engine.core.shutdown()
+
+
+def test_a_window_may_be_shorter_than_an_image() -> None:
+    """Others let the tokens of such an image see only earlier ones."""
+    reference = make_image_reference("gemma3", text_config={"sliding_window": 9})
+    for backend in ("cpu", "torch"):
+        check(reference, ImageEngine(reference, attention_backend=backend, prefix_caching=True, num_blocks=600))
+    engine = ImageEngine(reference, causal=True, num_blocks=600)
+    found = engine.generate([case.prompt for case in reference.cases], [24] * len(reference.cases))
+    assert sum(tokens != case.tokens for tokens, case in zip(found, reference.cases, strict=True)) >= 3
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_sequences_that_are_spread_over_ranks(kind: str, tmp_path: Path) -> None:
+    def executor(config: EngineConfig) -> Executor:
+        return RankThreads(config, tmp_path)
+
+    reference = image_reference(kind)
+    engine = ImageEngine(reference, executor=executor, parallel=parallel(2, 1, 2), budget=40, num_blocks=300)
+    check(reference, engine)
+    engine.core.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_in_bfloat16_first_tokens_are_those_of_float32(kind: str) -> None:
+    reference = image_reference(kind)
+    prompts, limits = [case.prompt for case in reference.cases], [2] * len(reference.cases)
+    budget = 64 if reference.media.seen_whole else 40
+    found = ImageEngine(reference, dtype="bfloat16", budget=budget, num_blocks=600).generate(prompts, limits)
+    equal = sum(tokens[0] == case.tokens[0] for tokens, case in zip(found, reference.cases, strict=True))
+    assert equal >= len(prompts) - 2
+
+
+def test_adapters_beside_images(tmp_path: Path) -> None:
+    """Of a family whose tower has no layers of the adapter's names: its rows are the same with and without it."""
+    path = image_reference("qwen3_vl").path
+    adapter = save_adapter(tmp_path / "adapter", path)
+    reference = reference_of("qwen3_vl", path, merge(path, adapter, tmp_path / "merged"))
+    lora = LoraConfig(enable=True, max_loras=1, modules=(f"one={adapter}",))
+    engine = ImageEngine(reference, lora=lora, budget=40, num_blocks=600, prefix_caching=True)
+    (state,) = engine.core.adapters.answer().adapters  # type: ignore[union-attr]
+    assert_identical(reference.cases, functools.partial(engine.generate, adapter=state.digest))
+    assert_identical(image_reference("qwen3_vl").cases, engine.generate)  # without the adapter
 
 
 def test_modules_of_transformers_show_whole_images_too() -> None:

@@ -102,9 +102,6 @@ SERVED: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**_HEADS, **_MAMBA, "intermediate_size": 96, "mamba_d_ssm": 128},
     "mamba2": {**_OF_MAMBA_2, "head_dim": 16, "num_heads": 8, "state_size": 16},
-}
-"""By model type, what the configuration has beside the sizes; ``...``: not even that of the sizes."""
-RESTARTING: dict[str, dict[str, Any]] = {
     "mamba": _OF_MAMBA,
     "falcon_mamba": _OF_MAMBA,
     "jamba": {
@@ -117,15 +114,16 @@ RESTARTING: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
-"""Those whose modules begin a continued prompt with an empty state."""
+"""By model type, what the configuration has beside the sizes; ``...``: not even that of the sizes."""
+EXACT_ANYWHERE = ("lfm2", "mamba", "falcon_mamba", "jamba")
+"""Those whose bits do not depend on where a prompt is cut."""
 
 
 def entries_of(kind: str) -> dict[str, Any]:
     """Return the entries of a model type that keeps a state, but for the size of its vocabulary; of others none."""
-    own = SERVED.get(kind, RESTARTING.get(kind))
-    if own is None:
+    if kind not in SERVED:
         return {}
-    return {name: each for name, each in {**_SIZES, **own}.items() if each is not ... and name != "vocab_size"}
+    return {name: each for name, each in {**_SIZES, **SERVED[kind]}.items() if each is not ... and name != "vocab_size"}
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.float32, **entries: Any) -> Any:

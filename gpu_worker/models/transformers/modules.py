@@ -18,6 +18,7 @@ from ...layers.norm import rms_norm
 from ...ops.ops import Ops
 from .experts import ModuleExperts, can_group
 from .paged_attention import UnservableModel
+from .selective_scan import UNPACKED, is_selective_scan
 from .stored_weights import make_layer
 
 _READABLE = {
@@ -240,6 +241,8 @@ def replace_modules(model: nn.Module, head: nn.Module | None, ops: Ops, quantiza
             ModuleExperts.take_over(parent, quantization)
         merge_layers(parent, quantization, ops)
         for name, module in list(parent.named_children()):
+            if name == UNPACKED and is_selective_scan(parent):
+                continue
             new = _replacement(module, None if module is head else quantization, ops)
             if new is not None:
                 setattr(parent, name, new)

@@ -18,6 +18,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ...attention.states import FROM_ZERO, LayerStates, StatePlan
 from ...checkpoint.model_config import StateLayout, StateShape
 from .paged_attention import UnservableModel
+from .selective_scan import SelectiveScan, is_selective_scan
 
 FORM = "modules"
 """The form of states that transformers' modules compute, in ``numerics``."""
@@ -115,22 +116,25 @@ class LayersWithStates:
         slots hold it."""
         modules, caches = _find(body, config, device)
         shapes = tuple(_shape_of(caches[layer], dtype) for layer in modules)
-        for module, shape in zip(modules.values(), shapes, strict=True):
-            if shape.recurrent is not None:
-                _refuse_restarts(module, shape, dtype, device)
+        forwards = [
+            _forward_of(module, shape, dtype, device) for module, shape in zip(modules.values(), shapes, strict=True)
+        ]
+        scans = [isinstance(forward, SelectiveScan) for forward in forwards]
         # A prompt that is cut where the sums of its chunks begin has the bits of one that is not. A convolution alone
-        # sums the same few inputs wherever its prompt is cut.
-        self.layout = StateLayout(shapes, FORM, _CHUNK if any(shape.recurrent for shape in shapes) else 1)
-        # Mamba-2's modules compute all chunks of a call at once, in so much memory, and sum over them.
+        # sums the same few inputs wherever its prompt is cut, and a scan adds one token after the other.
+        has_chunks = any(shape.recurrent and not scan for shape, scan in zip(shapes, scans, strict=True))
+        self.layout = StateLayout(shapes, f"{FORM}-scan" if any(scans) else FORM, _CHUNK if has_chunks else 1)
+        # Mamba-2's modules compute all chunks of a call at once, in so much memory, and sum over them. A scan holds the
+        # states of all tokens of a call.
         chunked = [module for module in modules.values() if hasattr(module, "chunk_size")]
         for module in chunked:
             module.__dict__["chunk_size"] = _CHUNK
-        self._piece = _CHUNK if chunked else None
+        self._piece = _CHUNK if chunked or any(scans) else None
         self._device = device
         self._layers: list[LayerStates | None] | None = None
         self._waves: list[_Wave] = []
-        for index, module in enumerate(modules.values()):
-            module.__dict__["forward"] = _Layer(self, index, module.forward)
+        for index, (module, forward) in enumerate(zip(modules.values(), forwards, strict=True)):
+            module.__dict__["forward"] = _Layer(self, index, module.forward, forward)
 
     def begin(self, plan: StatePlan) -> None:
         """Compute the runs of this plan until :meth:`end`."""
@@ -187,12 +191,15 @@ class LayersWithStates:
 class _Layer:
     """Replaces the forward pass of a module that keeps a state."""
 
-    def __init__(self, layers: LayersWithStates, index: int, forward: Callable[..., Tensor]) -> None:
-        self._layers, self._index, self._forward = layers, index, forward
+    def __init__(
+        self, layers: LayersWithStates, index: int, own: Callable[..., Tensor], forward: Callable[..., Tensor]
+    ) -> None:
+        """``own``: the module's, for passes without slots; ``forward``: what computes runs."""
+        self._layers, self._index, self._own, self._forward = layers, index, own, forward
 
     def __call__(self, hidden_states: Tensor, *rest: Any, **options: Any) -> Tensor:
         found = self._layers.compute(self._index, self._forward, hidden_states)
-        return self._forward(hidden_states, *rest, **options) if found is None else found
+        return self._own(hidden_states, *rest, **options) if found is None else found
 
 
 def _pieces(begin: int, end: int, size: int | None) -> list[slice]:
@@ -267,16 +274,27 @@ def _shape_of(cache: Any, dtype: torch.dtype) -> StateShape:
     return StateShape(conv.shape[1], conv.shape[2], None if recurrent is None else tuple(recurrent.shape[1:]))
 
 
-def _refuse_restarts(module: nn.Module, shape: StateShape, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise :class:`UnservableModel` if the module leaves out the state before a run of several tokens."""
+def _forward_of(
+    module: nn.Module, shape: StateShape, dtype: torch.dtype, device: torch.device
+) -> Callable[..., Tensor]:
+    """Return what computes runs of a module. Raises :class:`UnservableModel` if nothing begins with a given state."""
+    if shape.recurrent is None or not _restarts(module, shape, dtype, device):
+        return module.forward
+    if not is_selective_scan(module):
+        raise UnservableModel("restarts its state from zero where a prompt is continued")
+    return SelectiveScan(module)
+
+
+def _restarts(module: nn.Module, shape: StateShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the module leaves out the state before a run of several tokens, as transformers' do of which the
+    recurrence takes no state."""
     size = getattr(module, "hidden_size", None)
     if not isinstance(size, int) or shape.recurrent is None:
-        return
+        return False
     hidden = torch.randn(1, _NUM_PROBED, size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     found = []
     for value in (0.0, 1.0):
         conv = torch.zeros(1, shape.channels, shape.taps, dtype=dtype, device=device)
         recurrent = torch.full((1, *shape.recurrent), value, device=device)
         found.append(module(hidden, cache=_RunCache(conv, recurrent), attention_mask=None))
-    if torch.equal(*found):
-        raise UnservableModel("restarts its state from zero where a prompt is continued")
+    return torch.equal(*found)

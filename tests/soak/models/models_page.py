@@ -103,6 +103,10 @@ experts of a layer are Tokenloom's, so `--quantization` applies.
 `python -m tests.soak.models.models_page` made a tiny random checkpoint of each class. Those with "yes" gave the greedy
 tokens of transformers' own `generate`, in chunks and in batches. "Built in only": the built-in code serves the model,
 the modules do not. "Untried": transformers does not compute its tiny random checkpoint; the engine decides.
+
+Layers that keep a state between tokens (gated delta net, Mamba, short convolutions) are served from slots: see
+[concepts](../start/concepts.md). `--max-num-batched-tokens` is then at least `--max-num-seqs` + 64, except for models
+whose states do not depend on cuts: LFM2, LFM3, Mamba, Falcon-Mamba and Jamba.
 """
 
 

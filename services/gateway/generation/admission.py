@@ -5,7 +5,7 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from random import Random, SystemRandom
 from typing import Final, Self
@@ -14,9 +14,10 @@ from tokenloom.request import errors, validation
 from tokenloom.request.limits import Reservation
 
 from ..mesh.mesh_view import Capacity
-from ..records.generate_request import Chat, EmbeddedPrompt, GenerateRequest
+from ..records.generate_request import Chat, GenerateRequest
 from ..settings.gateway_settings import ALWAYS_QUEUED
 from ..tenants.tenant_shares import MAX_QUEUE_SECONDS, TenantShare, TenantShares
+from .charge import estimate_prompt_tokens
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +31,6 @@ SPARE_SEATS: Final = 0.75
 policy fcfs, so seats stay free for requests that come later."""
 SPARE_SECONDS: Final = 0.25
 """How long a sheddable request may wait: longer, and requests that come later would wait behind it."""
-BYTES_PER_TOKEN: Final = 4
-"""A usual length of a token. A text is counted by its bytes until it has been encoded."""
-_EMBEDDING_BYTES: Final = 4096
-"""Bytes of a prompt embedding per token, for the same purpose."""
 
 
 class WaitEstimator:
@@ -151,21 +148,6 @@ class WaitEstimator:
         if priority >= 0:
             return self._max_seconds / (1 + priority)
         return self._max_seconds * (2 - 1 / (1 - priority))
-
-
-def estimate_prompt_tokens(request: GenerateRequest) -> int:
-    """Return roughly how many tokens the prompts have, without encoding them."""
-    if isinstance(request.prompts, Chat):
-        return (len(request.prompts.messages_json) + len(request.prompts.tools_json)) // BYTES_PER_TOKEN
-    return len(request.before) + sum(map(_estimate, request.prompts))
-
-
-def _estimate(prompt: str | Sequence[object] | EmbeddedPrompt) -> int:
-    if isinstance(prompt, str):
-        return len(prompt) // BYTES_PER_TOKEN + 1
-    if isinstance(prompt, EmbeddedPrompt):
-        return sum(len(part) // _EMBEDDING_BYTES if isinstance(part, bytes) else len(part) for part in prompt.parts)
-    return len(prompt)
 
 
 _SHUTTING_DOWN = "the gateway is shutting down; retry"

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from ..records.pooling_input import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from ..tenants.tenant import SALT_BYTES
 from .beam_run import BeamPlan, plan_beams
+from .charge import RequestCost, check_copies
 from .encoded_prompt import EncodedPrompt, add_hashes, continued, read_ids, truncated, unpack_kept
 from .open_turn import MAX_SESSION_NAME, OpenTurn, TurnComparer, TurnNames
 from .past_turns import MAX_CHAT_BYTES, PastTurns
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
 _TRUNCATED_CONTEXTS = 8
 """Limit on a text that is to be truncated, in contexts: all of it is encoded first."""
-
-
-MAX_PARAMETER_BYTES = 32 << 20
-"""Limits the sampling parameters of all prompts of a request together: each prompt is sent with its own copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +348,7 @@ def _submit(
     limits: types_pb2.ModelLimits,
     default_max_tokens: int,
     priority: int,
-    cost: "RequestCost",
+    cost: RequestCost,
     salt: bytes,
 ) -> output_processor_pb2.Submit:
     """Return one prompt's request, checked; its ids and its timeout are filled in later. ``salt``: of its KV blocks."""
@@ -438,71 +435,3 @@ def cache_salt(request: GenerateRequest) -> bytes:
     if request.own_salt:
         salt = hashlib.blake2b(request.own_salt.encode(), key=salt, digest_size=SALT_BYTES).digest()
     return salt if request.adapter is None else adapter_salt(salt, request.adapter.digest)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestCost:
-    """Knows the factors of a request's cost, ``n * max_tokens * (1 + logprobs)``, and its limit.
-
-    A value is a token or one of the alternatives that are returned with it. A client may send several prompts: then
-    each counts.
-    """
-
-    num_prompts: int
-    num_samples: int
-    num_alternatives: int
-    """Log probabilities to return with each token, in addition to its own."""
-    most: int
-    """The values that a request may have."""
-
-    @classmethod
-    def of(
-        cls, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, outputs: tuple[int, int], most: int
-    ) -> "RequestCost":
-        """``outputs``: the number of prompts, and of samples of each."""
-        named = min(sampling.logprobs, limits.vocab_size) if sampling.HasField("logprobs") else 0
-        return cls(*outputs, named + len(sampling.logprob_token_ids), most)
-
-    @property
-    def default_tokens(self) -> int:
-        """The most tokens of an output whose length the client leaves open."""
-        return max(self.most // (self.num_prompts * self.num_samples * (1 + self.num_alternatives)), 1)
-
-    def check(self, submits: Iterable[output_processor_pb2.Submit], limits: types_pb2.ModelLimits) -> None:
-        """Raise ``InvalidArgument`` for outputs and prompts that have more values."""
-        max_tokens = 0
-        num_prompt_values = 0
-        for submit in submits:
-            params = submit.sampling_params
-            max_tokens = max(max_tokens, params.max_tokens)
-            if params.HasField("prompt_logprobs"):
-                num_prompt_values += len(submit.prompt.token_ids) * min(params.prompt_logprobs, limits.vocab_size)
-        if num_prompt_values > self.most:
-            raise errors.InvalidArgument(
-                f"prompt_logprobs asks for {num_prompt_values} log probabilities of the prompts; this gateway allows "
-                f"{self.most} in a request (--max-request-values): lower prompt_logprobs, or send fewer or shorter "
-                "prompts",
-                "prompt_logprobs",
-            )
-        factors = {"n": self.num_samples, "max_tokens": max_tokens, "(1 + logprobs)": 1 + self.num_alternatives}
-        if self.num_prompts > 1:
-            factors = {"prompts": self.num_prompts} | factors
-        product = self.num_prompts * self.num_samples * max_tokens * (1 + self.num_alternatives)
-        if product > self.most:
-            names = [name.removeprefix("(1 + ").rstrip(")") for name, factor in factors.items() if factor > 1]
-            raise errors.InvalidArgument(
-                f"{' * '.join(factors)} is {' * '.join(map(str, factors.values()))} = {product}; this gateway allows "
-                f"{self.most} in a request (--max-request-values): lower {' or '.join(names)}",
-                "n" if self.num_samples > 1 else "max_tokens",
-            )
-
-
-def check_copies(sampling: types_pb2.SamplingParams, num_prompts: int) -> None:
-    """Raise ``InvalidArgument`` for sampling parameters that are too large to be sent with each of several prompts."""
-    num_bytes = sampling.ByteSize() * num_prompts
-    if num_bytes > MAX_PARAMETER_BYTES:
-        raise errors.InvalidArgument(
-            f"the sampling parameters take {num_bytes} bytes for {num_prompts} prompts; at most {MAX_PARAMETER_BYTES} "
-            "are allowed: send fewer prompts, or fewer ids in allowed_token_ids and logit_bias",
-            "prompt",
-        )

@@ -22,7 +22,8 @@ from .coordinator_servicer import CoordinatorServicer, add_to_server
 from .coordinator_settings import CoordinatorSettings
 from .engines.engine_placement import Policy
 from .engines.engine_record import StallAwareClock
-from .engines.engine_registry import Predecessor, Registry
+from .engines.engine_registry import Registry
+from .engines.wanted_state import Predecessor
 from .lease.kubernetes_api import LeaseApi
 from .lease.kubernetes_lease import KubernetesLease
 from .lease.lease import FileLease, LeaderLease

@@ -3,7 +3,7 @@ engines have changed since the watchers' messages were made, and remembers what 
 I/O."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from tokenloom.services.runtime.placement.engine_columns import EngineColumns, I
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.rules import BROUGHT_BACK, WAITING_WEIGHT, Home, cost
 from tokenloom.services.runtime.registry.engine_loads import loads_of
-from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     DesiredState,
     EngineEntry,
@@ -32,6 +31,7 @@ from ..picks.prefix_placements import PrefixPlacements
 from ..picks.sessions import SessionTable, Turn
 from ..prefixes.prefix_index import Path, PrefixIndex
 from ..prefixes.state_boundaries import StateBoundaries
+from .changed_engines import ChangedEngines
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .encoders import Encoders
 from .engine_placement import EngineCosts, Placement, Policy, check_request
@@ -40,7 +40,7 @@ from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, Engin
 from .engine_signs import EngineSigns
 from .model_claims import ModelClaims
 from .wanted_adapters import WantedAdapters
-from .wanted_state import WantedState
+from .wanted_state import Predecessor, WantedState
 
 JOINS_APART_SECONDS = 0.5
 """While engines join a new coordinator at shorter intervals, its view is not complete: more are on their way."""
@@ -48,62 +48,6 @@ MAX_MORE_SECONDS = 30.0
 """As long as that prolongs ``settle_seconds``, at most."""
 _SPARE_KINDS = 64
 """Fingerprints that are kept although no engine may have them any more."""
-
-
-class Predecessor:
-    """Takes the views of the active coordinator.
-
-    Attributes:
-        engine_ids: The engines of its last complete view: a new coordinator's view is complete once they are back.
-        adapters: The LoRA adapters that all engines should have.
-        unloaded: Names of adapters that were unloaded, the latest last.
-        desired: The state that the engines should be in.
-    """
-
-    def __init__(self) -> None:
-        self.engine_ids: Collection[str] = ()
-        self.desired = DesiredState()
-        self.adapters: Sequence[Adapter] = ()
-        self.unloaded: Sequence[str] = ()
-
-    def take(self, view: RegistryView) -> None:
-        """Take a view after a change. An incomplete one, of a coordinator that is new itself, says less than the one
-        before."""
-        if view.complete:
-            self.engine_ids = [entry.identity.engine_id for entry in view.engines]
-            self.adapters, self.unloaded = view.adapters, view.unloaded_adapters
-        # What is set on single engines changes within a revision, so that of two with the same one the later counts.
-        if view.desired.revision + view.complete > self.desired.revision:
-            self.desired = view.desired
-
-
-class ChangedEngines:
-    """Keeps names of engines in the order of their changes: those whose load changed, by a report or a pick, and those
-    that joined, left, or changed in something else, for example their state."""
-
-    def __init__(self) -> None:
-        self._loads: dict[str, None] = {}
-        self._others: dict[str, None] = {}
-
-    def load(self, name: str) -> None:
-        """Note that an engine's load changed."""
-        self._loads[name] = None
-
-    def other(self, names: Iterable[str]) -> None:
-        """Note that engines changed in more than their load."""
-        self._others.update(dict.fromkeys(names))
-
-    def take_others(self) -> Iterable[str]:
-        """Return the engines that changed in more than their load, and forget them."""
-        names, self._others = self._others, {}
-        for name in names:
-            self._loads.pop(name, None)
-        return names
-
-    def take_loads(self) -> Iterable[str]:
-        """Return the engines of which only the load changed, and forget them; :meth:`take_others` must come first."""
-        names, self._loads = self._loads, {}
-        return names
 
 
 class Registry:

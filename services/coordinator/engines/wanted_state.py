@@ -1,9 +1,10 @@
 """Keeps what operators want of the engines: pause, sleep, weights, and the role and weights of single ones. No I/O."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1 import engine_pb2
 from tokenloom.v1.coordinator_pb2 import (
     DesiredState,
@@ -12,6 +13,7 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineSetting,
     SetDesiredStateRequest,
 )
+from tokenloom.v1.types_pb2 import Adapter
 
 from .engine_record import EngineRecord
 
@@ -253,3 +255,30 @@ def _run(wanted: DesiredState) -> None:
     wanted.pause_mode, wanted.clear_cache = _NO_PAUSE, False
     wanted.ClearField("sleep_level")
     del wanted.awake[:]
+
+
+class Predecessor:
+    """Takes the views of the active coordinator.
+
+    Attributes:
+        engine_ids: The engines of its last complete view: a new coordinator's view is complete once they are back.
+        adapters: The LoRA adapters that all engines should have.
+        unloaded: Names of adapters that were unloaded, the latest last.
+        desired: The state that the engines should be in.
+    """
+
+    def __init__(self) -> None:
+        self.engine_ids: Collection[str] = ()
+        self.desired = DesiredState()
+        self.adapters: Sequence[Adapter] = ()
+        self.unloaded: Sequence[str] = ()
+
+    def take(self, view: RegistryView) -> None:
+        """Take a view after a change. An incomplete one, of a coordinator that is new itself, says less than the one
+        before."""
+        if view.complete:
+            self.engine_ids = [entry.identity.engine_id for entry in view.engines]
+            self.adapters, self.unloaded = view.adapters, view.unloaded_adapters
+        # What is set on single engines changes within a revision, so that of two with the same one the later counts.
+        if view.desired.revision + view.complete > self.desired.revision:
+            self.desired = view.desired

@@ -15,7 +15,8 @@ from tests.services.coordinator.engines.test_engine_registry import Clock, ident
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
-from tokenloom.services.coordinator.engines.engine_registry import Predecessor, Registry
+from tokenloom.services.coordinator.engines.engine_registry import Registry
+from tokenloom.services.coordinator.engines.wanted_state import Predecessor
 from tokenloom.services.coordinator.service import CoordinatorService, take_over
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers.channels import Channels, open_channel

@@ -11,8 +11,8 @@ from tokenloom.services.coordinator.engines.engine_record import (
     EngineRecord,
     check_report,
 )
-from tokenloom.services.coordinator.engines.engine_registry import Predecessor, Registry
-from tokenloom.services.coordinator.engines.wanted_state import MAX_PATH, MAX_SETTINGS, WantedState
+from tokenloom.services.coordinator.engines.engine_registry import Registry
+from tokenloom.services.coordinator.engines.wanted_state import MAX_PATH, MAX_SETTINGS, Predecessor, WantedState
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     DesiredState,

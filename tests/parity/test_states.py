@@ -54,7 +54,7 @@ def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_engine(path: Path, **settings: Any) -> Engine:
-    return Engine(path, model_impl="transformers", **{"num_blocks": 256, "prefix_caching": True, **settings})
+    return Engine(path, **{"model_impl": "transformers", "num_blocks": 256, "prefix_caching": True, **settings})
 
 
 def free_slots(engine: Engine) -> tuple[int, int]:

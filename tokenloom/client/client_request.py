@@ -1,5 +1,6 @@
 """Turns a caller's arguments into a ``GenerateRequest``. Omitted options keep the mesh's defaults."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,8 +84,36 @@ def _add_message(chat: inference_pb2.ChatPrompt, message: Message, where: str) -
     for name, value in message.items():
         if name == "tool_calls":
             turn.tool_calls.extend(write_calls(value, f"{where}.tool_calls"))
+        elif name == "content" and isinstance(value, list | tuple):
+            for at, part in enumerate(value):
+                _add_part(turn, part, f"{where}.content[{at}]")
         elif value is not None:
             set_field(turn, name, value, f"{where}.{name}")
+
+
+def _add_part(turn: inference_pb2.ChatMessage, part: object, where: str) -> None:
+    """Add a text, the bytes of an image, or a part in OpenAI's form."""
+    if isinstance(part, str | bytes):
+        set_field(turn.parts.add(), "text" if isinstance(part, str) else "image", part, where)
+        return
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind not in ("text", "image_url"):
+        raise InvalidArgument(
+            f"{where} must be a text, the bytes of an image, or a part of type text or image_url", where
+        )
+    if kind == "text":
+        set_field(turn.parts.add(), "text", part.get("text"), f"{where}.text")
+        return
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, Mapping) else url
+    head, mark, data = str(url).partition(";base64,")
+    if mark and head.startswith("data:"):
+        try:
+            set_field(turn.parts.add(), "image", base64.b64decode(data, validate=True), where)
+        except ValueError:
+            raise InvalidArgument(f"{where}.image_url is not base64", f"{where}.image_url") from None
+    else:
+        set_field(turn.parts.add(), "image_url", url, f"{where}.image_url")
 
 
 def _request(options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:

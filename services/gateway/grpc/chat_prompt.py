@@ -1,7 +1,8 @@
 """Chats of the public gRPC API, put into OpenAI's form so that they are read like those over HTTP."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from google.protobuf import json_format
@@ -12,6 +13,9 @@ from tokenloom.v1 import inference_pb2
 from ..formats.tool_request import MAX_TOOLS, Tool, ToolRequest, read_tool_request
 from ..openai.chat import read_chat
 from ..records.generate_request import Chat
+
+if TYPE_CHECKING:
+    from ..records.media import MediaFile
 
 MAX_MESSAGES = 4096
 """Limits the turns of a chat, which are read in the event loop."""
@@ -34,14 +38,15 @@ def read_chat_prompt(
     tools = [_tool(f"tools[{index}].function", tool.function) for index, tool in enumerate(chat.tools)]
     parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None
     request = read_tool_request(tools, _choice(chat), parallel)
+    files: dict[bytes, MediaFile] = {}
     conversation = read_chat(
-        [_message(message) for message in chat.messages],
+        [_message(f"chat.messages[{index}]", message, files) for index, message in enumerate(chat.messages)],
         shown(request),
         _template_kwargs(chat),
         chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
         where="chat.messages",
     )
-    return conversation, request
+    return (_with_files(conversation, files) if files else conversation), request
 
 
 def _check_count(field: str, count: int, most: int) -> None:
@@ -49,12 +54,41 @@ def _check_count(field: str, count: int, most: int) -> None:
         raise InvalidArgument(f"{field} may hold at most {most}, not {count}", field)
 
 
-def _message(message: inference_pb2.ChatMessage) -> Mapping[str, object]:
+def _with_files(chat: Chat, files: "Mapping[bytes, MediaFile]") -> Chat:
+    from ..records.media import with_files  # here: most conversations have none
+
+    return replace(chat, media=with_files(chat.media, files))
+
+
+def _parts(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, MediaFile]") -> list[dict[str, str]]:
+    """Return a message's parts in OpenAI's form; ``files`` gets those that they name by digest."""
+    from ..records.media import MediaFile, data_url, image_part  # here: most conversations have none
+
+    _check_count(f"{where}.parts", len(message.parts), MAX_MESSAGES)
+    if message.content:
+        raise InvalidArgument(f"{where}: content and parts exclude each other", f"{where}.parts")
+    parts = []
+    for index, part in enumerate(message.parts):
+        kind, field = part.WhichOneof("part"), f"{where}.parts[{index}]"
+        if kind == "image":
+            file = MediaFile.of(part.image)
+            files[file.digest] = file
+            parts.append(image_part(f"{field}.image", data_url(file)))
+        elif kind == "image_url":
+            parts.append(image_part(f"{field}.image_url", part.image_url))
+        else:
+            parts.append({"type": "text", "text": part.text})
+    return parts
+
+
+def _message(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, MediaFile]") -> Mapping[str, object]:
     calls = [
         {"id": call.id, "function": {"name": call.function.name, "arguments": call.function.arguments}}
         for call in message.tool_calls
     ]
     texts = {name: getattr(message, name) for name in ("role", "content", "name", "tool_call_id", "reasoning")}
+    if message.parts:
+        return texts | {"tool_calls": calls, "content": _parts(where, message, files)}
     return texts | {"tool_calls": calls}
 
 

@@ -81,6 +81,11 @@ class HeldFiles:
 _DETAILS = ("auto", "low", "high")
 
 
+def data_url(file: MediaFile) -> str:
+    """Return what names a file by its digest. Encoders read its type from the file itself."""
+    return f"data:image/png;sha256,{file.digest.hex()}"
+
+
 def image_part(field: str, url: str) -> dict[str, str]:
     """Return the part of a chat that stands for an image of another API. ``field``: the client's name of the image."""
     return {"type": "input_image", "image_url": url, "field": field}
@@ -184,7 +189,7 @@ def name_by_digest(turns: Iterable[Mapping[str, object]]) -> dict[bytes, MediaFi
         for part in content if isinstance(content, list) else ():
             if part["type"] == "input_image" and (file := read_image("", part).file) is not None:
                 files[file.digest] = file
-                part["image_url"] = f"data:image/png;sha256,{file.digest.hex()}"
+                part["image_url"] = data_url(file)
     return files
 
 

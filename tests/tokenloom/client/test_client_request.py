@@ -176,7 +176,7 @@ def test_wrong_tools_are_named(options: dict[str, Any], word: str) -> None:
         (lambda: prompt_request("a", {"priority": "high"}), "priority"),
         (lambda: chat_request(5, {}), "messages"),  # type: ignore[arg-type]
         (lambda: chat_request(["hi"], {}), "messages[0]"),  # type: ignore[list-item]
-        (lambda: chat_request([{"role": "user", "content": [1]}], {}), "messages[0].content"),  # type: ignore[typeddict-item]
+        (lambda: chat_request([{"role": "user", "content": [1]}], {}), "messages[0].content[0]"),  # type: ignore[typeddict-item]
         (lambda: chat_request([{"role": "user", "image": "x"}], {}), "messages[0].image"),  # type: ignore[typeddict-unknown-key]
         (lambda: chat_request([{"role": "assistant", "tool_calls": [{}]}], {}), "messages[0].tool_calls"),  # type: ignore[typeddict-item]
         (lambda: chat_request([], {"tools": [{"function": {"name": 5}}]}), "tools[0].function"),
@@ -216,3 +216,30 @@ def test_pooling_options_reach_their_fields() -> None:
     assert (request.inputs[0].text, list(request.inputs[1].token_ids.ids)) == ("a", [1, 2])
     assert not embed_request(["a"], dimensions=None).HasField("dimensions")
     assert pool_request(["a"], "token_embed").task == types_pb2.POOLING_TASK_TOKEN_EMBED
+
+
+def test_parts_of_messages() -> None:
+    url = {"type": "image_url", "image_url": {"url": "https://a/b.png"}}
+    inline = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
+    content = ["What is", b"an image", {"type": "text", "text": "this?"}, url, inline]
+    (message,) = chat_request([{"role": "user", "content": content}], {}).chat.messages
+    assert [(part.WhichOneof("part"), getattr(part, part.WhichOneof("part") or "")) for part in message.parts] == [
+        ("text", "What is"),
+        ("image", b"an image"),
+        ("text", "this?"),
+        ("image_url", "https://a/b.png"),
+        ("image", bytes(3)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "input_audio"}, r"messages\[0\].content\[0\] must be a text"),
+        (3, "must be a text"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,!"}}, "image_url is not base64"),
+    ],
+)
+def test_wrong_parts_are_refused(part: object, message: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=message):
+        chat_request([{"role": "user", "content": [part]}], {})

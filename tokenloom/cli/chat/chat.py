@@ -3,8 +3,9 @@ text."""
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +27,15 @@ def chat(
     model: ServedModel = None,
     api_key: ApiKey = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Image file that the first question shows; may be repeated.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+        ),
+    ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -43,7 +53,8 @@ def chat(
             raise typer.BadParameter("needs a PROMPT or piped input", param_hint="--json")
         if question is None and not sys.stdin.isatty():
             raise typer.BadParameter("and piped input are both empty", param_hint="PROMPT")
-        session = ChatSession(server, model or server.model(), Conversation(system), sampling)
+        images = [path.read_bytes() for path in image or ()]
+        session = ChatSession(server, model or server.model(), Conversation(system), sampling, images)
         if question is None:
             session.talk()
         else:
@@ -55,8 +66,17 @@ def chat(
 class ChatSession:
     """Holds a conversation with one model."""
 
-    def __init__(self, server: Server, model: str, conversation: Conversation, sampling: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        server: Server,
+        model: str,
+        conversation: Conversation,
+        sampling: dict[str, Any],
+        images: Sequence[bytes] = (),
+    ) -> None:
+        """``images``: files that stand before the first question."""
         self._server = server
+        self._images = images
         self._model = model
         self._conversation = conversation
         self._sampling = sampling
@@ -78,7 +98,8 @@ class ChatSession:
 
     def ask(self, question: str, *, quiet: bool = False) -> Answer:
         """Ask a question; print the answer as it arrives unless `quiet`. Raises `RequestFailed`."""
-        self._conversation.ask(question)
+        self._conversation.ask(question, self._images)
+        self._images = ()
         body = {"model": self._model, "messages": self._conversation.messages, **self._sampling}
         pieces: list[str] = []
 

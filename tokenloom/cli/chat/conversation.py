@@ -1,13 +1,15 @@
 """A conversation at a terminal, and the commands that act on it."""
 
+import base64
 import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenloom.model_files.model_path import expanded
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class Conversation:
@@ -23,9 +25,12 @@ class Conversation:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self._turns]
 
-    def ask(self, text: str) -> None:
-        """Add the user's turn."""
-        self._turns.append({"role": "user", "content": text})
+    def ask(self, text: str, images: Sequence[bytes] = ()) -> None:
+        """Add the user's turn. ``images``: files that stand before its text."""
+        content: Any = text
+        if images:
+            content = [_image(image) for image in images] + [{"type": "text", "text": text}]
+        self._turns.append({"role": "user", "content": content})
 
     def answer(self, text: str) -> None:
         """Add the assistant's turn."""
@@ -36,7 +41,7 @@ class Conversation:
         while self._turns:
             turn = self._turns.pop()
             if turn["role"] == "user":
-                return turn["content"]
+                return _text_of(turn["content"])
         return None
 
     def clear(self) -> None:
@@ -59,11 +64,22 @@ class Conversation:
         self._turns = [message for message in messages if message["role"] != "system"]
 
 
+def _image(data: bytes) -> Message:
+    # Encoders read the type of an image from the file itself.
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+
+
+def _text_of(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
 def _is_message(value: object) -> bool:
     return (
         isinstance(value, dict)
         and value.get("role") in ("system", "user", "assistant")
-        and isinstance(value.get("content"), str)
+        and (
+            isinstance(content := value.get("content"), str) or (isinstance(content, list) and value["role"] == "user")
+        )
     )
 
 

@@ -100,3 +100,30 @@ def test_template_variables_keep_their_whole_numbers() -> None:
     chat = pb.ChatPrompt(messages=[USER])
     chat.template_kwargs.update({"depth": 3, "rate": 0.5, "names": ["a", 2]})
     assert json.loads(read_chat_prompt(chat)[0].template_kwargs_json) == {"depth": 3, "rate": 0.5, "names": ["a", 2]}
+
+
+def test_parts_are_texts_and_images() -> None:
+    parts = [pb.ContentPart(text="What is"), pb.ContentPart(image=b"an image"), pb.ContentPart(image_url="https://a/b")]
+    chat, _ = read_chat_prompt(pb.ChatPrompt(messages=[USER, pb.ChatMessage(role="user", parts=parts)]))
+    said = json.loads(chat.messages_json)[1]["content"]
+    assert said == [{"type": "text", "text": "What is"}, {"type": "image"}, {"type": "image"}]
+    first, second = chat.media
+    assert first.file is not None
+    assert (b"".join(first.file.pieces), first.field) == (b"an image", "chat.messages[1].parts[1].image")
+    assert (second.url, second.field) == ("https://a/b", "chat.messages[1].parts[2].image_url")
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.ChatMessage(role="user", content="a", parts=[pb.ContentPart(text="b")]), "chat.messages[0].parts"),
+        (
+            pb.ChatMessage(role="user", parts=[pb.ContentPart(image_url="file:///a")]),
+            "chat.messages[0].parts[0].image_url",
+        ),
+    ],
+)
+def test_wrong_parts_are_named(message: pb.ChatMessage, field: str) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        read_chat_prompt(pb.ChatPrompt(messages=[message]))
+    assert refusal.value.field == field

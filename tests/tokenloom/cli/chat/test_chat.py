@@ -1,6 +1,8 @@
 """``tokenloom chat`` from scripts and on a terminal."""
 
 import json
+from base64 import b64encode
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -24,6 +26,18 @@ def test_one_question_from_an_argument_and_a_pipe(server: FakeServer) -> None:
     ]
     assert (body["model"], body["seed"], body["stop"]) == ("m", 7, ["x"])
     assert "temperature" not in body, "what was not given is the server's to choose"
+
+
+def test_images_stand_before_the_first_question(server: FakeServer, tmp_path: Path) -> None:
+    server.reply(200, HELLO)
+    (tmp_path / "a.png").write_bytes(b"an image")
+    arguments = ["chat", "What?", "--base-url", server.url, "--model", "m", "--image", str(tmp_path / "a.png")]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    url = f"data:image/png;base64,{b64encode(b'an image').decode()}"
+    (turn,) = server.requests[0][3]["messages"]
+    assert turn["content"] == [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    missing = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "b.png")])
+    assert missing.exit_code == 2
 
 
 def test_json_tells_the_answer_and_its_usage(server: FakeServer) -> None:

@@ -54,6 +54,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--administered", action="store_true", help="pause the mesh and put it to sleep meanwhile")
     parser.add_argument("--chats", action="store_true", help="send chats and grammars, and kill what handles them")
     parser.add_argument("--states", action="store_true", help="serve a model that keeps a state")
+    parser.add_argument("--images", action="store_true", help="send images, and kill what encodes them")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 
@@ -69,6 +70,7 @@ def _hunt(arguments: argparse.Namespace) -> int:
                 is_administered=arguments.administered,
                 has_chats=arguments.chats,
                 has_states=arguments.states,
+                has_images=arguments.images,
             )
         if result.violations:
             _show(result)
@@ -87,6 +89,7 @@ def _results(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[Re
         is_administered=arguments.administered,
         has_chats=arguments.chats,
         has_states=arguments.states,
+        has_images=arguments.images,
     )
     if jobs == 1:
         yield from map(run, seeds)

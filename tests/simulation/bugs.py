@@ -6,13 +6,16 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from tokenloom.engine_core.data.request import RequestKV
+from tokenloom.engine_core.kv_cache import block_pool
 from tokenloom.engine_core.kv_cache.state_slots import StateSlots
+from tokenloom.engine_core.scheduling.media_rows import MediaRows
 from tokenloom.engine_core.structured_output import compiler
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
-from tokenloom.request.errors import InvalidArgument, Unavailable
+from tokenloom.request.errors import Internal, InvalidArgument, Unavailable
 from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.wanted_state import WantedState
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
+from tokenloom.services.engine.core import row_loads
 from tokenloom.services.engine.kv.kv_loads import Reading, ReleaseVerdict
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
 from tokenloom.services.gateway.mesh.pending_request import PendingRequest
@@ -132,6 +135,11 @@ def _as_prompt(states: StateSlots, request: RequestKV, begin: int, end: int) -> 
     return ()
 
 
+def _blind(salt: bytes, *_: object) -> bytes:
+    """Let prompts share KV whatever their images are."""
+    return salt
+
+
 _add, _begin = StateSlots.add, StateSlots.begin
 
 _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
@@ -149,6 +157,9 @@ _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "wrong_state": {(StateSlots, "begin"): _of_block_before},
     "cut_state": {(StateSlots, "whole_chunks"): _anywhere},
     "state_of_prompt": {(StateSlots, "_replayed"): _as_prompt},
+    "blind_to_images": {(block_pool, "media_salt"): _blind},
+    "lost_file_is_final": {(row_loads, "MediaLost"): Internal},
+    "rows_stay": {(MediaRows, "drop"): _nothing},
     "ignored_lease": {(Reading, "keep"): _never_renewed, (Reading, "release"): _always_valid},
 }
 BUGS = tuple(_BUGS)

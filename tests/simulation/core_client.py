@@ -14,7 +14,13 @@ from tokenloom.engine_core.data.config import EngineConfig, KVConfig
 from tokenloom.engine_core.data.errors import EngineDeadError
 from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.engine_core.data.kv_messages import KVCall, KVEvent
-from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, UtilityCall
+from tokenloom.engine_core.data.messages import (
+    AcceptTokens,
+    ArrivedRows,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    UtilityCall,
+)
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
@@ -87,6 +93,9 @@ class CoreClient:
     async def accept_tokens(self, message: AcceptTokens) -> None:
         self._put(message)
 
+    async def send_rows(self, message: ArrivedRows) -> None:
+        self._put(message)
+
     async def get_output(self) -> EngineCoreOutputs:
         while True:
             if self._dead is not None:
@@ -154,6 +163,8 @@ class CoreClient:
             case AcceptTokens():
                 self.core.scheduler.accept_tokens(message)
                 return
+            case ArrivedRows():
+                answer = self._calls.take_rows(message)
             case UtilityCall():
                 self._calls.call(message, self._pending.take)
                 return

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -134,11 +134,12 @@ class Served(asyncio.Protocol):
             return
         context = _Context(self._send, handler.response_serializer)
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
+        behaviour = behaviour or handler.stream_unary
         try:
-            response = await behaviour(request, context)
+            response = await behaviour(request if handler.stream_unary is None else unpacked(request), context)
         except grpc.aio.AbortError:
             return  # it has sent its status
-        if handler.unary_unary:
+        if handler.unary_unary or handler.stream_unary:
             await context.write(response)
         self._send(_STATUS, encode_status(grpc.StatusCode.OK))
 
@@ -169,3 +170,16 @@ class _Context:
 
     def set_details(self, details: str) -> None:
         pass
+
+
+def packed(messages: Sequence[bytes]) -> bytes:
+    """Return several requests as one."""
+    return b"".join(len(each).to_bytes(4, "little") + each for each in messages)
+
+
+async def unpacked(request: bytes) -> AsyncIterator[bytes]:
+    """Yield the requests that were packed."""
+    while request:
+        end = 4 + int.from_bytes(request[:4], "little")
+        yield request[4:end]
+        request = request[end:]

@@ -12,7 +12,7 @@ SLOW_SECONDS = 0.15
 """How much longer every write from and to a slow part takes."""
 LOSS_SECONDS = 1.0
 """Within so many seconds a coordinator ends that has lost its lease."""
-_SPARED = ("engine", "output_processor")
+_SPARED = ("engine", "output_processor", "encoder")
 
 
 async def inject(mesh: Mesh, fault: Fault, happened: list[Fault]) -> None:

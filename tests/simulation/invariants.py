@@ -103,6 +103,9 @@ def _counts(kind: str, service: object) -> Iterator[tuple[str, int]]:
         yield "slots", sum(len(stream.slots) for stream in streams)
         yield "waiting requests", len(pool._waiting)
         yield "bytes of prompts", pool._kept.taken
+    elif kind == "encoder":
+        yield "calls", service._servicer.num_calls  # type: ignore[attr-defined]
+        yield "bytes of rows in work", service._servicer.num_waiting  # type: ignore[attr-defined]
     elif kind == "coordinator" and service.servicer is not None:  # type: ignore[attr-defined]
         records = service.servicer._registry._records.values()  # type: ignore[attr-defined]
         yield "picks", sum(len(record._counted) for record in records)
@@ -117,6 +120,9 @@ def _engine_counts(service: SimulatedEngine) -> Iterator[tuple[str, int]]:
     yield "leases", scheduler.stats().num_leases
     yield "live requests", engine.load.num_live
     yield "attempts", len(engine.core._live)
+    media = scheduler.media
+    yield "bytes of rows", media.num_bytes if media is not None else 0
+    yield "loads of rows", len(engine.core.rows._loads) if engine.core.rows is not None else 0
     yield "steps", int(service.core.core.has_work())
     yield "pauses", int(bool(engine.pause.mode))
     yield "sleeping cores", int(service.core.core.sleeping.is_sleeping())

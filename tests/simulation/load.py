@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ from tokenloom.services.gateway.generation.delivered import Delivered
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.mesh.collector import Delta
 from tokenloom.services.gateway.records.generate_request import Chat, GenerateRequest
+from tokenloom.services.gateway.records.media import MediaFile, MediaPart
 from tokenloom.services.gateway.records.request_ids import NEW, ClientPosition, ResumeToken
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import output_processor_pb2, types_pb2
@@ -190,7 +192,7 @@ def make_generate_request(ask: Ask, timeout: float) -> GenerateRequest:
     if ask.has_grammar:
         sampling.structured_outputs.regex = f"grammar {ask.seed}"
     return GenerateRequest(
-        prompts=_chat(ask.prompt) if ask.is_chat else [ask.prompt],
+        prompts=_chat(ask.prompt, ask.files) if ask.is_chat else [ask.prompt],
         prompt_field="prompt",
         sampling=sampling,
         text=output_processor_pb2.TextOptions(stop=ask.stop),
@@ -202,6 +204,7 @@ def make_generate_request(ask: Ask, timeout: float) -> GenerateRequest:
     )
 
 
-def _chat(token_ids: list[int]) -> Chat:
-    """Return a conversation whose text is the ids of its tokens."""
-    return Chat(json.dumps([{"role": "user", "content": json.dumps(token_ids)}]).encode())
+def _chat(token_ids: list[int], files: Sequence[bytes]) -> Chat:
+    """Return a conversation whose text is the ids of its tokens, with marks for images."""
+    media = [MediaPart(f"messages[0].content[{index}]", MediaFile.of(file)) for index, file in enumerate(files)]
+    return Chat(json.dumps([{"role": "user", "content": json.dumps(token_ids)}]).encode(), media=media)

@@ -14,6 +14,7 @@ from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
 from tokenloom.services.coordinator.service import CoordinatorService
+from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.engine.running_engine import RunningEngine
 from tokenloom.services.engine.service import EngineService
@@ -30,6 +31,7 @@ from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.v1.types_pb2 import Fingerprint
 
 from .core_client import CoreClient
+from .encoders import SimulatedEncoder
 from .kv_memory import MemoryTransport, Pools
 from .network import Network
 from .parts import Make, Part
@@ -106,6 +108,8 @@ class Mesh:
             self._add(CoordinatorSettings(**common, settle_seconds=0.5, pd_threshold=24), self._coordinator)
         for name in plan.tokenizers:
             self._add(TokenizerSettings(**_common(name)), _tokenizer)
+        for name in plan.encoders:
+            self._add(EncoderSettings(**_common(name), coordinator=address("coordinator-0")), _encoder)
         for name in plan.output_processors:
             self._add(
                 OutputProcessorSettings(
@@ -114,7 +118,7 @@ class Mesh:
                 _output_processor,
             )
         for name, role in zip(plan.engines, plan.roles, strict=True):
-            self._add(_engine_settings(name, role, plan.num_blocks), self._engine)
+            self._add(_engine_settings(name, role, plan.num_blocks, plan.rows_bytes), self._engine)
         processors = tuple(address(name) for name in plan.output_processors)
         for name in plan.gateways:
             self._add(_gateway_settings(name, processors, tuple(map(address, plan.tokenizers))), _gateway)
@@ -177,7 +181,7 @@ def _common(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _engine_settings(name: str, role: str, num_blocks: int) -> EngineSettings:
+def _engine_settings(name: str, role: str, num_blocks: int, rows_bytes: int) -> EngineSettings:
     moves_kv = role != "both"
     return EngineSettings.of(
         **_common(name),
@@ -186,6 +190,7 @@ def _engine_settings(name: str, role: str, num_blocks: int) -> EngineSettings:
         coordinator=address("coordinator-0"),
         max_model_len=MAX_MODEL_LEN,
         num_kv_blocks=num_blocks,
+        rows_cache_bytes=rows_bytes,
         max_num_batched_tokens=32,
         max_num_seqs=8,
         kv_listen=address(f"{name}-kv") if moves_kv else "",
@@ -209,6 +214,10 @@ def _gateway_settings(name: str, processors: tuple[str, ...], tokenizers: tuple[
 
 def _tokenizer(settings: TokenizerSettings, process: Process, world: HostDependencies) -> SimulatedTokenizer:
     return SimulatedTokenizer(settings, _fingerprint())
+
+
+def _encoder(settings: EncoderSettings, process: Process, world: HostDependencies) -> SimulatedEncoder:
+    return SimulatedEncoder(settings, _fingerprint())
 
 
 def _output_processor(

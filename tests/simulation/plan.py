@@ -5,7 +5,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
+from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE
 
+from .encoders import MARK, file_of, with_rows
 from .reference import Expected, expected
 
 
@@ -23,6 +25,7 @@ class Ask:
         resumes: The client continues its answer on another gateway when its own is lost.
         is_chat: A tokenizer renders and encodes the prompt.
         has_grammar: Each engine that computes it compiles a grammar of its own for it.
+        files: What the marks in the prompt stand for.
         cut_after: Seconds after which the client's connection to its gateway ends, so that it resumes; None: never.
     """
 
@@ -40,6 +43,7 @@ class Ask:
     cut_after: float | None = None
     is_chat: bool = False
     has_grammar: bool = False
+    files: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Plan:
         num_coordinators: One holds the lease, the others stand by.
         state_chunk: Of the layer of the engines' model that keeps a state; 0: none does.
         state_bytes: How large its states are.
+        num_encoders: Those that have the files of requests; 0: there are none.
+        rows_bytes: Room for rows at each engine.
     """
 
     seed: int
@@ -105,6 +111,8 @@ class Plan:
     num_tokenizers: int = 1
     state_chunk: int = 0
     state_bytes: int = STATE_BYTES
+    num_encoders: int = 0
+    rows_bytes: int = 1 << 20
     asks: list[Ask] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -128,6 +136,10 @@ class Plan:
     @property
     def tokenizers(self) -> list[str]:
         return [f"tokenizer-{index}" for index in range(self.num_tokenizers)]
+
+    @property
+    def encoders(self) -> list[str]:
+        return [f"encoder-{index}" for index in range(self.num_encoders)]
 
     @property
     def is_split(self) -> bool:
@@ -236,6 +248,42 @@ def with_chats(plan: Plan) -> Plan:
     return replace(pair, asks=asks, faults=sorted(faults, key=lambda each: each.at))
 
 
+def with_images(plan: Plan) -> Plan:
+    """Return the plan with two encoders, and images in most prompts, of which many have the same tokens up to their
+    image's end. The encoders are killed, stopped and cut off; some engines have hardly room for one image's rows."""
+    random = Random(f"images {plan.seed}")
+    files = [file_of(number, num_rows) for number in range(3) for num_rows in (6, 12)]
+    beginning = list(_draw_ids(random, 10))
+    rows_bytes = random.choice((1 << 20, 12 * 4 * HIDDEN_SIZE, 20 * 4 * HIDDEN_SIZE))
+    pair = replace(plan, num_encoders=2, num_tokenizers=2, rows_bytes=rows_bytes)
+
+    def drawn(ask: Ask) -> Ask:
+        shown = tuple(random.choice(files) for _ in range(random.choice((0, 1, 1, 2, 3))))
+        prompt = list(ask.prompt[-30:])
+        places = [0, *(random.randrange(len(prompt) + 1) for _ in shown[1:])][: len(shown)]
+        for place in sorted(places, reverse=True):
+            prompt.insert(place, MARK)
+        if random.random() < 0.7:
+            prompt = beginning + prompt
+        tokens, hashed = with_rows(tuple(prompt), shown)
+        stop = _draw_stop(random, tokens, ask.max_tokens, hashed=hashed) if ask.stop else ()
+        wanted = expected(tokens, ask.max_tokens, stop, hashed=hashed)
+        return replace(ask, prompt=tuple(prompt), files=shown, is_chat=True, stop=stop, expected=wanted)
+
+    def fault() -> Fault:
+        kind = random.choice(("crash", "crash", "drain", "freeze", "cut", "one_way_cut", "reset"))
+        at, lasts, encoder = random.uniform(0.0, SECONDS), random.uniform(0.1, 4.0), random.choice(pair.encoders)
+        if kind not in LINK_FAULTS:
+            return Fault(kind, at, lasts, encoder)
+        ends = [encoder, random.choice((*pair.gateways, *pair.engines))]
+        random.shuffle(ends)
+        return Fault(kind, at, lasts, *ends)
+
+    faults = [*plan.faults, *(fault() for _ in range(random.randrange(2, 6)))]
+    asks = [drawn(ask) for ask in plan.asks]
+    return replace(pair, asks=asks, faults=sorted(faults, key=lambda each: each.at))
+
+
 def _draw_ids(random: Random, count: int) -> tuple[int, ...]:
     return tuple(random.choice(_PROMPT_IDS) for _ in range(count))
 
@@ -264,9 +312,11 @@ def _draw_ask(random: Random, prefixes: Sequence[tuple[int, ...]], lengths: tupl
     return replace(ask, cut_after=of_connection.uniform(0.0, 0.6)) if is_cut else ask
 
 
-def _draw_stop(random: Random, prompt: tuple[int, ...], max_tokens: int, state_chunk: int = 0) -> tuple[str, ...]:
+def _draw_stop(
+    random: Random, prompt: tuple[int, ...], max_tokens: int, state_chunk: int = 0, hashed: tuple[int, ...] = ()
+) -> tuple[str, ...]:
     """Return a stop string that the output contains, if it is long enough."""
-    text = expected(prompt, max_tokens, (), state_chunk).text
+    text = expected(prompt, max_tokens, (), state_chunk, hashed).text
     start = random.randrange(len(text) + 1)
     stop = text[start : start + random.randrange(1, 6)]
     return (stop,) if stop.strip("\ufffd") == stop and stop else ()

@@ -44,9 +44,16 @@ def _tokens(prompt: tuple[int, ...], num_tokens: int, state_chunk: int) -> list[
     return expected_tokens(prompt, num_tokens, VOCAB_SIZE, state_chunk=state_chunk)
 
 
-def expected(prompt: tuple[int, ...], num_tokens: int, stop: tuple[str, ...] = (), state_chunk: int = 0) -> Expected:
-    """Return what every sample of an answer must be. ``state_chunk``: that of the engines' workers."""
-    tokens = _tokens(prompt, num_tokens, state_chunk)
+def expected(
+    prompt: tuple[int, ...],
+    num_tokens: int,
+    stop: tuple[str, ...] = (),
+    state_chunk: int = 0,
+    hashed: tuple[int, ...] = (),
+) -> Expected:
+    """Return what every sample of an answer must be. ``state_chunk``: that of the engines' workers. ``hashed``: the
+    prompt with what stands for rows of images in a hash; empty: it has none."""
+    tokens = _tokens(hashed or prompt, num_tokens, state_chunk)
     detokenizer = Detokenizer(_load()[1], prompt, stop=stop)
     texts: list[str] = []
     for token in tokens:

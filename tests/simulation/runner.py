@@ -17,7 +17,7 @@ from .invariants import check_answers, check_idle_mesh
 from .load import Answer, Client
 from .mesh import Mesh
 from .network import Network
-from .plan import Ask, Fault, Plan, make_plan, with_chats, with_standby, with_states
+from .plan import Ask, Fault, Plan, make_plan, with_chats, with_images, with_standby, with_states
 from .virtual_loop import VirtualLoop
 
 
@@ -51,14 +51,16 @@ def run_seed(
     is_administered: bool = False,
     has_chats: bool = False,
     has_states: bool = False,
+    has_images: bool = False,
 ) -> Result:
     """Run the plan of a seed. ``kinds``: the faults that may happen. ``has_standby``: with a second coordinator.
     ``is_administered``: with calls of an operator. ``has_chats``: with chats, which tokenizers render. ``has_states``:
-    with a model that keeps a state."""
+    with a model that keeps a state. ``has_images``: with images, which encoders turn into rows."""
     plan = make_plan(seed, kinds)
     plan = with_states(plan) if has_states else plan
     plan = with_administration(plan) if is_administered else plan
     plan = with_chats(plan) if has_chats else plan
+    plan = with_images(plan) if has_images else plan
     return run_plan(with_standby(plan) if has_standby else plan)
 
 

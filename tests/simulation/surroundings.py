@@ -21,7 +21,7 @@ from tokenloom.services.runtime.peers.message_limit import MAX_MESSAGE_BYTES
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.services.runtime.tasks import Tasks
 
-from .exchange import Exchange, Served
+from .exchange import Exchange, Served, packed
 from .network import Find, Network
 from .pipe import Pipe
 from .virtual_loop import Process
@@ -155,8 +155,19 @@ class Channel(grpc.aio.Channel):
 
         return begin
 
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    def stream_unary(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
+    ) -> Any:
+        """All requests of a call are sent at once."""
+
+        async def run(requests: Any, timeout: float | None) -> Any:
+            request = packed([request_serializer(each) async for each in requests])
+            return await self._exchange(method, request, response_deserializer, timeout).unary()
+
+        def begin(requests: Any, timeout: float | None = None, metadata: object = None) -> Any:
+            return asyncio.ensure_future(run(requests, timeout))
+
+        return begin
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Return whether a process listens there: each call of a simulated channel connects by itself."""

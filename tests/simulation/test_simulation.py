@@ -20,6 +20,7 @@ STANDBY_SEEDS = 12
 ADMINISTERED_SEEDS = 12
 CHAT_SEEDS = 12
 STATE_SEEDS = 12
+IMAGE_SEEDS = 12
 TRACED = 3
 PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).trace for seed in range({})))"
 
@@ -58,6 +59,22 @@ def test_states_follow_their_tokens(seed: int, is_administered: bool) -> None:
 def test_a_bug_of_states_that_is_put_back_is_found(bug: str) -> None:
     with reintroduced(bug):
         assert any(run_seed(seed, has_states=True).violations for seed in range(200))
+
+
+@pytest.mark.parametrize("seed", range(IMAGE_SEEDS))
+def test_encoders_that_die_cost_no_answer(seed: int) -> None:
+    """A row is a part of the hash of all tokens behind it: one of another image, or of none, is a wrong token."""
+    assert not run_seed(seed, has_images=True).violations
+
+
+@pytest.mark.parametrize("bug", ["blind_to_images", "lost_file_is_final", "rows_stay"])
+def test_a_bug_of_images_that_is_put_back_is_found(bug: str) -> None:
+    with reintroduced(bug):
+        assert any(run_seed(seed, has_images=True).violations for seed in range(200))
+
+
+def test_a_seed_with_images_repeats() -> None:
+    assert len({run_seed(0, has_images=True).trace for _ in range(2)}) == 1
 
 
 @pytest.mark.parametrize("bug", ["no_wait", "clients_fault", "schemas_fault"])

@@ -12,7 +12,9 @@ from tokenloom.services.tokenizer.render_worker import RenderJob, RenderReply, R
 from tokenloom.services.tokenizer.renderer import Renderer, RenderProcess
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from tokenloom.v1.types_pb2 import Fingerprint
+from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, Fingerprint
+
+from .encoders import expand
 
 START_SECONDS = 0.25
 RENDER_SECONDS = 0.004
@@ -94,7 +96,10 @@ class SimulatedTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         )
 
     async def GetTokenizerInfo(self, request: object, context: object) -> tokenizer_pb2.GetTokenizerInfoResponse:
-        return tokenizer_pb2.GetTokenizerInfoResponse(fingerprint=self._fingerprint, max_token_bytes=16)
+        kinds = [MEDIA_KIND_IMAGE]
+        return tokenizer_pb2.GetTokenizerInfoResponse(
+            fingerprint=self._fingerprint, max_token_bytes=16, media_kinds=kinds
+        )
 
     async def EncodeChat(self, request: Any, context: object) -> tokenizer_pb2.EncodeChatResponse:
         job = RenderJob(
@@ -105,7 +110,8 @@ class SimulatedTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             continue_final_message=False,
         )
         rendered = await self._renderer.render(job)
-        prompt = tokenizer_pb2.TokenizedPrompt(token_ids=json.loads(rendered.text))
+        token_ids, items = expand(json.loads(rendered.text), request.media)
+        prompt = tokenizer_pb2.TokenizedPrompt(token_ids=token_ids, media=items)
         return tokenizer_pb2.EncodeChatResponse(prompt=prompt)
 
     async def start(self, host: Host) -> None:

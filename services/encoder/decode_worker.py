@@ -6,6 +6,7 @@ over its pipe: first ``DecodeSetup``, then one ``DecodeReply`` for each message.
 
 import logging
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 from tokenloom.process import helper_pipe
 from tokenloom.process.confinement import confine
 
-from .pixel_slots import PixelPart, write_pixels
+from .pixel_slots import MAX_SLOT_BYTES, PixelPart, write_pixels
 
 _NICENESS = 10
 """A large image takes seconds, and leaves the processors to what takes milliseconds."""
@@ -78,6 +79,8 @@ def main() -> None:
         return
     ready = DecodeReply(is_confined=confine())
     helper_pipe.limit_memory(setup.memory_bytes)
+    # The slots count as files, and not as this process's memory.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_SLOT_BYTES, MAX_SLOT_BYTES))
     helper_pipe.write_message(msgspec.msgpack.encode(ready))
     while True:
         helper_pipe.limit_time(0, 0)
@@ -114,6 +117,8 @@ def _answer(processor: Any, job: DecodeJob, max_pixels: int) -> DecodeReply:
         return DecodeReply(parts=write_pixels(job.slot, pixels))
     except (image_file.BadImage, msgspec.DecodeError) as error:
         return DecodeReply(refused=str(error))
+    except OSError:
+        return DecodeReply(refused="The image has too many pixels once it is prepared.")
 
 
 if __name__ == "__main__":

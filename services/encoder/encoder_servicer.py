@@ -107,7 +107,9 @@ class EncoderServicer(EncoderServicerBase):
         size = info.max_file_bytes
         self._headers = FairStage(1, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING * size)
         self._fetches = FairStage(MAX_FETCHES, "files to fetch", max_waiting=MAX_WAITING, max_cost=MAX_WAITING)
-        self._turns = FairStage(maker.num_places, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING_ROWS)
+        self._turns = FairStage(
+            maker.num_places, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING_ROWS, leaves_spare=True
+        )
         self.num_calls = 0
         self.changed = asyncio.Event()
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from tokenloom.request import errors
 from tokenloom.v1.encoder_pb2 import PutResponse
 
+MAX_OWNERS = 256
+"""Of one file: a client may vary the salts of its requests without end."""
 MAX_PINS = 1 << 16
 """Files of live requests, each counted for each request."""
 
@@ -33,13 +35,13 @@ class StoredFile:
 
     Attributes:
         facts: What ``Put`` answers.
-        owners: Who has put it.
+        owners: Who has put it, the latest last.
         pins: The requests that need it, each with the end of its lease in seconds of the owner's clock.
     """
 
     data: bytes
     facts: PutResponse
-    owners: set[Owner] = field(default_factory=set)
+    owners: dict[Owner, None] = field(default_factory=dict)
     pins: dict[Pin, float] = field(default_factory=dict)
 
 
@@ -93,7 +95,7 @@ class FileStore:
         if (file := self._files.get(digest)) is None:
             file = self._files[digest] = StoredFile(data, facts)
             self.num_bytes += len(data)
-        file.owners.add(owner)
+        _add(owner, file)
         self._use(digest, file, owner, request_id)
 
     def find(self, owner: Owner, digest: bytes, request_id: str) -> PutResponse | None:
@@ -108,7 +110,7 @@ class FileStore:
     def add_owner(self, owner: Owner, digest: bytes, request_id: str) -> PutResponse | None:
         """Do the same for an owner who has the file too, and has just shown it."""
         if (file := self._files.get(digest)) is not None:
-            file.owners.add(owner)
+            _add(owner, file)
         return self.find(owner, digest, request_id)
 
     def data(self, digest: bytes) -> bytes | None:
@@ -180,3 +182,10 @@ class FileStore:
             self.num_bytes -= len(self._files.pop(digest).data)
             if self.num_bytes + self._arriving <= self._max_bytes:
                 return
+
+
+def _add(owner: Owner, file: StoredFile) -> None:
+    file.owners.pop(owner, None)
+    file.owners[owner] = None
+    if len(file.owners) > MAX_OWNERS:
+        del file.owners[next(iter(file.owners))]

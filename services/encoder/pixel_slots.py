@@ -5,6 +5,7 @@ where they lie.
 """
 
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,15 @@ class PixelPart(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+
+def new_memory() -> int:
+    """Return the descriptor of a file in memory; of one without a name on disk where the system has none there."""
+    try:
+        return os.memfd_create("tokenloom-encoder")
+    except OSError:  # forbidden by a container's seccomp profile, for example
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
 
 
 def write_pixels(slot: int, pixels: Pixels) -> list[PixelPart]:
@@ -79,7 +89,7 @@ class PixelSlots:
     """Owns the slots. One is taken from the time when an image is prepared until the tower has its pixels."""
 
     def __init__(self, count: int) -> None:
-        self.descriptors = [os.memfd_create("tokenloom-pixels") for _ in range(count)]
+        self.descriptors = [new_memory() for _ in range(count)]
         self._free = list(self.descriptors)
 
     @contextmanager

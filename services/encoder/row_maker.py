@@ -16,7 +16,7 @@ from tokenloom.v1.types_pb2 import MediaItem
 
 from .decode_worker import DecodeJob, DecodeReply, DecodeSetup
 from .encoder_settings import EncoderSettings
-from .pixel_slots import PixelPart, PixelSlots, read_all
+from .pixel_slots import PixelPart, PixelSlots, new_memory, read_all
 from .tower_worker import TowerJob, TowerReady, TowerReply, TowerSetup
 
 DECODE_MEMORY_BYTES = 2 << 30
@@ -26,6 +26,10 @@ TOWER_START_SECONDS = 1800.0
 """Reading the largest towers from a slow disk."""
 WAIT_SECONDS = 60.0
 """As long as one image may take to be decoded, on a busy machine."""
+
+
+MAX_KILLERS = 1024
+"""Files that have ended the tower, by digest."""
 
 
 class Rows(NamedTuple):
@@ -64,7 +68,7 @@ class RowMaker:
         self._path = path
         self.num_places = settings.image_workers + 1  # one is prepared for the tower while all others are decoded
         self._slots = PixelSlots(self.num_places)
-        self._rows = os.memfd_create("tokenloom-rows")
+        self._rows = new_memory()
         self._tower_free = asyncio.Lock()
         self._headers = HelperPool(self._start_headers, 1, "read the image's header", WAIT_SECONDS)
         self._decoders = HelperPool(self._start_decoder, settings.image_workers, "decode the image", WAIT_SECONDS)
@@ -72,6 +76,7 @@ class RowMaker:
         self.width = 0
         self.row_type = RowType.ROW_TYPE_FLOAT32
         self.is_confined = True
+        self._killers: dict[bytes, None] = {}  # the latest last
 
     async def start(self) -> None:
         """Load the tower. Raises ``InvalidArgument`` for a checkpoint whose images cannot be read, ``Unavailable`` if a
@@ -102,6 +107,10 @@ class RowMaker:
         Raises ``InvalidArgument`` for a file that cannot be computed, ``ResourceExhausted`` when the device has no room
         for it, and as :meth:`.HelperPool.run`.
         """
+        if item.digest in self._killers:
+            raise errors.InvalidArgument(
+                "The encoder ends when it computes this image; it is not tried again.", "messages"
+            )
         with self._slots.taken() as slot:
             job = DecodeJob(data, slot, item.options_json, item.num_in_prompt or 1)
             began = time.monotonic()
@@ -109,7 +118,11 @@ class RowMaker:
             self._metrics.decode.observe(time.monotonic() - began)
             async with self._tower_free:
                 began = time.monotonic()
-                rows = await self._compute(slot, reply.parts)
+                try:
+                    rows = await self._compute(slot, reply.parts)
+                except errors.Internal:
+                    self._note_killer(item.digest)
+                    raise
                 self._metrics.tower.observe(time.monotonic() - began)
         return rows
 
@@ -123,6 +136,13 @@ class RowMaker:
         size = reply.num_rows * self.width * (2 if self.row_type == RowType.ROW_TYPE_BFLOAT16 else 4)
         data = await asyncio.to_thread(read_all, self._rows, size, 0)
         return Rows(bytes(data), reply.num_rows, self.width, self.row_type)
+
+    def _note_killer(self, digest: bytes) -> None:
+        # The tower may take minutes to load, and no rows are computed meanwhile: a file that has ended it several times
+        # does not do so again.
+        self._killers[digest] = None
+        if len(self._killers) > MAX_KILLERS:
+            del self._killers[next(iter(self._killers))]
 
     async def _start_headers(self) -> HelperProcess:
         return await self._start_decoding("")

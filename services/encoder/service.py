@@ -63,7 +63,7 @@ class EncoderService:
         await maker.start()
         self._undo.push_async_callback(cache.close)
         if not maker.is_confined:
-            log.warning("images are decoded in processes that may use the network: this system has no filter for it")
+            host.fall_backs.begin("unconfined", "this system has no filter of calls, or none that is known here")
         domains = settings.allowed_media_domains
         fetcher = MediaFetcher(domains, settings.max_image_bytes) if domains else None
         info = self._info(maker, fingerprint)

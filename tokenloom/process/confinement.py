@@ -9,7 +9,7 @@ import platform
 import struct
 import sys
 
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
+_PR_SET_NO_NEW_PRIVS, _SECCOMP_SET_MODE_FILTER, _ALL_THREADS = 38, 1, 1
 _ALLOW, _REFUSE = 0x7FFF_0000, 0x0005_0000 | 1  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERRNO with EPERM
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # instructions of classic BPF
 _NUMBER_AT, _ARCHITECTURE_AT = 0, 4  # in the data that the filter sees
@@ -25,8 +25,8 @@ _AARCH64 = (
     *(198, 199, 203, 202, 200, 201, 206, 221, 281, 117, 270, 271),
     *(129, 130, 131, 425, 280, 434, 438, 282, 40, 97, 268),
 )
-_ARCHITECTURES = {"x86_64": (0xC000_003E, _X86_64), "aarch64": (0xC000_00B7, _AARCH64)}
-"""The number of each architecture, and those of the calls that are refused there."""
+_ARCHITECTURES = {"x86_64": (0xC000_003E, _X86_64, 317), "aarch64": (0xC000_00B7, _AARCH64, 277)}
+"""The number of each architecture, those of the calls that are refused there, and that of ``seccomp``."""
 
 
 class _Program(ctypes.Structure):
@@ -34,19 +34,22 @@ class _Program(ctypes.Structure):
 
 
 def confine() -> bool:
-    """Refuse the network, other programs and other processes to this process from now on, and to its threads that
-    begin later. Returns False where the kernel, or the processor, is not known to have such a filter."""
+    """Refuse the network, other programs and other processes to all threads of this process from now on. Returns False
+    where the kernel, or the processor, is not known to have such a filter."""
     known = _ARCHITECTURES.get(platform.machine()) if sys.platform == "linux" else None
     if known is None:
         return False
-    code = _filter(*known)
+    architecture, refused, seccomp = known
+    code = _filter(architecture, refused)
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.addressof(buffer))
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
-    if prctl(_PR_SET_NO_NEW_PRIVS, 1, None, 0, 0) != 0:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         return False
-    return bool(prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program), 0, 0) == 0)
+    # For all threads: numpy has started some of its own when it was imported.
+    arguments = map(ctypes.c_long, (seccomp, _SECCOMP_SET_MODE_FILTER, _ALL_THREADS, ctypes.addressof(program)))
+    return bool(libc.syscall(*arguments) == 0)
 
 
 def _filter(architecture: int, refused: tuple[int, ...]) -> bytes:

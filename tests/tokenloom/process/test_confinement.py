@@ -28,6 +28,18 @@ def test_it_is_refused(what: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+def test_it_is_refused_to_threads_that_were_there_before() -> None:
+    script = (
+        "import socket, threading; from tokenloom.process.confinement import confine\n"
+        "confined = threading.Event()\n"
+        "def open_socket():\n    confined.wait()\n    socket.socket()\n"
+        "thread = threading.Thread(target=open_socket); thread.start()\n"
+        "assert confine()\nconfined.set()"
+    )
+    assert "PermissionError" in _run(script)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
 def test_files_memory_and_threads_go_on() -> None:
     script = (
         "import threading; from pathlib import Path; from tokenloom.process.confinement import confine\n"

@@ -143,6 +143,7 @@ class ModelRunner:
         """Drop the slots of states with their content; no step may run before :meth:`make_states`."""
         if self._states is not None:
             self._states.drop()
+            self._forget_recordings()  # which hold the addresses of the slots
 
     def execute(self, step: SchedulerOutput) -> None:
         """Compute the scheduled tokens, and the logits of each request whose known tokens are then all computed.
@@ -219,8 +220,10 @@ class ModelRunner:
         self, inputs: StepInputs, *, adapted: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the same from a recording; None: the step cannot be recorded."""
-        # A recording counts only if it computes the same bits once more, which would advance a state twice.
-        if self._recordings is None or self._states is not None:
+        if self._recordings is None:
+            return None
+        # transformers' modules, and graphs of a GPU, change states where they are.
+        if self._states is not None and (self._model.config.mixer is None or self._recordings.computes_every_step):
             return None
         if self._routes is not None:
             if not self._recordings.computes_every_step:

@@ -55,6 +55,11 @@ class StatePlan:
     """[R + 1] int32 on the host: where each run's tokens begin in the step."""
     layers: list[LayerStates | None]
 
+    @property
+    def num_slots(self) -> int:
+        """Return how many slots there are. The last one has no owner."""
+        return next(len(layer.conv) for layer in self.layers if layer is not None)
+
     @classmethod
     def make(
         cls, lengths: Sequence[int], read: Sequence[int], written: Sequence[int], layers: list[LayerStates | None]

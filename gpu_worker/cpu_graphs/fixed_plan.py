@@ -10,6 +10,7 @@ from ..attention.attention_backend import AttentionBackend, AttentionPlan, IntAr
 from ..attention.cpu_backend import CPUBackend, CPUPlan, PlanArrays
 from ..attention.grouped_backend import GroupedBackend
 from ..attention.shared_prefix import SharedPrefixes
+from ..attention.states import StatePlan
 from ..batch.batch_arrays import StepArrays
 from ..kernels.library import AttentionArgs
 
@@ -106,6 +107,26 @@ class FixedPlan:
         return BoundPlan(
             [(part, [each for each in attending if each.block_tables == part.tables_at]) for part in self._parts]
         )
+
+
+class FixedStates:
+    """Holds the slots of a step in which each row computes one token, where recorded steps read them."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self._read, self._written = torch.zeros(2, most_tokens, dtype=torch.int32).unbind()
+        self._cu_lens = torch.arange(most_tokens + 1, dtype=torch.int32)
+
+    def fill(self, states: StatePlan, *, on_trial: bool = False) -> None:
+        """Copy the slots of a step. ``on_trial``: write the slot that no request has, so that the step can be computed
+        again."""
+        count = len(states.read)
+        self._read[:count] = states.read
+        self._written[:count] = states.num_slots - 1 if on_trial else states.written
+
+    def plan(self, states: StatePlan) -> StatePlan:
+        """Return a plan that reads what was filled in, over the same slots."""
+        count = len(states.read)
+        return StatePlan(self._read[:count], self._written[:count], self._cu_lens[: count + 1], states.layers)
 
 
 class BoundPlan:

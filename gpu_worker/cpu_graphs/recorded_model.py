@@ -9,19 +9,20 @@ kernel where they share memory, otherwise as a call of Python between two runs o
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..attention.attention_backend import KVCache
+from ..attention.states import StatePlan
 from ..batch.input_batch import StepInputs
 from ..call_recording.recorder import CallRecorder, Entry, RecordedExchange, UnrecordableError, recording
 from ..call_recording.recording import Buffers, DryRun, Recording, SharedMemory
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.threads import kernel_threads
 from ..models.model import StepModel
-from .fixed_plan import BoundPlan, FixedPlan
+from .fixed_plan import BoundPlan, FixedPlan, FixedStates
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class RecordedModel:
 
     def __init__(self, plan: FixedPlan) -> None:
         """``plan`` holds the arrays from which every recorded step computes."""
-        self._plan = plan
+        self._plan, self._states = plan, FixedStates(plan.most_tokens)
         self._ids, self._places = plan.token_ids, plan.positions
         self._token_ids, self._positions = torch.from_numpy(self._ids), torch.from_numpy(self._places)
         self._memory = SharedMemory()
@@ -96,6 +97,9 @@ class RecordedModel:
         rows have LoRA adapters, so that other kernels are called. ``every_row``: compute all logits although not every
         token draws."""
         num_tokens, num_drawn = len(inputs.token_ids), len(inputs.sampled)
+        states = inputs.states
+        if states is not None and len(states.read) != num_tokens:
+            return None
         if inputs.drafts:
             num_drawn += sum(map(len, inputs.drafts.values()))
         if num_tokens > self._plan.most_tokens or inputs.embeds or not (every_row or num_drawn == num_tokens):
@@ -114,9 +118,14 @@ class RecordedModel:
             self._places[:num_tokens] = inputs.rope
         arrays = (inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
         self._plan.fill(*arrays, inputs.rows)
+        if states is not None:
+            self._states.fill(states, on_trial=step is None)
         if step is None:
             with torch.inference_mode():
-                return self._record(size, model, kv_caches)
+                found = self._record(size, model, kv_caches, states)
+            if states is None or (step := self._steps.get(size)) is None:
+                return found if states is None else None
+            self._states.fill(states)
         step.plan.adapt()
         step.recording.run()
         if step.logits is not None:
@@ -124,13 +133,17 @@ class RecordedModel:
         with torch.inference_mode():
             return step.hidden, model.compute_logits(step.hidden)
 
-    def _record(self, size: _Size, model: StepModel, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor]:
-        """Compute a step call by call and record the calls; keep the recording if it computes the same."""
+    def _record(
+        self, size: _Size, model: StepModel, kv_caches: list[KVCache], states: StatePlan | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a step call by call and record the calls; keep the recording if it computes the same. Of ``states``
+        nothing that counts is written."""
         num_tokens = size[0]
         ids, positions = self._token_ids[:num_tokens], self._positions[:num_tokens]
         plan = self._plan.plan()
+        slots: tuple[Any, ...] = () if states is None else ((), self._states.plan(states))
         with recording() as recorder:
-            hidden = model.forward(ids, positions, kv_caches, plan)
+            hidden = model.forward(ids, positions, kv_caches, plan, *slots)
             num_calls = len(recorder.calls) if recorder is not None and recorder.failure is None else 0
             logits = model.compute_logits(hidden)
         if recorder is None:

@@ -18,7 +18,9 @@ from tests.parity.identical import Case
 
 _KINDS_OF_TOKENS = {
     "gemma3": "token_type_ids",
-    **dict.fromkeys(("gemma4_e2b", "gemma4_26b_a4b", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "mm_token_type_ids"),
+    **dict.fromkeys(
+        ("gemma4_e2b", "gemma4_26b_a4b", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "mm_token_type_ids"
+    ),
 }
 """What a processor calls the marks of tokens that are of an image, where ``generate`` asks for them."""
 _OF_PROCESSORS = ("rows", "cols", "num_patches", "num_crops", "num_soft_tokens_per_image")

@@ -384,6 +384,14 @@ FAMILIES = {
         },
     ),
 }
+FAMILIES["qwen3_5"] = replace(
+    FAMILIES["qwen3_vl"],
+    entries=_QWEN_IDS
+    | {
+        "text_config": {"max_position_embeddings": 2048},
+        "vision_config": {"depth": 2, "num_position_embeddings": 64},
+    },
+)
 FAMILIES["qwen2_5_vl"] = replace(
     FAMILIES["qwen2_vl"],
     entries=FAMILIES["qwen2_vl"].entries | {"vision_config": {"window_size": 56}},

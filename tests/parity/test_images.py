@@ -62,7 +62,7 @@ def test_preemption(reference: ImageReference) -> None:
 
 CONTROLS = [
     *((kind, "one_key") for kind in ("llava", "qwen2_5_vl", "gemma3", "pixtral")),
-    *((kind, "without_grid") for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")),
+    *((kind, "without_grid") for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")),
     *((kind, "causal") for kind in ("gemma3", "gemma4_26b_a4b")),
 ]
 

@@ -347,6 +347,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_feature_select_strategy": "default",
     },
 }
+CONFIGS["qwen3_5"] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    **_QWEN_TOKENS,
+    "model_type": "qwen3_5",
+    "text_config": {name: value for name, value in _QWEN3_VL_TEXT.items() if not name.startswith("rope")}
+    | {
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 16,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 16,
+        "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [2, 1, 1],
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    },
+    "tie_word_embeddings": False,
+    "transformers_version": "4.57.0.dev0",
+    "vision_config": _QWEN3_VL_TOWER | {"deepstack_visual_indexes": [], "model_type": "qwen3_5"},
+}
 _MINISTRAL_TEXT = {
     name: value for name, value in CONFIGS["mistral3"]["text_config"].items() if name != "rope_theta"
 } | {

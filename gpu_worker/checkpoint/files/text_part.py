@@ -27,8 +27,8 @@ WRAPPERS = {
     "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl", "qwen2_5_vl_text", shows_images=True),
     "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl", "qwen3_vl_text", shows_images=True),
     "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text", shows_images=True),
-    "Qwen3_5ForConditionalGeneration": _Wrapper("qwen3_5", "qwen3_5_text"),
-    "Qwen3_5MoeForConditionalGeneration": _Wrapper("qwen3_5_moe", "qwen3_5_moe_text"),
+    "Qwen3_5ForConditionalGeneration": _Wrapper("qwen3_5", "qwen3_5_text", shows_images=True),
+    "Qwen3_5MoeForConditionalGeneration": _Wrapper("qwen3_5_moe", "qwen3_5_moe_text", shows_images=True),
     "Mistral3ForConditionalGeneration": _Wrapper("mistral3", "mistral", is_tied=True, shows_images=True),
     "LlavaForConditionalGeneration": _Wrapper("llava", "llama", shows_images=True),
     "LlavaNextForConditionalGeneration": _Wrapper("llava_next", "llama"),
@@ -160,12 +160,17 @@ class MediaSwitches(NamedTuple):
     seen_whole: Literal["all", "sliding"] | None = None
     """The layers in which a token of an image sees the image's later tokens; None: none is."""
     axes: tuple[int, ...] = ()
-    """[head_size / 2]: which position of a token turns each pair of dimensions, that in time, height or width; empty: a
+    """[pairs of dimensions that rotate]: which position of a token turns each, that in time, height or width; empty: a
     token has one position."""
 
 
 _DEEPSTACK = (8, 16, 24)
-_QWEN_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
+_QWEN_SECTIONS = {
+    "qwen2_vl": (16, 24, 24),
+    "qwen2_5_vl": (16, 24, 24),
+    "qwen3_vl": (24, 20, 20),
+    "qwen3_5": (11, 11, 10),
+}
 """What the classes take where the file states nothing."""
 
 
@@ -181,13 +186,15 @@ def media_switches(values: Mapping[str, Any]) -> MediaSwitches | None:
             return MediaSwitches(seen_whole="all")
         case "gemma4":
             return MediaSwitches(seen_whole="sliding" if text.get("use_bidirectional_attention") == "vision" else None)
-        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe":
+        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe" | "qwen3_5" | "qwen3_5_moe":
             is_third = kind.startswith("qwen3_vl")
             entries = text or values
             rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
             sections = tuple(rope.get("mrope_section") or _QWEN_SECTIONS[kind.removesuffix("_moe")])
             levels = 1 + len(tower.get("deepstack_visual_indexes", _DEEPSTACK)) if is_third else 1
-            return MediaSwitches(levels, axes=_alternating(sections) if is_third else _in_a_row(sections))
+            return MediaSwitches(
+                levels, axes=_in_a_row(sections) if kind.startswith("qwen2") else _alternating(sections)
+            )
     return MediaSwitches()
 
 

@@ -100,6 +100,7 @@ def test_what_images_change_is_read_from_the_whole_configuration() -> None:
     assert found["gemma4_26b_a4b"] == MediaSwitches(seen_whole="sliding")
     assert found["qwen2_5_vl"] == MediaSwitches(axes=(0, 0, 1, 1, 1, 2, 2, 2))
     assert found["qwen3_vl_moe"] == MediaSwitches(2, axes=(0, 1, 2) * 4)
+    assert found["qwen3_5"] == MediaSwitches(axes=(0, 1, 2, 0))  # of the half of a head that rotates
     assert media_switches({"architectures": ["Qwen3ForCausalLM"]}) is None
     stated = {"architectures": ["Qwen3VLForConditionalGeneration"]}
     published = media_switches(stated | {"text_config": {"rope_scaling": {"mrope_section": [24, 20, 20]}}})

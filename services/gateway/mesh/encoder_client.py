@@ -33,10 +33,8 @@ MAX_WAITING_BYTES: Final = 1 << 40
 """Not limited here: the files that the gateway holds are."""
 PIECE_BYTES: Final = 1 << 20
 """Of a file in one message."""
-WAIT_SECONDS: Final = 15.0
-"""How long a new request waits for an encoder that takes its files: encoders load their towers when a mesh starts."""
-RESTORE_SECONDS: Final = 30.0
-"""The same of a request that runs: an encoder may have to start again, and load its tower."""
+WAIT_SECONDS: Final = 60.0
+"""How long a request waits for an encoder that takes its files: one that was killed starts again and loads a tower."""
 AGAIN_SECONDS: Final = 0.2
 RELEASE_SECONDS: Final = 5.0
 LEAVE_SECONDS: Final = 10.0
@@ -114,17 +112,17 @@ class EncoderClient:
                 self._names.popitem(last=False)
 
     async def place(
-        self, part: MediaPart, digest: bytes, file: MediaFile | None, owner: Owner, seconds: float
+        self, part: MediaPart, digest: bytes, file: MediaFile | None, owner: Owner
     ) -> tuple[str, encoder_pb2.PutResponse]:
         """Return the address of an encoder that has a file now, and what it says of it.
 
         ``digest``: empty if the file is only at a URL. ``file``: None if only encoders may have it. Raises
         ``InvalidArgument`` for a file that no encoder takes, ``PermissionDenied`` for a URL, and ``Unavailable``, or
-        what refused it, when no encoder takes it for so many ``seconds``.
+        what refused it, when no encoder takes it in time.
         """
         loop, debt = asyncio.get_running_loop(), RetryDebt(self._budget)
         self._budget.add_request()
-        until, refusal = loop.time() + seconds, errors.Unavailable("No encoder is serving yet; retry.")
+        until, refusal = loop.time() + WAIT_SECONDS, errors.Unavailable("No encoder is serving yet; retry.")
         cost = 1 + (0 if file is None else file.num_bytes)
         while True:
             for address in _ranked(self._addresses(), digest or part.url.encode()):
@@ -214,7 +212,7 @@ class RequestMedia:
     async def put(self) -> list[MediaSize]:
         """Put all files at encoders, and return what the tokenizer has to know of each part. Raises as
         :meth:`EncoderClient.place`."""
-        placed = await self._place(WAIT_SECONDS)
+        placed = await self._place()
         self._digests = [response.digest for _, response in placed]
         sizes = []
         for part, (address, response) in zip(self._parts, placed, strict=True):
@@ -234,7 +232,7 @@ class RequestMedia:
 
     async def restore(self, submit: output_processor_pb2.Submit) -> None:
         """Put the files again, and write into a request where they are now. Raises as :meth:`put`."""
-        placed = {response.digest: address for address, response in await self._place(RESTORE_SECONDS)}
+        placed = {response.digest: address for address, response in await self._place()}
         for item in submit.prompt.media:
             if item.digest not in placed:
                 raise errors.Unavailable("A file has changed at its URL while its request was running; send it again.")
@@ -245,7 +243,7 @@ class RequestMedia:
         self._client.release(list(self._addresses), self._owner)
         self._files, self._parts = {}, ()
 
-    async def _place(self, seconds: float) -> list[tuple[str, encoder_pb2.PutResponse]]:
+    async def _place(self) -> list[tuple[str, encoder_pb2.PutResponse]]:
         tasks: dict[object, asyncio.Task[tuple[str, encoder_pb2.PutResponse]]] = {}
         keys = []
         try:
@@ -254,17 +252,17 @@ class RequestMedia:
                     digest = self._client.digest_of(part, self._owner.tenant)
                     keys.append(key := digest or part.url)
                     if key not in tasks:
-                        tasks[key] = group.create_task(self._place_one(part, digest, seconds))
+                        tasks[key] = group.create_task(self._place_one(part, digest))
         except BaseExceptionGroup as failed:
             raise _first(failed) from None
         return [tasks[key].result() for key in keys]
 
-    async def _place_one(self, part: MediaPart, digest: bytes, seconds: float) -> tuple[str, encoder_pb2.PutResponse]:
+    async def _place_one(self, part: MediaPart, digest: bytes) -> tuple[str, encoder_pb2.PutResponse]:
         kept, tenant = self._client.kept, self._owner.tenant
         file = part.file or self._files.get(digest) or kept.get(tenant, digest)
         if file is not None and self._owner.is_kept:
             kept.put(tenant, file)
-        address, response = await self._client.place(part, digest, file, self._owner, seconds)
+        address, response = await self._client.place(part, digest, file, self._owner)
         self._addresses[address] = None
         return address, response
 

@@ -4,10 +4,11 @@ let lastId = 0;
 
 /** One message; an assistant's message fills while its answer streams. */
 export class Message {
-  constructor(role, content = "") {
+  constructor(role, content = "", pictures = []) {
     this.id = ++lastId;
     this.role = role; // user, assistant or tool
     this.content = content;
+    this.pictures = pictures; // of a user: {name, url}, each a data: URL
     this.reasoning = "";
     this.toolCalls = []; // of an assistant: {id, name, arguments, result}
     this.tokens = []; // with log probabilities, if asked for: {text, logprob, alternatives}
@@ -51,8 +52,14 @@ export class Conversation {
   }
 }
 
+/** Return the content of a user's message: its text, behind its pictures if it has any. */
+export const contentOf = (text, pictures) => (pictures.length
+  ? [...pictures.map(({ url }) => ({ type: "image_url", image_url: { url } })), { type: "text", text }]
+  : text);
+
 const apiMessages = (message) => {
-  if (message.role === "user" || !message.toolCalls.length) return [{ role: message.role, content: message.content }];
+  if (message.role === "user") return [{ role: "user", content: contentOf(message.content, message.pictures) }];
+  if (!message.toolCalls.length) return [{ role: message.role, content: message.content }];
   const calls = message.toolCalls.map(({ id, name, arguments: text }) =>
     ({ id, type: "function", function: { name, arguments: text } }));
   const results = message.toolCalls.filter((call) => call.result !== undefined)

@@ -16,12 +16,14 @@ export class MessageView {
     this.reasoning = html("details", { class: "reasoning", hidden: true, open: true },
       html("summary", {}, "Reasoning"), html("div"));
     this.tools = html("div");
+    this.pictures = html("p", { class: "note", hidden: !message.pictures.length },
+      `Images: ${message.pictures.map(({ name }) => name).join(", ")}`);
     this.error = html("p", { class: "problem", role: "alert", hidden: true });
     this.foot = html("div");
     this.bar = html("span", { class: "message-actions" });
     this.root = html("article", { class: `message ${message.role}`, "aria-label": AUTHORS[message.role] },
       html("header", {}, html("b", {}, AUTHORS[message.role]), this.bar),
-      this.reasoning, this.text, this.tools, this.error, this.foot);
+      this.reasoning, this.pictures, this.text, this.tools, this.error, this.foot);
     this.tokens = null;
     this.showsTokens = true;
     this.show();

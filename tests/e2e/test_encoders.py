@@ -1,12 +1,14 @@
 """``serve`` starts encoders beside the engine for a model that reads images, and starts one again that was killed."""
 
+import asyncio
+import base64
 import hashlib
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
+import openai
 import psutil
 import pytest
 
@@ -17,9 +19,9 @@ from tokenloom.v1.encoder_pb2_grpc import EncoderStub
 from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, MediaItem
 
 
-def _image() -> bytes:
+def _image(seed: int = 0) -> bytes:
     data = io.BytesIO()
-    picture(200, 120).save(data, "PNG")
+    picture(200, 120, seed).save(data, "PNG")
     return data.getvalue()
 
 
@@ -40,14 +42,18 @@ def _rows(address: str) -> list[bytes]:
         return [chunk.rows for chunk in stub.Get(GetRequest(item=item), timeout=60)]
 
 
-def test_encoders_of_a_mesh(serve: Any, tmp_path: Path) -> None:
-    model = write_whole_vision("llava", tmp_path)
-    mesh = serve(str(model), "--worker", "hash", "--encoders", "2")
+@pytest.fixture(scope="module")
+def mesh(serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model = write_whole_vision("llava", tmp_path_factory.mktemp("encoders"))
+    return serve(str(model), "--worker", "hash", "--encoders", "2")
 
-    def encoders() -> dict[str, dict[str, Any]]:
-        return {f"encoder-{part['index']}": part for part in mesh.ps() if part["service"] == "encoder"}
 
-    parts = encoders()
+def _encoders(mesh: Any) -> dict[str, dict[str, Any]]:
+    return {f"encoder-{part['index']}": part for part in mesh.ps() if part["service"] == "encoder"}
+
+
+def test_an_encoder_that_was_killed_is_started_again(mesh: Any) -> None:
+    parts = _encoders(mesh)
     assert [part["health"] for part in parts.values()] == ["SERVING"] * 2, mesh.log.read_text()
     rows = [_rows(part["address"]) for part in parts.values()]
     assert rows[0] == rows[1]
@@ -59,8 +65,36 @@ def test_encoders_of_a_mesh(serve: Any, tmp_path: Path) -> None:
     victim.kill()
     psutil.wait_procs(helpers, timeout=60)
     assert not [each for each in helpers if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-    with pytest.raises(grpc.RpcError):
-        _rows(f"{parts['encoder-0']['address']}.gone")
-    while (found := encoders()["encoder-0"])["health"] != "SERVING" or found["pid"] == victim.pid:
+    _wait_replaced(mesh, "encoder-0", victim.pid)
+    assert _rows(parts["encoder-0"]["address"]) == rows[0]
+
+
+async def test_no_request_fails_when_encoders_are_killed(mesh: Any) -> None:
+    """Each has other images, and a salt of its own in the second round, so that all rows are computed again."""
+    urls = [f"data:image/png;base64,{base64.b64encode(_image(seed)).decode()}" for seed in range(12)]
+    async with openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=4, timeout=120) as client:
+
+        async def ask(number: int, salt: str) -> str:
+            parts: Any = [{"type": "image_url", "image_url": {"url": urls[number]}}, {"type": "text", "text": "What?"}]
+            answer = await client.chat.completions.create(
+                model="llava",
+                messages=[{"role": "user", "content": parts}],
+                max_tokens=20,
+                extra_body={"cache_salt": salt, "ignore_eos": True},
+            )
+            return str(answer.choices[0].message.content)
+
+        expected = await asyncio.gather(*(ask(number, "first") for number in range(len(urls))))
+        assert len(set(expected)) == len(urls), "each answer depends on its image"
+        for index in range(2):
+            asking = [asyncio.create_task(ask(number, f"round {index}")) for number in range(len(urls))]
+            await asking[0]  # others are on their way
+            victim = _encoders(mesh)[f"encoder-{index}"]
+            psutil.Process(victim["pid"]).kill()
+            assert await asyncio.gather(*asking) == expected
+            await asyncio.to_thread(_wait_replaced, mesh, f"encoder-{index}", victim["pid"])
+
+
+def _wait_replaced(mesh: Any, name: str, pid: int) -> None:
+    while (found := _encoders(mesh)[name])["health"] != "SERVING" or found["pid"] == pid:
         pass  # `ps` takes its time; pytest's timeout bounds the wait
-    assert _rows(found["address"]) == rows[0]

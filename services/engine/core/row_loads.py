@@ -132,9 +132,12 @@ class EncoderChannels:
             await channel.close()
 
     async def _close_unused(self) -> None:
-        unused = [address for address, (_, users) in self._open.items() if not users[0]]
-        for address in unused[: max(len(self._open) - _MAX_CHANNELS, 0)]:
-            channel, _ = self._open.pop(address)
+        while len(self._open) > _MAX_CHANNELS:
+            # Sought anew after each wait: meanwhile a call may have begun.
+            unused = next((address for address, (_, users) in self._open.items() if not users[0]), None)
+            if unused is None:
+                return
+            channel, _ = self._open.pop(unused)
             await channel.close()
 
 
@@ -235,7 +238,9 @@ class RowLoads:
         except Exception as error:  # the edge: a failed load ends its attempts, and nothing else
             self._fail(load, of_exception(error))
         finally:
-            self._loads.pop(load.wanted.number, None)
+            # A load that was given up may have a successor: the core asks under the same number for another request.
+            if self._loads.get(load.wanted.number) is load:
+                del self._loads[load.wanted.number]
 
     def _fail(self, load: _Load, error: TokenloomError) -> None:
         self._metrics.failed(error.reason)
@@ -263,7 +268,7 @@ class RowLoads:
                 if self._receiver.clock() - full_since > _FULL_SECONDS:
                     raise ResourceExhausted("the encoder has no room for the image; retry the request")
                 wait = self._pause.full if error.retry_after is None else error.retry_after
-                await asyncio.sleep(min(wait, _MOST_WAIT_SECONDS))
+                await asyncio.sleep(min(max(wait, self._pause.away), _MOST_WAIT_SECONDS))
             elif error.code in _AWAY:
                 num_failed += 1
                 if num_failed > _RETRIES:
@@ -272,8 +277,11 @@ class RowLoads:
                 await asyncio.sleep(self._pause.away * 2 ** (num_failed - 1))
             elif error.code is Code.NOT_FOUND:
                 raise MediaLost("the encoder does not have the image any more")
+            elif error.code in (Code.INVALID_ARGUMENT, Code.DEADLINE_EXCEEDED):
+                raise error  # of this image
             else:
-                raise error
+                log.error("an encoder refuses a call: %s", error.message)
+                raise Internal("the encoder could not compute the image")
 
     async def _call(self, load: _Load) -> None:
         request = load.request

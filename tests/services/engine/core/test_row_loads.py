@@ -12,6 +12,7 @@ from tests.services.engine.peer import VOCAB_SIZE, Peer, make_settings, running_
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.engine.core import row_loads
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1.encoder_pb2 import ROW_TYPE_BFLOAT16, RowChunk
 from tokenloom.v1.types_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
 
@@ -106,6 +107,7 @@ async def test_a_call_that_is_cut_goes_on_where_it_ended(peer: Peer, encoder: Fa
         ([errors.Unavailable("away")] * 4, errors.MediaLost),
         ([errors.InvalidArgument("image 0 cannot be decoded", "messages")], errors.InvalidArgument),
         ([errors.DeadlineExceeded("decoding takes too long")], errors.DeadlineExceeded),
+        ([errors.PermissionDenied("gateway may not call Encoder")], errors.Internal),
     ],
 )
 async def test_what_lasts_ends_those_that_wait(
@@ -203,3 +205,28 @@ async def test_the_engine_stops_while_rows_are_on_their_way(
         await encoder.called.wait()
     async with asyncio.timeout(30):
         await encoder.ended.wait()
+
+
+async def test_another_request_that_asks_while_a_load_is_given_up_gets_the_rows(
+    peer: Peer, encoder: FakeEncoder, address: str
+) -> None:
+    encoder.gate.clear()
+    await peer.send(make_media_add(1, make_item(4, 10, address)))
+    await encoder.called.wait()
+    encoder.gate.set()
+    await peer.send(add := make_media_add(2, make_item(4, 10, address)), abort_slots=[1])
+    assert (await peer.read_until_finished([1, 2])).token_ids[2] == expected_of(add, VOCAB_SIZE)
+
+
+async def test_channels_to_encoders_that_are_not_used_are_closed(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_loads, "_MAX_CHANNELS", 2)
+    channels = row_loads.EncoderChannels(Channels())
+    async with channels.stub(f"unix:{socket_dir}/used"):
+        for index in range(4):
+            async with channels.stub(f"unix:{socket_dir}/{index}"):
+                pass
+        assert list(channels._open) == [f"unix:{socket_dir}/used", f"unix:{socket_dir}/3"]
+    await channels.close()
+    assert not channels._open

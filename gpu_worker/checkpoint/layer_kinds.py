@@ -206,6 +206,8 @@ def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediat
     """Return the experts of ``family``; None: it has none. Raises ``ValueError`` naming an entry that is wrong."""
     if family in ("deepseek_v2", "deepseek_v3"):
         return _read_deepseek(reader, family == "deepseek_v3", num_layers)
+    if family == "granitemoehybrid":
+        return _read_granite(reader, num_layers, intermediate_size)
     if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "llama4"):
         return None
     for training_only in ("router_aux_loss_coef", "router_jitter_noise"):
@@ -274,6 +276,22 @@ def _read_shared_qwen(reader: ConfigReader, is_next: bool, num_layers: int) -> E
         shared_size=reader.take_int("shared_expert_intermediate_size", 512),
         normalizes_weights=normalizes,
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+    )
+
+
+def _read_granite(reader: ConfigReader, num_layers: int, shared_size: int) -> ExpertSwitches | None:
+    """Read the experts of Granite 4, beside an MLP for every token."""
+    if not (count := reader.take_count("num_local_experts", 8)):
+        return None
+    per_token = reader.take_int("num_experts_per_tok", 2)
+    _check_per_token(reader, per_token, count)
+    return ExpertSwitches(
+        count=count,
+        per_token=per_token,
+        intermediate_size=reader.take_int("intermediate_size", 11008),
+        shared_size=shared_size,
+        normalizes_weights=True,
+        layers=(True,) * num_layers,
     )
 
 

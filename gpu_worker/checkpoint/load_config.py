@@ -214,10 +214,8 @@ def _inner_size(reader: ConfigReader, family: Family) -> int:
         case "qwen3_5_moe":  # every layer has experts
             return reader.take_count("intermediate_size")
         case "granitemoehybrid":
-            if reader.take_count("num_local_experts", 8):
-                raise reader.unsupported("num_local_experts", "must be 0: experts are not built in")
-            for unread in ("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef"):
-                reader.take(unread)  # of experts
+            for of_experts in ("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef"):
+                reader.take(of_experts)
             return reader.take_int("shared_intermediate_size", 1024)
         case "lfm2":
             return _lfm2_inner_size(reader)

@@ -68,7 +68,11 @@ class _Matrices:
             self.values[expert], self.scales[expert] = round_weight(matrix)
 
 
-_MIXTRAL = MLPNames(gate="w1", up="w3", down="w2")
+_PARTS = {
+    "mixtral": ("block_sparse_moe", MLPNames(gate="w1", up="w3", down="w2")),
+    "granitemoehybrid": ("block_sparse_moe", MLPNames()),
+}
+"""By the family: what the checkpoint calls the part of a layer with the experts, and their matrices."""
 
 
 class Experts:
@@ -84,8 +88,7 @@ class Experts:
         routes: LayerRoutes,
     ) -> None:
         """``prefix``: of the layer's tensors. ``routes`` records which experts were chosen."""
-        is_mixtral = config.family == "mixtral"
-        part, names = ("block_sparse_moe", _MIXTRAL) if is_mixtral else (config.traits.mlp_name, MLPNames())
+        part, names = _PARTS.get(config.family, (config.traits.mlp_name, MLPNames()))
         prefix = f"{prefix}.{part}"
         self._switches = experts
         self._device = checkpoint.device
@@ -220,7 +223,7 @@ def choose_in_groups(
 def _load_shared(
     checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, experts: ExpertSwitches
 ) -> "_Shared | MLP":
-    if experts.router is None and not experts.scales_inputs:
+    if experts.router is None and not experts.scales_inputs and config.family != "granitemoehybrid":
         return _Shared(checkpoint, prefix, config, ops, experts.shared_size)
     name = "shared_expert" if experts.scales_inputs else "shared_experts"
     return MLP(checkpoint, f"{prefix}.{name}", config, ops, experts.shared_size, sums=False)

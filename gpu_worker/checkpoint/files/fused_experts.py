@@ -25,6 +25,10 @@ _KINDS = {"weight": "", "bias": "_bias", "weight_scale_inv": "_scale_inv"}
 """How the name of a tensor of all experts ends, by the end of an expert's own."""
 
 
+_GRANITE = ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight")
+"""End the names of the tensors of all experts in Granite: gates and ups, and downs, [experts, out, in]."""
+
+
 class OpenFiles(Protocol):
     """Holds the open files of a checkpoint."""
 
@@ -57,6 +61,8 @@ class SplitExperts:
         fused = {name for name in files.names if ".experts." in name}
         for stored in [name for name in fused if name.endswith((".gate_up_proj", ".gate_up_proj_bias"))]:
             self._add(stored[: stored.rindex("gate_up_proj")], fused)
+        for stored in [name for name in files.names if name.endswith(_GRANITE[0])]:
+            self._add_granite(stored.removesuffix(_GRANITE[0]))
         hidden = {name for name, _, _ in self._split.values()}
         self.names: Collection[str] = frozenset(files.names) - hidden | self._split.keys()
 
@@ -66,6 +72,17 @@ class SplitExperts:
                 stored = f"{prefix}{name}{ending}"
                 for expert in range(self._files.shape(stored)[0] if stored in fused else 0):
                     self._split[f"{prefix}{expert}.{matrix}.{kind}"] = (stored, expert, outputs)
+
+    def _add_granite(self, layer: str) -> None:
+        """Add the experts of a layer of Granite, whose tensors have names of their own."""
+        gate_up, down = (f"{layer}{name}" for name in _GRANITE)
+        self._rows_are_outputs.update((gate_up, down))
+        matrices: dict[str, tuple[str, slice | int]] = {"gate_proj": (gate_up, 0), "up_proj": (gate_up, 1)}
+        matrices["down_proj"] = (down, slice(None))
+        for expert in range(self._files.shape(gate_up)[0]):
+            for matrix, (stored, outputs) in matrices.items():
+                name = f"{layer}block_sparse_moe.experts.{expert}.{matrix}.weight"
+                self._split[name] = (stored, expert, outputs)
 
     def _parts(self, prefix: str, fused: Collection[str]) -> Mapping[str, tuple[str, slice | int]]:
         if f"{prefix}gate_up_proj_bias" in fused:

@@ -188,7 +188,7 @@ class DecoderTraits:
     mlp_name: str = "mlp"
     """What the checkpoint calls a layer's MLP, with experts or without."""
     has_fused_mlp: bool = False
-    """Whether only gate and up are one matrix."""
+    """Whether only gate and up are one matrix, those of experts excepted."""
     state_name: str = ""
     """What the checkpoint calls the part of a layer that keeps a state, in the place of its attention."""
     rotated_share: float | None = None
@@ -286,6 +286,9 @@ DECODERS: dict[str, DecoderTraits] = {
         stored_names=(
             ("shared_mlp.gate_up_proj", "shared_mlp.input_linear"),
             ("shared_mlp.down_proj", "shared_mlp.output_linear"),
+            ("block_sparse_moe.shared_experts.gate_up_proj", "shared_mlp.input_linear"),
+            ("block_sparse_moe.shared_experts.down_proj", "shared_mlp.output_linear"),
+            ("block_sparse_moe.gate", "block_sparse_moe.router.layer"),
         ),
     ),
     "lfm2": DecoderTraits(

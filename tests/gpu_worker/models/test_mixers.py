@@ -19,13 +19,12 @@ from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
-KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "lfm2")
+KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "granite without experts", "lfm2")
 _EXPERTS = {name: value for name, value in SERVED["qwen3_next"].items() if name != "intermediate_size"}
 _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _EXPERTS,
     "granitemoehybrid": {
         **SERVED["granitemoehybrid"],
-        "num_local_experts": 0,
         "attention_multiplier": 0.3,
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.5,
@@ -38,7 +37,15 @@ _CHANGES: dict[str, dict[str, Any]] = {
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     for kind, entries in _CHANGES.items():
         monkeypatch.setitem(SERVED, kind, entries)
-    return make_model
+
+    def make(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+        if kind != "granite without experts":
+            return make_model(kind, dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(SERVED["granitemoehybrid"], "num_local_experts", 0)
+            return make_model("granitemoehybrid", dtype)
+
+    return make
 
 
 def load(path: Path, dtype: str = "float32", quantization: str | None = None) -> Any:
@@ -158,7 +165,7 @@ def test_other_weights_replace_those_of_a_model(make: Any, tmp_path: Path) -> No
         ("qwen3_5_text", {"linear_key_head_dim": 1024}, "linear_key_head_dim"),
         ("granitemoehybrid", {"time_step_limit": [0.1]}, "time_step_limit"),
         ("granitemoehybrid", {"mamba_d_head": 7}, "mamba_d_head"),
-        ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts"),
+        ("granitemoehybrid", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
     ],
 )
 def test_what_is_not_computed_is_named(

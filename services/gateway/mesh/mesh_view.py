@@ -162,6 +162,11 @@ class MeshView:
         return self._engines
 
     @property
+    def known_encoders(self) -> Sequence[coordinator_pb2.EngineEntry]:
+        """All encoders of the last complete view."""
+        return self._view.encoders
+
+    @property
     def encoders(self) -> Sequence[coordinator_pb2.EngineEntry]:
         """Return the encoders of the last complete view that take files."""
         return [entry for entry in self._view.encoders if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING]

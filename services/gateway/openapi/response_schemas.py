@@ -375,8 +375,8 @@ class EnginesSleeping(msgspec.Struct):
 class MeshPart(msgspec.Struct):
     """A replica of a part that is no engine."""
 
-    kind: Annotated[str, Meta(description="gateway, coordinator, tokenizer or output_processor.")]
-    name: Annotated[str, Meta(description="Kind and number.")]
+    kind: Annotated[str, Meta(description="gateway, coordinator, tokenizer, output_processor or encoder.")]
+    name: Annotated[str, Meta(description="Kind and number; of an encoder its name.")]
     state: Annotated[str, Meta(description="serving, draining or lost.")]
 
 

@@ -44,7 +44,8 @@ def mesh_state(mesh: ServedMesh) -> dict[str, object]:
 
 
 def _parts(mesh: ServedMesh) -> Iterator[dict[str, object]]:
-    """Yield every replica of the parts other than engines. Replicas are numbered as their addresses are sorted."""
+    """Yield every replica of the parts other than engines. Encoders have names of their own, the others are numbered as
+    their addresses are sorted."""
     yield _part("gateway", "gateway", "draining" if mesh.health.draining else "serving")
     yield _part("coordinator", "coordinator", _STATES[mesh.view.connected])
     for kind, states in (
@@ -53,6 +54,9 @@ def _parts(mesh: ServedMesh) -> Iterator[dict[str, object]]:
     ):
         for number, state in enumerate(states):
             yield _part(kind, f"{kind.replace('_', ' ')} {number}", state)
+    for entry in sorted(mesh.view.known_encoders, key=lambda entry: _natural(entry.identity.engine_id)):
+        state = coordinator_pb2.EngineState.Name(entry.report.state).removeprefix("ENGINE_STATE_").lower()
+        yield _part("encoder", entry.identity.engine_id, "lost" if state == "dead" else state)
 
 
 def _part(kind: str, name: str, state: str) -> dict[str, object]:

@@ -45,6 +45,14 @@ async def test_a_lost_engine_is_named_until_it_returns(mesh: FakeMesh, http: htt
     await until(http, "engine-9", "serving")
 
 
+async def test_encoders_are_listed_by_name(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    await mesh.coordinator.set_encoders(**{"encoder-10": "unix:/a", "encoder-9": "unix:/b"})
+    seen = await until(http, "encoder-10", "serving")
+    encoders = [part for part in seen["parts"] if part["kind"] == "encoder"]
+    assert [part["name"] for part in encoders] == ["encoder-9", "encoder-10"]
+    assert "unix" not in str(seen)
+
+
 async def test_states_of_the_other_parts(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     await mesh.coordinator.set_state(coordinator_pb2.ENGINE_STATE_PAUSED)
     await until(http, "engine-0", "paused")

@@ -59,6 +59,10 @@ export class MeshEdges {
       roads.push(line(gateway, coordinator, "control"));
       roads.push(...of("engine").map((engine) => line(coordinator, engine, "control")));
     }
+    for (const encoder of of("encoder")) {
+      roads.push(line(gateway, encoder, "road"));
+      roads.push(...of("engine").map((engine) => line(encoder, engine, "control")));
+    }
     for (const outputs of of("output_processor")) {
       roads.push(...of("engine").map((engine) => line(outputs, engine, "road")));
     }

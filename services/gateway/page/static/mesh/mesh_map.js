@@ -5,7 +5,7 @@ import { MeshEdges } from "./mesh_edges.js";
 import { count, percent } from "../numbers.js";
 import { levelOf } from "./part_states.js";
 
-const COLUMNS = [["gateway"], ["tokenizer", "output_processor", "coordinator"], ["engine"]];
+const COLUMNS = [["gateway"], ["tokenizer", "output_processor", "coordinator", "encoder"], ["engine"]];
 const MANY_ENGINES = 6;
 const BACK_MILLISECONDS = 4000;
 const ROLES = { both: "prefill + decode", prefill: "prefill", decode: "decode" };

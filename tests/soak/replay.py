@@ -23,8 +23,9 @@ import grpc.aio
 
 from tests.services.gateway.fakes import FakeMesh, FakeTokenizer
 from tests.services.tokenizer.families import FAMILIES, form_of, template_of
-from tests.soak.dialects import Asked, Chats, Dialect, Grpc, Messages, Ollama, Refused, Responses, Turn, calls
+from tests.soak.dialects import Asked, Chats, Dialect, Messages, Ollama, Refused, Responses, Turn, calls
 from tests.soak.family_writer import FamilyWriter
+from tests.soak.grpc_dialect import Grpc
 from tests.soak.writer import WORD, Writer
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.model_files.model_path import DEMO_MODEL

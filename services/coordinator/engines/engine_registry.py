@@ -31,12 +31,11 @@ from ..picks.prefix_placements import PrefixPlacements
 from ..picks.sessions import SessionTable, Turn
 from ..prefixes.prefix_index import Path, PrefixIndex
 from ..prefixes.state_boundaries import StateBoundaries
-from .changed_engines import ChangedEngines
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .encoders import Encoders
 from .engine_placement import EngineCosts, Placement, Policy, check_request
 from .engine_pools import EnginePools
-from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord, check_name
+from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, ChangedEngines, EngineRecord, check_name
 from .engine_signs import EngineSigns
 from .model_claims import ModelClaims
 from .wanted_adapters import WantedAdapters

@@ -17,7 +17,8 @@ from ..mesh.mesh_view import Capacity
 from ..records.generate_request import Chat, GenerateRequest
 from ..settings.gateway_settings import ALWAYS_QUEUED
 from ..tenants.tenant_shares import MAX_QUEUE_SECONDS, TenantShare, TenantShares
-from .charge import estimate_prompt_tokens
+from .encoded_prompt import BYTES_PER_TOKEN, estimated_tokens
+from .refusal_log import RefusalLog
 
 log = logging.getLogger(__name__)
 
@@ -150,11 +151,16 @@ class WaitEstimator:
         return self._max_seconds * (2 - 1 / (1 - priority))
 
 
+def estimate_prompt_tokens(request: GenerateRequest) -> int:
+    """Return roughly how many tokens the prompts have, without encoding them."""
+    if isinstance(request.prompts, Chat):
+        return (len(request.prompts.messages_json) + len(request.prompts.tools_json)) // BYTES_PER_TOKEN
+    return len(request.before) + sum(map(estimated_tokens, request.prompts))
+
+
 _SHUTTING_DOWN = "the gateway is shutting down; retry"
 MAX_PROMPTS = 1024
 """Limit on the prompts of one request."""
-LOG_SECONDS: Final = 10.0
-"""Refusals for lack of capacity are logged at most once in this time: a line for each costs more than the refusal."""
 
 
 class RequestAdmission:
@@ -268,24 +274,6 @@ class RequestAdmission:
             share.refused[MAX_QUEUE_SECONDS] += 1
             self._refusals.add(error.message)
             raise
-
-
-class RefusalLog:
-    """Counts refused requests between two lines."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """``clock``: monotonic seconds."""
-        self._clock = clock
-        self._logged_at = -LOG_SECONDS
-        self._num_refused = 0
-
-    def add(self, message: str) -> None:
-        """Count a refusal, and log it with those since the last line if that is old enough."""
-        self._num_refused += 1
-        now = self._clock()
-        if now - self._logged_at >= LOG_SECONDS:
-            log.warning("requests refused since the last such line: %d; %s", self._num_refused, message)
-            self._logged_at, self._num_refused = now, 0
 
 
 class AdmittedRequest:

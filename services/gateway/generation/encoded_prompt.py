@@ -2,19 +2,26 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
-from tokenloom.request import errors, packed_ids, validation
+from tokenloom.request import bad_words, errors, packed_ids, validation
 from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.request.prefix_schedule import MAX_BLOCKS, block_hashes, shortened
 from tokenloom.request.prompt_embeds import join_parts
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
-from ..records.generate_request import EmbeddedPrompt
+from ..mesh.tokenizer_client import TokenizerClient
+from ..records.generate_request import Chat, EmbeddedPrompt, GenerateRequest
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
 """The latter for prompts with embeddings."""
 
+BYTES_PER_TOKEN: Final = 4
+"""A usual length of a token. A text is counted by its bytes until it has been encoded."""
+_EMBEDDING_BYTES: Final = 4096
+"""Bytes of a prompt embedding per token, for the same purpose."""
+MAX_PARAMETER_BYTES = 32 << 20
+"""Limits the sampling parameters of all prompts of a request together: each prompt is sent with its own copy."""
 TOKENS_PER_TURN = 1 << 14
 """Tokens of a request that are hashed in one turn of the event loop, up to twice as many at its end: 1 ms for blocks of
 16 tokens."""
@@ -101,3 +108,80 @@ async def add_hashes(prompts: Iterable[EncodedPrompt], block_size: int, salt: by
             hashes += block_hashes(ids, block_size, hashes[-1] if hashes else b"", salt)
             num_hashed += len(ids)
         prompt.block_hash_prefixes.extend(shortened(hashes))
+
+
+def estimated_tokens(prompt: str | Sequence[object] | EmbeddedPrompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt) // BYTES_PER_TOKEN + 1
+    if isinstance(prompt, EmbeddedPrompt):
+        return sum(len(part) // _EMBEDDING_BYTES if isinstance(part, bytes) else len(part) for part in prompt.parts)
+    return len(prompt)
+
+
+def check_copies(sampling: types_pb2.SamplingParams, num_prompts: int) -> None:
+    """Raise ``InvalidArgument`` for sampling parameters that are too large to be sent with each of several prompts."""
+    num_bytes = sampling.ByteSize() * num_prompts
+    if num_bytes > MAX_PARAMETER_BYTES:
+        raise errors.InvalidArgument(
+            f"the sampling parameters take {num_bytes} bytes for {num_prompts} prompts; at most {MAX_PARAMETER_BYTES} "
+            "are allowed: send fewer prompts, or fewer ids in allowed_token_ids and logit_bias",
+            "prompt",
+        )
+
+
+async def encode_prompts(
+    tokenizers: TokenizerClient,
+    request: GenerateRequest,
+    prompts: Sequence[str | Sequence[object] | EmbeddedPrompt],
+    keep: int | None,
+    salt: bytes,
+    limits: types_pb2.ModelLimits,
+) -> list[EncodedPrompt]:
+    """Return the token ids of prompts that are no chat. ``keep``: how many of each are kept; None: all."""
+    if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
+        encoding = tokenizers.encode(
+            texts,
+            add_special_tokens=request.add_special_tokens,
+            hash_salt=salt,
+            takes_packed_ids=True,
+            tenant=request.tenant.name,
+        )
+        encoded = (await encoding).prompts
+        for each in encoded:
+            await unpack_kept(each, keep, request.prompt_field, limits)
+        return list(encoded)
+    read: list[EncodedPrompt] = []
+    for prompt in prompts:
+        if read:
+            await asyncio.sleep(0)
+        assert not isinstance(prompt, str), "there are texts or others"
+        read.append(read_ids(prompt, keep, request.prompt_field, limits))
+    return read
+
+
+async def forbid_words(
+    tokenizers: TokenizerClient,
+    request: GenerateRequest,
+    sampling: types_pb2.SamplingParams,
+    limits: types_pb2.ModelLimits,
+) -> None:
+    """Add words of a request that must not appear to its parameters. Raises ``InvalidArgument``."""
+    texts, tenant = bad_words.spellings(request.bad_words), request.tenant.name
+    encoded = (await tokenizers.encode(texts, add_special_tokens=False, tenant=tenant)).prompts
+    bad_words.forbid(sampling, [each.token_ids for each in encoded])
+    validation.check_sampling(sampling, limits)
+
+
+async def echoed_texts(
+    tokenizers: TokenizerClient, request: GenerateRequest, prompts: Sequence[EncodedPrompt]
+) -> list[str]:
+    """Return what is echoed of each prompt: the client's own text, or the text of its tokens."""
+    if request.truncate_prompt_tokens is None and not isinstance(request.prompts, Chat):
+        own = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        if own:
+            return own
+    skip = request.text.skip_special_tokens if request.text.HasField("skip_special_tokens") else True
+    decoding = [
+        tokenizers.decode(prompt.token_ids, skip_special_tokens=skip, tenant=request.tenant.name) for prompt in prompts
+    ]
+    return [decoded.text for decoded in await asyncio.gather(*decoding)]

@@ -2,12 +2,12 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from tokenloom.request import bad_words, errors, validation
+from tokenloom.request import errors, validation
 from tokenloom.request.adapter_names import adapter_salt
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, Tracer
@@ -19,7 +19,6 @@ from ..mesh.tokenizer_client import TokenizerClient
 from ..records.generate_request import (
     SHEDDABLE_PRIORITY,
     Chat,
-    EmbeddedPrompt,
     Encode,
     GenerateRequest,
     session_digest,
@@ -28,8 +27,17 @@ from ..records.pooling_input import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from ..tenants.tenant import SALT_BYTES
 from .beam_run import BeamPlan, plan_beams
-from .charge import RequestCost, check_copies
-from .encoded_prompt import EncodedPrompt, add_hashes, continued, read_ids, truncated, unpack_kept
+from .encoded_prompt import (
+    EncodedPrompt,
+    add_hashes,
+    check_copies,
+    continued,
+    echoed_texts,
+    encode_prompts,
+    forbid_words,
+    truncated,
+    unpack_kept,
+)
 from .open_turn import MAX_SESSION_NAME, OpenTurn, TurnComparer, TurnNames
 from .past_turns import MAX_CHAT_BYTES, PastTurns
 
@@ -185,7 +193,7 @@ class Preparer:
             if has_turns and keep is None and media is None:
                 turn = await self._open_turn(request, chat, rendered, packed, salt, info.eos_token_ids)
         else:
-            prompts = await self._encode(request, request.prompts, keep, salt, limits)
+            prompts = await encode_prompts(self._tokenizers, request, request.prompts, keep, salt, limits)
         if keep is not None:
             prompts = [truncated(prompt, keep) for prompt in prompts]
         if request.before:
@@ -195,7 +203,7 @@ class Preparer:
         if turn is not None:
             turn.hashes = rendered.block_hash_prefixes
         if request.bad_words:
-            await self._forbid(request, sampling, limits)
+            await forbid_words(self._tokenizers, request, sampling, limits)
         tokenize_ns = context.clock() - started_ns
         if len(prompts) > 1:
             check_copies(sampling, len(prompts))
@@ -217,7 +225,7 @@ class Preparer:
             submits=submits,
             num_prompt_tokens=num_prompt,
             num_output_tokens=num_output,
-            prompt_texts=await self._texts(request, prompts) if request.echo else (),
+            prompt_texts=await echoed_texts(self._tokenizers, request, prompts) if request.echo else (),
             opens_reasoning=prompts[0].reasoning_start == types_pb2.REASONING_START_OPEN,
             is_constrained_throughout=sampling.HasField("structured_outputs")
             and limits.reasoning != types_pb2.REASONING_MODE_FREE,
@@ -263,57 +271,6 @@ class Preparer:
         turn.is_kept = request.keep_seconds > 0
         return turn
 
-    async def _encode(
-        self,
-        request: GenerateRequest,
-        prompts: Sequence[str | Sequence[object] | EmbeddedPrompt],
-        keep: int | None,
-        salt: bytes,
-        limits: types_pb2.ModelLimits,
-    ) -> list[EncodedPrompt]:
-        """Return the token ids of prompts that are no chat. ``keep``: how many of each are kept; None: all."""
-        if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
-            encoding = self._tokenizers.encode(
-                texts,
-                add_special_tokens=request.add_special_tokens,
-                hash_salt=salt,
-                takes_packed_ids=True,
-                tenant=request.tenant.name,
-            )
-            encoded = (await encoding).prompts
-            for each in encoded:
-                await unpack_kept(each, keep, request.prompt_field, limits)
-            return list(encoded)
-        read: list[EncodedPrompt] = []
-        for prompt in prompts:
-            if read:
-                await asyncio.sleep(0)
-            assert not isinstance(prompt, str), "there are texts or others"
-            read.append(read_ids(prompt, keep, request.prompt_field, limits))
-        return read
-
-    async def _forbid(
-        self, request: GenerateRequest, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits
-    ) -> None:
-        """Add words that must not appear to the parameters."""
-        texts, tenant = bad_words.spellings(request.bad_words), request.tenant.name
-        encoded = (await self._tokenizers.encode(texts, add_special_tokens=False, tenant=tenant)).prompts
-        bad_words.forbid(sampling, [each.token_ids for each in encoded])
-        validation.check_sampling(sampling, limits)
-
-    async def _texts(self, request: GenerateRequest, prompts: Sequence[EncodedPrompt]) -> list[str]:
-        """Return what is echoed of each prompt: the client's own text, or the text of its tokens."""
-        if request.truncate_prompt_tokens is None and not isinstance(request.prompts, Chat):
-            own = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-            if own:
-                return own
-        skip = request.text.skip_special_tokens if request.text.HasField("skip_special_tokens") else True
-        decoding = [
-            self._tokenizers.decode(prompt.token_ids, skip_special_tokens=skip, tenant=request.tenant.name)
-            for prompt in prompts
-        ]
-        return [decoded.text for decoded in await asyncio.gather(*decoding)]
-
 
 def _resolve(
     request: GenerateRequest,
@@ -348,7 +305,7 @@ def _submit(
     limits: types_pb2.ModelLimits,
     default_max_tokens: int,
     priority: int,
-    cost: RequestCost,
+    cost: "RequestCost",
     salt: bytes,
 ) -> output_processor_pb2.Submit:
     """Return one prompt's request, checked; its ids and its timeout are filled in later. ``salt``: of its KV blocks."""
@@ -435,3 +392,60 @@ def cache_salt(request: GenerateRequest) -> bytes:
     if request.own_salt:
         salt = hashlib.blake2b(request.own_salt.encode(), key=salt, digest_size=SALT_BYTES).digest()
     return salt if request.adapter is None else adapter_salt(salt, request.adapter.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCost:
+    """Knows the factors of a request's cost, ``n * max_tokens * (1 + logprobs)``, and its limit.
+
+    A value is a token or one of the alternatives that are returned with it. A client may send several prompts: then
+    each counts.
+    """
+
+    num_prompts: int
+    num_samples: int
+    num_alternatives: int
+    """Log probabilities to return with each token, in addition to its own."""
+    most: int
+    """The values that a request may have."""
+
+    @classmethod
+    def of(
+        cls, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, outputs: tuple[int, int], most: int
+    ) -> "RequestCost":
+        """``outputs``: the number of prompts, and of samples of each."""
+        named = min(sampling.logprobs, limits.vocab_size) if sampling.HasField("logprobs") else 0
+        return cls(*outputs, named + len(sampling.logprob_token_ids), most)
+
+    @property
+    def default_tokens(self) -> int:
+        """The most tokens of an output whose length the client leaves open."""
+        return max(self.most // (self.num_prompts * self.num_samples * (1 + self.num_alternatives)), 1)
+
+    def check(self, submits: Iterable[output_processor_pb2.Submit], limits: types_pb2.ModelLimits) -> None:
+        """Raise ``InvalidArgument`` for outputs and prompts that have more values."""
+        max_tokens = 0
+        num_prompt_values = 0
+        for submit in submits:
+            params = submit.sampling_params
+            max_tokens = max(max_tokens, params.max_tokens)
+            if params.HasField("prompt_logprobs"):
+                num_prompt_values += len(submit.prompt.token_ids) * min(params.prompt_logprobs, limits.vocab_size)
+        if num_prompt_values > self.most:
+            raise errors.InvalidArgument(
+                f"prompt_logprobs asks for {num_prompt_values} log probabilities of the prompts; this gateway allows "
+                f"{self.most} in a request (--max-request-values): lower prompt_logprobs, or send fewer or shorter "
+                "prompts",
+                "prompt_logprobs",
+            )
+        factors = {"n": self.num_samples, "max_tokens": max_tokens, "(1 + logprobs)": 1 + self.num_alternatives}
+        if self.num_prompts > 1:
+            factors = {"prompts": self.num_prompts} | factors
+        product = self.num_prompts * self.num_samples * max_tokens * (1 + self.num_alternatives)
+        if product > self.most:
+            names = [name.removeprefix("(1 + ").rstrip(")") for name, factor in factors.items() if factor > 1]
+            raise errors.InvalidArgument(
+                f"{' * '.join(factors)} is {' * '.join(map(str, factors.values()))} = {product}; this gateway allows "
+                f"{self.most} in a request (--max-request-values): lower {' or '.join(names)}",
+                "n" if self.num_samples > 1 else "max_tokens",
+            )

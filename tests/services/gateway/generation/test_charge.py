@@ -1,17 +1,12 @@
-"""Every token of a request counts once, and what one request may ask for is bounded."""
-
-from typing import Any
+"""Every token of a request counts once."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.services.gateway.fakes import LIMITS
-from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.generation.charge import KEPT_SECONDS, Charge, Charges, RequestCost, check_copies
+from tokenloom.services.gateway.generation.charge import KEPT_SECONDS, Charge, Charges
 from tokenloom.services.gateway.metrics.usage_counts import Used
 from tokenloom.services.gateway.records.request_ids import NEW, ResumeToken
-from tokenloom.v1 import output_processor_pb2, types_pb2
 
 
 def test_a_call_that_resumes_counts_what_is_beyond_the_others() -> None:
@@ -146,46 +141,3 @@ def test_what_was_complete_longest_ago_is_forgotten_first(charges: Charges) -> N
     assert charges.of("a", "1", NEW) is first
     assert charges.of("a", "2", NEW) is not second
     assert charges.of("a", "3", NEW) is running
-
-
-def check(
-    num_prompts: int, num_samples: int, most: int, num_prompt_tokens: int = 1, **sampling: Any
-) -> list[output_processor_pb2.Submit]:
-    params = types_pb2.SamplingParams(**sampling)
-    prompt = types_pb2.Prompt(token_ids=range(num_prompt_tokens))
-    submits = [output_processor_pb2.Submit(sampling_params=params, prompt=prompt) for _ in range(num_prompts)]
-    RequestCost.of(params, LIMITS, (num_prompts, num_samples), most).check(submits, LIMITS)
-    return submits
-
-
-def test_the_product_may_reach_its_limit() -> None:
-    check(1, 4, 4 * 10 * 6, max_tokens=10, logprobs=5)
-    check(3, 4, 3 * 4 * 10, max_tokens=10)
-    check(1, 1, 10 * 3, max_tokens=10, logprobs=0, logprob_token_ids=[1, 2])
-    check(2, 1, 2 * 7 * 5, num_prompt_tokens=7, max_tokens=1, prompt_logprobs=5)
-
-
-@pytest.mark.parametrize(
-    ("num_prompts", "num_samples", "sampling", "field", "words"),
-    [
-        (1, 4, {"max_tokens": 10, "logprobs": 5}, "n", "is 4 [*] 10 [*] 6 = 240; .* allows 29 .*: lower n or "
-         "max_tokens or logprobs$"),
-        (1, 1, {"max_tokens": 30}, "max_tokens", "= 30; .* lower max_tokens$"),
-        (3, 1, {"max_tokens": 10}, "max_tokens", "lower prompts or max_tokens$"),
-        (1, 1, {"max_tokens": 1, "prompt_logprobs": 30}, "prompt_logprobs", "30 log probabilities of the prompts"),
-        (1, 1, {"max_tokens": 1, "logprobs": 2**32 - 1}, "max_tokens", "is 1 [*] 1 [*] 257 = 257; .* lower logprobs$"),
-    ],
-)  # fmt: skip
-def test_a_larger_product_names_what_to_lower(
-    num_prompts: int, num_samples: int, sampling: dict[str, Any], field: str, words: str
-) -> None:
-    with pytest.raises(InvalidArgument, match=words) as caught:
-        check(num_prompts, num_samples, 29, **sampling)
-    assert caught.value.field == field
-
-
-def test_parameters_are_not_copied_for_many_prompts() -> None:
-    sampling = types_pb2.SamplingParams(allowed_token_ids=range(100_000, 200_000))
-    check_copies(sampling, 100)
-    with pytest.raises(InvalidArgument, match="send fewer prompts"):
-        check_copies(sampling, 200)

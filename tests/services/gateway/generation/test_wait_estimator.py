@@ -5,8 +5,7 @@ import random
 import pytest
 
 from tokenloom.request.errors import ResourceExhausted
-from tokenloom.services.gateway.generation.admission import POOLED_AT_ONCE, WaitEstimator
-from tokenloom.services.gateway.generation.charge import estimate_prompt_tokens
+from tokenloom.services.gateway.generation.admission import POOLED_AT_ONCE, WaitEstimator, estimate_prompt_tokens
 from tokenloom.services.gateway.mesh.mesh_view import Capacity
 from tokenloom.services.gateway.records.generate_request import Chat, EmbeddedPrompt, GenerateRequest
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT

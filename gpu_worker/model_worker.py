@@ -244,13 +244,18 @@ class ModelWorker:
 
         started = time.perf_counter()
         with one_thread(num_layers is not None and self._is_small(sum(lengths), num_layers)):
-            peak = self._platform.peak_of(run)
+            peak = self._platform.peak_of(run) + self._row_bytes(sum(lengths))
         # A device holds the whole pool, a host the pages that were written.
         num_slots = sum(lengths) if self._platform.pool_is_on_host else num_blocks * block_size
         kv_bytes = num_slots * self._pool_layers.written_bytes_per_token(num_layers) + model_config.state_bytes
         if self._drafting is not None:
             kv_bytes += num_slots * self._drafting.kv_bytes_per_token
         return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
+
+    def _row_bytes(self, num_tokens: int) -> int:
+        """Return the size of rows of images, as float32, that stand for so many tokens; 0 if prompts have none."""
+        media = self._media_traits()
+        return 0 if media is None else num_tokens * media.levels * self._kv_config.hidden_size * 4
 
     def kv_pool(self) -> KVPool:
         assert self._pool is not None, "call initialize_kv_cache first, with memory of the host or with transports"

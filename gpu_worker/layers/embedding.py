@@ -40,7 +40,7 @@ def add_level(hidden: Tensor, embeds: InputEmbeds, level: int) -> None:
     size = hidden.shape[1]
     for start, rows in embeds:
         if rows.shape[1] > level * size:
-            hidden[start : start + len(rows)] += rows[:, level * size : (level + 1) * size]
+            hidden[start : start + len(rows)] += rows[:, level * size : (level + 1) * size].to(hidden.dtype)
 
 
 def load_embeddings(

@@ -53,7 +53,7 @@ def read_pixels(slot: int, parts: Sequence[PixelPart]) -> Pixels:
     # A copy, and no map: the process that wrote them reads files of strangers, and could cut a map's memory.
     pixels: Pixels = {}
     for part in parts:
-        if part.dtype not in _DTYPES or min(part.shape, default=1) < 0:
+        if part.dtype not in _DTYPES or min((part.offset, *part.shape)) < 0:
             raise ValueError(f"{part.name} has numbers of another kind")
         count = int(np.prod(part.shape, dtype=np.int64))
         size = count * np.dtype(part.dtype).itemsize

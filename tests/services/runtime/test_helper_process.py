@@ -1,0 +1,94 @@
+"""A process that ends, or takes too much, affects only the message that it was given."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from tokenloom.process.helper_pipe import OUT_OF_MEMORY
+from tokenloom.request import errors
+from tokenloom.services.runtime.helper_process import HelperPool, HelperProcess
+
+
+class Scripted:
+    """A process that answers with what it was sent, or ends with a status."""
+
+    def __init__(self, status: int | None = None, error: type[Exception] = ConnectionResetError) -> None:
+        self.reader = asyncio.StreamReader()
+        self.status, self._error = status, error
+        self.was_killed = False
+
+    async def talk(self, request: bytes, seconds: float) -> bytes:
+        if self.status is not None:
+            raise self._error
+        return request
+
+    async def kill(self) -> int:
+        self.was_killed = True
+        return self.status or 0
+
+
+def pool_of(make: Callable[[], Scripted], size: int = 1) -> tuple[HelperPool, list[Scripted]]:
+    started: list[Scripted] = []
+
+    async def start() -> HelperProcess:
+        started.append(make())
+        return cast(HelperProcess, started[-1])
+
+    return HelperPool(start, size, "do it", 5.0), started
+
+
+async def test_a_process_is_used_again() -> None:
+    pool, started = pool_of(Scripted)
+    assert [await pool.run(b"a"), await pool.run(b"b")] == [b"a", b"b"]
+    assert len(started) == 1
+    await pool.close()
+    assert started[0].was_killed
+
+
+async def test_a_process_that_ended_while_it_was_idle_costs_nothing() -> None:
+    pool, started = pool_of(Scripted)
+    await pool.run(b"a")
+    started[0].reader.feed_eof()
+    assert await pool.run(b"b") == b"b"
+    assert [each.was_killed for each in started] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "message", "num_started"),
+    [
+        (-signal.SIGKILL, errors.Internal, "3 processes ended that were to do it", 3),
+        (OUT_OF_MEMORY, errors.ResourceExhausted, "too much memory to do it", 1),
+        (-signal.SIGABRT, errors.ResourceExhausted, "too much memory to do it", 1),
+        (-signal.SIGPROF, errors.DeadlineExceeded, "too much processor time to do it", 1),
+    ],
+)
+async def test_how_a_process_ends_says_whose_fault_it_was(
+    status: int, error: type[errors.TokenloomError], message: str, num_started: int
+) -> None:
+    pool, started = pool_of(lambda: Scripted(status))
+    with pytest.raises(error, match=message):
+        await pool.run(b"a")
+    assert len(started) == num_started
+    assert all(each.was_killed for each in started)
+
+
+async def test_a_machine_that_is_too_busy_is_no_ones_fault() -> None:
+    pool, started = pool_of(lambda: Scripted(0, TimeoutError))
+    with pytest.raises(errors.Unavailable, match="too busy to do it"):
+        await pool.run(b"a")
+    assert started[0].was_killed
+
+
+@pytest.mark.parametrize("failure", [BlockingIOError("none is left"), errors.InvalidArgument("wrong", "model")])
+async def test_a_process_that_does_not_start_is_wrong_at_the_start_only(failure: Exception) -> None:
+    async def start() -> HelperProcess:
+        raise failure
+
+    pool = HelperPool(start, 1, "do it", 5.0)
+    with pytest.raises(errors.Unavailable, match="does not start"):
+        await pool.run(b"a")
+    with pytest.raises(errors.InvalidArgument if isinstance(failure, errors.InvalidArgument) else errors.Unavailable):
+        await pool.start()

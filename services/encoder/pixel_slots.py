@@ -4,6 +4,7 @@ An image of a megapixel has up to 40 MB of pixels. They are written once and rea
 where they lie.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -55,9 +56,8 @@ def read_pixels(slot: int, parts: Sequence[PixelPart]) -> Pixels:
     for part in parts:
         if part.dtype not in _DTYPES or min((part.offset, *part.shape)) < 0:
             raise ValueError(f"{part.name} has numbers of another kind")
-        count = int(np.prod(part.shape, dtype=np.int64))
-        size = count * np.dtype(part.dtype).itemsize
-        if not 0 <= size <= MAX_SLOT_BYTES:
+        size = math.prod(part.shape) * np.dtype(part.dtype).itemsize
+        if size > MAX_SLOT_BYTES:
             raise ValueError(f"{part.name} is too large")
         data = read_all(slot, size, part.offset)
         pixels[part.name] = np.frombuffer(data, part.dtype).reshape(part.shape)

@@ -45,6 +45,6 @@ def test_parts_that_do_not_lie_there_are_refused(part: PixelPart) -> None:
     slots = PixelSlots(1)
     with slots.taken() as slot:
         write_pixels(slot, {"a": np.zeros(1, np.float32)})
-        with pytest.raises(ValueError, match="a |fewer"):
+        with pytest.raises(ValueError, match=r"a |fewer"):
             read_pixels(slot, [part])
     slots.close()

@@ -14,14 +14,14 @@ from ..data.kv_groups import NULL_BLOCK, KVGroup, KVNeed, first_seen_block
 from ..data.request import RequestKV, SessionReturn
 from .block_pool import BlockPool, RequestHasher
 from .prefix_search import FirstGroupEvents, find_prefix, group_key
-from .state_slots import StateSlots
+from .state_slots import StateSlotPool
 
 
 class _PooledKV(ABC):
     """Does what the managers have in common."""
 
     num_groups = 1
-    states: StateSlots | None = None
+    states: StateSlotPool | None = None
     """Slots of layers that keep a state; None: no layer does."""
 
     def __init__(self, pool: BlockPool, config: CacheConfig, events: KVEventLog | None) -> None:

@@ -9,7 +9,7 @@ from ..data.request import RequestKV, SessionReturn
 from .block_pool import BlockPool
 from .kv_cache_manager import GroupedKVCacheManager, KVCacheManager
 from .state_kv_cache_manager import StateKVCacheManager
-from .state_slots import StateSlots
+from .state_slots import StateSlotPool
 
 
 class KVManager(Protocol):
@@ -25,7 +25,7 @@ class KVManager(Protocol):
     """Whether the blocks that a load filled before it failed can be used."""
 
     @property
-    def states(self) -> StateSlots | None:
+    def states(self) -> StateSlotPool | None:
         """Slots of layers that keep a state, beside the blocks; None: no layer does."""
 
     def find_cached_blocks(self, request: RequestKV) -> list[int]:

@@ -5,7 +5,7 @@ from ..data.kv_events import KVEventLog, StateEvents
 from ..data.kv_groups import KVCacheConfig
 from ..data.request import RequestKV, SessionReturn
 from .kv_cache_manager import KVCacheManager
-from .state_slots import StateSlots
+from .state_slots import StateSlotPool
 
 
 class StateKVCacheManager(KVCacheManager):
@@ -19,7 +19,7 @@ class StateKVCacheManager(KVCacheManager):
     def __init__(self, kv_cache: KVCacheConfig, cache: CacheConfig, events: KVEventLog | None = None) -> None:
         """Make pools of the sizes in ``kv_cache``. ``events``: see :class:`.KVCacheManager`."""
         super().__init__(kv_cache.num_blocks, cache, events, has_null_block=kv_cache.has_null_block)
-        self.states: StateSlots = StateSlots(kv_cache, cache, self.pool, self.cache_accepted)
+        self.states: StateSlotPool = StateSlotPool(kv_cache, cache, self.pool, self.cache_accepted)
         if events is not None:
             self.states.events = StateEvents(events)
             self.states.pool.listeners.append(self.states.events)

@@ -34,7 +34,7 @@ class _Kept(NamedTuple):
     state: RequestState
 
 
-class StateSlots:
+class StateSlotPool:
     """Owns the slots. It plans which of them each run of a step reads and writes, and what is kept.
 
     The steps of an engine run one after the other, so a slot may get a new owner while an earlier step still uses it.
@@ -314,7 +314,7 @@ class StateSlots:
 class _Followers:
     """Drops the states whose KV blocks are gone. Implements ``EvictionListener``."""
 
-    def __init__(self, states: StateSlots) -> None:
+    def __init__(self, states: StateSlotPool) -> None:
         self._states = states
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:

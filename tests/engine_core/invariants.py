@@ -9,7 +9,7 @@ from tokenloom.engine_core.data.request import RequestKV, RequestStatus
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
-from tokenloom.engine_core.kv_cache.state_slots import StateSlots
+from tokenloom.engine_core.kv_cache.state_slots import StateSlotPool
 from tokenloom.engine_core.scheduling.live_requests import priority_key
 from tokenloom.engine_core.scheduling.media_rows import MediaRows
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
@@ -83,7 +83,7 @@ def _check_rows(media: MediaRows, scheduler: Scheduler) -> None:
         assert holding.is_short == (len(holding.keys) < len(needed))
 
 
-def _check_states(states: StateSlots, scheduler: Scheduler) -> None:
+def _check_states(states: StateSlotPool, scheduler: Scheduler) -> None:
     """Check that each request that runs owns a slot, no other slot is held, and a state is found only with its KV."""
     requests = {request.request_id: request.kv.state for request in scheduler.requests.values() if request.kv.state}
     assert requests.keys() == {request.request_id for request in scheduler.running}

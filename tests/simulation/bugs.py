@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from tokenloom.engine_core.data.request import RequestKV
 from tokenloom.engine_core.kv_cache import block_pool
-from tokenloom.engine_core.kv_cache.state_slots import StateSlots
+from tokenloom.engine_core.kv_cache.state_slots import StateSlotPool
 from tokenloom.engine_core.scheduling.media_rows import MediaRows
 from tokenloom.engine_core.structured_output import compiler
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
@@ -102,19 +102,19 @@ def _schemas_fault(error: BaseException) -> GrammarError:
     return GrammarError(f"the grammar could not be compiled: {error}")
 
 
-def _found_at_once(states: StateSlots, request: RequestKV, num_tokens: int) -> None:
+def _found_at_once(states: StateSlotPool, request: RequestKV, num_tokens: int) -> None:
     """Let a state be hit in the very step that writes it."""
     _add(states, request, num_tokens)
     for kept in states._kept:
         states._keep(kept)
 
 
-def _written_on(states: StateSlots, slot: int) -> int:
+def _written_on(states: StateSlotPool, slot: int) -> int:
     """Change a state in place that can be hit."""
     return slot if slot >= 0 else states.pool.allocate(1)[0]
 
 
-def _of_block_before(states: StateSlots, request: RequestKV, num_hits: int, num_found: int) -> None:
+def _of_block_before(states: StateSlotPool, request: RequestKV, num_hits: int, num_found: int) -> None:
     """Begin with the state of fewer blocks than those that were hit."""
     _begin(states, request, num_hits, num_found)
     state = request.state
@@ -125,12 +125,12 @@ def _of_block_before(states: StateSlots, request: RequestKV, num_hits: int, num_
         state.slot = others[-1]
 
 
-def _anywhere(states: StateSlots, request: RequestKV, num_tokens: int, most: int) -> int:
+def _anywhere(states: StateSlotPool, request: RequestKV, num_tokens: int, most: int) -> int:
     """Cut prompts anywhere, also where the result depends on it."""
     return num_tokens
 
 
-def _as_prompt(states: StateSlots, request: RequestKV, begin: int, end: int) -> tuple[int, ...]:
+def _as_prompt(states: StateSlotPool, request: RequestKV, begin: int, end: int) -> tuple[int, ...]:
     """Compute tokens that were decoded as if they were a prompt, after a preemption or another engine's end."""
     return ()
 
@@ -140,7 +140,7 @@ def _blind(salt: bytes, *_: object) -> bytes:
     return salt
 
 
-_add, _begin = StateSlots.add, StateSlots.begin
+_add, _begin = StateSlotPool.add, StateSlotPool.begin
 
 _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "schemas_fault": {(compiler, "_for_clients"): _schemas_fault},
@@ -152,11 +152,11 @@ _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "state_of_one_life": {(WantedState, "adopt"): _nothing},
     "older_state": {(WantedState, "adopt"): _any},
     "kept_lease": {(KubernetesLease, "keep"): _never_lost},
-    "stale_state": {(StateSlots, "add"): _found_at_once},
-    "twice_written_state": {(StateSlots, "_take"): _written_on},
-    "wrong_state": {(StateSlots, "begin"): _of_block_before},
-    "cut_state": {(StateSlots, "whole_chunks"): _anywhere},
-    "state_of_prompt": {(StateSlots, "_replayed"): _as_prompt},
+    "stale_state": {(StateSlotPool, "add"): _found_at_once},
+    "twice_written_state": {(StateSlotPool, "_take"): _written_on},
+    "wrong_state": {(StateSlotPool, "begin"): _of_block_before},
+    "cut_state": {(StateSlotPool, "whole_chunks"): _anywhere},
+    "state_of_prompt": {(StateSlotPool, "_replayed"): _as_prompt},
     "blind_to_images": {(block_pool, "media_salt"): _blind},
     "lost_file_is_final": {(row_loads, "MediaLost"): Internal},
     "rows_stay": {(MediaRows, "drop"): _nothing},

@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from tokenloom.gpu_worker.kernels.levels import available_levels
 from tokenloom.gpu_worker.kernels.prebuilt import FLAGS, FOLDER, library_name, variants
 from tokenloom.services.runtime.host.limits import NEEDED
 
-from .host import check_engine_packages, check_run_directory, platform_note
+from .host import check_encoder_packages, check_engine_packages, check_run_directory, platform_note
 from .small_files import CannotServe
 
 Level = Literal["ok", "warn", "fail"]
@@ -134,8 +135,28 @@ def examine_engine() -> Iterator[Finding]:
     for name, purpose in _OPTIONAL.items():
         if find_spec(name) is None:
             yield Finding("ok", "packages", f"{name} is not installed; {purpose} would need tokenloom[{name}]")
+    yield _images()
     yield _processor()
     yield _kernels()
+
+
+_IMPORT_SECONDS = 60.0
+
+
+def _images(torchvision: str = "torchvision") -> Finding:
+    """Return whether encoders can read images. ``torchvision``: the name of that module."""
+    try:
+        check_encoder_packages()
+    except CannotServe:
+        return Finding("ok", "images", "pillow or transformers is not installed; images would need tokenloom[encoder]")
+    # Nothing here needs it. PyPI's wheel is built for CUDA; where it cannot be imported beside torch, transformers
+    # cannot import any of its models either, and says so in words that do not name it.
+    if find_spec(torchvision) is not None:
+        command = [sys.executable, "-c", f"import {torchvision}"]
+        if subprocess.run(command, capture_output=True, timeout=_IMPORT_SECONDS, check=False).returncode:
+            way_out = "encoders, and models of transformers, do not start: uninstall it, nothing needs it"
+            return Finding("warn", "images", f"torchvision cannot be imported beside this torch: {way_out}")
+    return Finding("ok", "images", "pillow and transformers are installed")
 
 
 _PROBE = "#include <omp.h>\n#include <cmath>\nint threads() { return omp_get_max_threads(); }\n"

@@ -25,7 +25,7 @@ def test_this_machine_is_examined() -> None:
     found = [*findings.examine_host(root()), *findings.examine_engine()]
     subjects = {each.subject for each in found}
     assert {"platform", "cores", "memory", "shared memory", "huge pages", "open files", "sockets", "clock"} <= subjects
-    assert {"packages", "processor", "kernels"} <= subjects
+    assert {"packages", "images", "processor", "kernels"} <= subjects
     assert not [each for each in found if each.level == "fail"]
     assert all(each.text and "\n" not in each.text for each in found)
 
@@ -36,6 +36,18 @@ def test_this_machine_is_examined() -> None:
 def test_memory(content: str, level: str, tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text(content)
     assert findings._memory(tmp_path / "meminfo").level == level
+
+
+def test_a_torchvision_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_vision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (tmp_path / "whole_vision_module.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = findings._images("broken_vision")
+    assert found.level == "warn"
+    assert "uninstall it" in found.text
+    for name in ("whole_vision_module", "no_such_module"):
+        assert findings._images(name).level == "ok"
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def _inner_size(reader: ConfigReader, family: Family) -> int:
 
 _LFM2_UNREAD = (
     *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu", "num_heads"),
-    *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "use_pos_enc"),
+    *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "rms_norm_eps", "use_pos_enc"),
 )
 """Published files hold them; the class does not read them."""
 

@@ -37,6 +37,7 @@ GGUF_ARCHITECTURES: dict[str, tuple[str, ...]] = {
     "smollm3": ("SmolLM3ForCausalLM",),
     "granite": ("GraniteForCausalLM",),
     "glm4": ("Glm4ForCausalLM",),
+    "lfm2": ("Lfm2ForCausalLM",),
     "mistral3": ("Ministral3ForCausalLM", "MistralForCausalLM"),
 }
 """The classes that are read from GGUF files, by ``general.architecture``; of two, the file's other entries say which.

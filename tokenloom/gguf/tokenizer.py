@@ -96,7 +96,7 @@ _DEEPSEEK3 = Splitting(
 _NAMES = {
     _DEFAULT: "default",
     _GPT2_LIKE: "gpt-2 mpt olmo phi-2 jais exaone4 trillion granite-docling",
-    _LLAMA3: "llama-bpe llama3 llama-v3 falcon3",
+    _LLAMA3: "llama-bpe llama3 llama-v3 falcon3 lfm2",
     _QWEN: "qwen2 deepseek-r1-qwen",
     _DIGITS_FIRST: "command-r exaone refact smollm starcoder codeshell minerva-7b",
     _CL100K: "dbrx smaug-bpe glm4 chatglm-bpe",

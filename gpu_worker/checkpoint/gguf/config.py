@@ -181,6 +181,8 @@ def _of_first_layer(reader: ConfigReader, name: str, default: int | None = None)
     values = reader.take(name)
     if not isinstance(values, list) or not values:
         return reader.take_int(name, default)
+    if name.startswith("lfm2."):  # a layer with a convolution has no KV heads
+        values = [value for value in values if value != 0] or values
     if any(type(value) is not int or value < 1 for value in values):
         raise reader.error(name, "must be positive integers")
     if len(set(values)) > 1 and not name.startswith("gemma4."):

@@ -161,6 +161,19 @@ def _deepseek2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[s
     }
 
 
+def _lfm2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    counts = reader.take(name := f"{prefix}attention.head_count_kv")
+    if not isinstance(counts, list) or len(counts) != config["num_hidden_layers"]:
+        raise reader.error(name, "must say of each layer how many KV heads it has, 0 where it keeps a convolution")
+    return {
+        "norm_eps": config["rms_norm_eps"],
+        "conv_L_cache": reader.take_int(f"{prefix}shortconv.l_cache"),
+        "conv_bias": "blk.0.shortconv.conv.bias" in file.tensors,
+        "block_auto_adjust_ff_dim": False,  # the file has the size that followed
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+    }
+
+
 Further = Callable[[ConfigReader, str, GgufFile, dict[str, Any]], dict[str, Any]]
 FURTHER: dict[str, Further] = {
     "gemma2.": _gemma2,
@@ -171,6 +184,7 @@ FURTHER: dict[str, Further] = {
     "granite.": _granite,
     "mistral3.": _mistral3,
     "deepseek2.": _deepseek2,
+    "lfm2.": _lfm2,
 }
 """What reads the entries that only some architectures have, and returns those of their classes beside the common."""
 

@@ -14,6 +14,7 @@ from .families import has_experts
 _WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.embedding_norm.weight",
     "output.weight": "lm_head.weight",
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
@@ -67,6 +68,19 @@ _OF_AN_ARCHITECTURE: dict[str, dict[str, str]] = {
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
+    "lfm2": {
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "shortconv.conv": "conv.conv",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.out_proj": "conv.out_proj",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+    },
     "deepseek2": {
         "attn_q_a": "self_attn.q_a_proj",
         "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -118,7 +132,7 @@ def places(file: GgufFile) -> dict[str, TensorPlace]:
     names = _OF_A_LAYER | _OF_AN_ARCHITECTURE.get(architecture, {})
     found = {}
     for name in file.tensors.keys() - {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}:
-        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(\w+)", name)
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+|shortconv\.\w+)\.(\w+)", name)
         if layer is None:
             found[_WHOLE_MODEL.get(name, name)] = _place(file, name, "")
             continue

@@ -17,6 +17,7 @@ from .config import type_error
 from .names import places
 
 _GATE = ".shared_expert_gate.weight"
+_CONVOLUTION = ".conv.conv.weight"
 
 
 # Our own reader: for 150,000 tokens with as many merges the package gguf takes 8.7 s of CPU and 475 MB in each process
@@ -47,6 +48,8 @@ class GgufSource:
             plain = self._plain(tensor) - place.shift if place.shift else self._plain(tensor)
             if name.endswith(_GATE) and plain.dim() == 1:  # a matrix of one row
                 return plain[None]
+            if name.endswith(_CONVOLUTION) and plain.dim() == 2:  # [channels, 1, taps] without the middle
+                return plain[:, None]
             return plain if place.heads is None else plain[_halves_of_heads(name, tensor.shape[0], place.heads)]
         if len(tensor.shape) != 2:
             raise ValueError(f"{place.stored} is quantized and has shape {list(tensor.shape)}: a matrix is expected")

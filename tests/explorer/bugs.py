@@ -6,9 +6,12 @@ from typing import Any, TypeVar
 
 from tokenloom.engine_core.client.async_core_client import AsyncSocket
 from tokenloom.engine_core.data_parallel.group_link import GroupHub
+from tokenloom.engine_core.scheduling.media_rows import MediaRows
 from tokenloom.engine_core.wire.frames import Frame
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control import pause
+from tokenloom.services.engine.core.row_loads import RowLoads
+from tokenloom.services.engine.records.attempt import Attempt
 from tokenloom.services.gateway.batches.batch_task import BatchTask
 from tokenloom.services.gateway.files.file_store import FileRoom, FileStore
 from tokenloom.services.gateway.generation.charge import Charge, Charges
@@ -92,6 +95,17 @@ def _leave_by_rank(hub: GroupHub, rank: int, frames: object, error: OSError) -> 
 
 
 _OPEN, _SEND = Generator.open, AsyncSocket.send
+
+
+def _read_on(loads: RowLoads, attempt: Attempt) -> None:
+    """Read rows to their end, although no request waits for them any more."""
+
+
+def _wait_for_others(media: MediaRows, holding: Any) -> None:
+    """Let a request that runs wait for rows that others hold, which wait for its seat."""
+    media._hold(holding.request, holding.request.kv.num_computed_tokens)
+
+
 _BUGS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
     "two_writers": ("batches", {(BatchTask, "cancel"): _cancel_and_write}),
     "written_once": ("batches", {(BatchTask, "_persist"): _write_once}),
@@ -102,6 +116,8 @@ _BUGS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
     "silent_streams": ("streams", {(kserve_servicer, "next_request"): _wait_for_ever}),
     "half_resumed": ("pauses", {(pause, "completed"): _as_it_is}),
     "end_of_the_predecessor": ("hubs", {(GroupHub, "_leave"): _leave_by_rank}),
+    "rows_for_none": ("rows", {(RowLoads, "_leave"): _read_on}),
+    "rows_held_by_all": ("rows", {(MediaRows, "_extend_running"): _wait_for_others}),
     "rows_taken_back": ("core clients", {(AsyncSocket, "send"): _forget_beginning}),
 }
 BUGS = tuple(_BUGS)

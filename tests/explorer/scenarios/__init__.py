@@ -13,6 +13,7 @@ from .meshes import MeshScenario
 from .outputs import OutputScenario
 from .pauses import PauseScenario
 from .responses import ResponseScenario
+from .rows import RowScenario
 from .streams import StreamScenario
 
 SCENARIOS: Final[dict[str, Callable[[], Scenario]]] = {
@@ -27,4 +28,5 @@ SCENARIOS: Final[dict[str, Callable[[], Scenario]]] = {
     "hubs": HubScenario,
     "meshes": MeshScenario,
     "core clients": CoreClientScenario,
+    "rows": RowScenario,
 }

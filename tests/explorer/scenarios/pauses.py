@@ -30,7 +30,7 @@ class _Engine:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        plan: Any = SimpleNamespace(step_seconds=STEP_SECONDS, copy_seconds=STEP_SECONDS)
+        plan: Any = SimpleNamespace(step_seconds=STEP_SECONDS, copy_seconds=STEP_SECONDS, state_chunk=0, state_bytes=1)
         self.client = CoreClient(_CONFIG, VOCAB_SIZE, plan, Random(0), ())
         self.finished: set[str] = set()
         self.can_sleep = True

@@ -1,5 +1,6 @@
 """Models that keep a state between tokens, in float32: transformers' tokens, whatever the schedule."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 
 from tests.parity.engine import Engine
 from tests.parity.state_checkpoints import SERVED, make_model, write_model
+from tokenloom.engine_core.data.config import SpeculativeConfig
+from tokenloom.gpu_worker.speculation.ngram import NgramProposer
 
 _LENGTHS = (5, 16, 64, 130, 200, 257, 1, 97)
 
@@ -95,3 +98,33 @@ def test_preemption(path: Path, reference: Reference) -> None:
     prompts = [draw(length, seed=40 + length) for length in (100, 110, 120, 90, 80, 70)]
     assert engine.generate(prompts, [40] * 6) == reference.answers(prompts, 40)
     assert engine.stats.num_preemptions > 0
+
+
+def test_drafts(path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three drafts all are right, or the last one is wrong, or the first one."""
+    prompts = [draw(length, seed=60 + length) for length in (66, 9, 130)]
+    expected = reference.answers(prompts, 30)
+    whole = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
+
+    def propose(self: NgramProposer, step: Any, hidden: Any, wanted: Mapping[str, int]) -> dict[str, list[int]]:
+        proposed = {}
+        for req_id, count in wanted.items():
+            known = self._batch.known_tokens(req_id).tolist()
+            [tokens] = [each for each in whole if each[: len(known)] == known]
+            drafts = tokens[len(known) : len(known) + count]
+            if len(known) % 3 and drafts:
+                drafts[-1 if len(known) % 3 == 1 else 0] ^= 1
+            if drafts:
+                proposed[req_id] = drafts
+        return proposed
+
+    monkeypatch.setattr(NgramProposer, "propose", propose)
+    drafts = SpeculativeConfig("ngram", num_speculative_tokens=3)
+    engine = make_engine(path, budget=160, max_num_seqs=4, speculative=drafts)
+    scheduled = engine.core.scheduler.drafts
+    assert scheduled is not None
+    scheduled.free_rows = scheduled.costs = None  # also on a busy machine, on which no draft looks as if it paid
+    assert engine.generate(prompts, [30] * 3) == expected
+    counts = engine.stats.spec_decoding
+    assert counts is not None
+    assert 10 < counts.num_accepted_tokens < counts.num_draft_tokens

@@ -30,7 +30,7 @@ _TURNS = {
 _SWAPPING = (5, 6, 7, 8)
 
 
-class ImageSize(NamedTuple):
+class ShownSize(NamedTuple):
     """The pixels of an image as it is shown."""
 
     width: int
@@ -41,11 +41,11 @@ class BadImage(ValueError):
     """An image that is not taken; the message may be shown to clients."""
 
 
-def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageSize:
+def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> ShownSize:
     """Return the size of an image without decoding its pixels. Raises :class:`BadImage`."""
     with _opened(data, max_pixels) as image:
         width, height = image.size
-        return ImageSize(height, width) if _orientation(image) in _SWAPPING else ImageSize(width, height)
+        return ShownSize(height, width) if _orientation(image) in _SWAPPING else ShownSize(width, height)
 
 
 def read_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:

@@ -30,8 +30,8 @@ from tokenloom.v1.encoder_pb2 import (
 from tokenloom.v1.encoder_pb2_grpc import EncoderServicer as EncoderServicerBase
 from tokenloom.v1.types_pb2 import MediaItem, MediaKind
 
-from .file_store import FileStore, Owner, Pin
 from .media_fetcher import MediaFetcher
+from .media_store import FileOwner, MediaStore, Pin
 from .row_cache import RowCache
 from .row_maker import Rows
 
@@ -65,7 +65,7 @@ class Maker(Protocol):
 class EncoderMetrics:
     """Counts what the encoder does and holds."""
 
-    def __init__(self, registry: CollectorRegistry, files: FileStore, cache: RowCache) -> None:
+    def __init__(self, registry: CollectorRegistry, files: MediaStore, cache: RowCache) -> None:
         name = "tokenloom_encoder_"
         self.put_bytes = Counter(registry, name + "put_bytes", "Bytes of the files that were put.", {})
         self.rows = Counter(registry, name + "rows", "Rows that were computed.", {})
@@ -97,7 +97,7 @@ class EncoderServicer(EncoderServicerBase):
     """
 
     def __init__(
-        self, files: FileStore, cache: RowCache, maker: Maker, info: GetEncoderInfoResponse, metrics: EncoderMetrics,
+        self, files: MediaStore, cache: RowCache, maker: Maker, info: GetEncoderInfoResponse, metrics: EncoderMetrics,
         fetcher: MediaFetcher | None = None,
     ) -> None:  # fmt: skip
         """``info``: what the encoder says of itself. ``fetcher``: None: no URL is fetched."""
@@ -127,7 +127,7 @@ class EncoderServicer(EncoderServicerBase):
             return await self._keep(header, await _received(messages, header.num_bytes))
 
     async def Has(self, request: HasRequest, context: _Context) -> HasResponse:
-        owner = Owner(request.tenant, request.cache_salt)
+        owner = FileOwner(request.tenant, request.cache_salt)
         facts = [self._files.find(owner, digest, request.request_id) for digest in request.digest]
         return HasResponse(has=[each is not None for each in facts], facts=[each or PutResponse() for each in facts])
 
@@ -194,7 +194,7 @@ class EncoderServicer(EncoderServicerBase):
         if header.digest and hashed != header.digest:
             raise errors.InvalidArgument("The file's bytes are not those of its digest.", "digest")
         self._metrics.put_bytes.inc(len(data))
-        owner = Owner(header.tenant, header.cache_salt)
+        owner = FileOwner(header.tenant, header.cache_salt)
         if (facts := self._files.add_owner(owner, hashed, header.request_id)) is not None:
             return facts
         await self._headers.begin(header.tenant, len(data))

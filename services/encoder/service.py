@@ -22,11 +22,11 @@ from tokenloom.v1 import coordinator_pb2, types_pb2
 from tokenloom.v1.encoder_pb2 import GetEncoderInfoResponse
 from tokenloom.v1.encoder_pb2_grpc import add_EncoderServicer_to_server
 
-from .coordinator_link import CoordinatorLink
+from .encoder_link import EncoderLink
 from .encoder_servicer import EncoderMetrics, EncoderServicer
 from .encoder_settings import EncoderSettings
-from .file_store import FileStore
 from .media_fetcher import MediaFetcher
+from .media_store import MediaStore
 from .row_cache import RowCache
 from .row_maker import MakerMetrics, RowMaker
 
@@ -39,9 +39,9 @@ class EncoderService:
     def __init__(self, settings: EncoderSettings) -> None:
         self._settings = settings
         self._undo = contextlib.AsyncExitStack()
-        self._files: FileStore | None = None
+        self._files: MediaStore | None = None
         self._servicer: EncoderServicer | None = None
-        self._link: CoordinatorLink | None = None
+        self._link: EncoderLink | None = None
 
     async def start(self, host: Host) -> None:
         """Load the tower, serve, and return when the encoder has joined its coordinator, if it has one.
@@ -55,7 +55,7 @@ class EncoderService:
         if not await asyncio.to_thread(reads_images, path):
             raise InvalidArgument(f"{path} reads no images: it has no vision_config, or no {IMAGE_FILES[0]}", "model")
         fingerprint = await asyncio.to_thread(_fingerprint, path, settings)
-        self._files = FileStore(settings.media_files_bytes, settings.media_lease, asyncio.get_running_loop().time)
+        self._files = MediaStore(settings.media_files_bytes, settings.media_lease, asyncio.get_running_loop().time)
         cache = RowCache(settings.media_rows_bytes)
         metrics = EncoderMetrics(host.metrics, self._files, cache)
         maker = RowMaker(str(path), settings, MakerMetrics(metrics.decode, metrics.tower))
@@ -112,7 +112,7 @@ class EncoderService:
         )
         channel = await self._undo.enter_async_context(host.channels.open(settings.coordinator, "coordinator"))
         supervisor = "" if settings.state_file is None else f"{socket.gethostname()}:{settings.state_file}"
-        self._link = link = CoordinatorLink(
+        self._link = link = EncoderLink(
             channel, identity, supervisor, lambda: (servicer.num_waiting, servicer.num_calls)
         )
         host.spawn(link.run(link.drain), name="encoder-coordinator")

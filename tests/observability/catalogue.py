@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.mesh.harness import Mesh
 from tokenloom.services.encoder.encoder_servicer import EncoderMetrics
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
-from tokenloom.services.encoder.file_store import FileStore
+from tokenloom.services.encoder.media_store import MediaStore
 from tokenloom.services.encoder.row_cache import RowCache
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.supervisor.certificates import make_certificates
@@ -83,7 +83,7 @@ def _encoder_page() -> str:
     """Returns what an encoder shows. It takes no model and no processes to know that."""
     host = Host(EncoderSettings.of(model="any"))
     host.certificates.show("mesh", lambda: 0.0)
-    EncoderMetrics(host.metrics, FileStore(1, 1.0, lambda: 0.0), RowCache(1))
+    EncoderMetrics(host.metrics, MediaStore(1, 1.0, lambda: 0.0), RowCache(1))
     return generate_latest(host.metrics).decode()
 
 

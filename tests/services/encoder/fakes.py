@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from tokenloom.request import errors
 from tokenloom.services.encoder.encoder_servicer import EncoderMetrics, EncoderServicer
-from tokenloom.services.encoder.file_store import FileStore
 from tokenloom.services.encoder.media_fetcher import MediaFetcher
+from tokenloom.services.encoder.media_store import MediaStore
 from tokenloom.services.encoder.row_cache import RowCache
 from tokenloom.services.encoder.row_maker import Rows
 from tokenloom.v1.encoder_pb2 import GetEncoderInfoResponse, PutHeader, PutRequest, PutResponse, RowType
@@ -53,7 +53,7 @@ class FakeEncoder:
     def __init__(self, *, files_bytes: int = 1 << 20, rows_bytes: int = 1 << 20, fetcher: Any = None) -> None:
         self.now = 0.0
         self.maker = FakeMaker()
-        self.files = FileStore(files_bytes, 100.0, lambda: self.now)
+        self.files = MediaStore(files_bytes, 100.0, lambda: self.now)
         self.cache = RowCache(rows_bytes)
         info = GetEncoderInfoResponse(media_kinds=[MEDIA_KIND_IMAGE], max_file_bytes=1 << 16)
         metrics = EncoderMetrics(CollectorRegistry(), self.files, self.cache)

@@ -13,7 +13,7 @@ from tests.ready_channel import ready_channel
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
-from tokenloom.services.encoder.coordinator_link import CoordinatorLink
+from tokenloom.services.encoder.encoder_link import EncoderLink
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.registry.registry_view import RegistryView, watch_registry
@@ -76,7 +76,7 @@ async def test_encoders_are_shown_and_never_picked(socket_dir: Path) -> None:
     async with running(service, settings) as host, ready_channel(host.address) as channel:
         stub, watched, late = CoordinatorStub(channel), Watched(), Watched()
         watching = [asyncio.create_task(watch_registry(stub, watched.take))]
-        links = {name: CoordinatorLink(channel, identity(name), "one", lambda: (2, 1)) for name in "ab"}
+        links = {name: EncoderLink(channel, identity(name), "one", lambda: (2, 1)) for name in "ab"}
         runs = {name: asyncio.create_task(link.run(drained.set)) for name, link in links.items()}
         await watched.until(lambda entries: {each.identity.engine_id for each in entries} == {"a", "b"})
         watching.append(asyncio.create_task(watch_registry(stub, late.take)))
@@ -102,7 +102,7 @@ async def test_encoders_are_shown_and_never_picked(socket_dir: Path) -> None:
         runs.pop("a").cancel()
         await watched.until(lambda entries: [each.identity.engine_id for each in entries] == ["b"])
 
-        other = CoordinatorLink(channel, identity("b", 2), "one", lambda: (0, 0))
+        other = EncoderLink(channel, identity("b", 2), "one", lambda: (0, 0))
         replacing = asyncio.create_task(other.run(drained.set))
         with pytest.raises(FailedPrecondition, match="removed from the coordinator's registry"):
             await runs.pop("b")

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.services.encoder.fakes import digest_of
 from tokenloom.request.errors import ResourceExhausted
-from tokenloom.services.encoder.file_store import FileStore, Owner, Pin
+from tokenloom.services.encoder.media_store import FileOwner, MediaStore, Pin
 from tokenloom.v1.encoder_pb2 import PutResponse
 
 ROOM, LEASE = 1000, 10.0
@@ -18,12 +18,12 @@ class Store:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.store = FileStore(ROOM, LEASE, lambda: self.now)
+        self.store = MediaStore(ROOM, LEASE, lambda: self.now)
 
     def put(self, name: bytes, size: int, tenant: str = "t", request_id: str = "") -> None:
         data = name * size
         with self.store.arriving(tenant, size):
-            self.store.put(Owner(tenant, b""), data, PutResponse(digest=digest_of(data)), request_id)
+            self.store.put(FileOwner(tenant, b""), data, PutResponse(digest=digest_of(data)), request_id)
 
     def has(self, name: bytes, size: int) -> bool:
         return self.store.data(digest_of(name * size)) is not None

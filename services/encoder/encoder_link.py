@@ -23,7 +23,7 @@ MAX_BACKOFF_SECONDS = 1.0
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[coordinator_pb2.EngineReport, coordinator_pb2.EngineCommand]"
 
 
-class CoordinatorLink:
+class EncoderLink:
     """Joins the coordinator, reports every second, and joins again after failures.
 
     Attributes:

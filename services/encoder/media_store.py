@@ -15,7 +15,7 @@ MAX_PINS = 1 << 16
 """Files of live requests, each counted for each request."""
 
 
-class Owner(NamedTuple):
+class FileOwner(NamedTuple):
     """Says who may ask for a file: what one tenant has put does not show to another one."""
 
     tenant: str
@@ -30,7 +30,7 @@ class Pin(NamedTuple):
 
 
 @dataclass(slots=True)
-class StoredFile:
+class MediaFile:
     """Holds one file.
 
     Attributes:
@@ -41,11 +41,11 @@ class StoredFile:
 
     data: bytes
     facts: PutResponse
-    owners: dict[Owner, None] = field(default_factory=dict)
+    owners: dict[FileOwner, None] = field(default_factory=dict)
     pins: dict[Pin, float] = field(default_factory=dict)
 
 
-class FileStore:
+class MediaStore:
     """Keeps files. Those that a request pins stay until it is released or its lease ends; others make room when it is
     needed, the longest unused first. It belongs to one event loop.
 
@@ -59,7 +59,7 @@ class FileStore:
         self._max_bytes = max_bytes
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._files: OrderedDict[bytes, StoredFile] = OrderedDict()  # used last: last
+        self._files: OrderedDict[bytes, MediaFile] = OrderedDict()  # used last: last
         self._requests: dict[Pin, set[bytes]] = {}
         self._leases: deque[tuple[float, bytes, Pin]] = deque()  # in the order of their ends
         self._held: Counter[str] = Counter()  # bytes of each tenant that are pinned, or arrive
@@ -89,16 +89,16 @@ class FileStore:
             self._arriving -= num_bytes
             self._let_go(tenant, num_bytes)
 
-    def put(self, owner: Owner, data: bytes, facts: PutResponse, request_id: str) -> None:
+    def put(self, owner: FileOwner, data: bytes, facts: PutResponse, request_id: str) -> None:
         """Keep a file, within :meth:`arriving`, and pin it for a request; empty: for none."""
         digest = facts.digest
         if (file := self._files.get(digest)) is None:
-            file = self._files[digest] = StoredFile(data, facts)
+            file = self._files[digest] = MediaFile(data, facts)
             self.num_bytes += len(data)
         _add(owner, file)
         self._use(digest, file, owner, request_id)
 
-    def find(self, owner: Owner, digest: bytes, request_id: str) -> PutResponse | None:
+    def find(self, owner: FileOwner, digest: bytes, request_id: str) -> PutResponse | None:
         """Return what is known of a file that this owner has put, and pin it; None: it is not there."""
         self._expire()
         file = self._files.get(digest)
@@ -107,7 +107,7 @@ class FileStore:
         self._use(digest, file, owner, request_id)
         return file.facts
 
-    def add_owner(self, owner: Owner, digest: bytes, request_id: str) -> PutResponse | None:
+    def add_owner(self, owner: FileOwner, digest: bytes, request_id: str) -> PutResponse | None:
         """Do the same for an owner who has the file too, and has just shown it."""
         if (file := self._files.get(digest)) is not None:
             _add(owner, file)
@@ -126,7 +126,7 @@ class FileStore:
         for digest in self._requests.pop(pin, ()):
             self._unpin(digest, pin)
 
-    def _use(self, digest: bytes, file: StoredFile, owner: Owner, request_id: str) -> None:
+    def _use(self, digest: bytes, file: MediaFile, owner: FileOwner, request_id: str) -> None:
         self._files.move_to_end(digest)
         if not request_id:
             return
@@ -184,7 +184,7 @@ class FileStore:
                 return
 
 
-def _add(owner: Owner, file: StoredFile) -> None:
+def _add(owner: FileOwner, file: MediaFile) -> None:
     file.owners.pop(owner, None)
     file.owners[owner] = None
     if len(file.owners) > MAX_OWNERS:

@@ -242,8 +242,8 @@ SAME_METRICS = _names(
 OTHER_METRICS = {
     "engine_sleep_state": "`GET /is_sleeping` at the gateway, with an admin key",
     "estimated_flops_per_gpu_total": "not available; `tokenloom bench step` compares a step with the machine",
-    "mm_cache_hits_total": "not available: models read text only",
-    "mm_cache_queries_total": "not available: models read text only",
+    "mm_cache_hits_total": "`tokenloom_encoder_items_found_total` of encoders",
+    "mm_cache_queries_total": "`tokenloom_rows_items_asked_total`: what is in the prefix cache is not asked for",
     "nixl_num_failed_transfers_total": "`tokenloom_kv_recompute_total` counts failed transfers by reason",
     "nixl_xfer_time_seconds": "`tokenloom_kv_transfer_bytes_total` by transport; the time is in a request's timeline",
     "time_per_output_token_seconds": "`vllm:inter_token_latency_seconds`, as in vLLM itself since it dropped the name",

@@ -57,8 +57,13 @@ def test_the_profiled_layers_include_every_kind(
     windows: tuple[int | None, ...], experts: tuple[bool, ...] | None, expected: int
 ) -> None:
     switches = None if experts is None else SimpleNamespace(layers=experts)
-    config: Any = SimpleNamespace(sliding_windows=windows, experts=switches)
+    config: Any = SimpleNamespace(mixer=None, sliding_windows=windows, experts=switches)
     assert num_differing_layers(config) == expected
+
+
+def test_all_layers_are_profiled_if_some_keep_a_state() -> None:
+    """Those with KV count: in between are all layers that keep a state."""
+    assert num_differing_layers(SimpleNamespace(mixer=object(), num_layers=8)) == 8
 
 
 @pytest.mark.parametrize(

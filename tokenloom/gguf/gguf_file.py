@@ -38,6 +38,7 @@ GGUF_ARCHITECTURES: dict[str, tuple[str, ...]] = {
     "granite": ("GraniteForCausalLM",),
     "glm4": ("Glm4ForCausalLM",),
     "lfm2": ("Lfm2ForCausalLM",),
+    "qwen35": ("Qwen3_5ForCausalLM",),
     "mistral3": ("Ministral3ForCausalLM", "MistralForCausalLM"),
 }
 """The classes that are read from GGUF files, by ``general.architecture``; of two, the file's other entries say which.

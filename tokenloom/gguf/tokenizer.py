@@ -38,9 +38,9 @@ _SPACES = r"\s+(?!\S)|\s+"
 _GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
 
 
-def _modern(digits: str) -> str:
-    """Return the pattern of Llama 3 and its successors, which take numbers as ``digits``."""
-    words = rf"(?i:{_CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+def _modern(digits: str, letters: str = r"\p{L}") -> str:
+    """Return the pattern of Llama 3 and its successors, which take numbers as ``digits``, and words of ``letters``."""
+    words = rf"(?i:{_CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*"
     return rf"{words}|\s*[\r\n]+|{_SPACES}"
 
 
@@ -63,6 +63,7 @@ _GPT2_LIKE = Splitting((_GPT2,))
 _DEFAULT = Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9]{3}"))
 _DIGITS_FIRST = Splitting((r"\p{N}", _GPT2))
 _QWEN = Splitting((_modern(r"\p{N}"),), composes=True)
+_QWEN35 = Splitting((_modern(r"\p{N}", r"\p{L}\p{M}"),), composes=True)
 _CL100K = Splitting((_modern(r"\p{N}{1,3}"),))
 _LLAMA3 = replace(_CL100K, whole_words_first=True, begins=True)
 _ANY_CASE = rf"(?i:{_CONTRACTIONS})?"
@@ -98,6 +99,7 @@ _NAMES = {
     _GPT2_LIKE: "gpt-2 mpt olmo phi-2 jais exaone4 trillion granite-docling",
     _LLAMA3: "llama-bpe llama3 llama-v3 falcon3 lfm2",
     _QWEN: "qwen2 deepseek-r1-qwen",
+    _QWEN35: "qwen35",
     _DIGITS_FIRST: "command-r exaone refact smollm starcoder codeshell minerva-7b",
     _CL100K: "dbrx smaug-bpe glm4 chatglm-bpe",
     _GPT4O: "gpt-4o llama4",

@@ -160,7 +160,7 @@ def _with_class(prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str
     return config | {"architectures": [name]} | ({"model_type": types[name]} if name in types else {})
 
 
-_PARTLY_ROTATED = ("glm4.", "phi3.")
+_PARTLY_ROTATED = ("glm4.", "phi3.", "qwen35.")
 
 
 def _head_size(reader: ConfigReader, prefix: str, default: int) -> int:

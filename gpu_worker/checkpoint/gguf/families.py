@@ -174,6 +174,22 @@ def _lfm2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, A
     }
 
 
+def _qwen35(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    heads, inner = reader.take_int(f"{prefix}ssm.time_step_rank"), reader.take_int(f"{prefix}ssm.inner_size")
+    further = reader.take_count(f"{prefix}nextn_predict_layers")
+    reader.take(f"{prefix}rope.dimension_sections")  # which of a token's three positions rotate: in a text all are one
+    return {
+        "num_hidden_layers": config["num_hidden_layers"] - further,
+        "mtp_num_hidden_layers": further,
+        "full_attention_interval": reader.take_int(f"{prefix}full_attention_interval", 4),
+        "linear_conv_kernel_dim": reader.take_int(f"{prefix}ssm.conv_kernel"),
+        "linear_key_head_dim": reader.take_int(f"{prefix}ssm.state_size"),
+        "linear_num_key_heads": reader.take_int(f"{prefix}ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": inner // heads,
+    }
+
+
 Further = Callable[[ConfigReader, str, GgufFile, dict[str, Any]], dict[str, Any]]
 FURTHER: dict[str, Further] = {
     "gemma2.": _gemma2,
@@ -185,6 +201,7 @@ FURTHER: dict[str, Further] = {
     "mistral3.": _mistral3,
     "deepseek2.": _deepseek2,
     "lfm2.": _lfm2,
+    "qwen35.": _qwen35,
 }
 """What reads the entries that only some architectures have, and returns those of their classes beside the common."""
 

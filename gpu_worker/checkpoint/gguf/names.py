@@ -81,6 +81,17 @@ _OF_AN_ARCHITECTURE: dict[str, dict[str, str]] = {
         "ffn_up": "feed_forward.w3",
         "ffn_down": "feed_forward.w2",
     },
+    "qwen35": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
     "deepseek2": {
         "attn_q_a": "self_attn.q_a_proj",
         "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -104,7 +115,7 @@ _IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 _PAIRED = ("llama", "granite", "mistral3", "smollm3")
 """Architectures whose heads llama.cpp stores as it rotates them."""
-_SHIFTED_NORMS = ("gemma2", "gemma3")
+_SHIFTED_NORMS = ("gemma2", "gemma3", "qwen35")
 """Architectures whose norms have one added to their weight, which llama.cpp stores with it."""
 _KEYS, _VALUES = "attn_k_b", "attn_v_b"
 
@@ -132,6 +143,9 @@ def places(file: GgufFile) -> dict[str, TensorPlace]:
     names = _OF_A_LAYER | _OF_AN_ARCHITECTURE.get(architecture, {})
     found = {}
     for name in file.tensors.keys() - {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}:
+        if further := _further_layer(file, name):
+            found[further] = TensorPlace(name)
+            continue
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+|shortconv\.\w+)\.(\w+)", name)
         if layer is None:
             found[_WHOLE_MODEL.get(name, name)] = _place(file, name, "")
@@ -155,11 +169,23 @@ def places(file: GgufFile) -> dict[str, TensorPlace]:
     return {_mixtral_name(name): place for name, place in found.items()} if is_mixtral else found
 
 
+def _further_layer(file: GgufFile, name: str) -> str:
+    """Return the name of a tensor of a Qwen3.5 that is none of its layers' matrices: the rate of a decay, or a part of
+    the head that drafts, behind the layers; empty: it is another one."""
+    metadata = file.metadata
+    if metadata["general.architecture"] != "qwen35" or (layer := re.match(r"blk\.(\d+)\.", name)) is None:
+        return ""
+    num_layers = metadata.get("qwen35.block_count", 0) - metadata.get("qwen35.nextn_predict_layers", 0)
+    if int(layer[1]) >= num_layers:
+        return f"mtp.{name}"
+    return f"model.layers.{layer[1]}.linear_attn.A_log" if name.endswith(".ssm_a") else ""
+
+
 def _place(file: GgufFile, name: str, part: str) -> TensorPlace:
     architecture, heads, shift = file.metadata["general.architecture"], None, 0.0
     if architecture in _PAIRED and part in ("attn_q", "attn_k"):
         heads = _head_counts(file.metadata, architecture)[part == "attn_k"]
-    if architecture in _SHIFTED_NORMS and name.endswith("norm.weight"):
+    if architecture in _SHIFTED_NORMS and name.endswith("norm.weight") and part != "ssm_norm":
         shift = 1.0
     return TensorPlace(name, heads, shift=shift)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokenloom.gguf.gguf_file import GgufTensor, read_gguf
+from tokenloom.gguf.gguf_file import GgufFile, GgufTensor, read_gguf
 
 from ..files.quantized_weight import Float4Weight, PackedWeight, QuantizedWeight
 from .blocks import BLOCK_TYPES, MXFP4, PLAIN_TYPES, BlockType, floats4
@@ -17,7 +17,8 @@ from .config import type_error
 from .names import places
 
 _GATE = ".shared_expert_gate.weight"
-_CONVOLUTION = ".conv.conv.weight"
+_CONVOLUTIONS = (".conv.conv.weight", ".conv1d.weight")
+_RATES, _DELTA = ".A_log", ".linear_attn."
 
 
 # Our own reader: for 150,000 tokens with as many merges the package gguf takes 8.7 s of CPU and 475 MB in each process
@@ -30,6 +31,7 @@ class GgufSource:
         self.described_by = head.path.name
         self._tensors = head.tensors
         self._places = places(head)
+        self._value_heads = ValueHeads.of(head)
         self._contents = {part: _map(part) for part in head.parts}
         self.views = [torch.frombuffer(content, dtype=torch.uint8) for content in self._contents.values()]
 
@@ -44,17 +46,27 @@ class GgufSource:
         tensor = self._tensors[place.stored]
         if place.expert is not None:
             tensor = _of_expert(tensor, place.expert)
+        if self._value_heads is not None and _DELTA in name:
+            return self._value_heads.sort(name, self._of_delta_net(name, tensor))
         if tensor.kind in PLAIN_TYPES:
             plain = self._plain(tensor) - place.shift if place.shift else self._plain(tensor)
             if name.endswith(_GATE) and plain.dim() == 1:  # a matrix of one row
                 return plain[None]
-            if name.endswith(_CONVOLUTION) and plain.dim() == 2:  # [channels, 1, taps] without the middle
+            if name.endswith(_CONVOLUTIONS) and plain.dim() == 2:  # [channels, 1, taps] without the middle
                 return plain[:, None]
             return plain if place.heads is None else plain[_halves_of_heads(name, tensor.shape[0], place.heads)]
         if len(tensor.shape) != 2:
             raise ValueError(f"{place.stored} is quantized and has shape {list(tensor.shape)}: a matrix is expected")
         order = None if place.heads is None else _halves_of_heads(name, tensor.shape[0], place.heads)
         return self._packed(tensor, order)
+
+    def _of_delta_net(self, name: str, tensor: GgufTensor) -> "Tensor | PackedBlocks":
+        if tensor.kind not in PLAIN_TYPES:
+            return self._packed(tensor)
+        plain = self._plain(tensor)
+        if name.endswith(_RATES):  # stored as minus its power of e
+            return torch.log(-plain)
+        return plain[:, None] if name.endswith(_CONVOLUTIONS) else plain
 
     def _plain(self, tensor: GgufTensor) -> Tensor:
         dtype = PLAIN_TYPES[tensor.kind]
@@ -101,6 +113,53 @@ def _map(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         # A private mapping is writable, which PyTorch asks for; nothing writes to it, so its pages stay the file's.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+@dataclass(frozen=True)
+class ValueHeads:
+    """Sorts the heads of values of a gated delta net, which llama.cpp stores by their number within a head of keys: the
+    first of each, then the second of each."""
+
+    groups: int
+    """Heads of keys."""
+    heads: int
+    size: int
+    rows_before: int
+    """Of queries and keys, before those of values."""
+
+    @classmethod
+    def of(cls, file: GgufFile) -> "ValueHeads | None":
+        """Return those of a file; None: it has no gated delta net."""
+        metadata, name = file.metadata, "qwen35.ssm."
+        if metadata["general.architecture"] != "qwen35":
+            return None
+        groups, heads = metadata[f"{name}group_count"], metadata[f"{name}time_step_rank"]
+        return cls(groups, heads, metadata[f"{name}inner_size"] // heads, 2 * groups * metadata[f"{name}state_size"])
+
+    def sort(self, name: str, stored: "Tensor | PackedBlocks") -> "Tensor | PackedBlocks":
+        """Return a tensor of the net with its heads in the order of Hugging Face's class."""
+        if self.heads == self.groups:
+            return stored
+        match name.partition(_DELTA)[2]:
+            case "in_proj_qkv.weight" | "conv1d.weight":
+                before = torch.arange(self.rows_before)
+                return _by_rows(stored, torch.cat((before, self.rows_before + self._order(self.size))))
+            case "in_proj_z.weight":
+                return _by_rows(stored, self._order(self.size))
+            case "in_proj_a.weight" | "in_proj_b.weight" | "A_log" | "dt_bias":
+                return _by_rows(stored, self._order(1))
+            case "out_proj.weight":
+                whole = stored if isinstance(stored, Tensor) else stored.rows(0, stored.shape[0])
+                return whole[:, self._order(self.size)]
+        return stored
+
+    def _order(self, size: int) -> Tensor:
+        stored = torch.arange(self.heads * size).view(self.heads // self.groups, self.groups, size)
+        return stored.transpose(0, 1).flatten()
+
+
+def _by_rows(stored: "Tensor | PackedBlocks", order: Tensor) -> "Tensor | PackedBlocks":
+    return stored[order] if isinstance(stored, Tensor) else replace(stored, order=order)
 
 
 @dataclass(frozen=True)

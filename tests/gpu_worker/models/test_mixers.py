@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.models.transformers.test_states import Driver, draw, generate
 from tests.parity.state_checkpoints import SERVED, make_model
+from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, ParallelConfig, WorkerConfig
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.served_how import served_how
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 from tokenloom.gpu_worker.models.decoder import DecoderModel
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
@@ -122,7 +124,7 @@ def test_the_text_of_a_vision_checkpoint_is_computed(make: Any, tmp_path: Path) 
     reference = make("qwen3_5_text")
     reference.save_pretrained(tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())
-    text["rope_parameters"] |= {"mrope_section": [1, 1], "mrope_interleaved": True}
+    text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
     text |= {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "full_attention_interval": 4}
     text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
     names = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 3}
@@ -139,6 +141,17 @@ def test_the_text_of_a_vision_checkpoint_is_computed(make: Any, tmp_path: Path) 
     for _ in range(6):
         driver.decode((row, 0))
     assert row.tokens == generate(reference, prompt, 6)
+
+
+def test_adapters_and_several_workers_are_refused_by_name(make: Any, tmp_path: Path) -> None:
+    make("lfm2").save_pretrained(tmp_path)
+    worker = WorkerConfig(model=str(tmp_path))
+    for options, named in (
+        ({"lora": LoraConfig(enable=True)}, "enable_lora: a model of which layers keep a state"),
+        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "are not divided among several workers"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            served_how(EngineConfig(worker=worker, **options), has_gpu=False)
 
 
 def test_other_weights_replace_those_of_a_model(make: Any, tmp_path: Path) -> None:

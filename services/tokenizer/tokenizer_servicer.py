@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -127,7 +128,8 @@ class TokenizerServicer(TokenizerServicerBase):
             if request.media:
                 if self._images is None:
                     raise errors.InvalidArgument("messages: this model reads text only", "messages")
-                rendered, media = self._images.expand(rendered, request.media, request.cache_salt)
+                text, media = self._images.expand(rendered.text, request.media, request.cache_salt)
+                rendered = replace(rendered, text=text)
             if len(rendered.text) <= SHORT_BYTES:
                 run = asyncio.get_running_loop().run_in_executor
                 prompt = await run(self._threads, self._encoder.encode_chat, rendered, request, media)

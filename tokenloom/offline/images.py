@@ -6,7 +6,7 @@ import binascii
 import io
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -126,8 +126,10 @@ class OfflineImages:
         if self._reader is None:
             raise ValueError("this model reads text only")
         sizes = [self._size(file) for file in files]
-        rendered, items = self._reader.expand(rendered, sizes, salt)
-        return rendered, PromptImages(items, {item.digest: file for item, file in zip(items, files, strict=True)})
+        text, items = self._reader.expand(rendered.text, sizes, salt)
+        return replace(rendered, text=text), PromptImages(
+            items, {item.digest: file for item, file in zip(items, files, strict=True)}
+        )
 
     def place(self, images: PromptImages, token_ids: list[int]) -> None:
         """Give the images their places in a prompt's tokens. Raises ``InvalidArgument``."""

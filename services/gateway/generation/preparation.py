@@ -144,13 +144,20 @@ class Preparer:
 
         Raises ``InvalidArgument`` where they cannot be read, ``Unavailable`` before the first engine serves.
         """
-        from ..records.media import check_request  # here: most requests have none
+        from ..records.media import check_parts, check_used  # here: most requests have none
 
         assert isinstance(request.prompts, Chat)
         chat, files, encoders = request.prompts, request.files, self._links.encoders
-        check_request(request, self._links.view.limits, self._context.model, is_able=encoders is not None)
+        check_parts(chat.media, self._links.view.limits, self._context.model, is_able=encoders is not None)
+        for name, is_set in (
+            ("truncate_prompt_tokens", request.truncate_prompt_tokens is not None),
+            ("session", bool(request.before)),
+        ):
+            if is_set:
+                raise errors.InvalidArgument(f"{name} is not available with images", name)
         assert encoders is not None
         of_body = {} if files is None else files.files
+        check_used(of_body, chat.media)
         owner = encoders.owner(request.tenant.name, cache_salt(request), is_kept=request.keeps_files)
         return encoders.open(chat.media, of_body, owner, chat.media_options)
 

@@ -47,7 +47,7 @@ _Stub: TypeAlias = "EncoderAsyncStub"
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class FilesOwner:
     """Says whose files they are, and for which request they stay."""
 
     tenant: str
@@ -74,12 +74,12 @@ class EncoderClient:
         self._names: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # digests by tenant and name; bounded
         self._tasks = Tasks(lambda error: log.error("an encoder could not be told of an end", exc_info=error))
 
-    def owner(self, tenant: str, salt: bytes, *, is_kept: bool = False) -> Owner:
+    def owner(self, tenant: str, salt: bytes, *, is_kept: bool = False) -> FilesOwner:
         """Return whose files those of a new request are."""
-        return Owner(tenant, salt, self._draw_id(), is_kept)
+        return FilesOwner(tenant, salt, self._draw_id(), is_kept)
 
     def open(
-        self, parts: Sequence[MediaPart], files: Mapping[bytes, MediaFile], owner: Owner, options: bytes = b""
+        self, parts: Sequence[MediaPart], files: Mapping[bytes, MediaFile], owner: FilesOwner, options: bytes = b""
     ) -> "RequestMedia":
         """Return what places the images of a request. ``files``: those of its body; ``options``: of the processor."""
         return RequestMedia(self, parts, files, owner, options)
@@ -112,7 +112,7 @@ class EncoderClient:
                 self._names.popitem(last=False)
 
     async def place(
-        self, part: MediaPart, digest: bytes, file: MediaFile | None, owner: Owner
+        self, part: MediaPart, digest: bytes, file: MediaFile | None, owner: FilesOwner
     ) -> tuple[str, encoder_pb2.PutResponse]:
         """Return the address of an encoder that has a file now, and what it says of it.
 
@@ -142,14 +142,14 @@ class EncoderClient:
                 raise refusal
             await asyncio.sleep(AGAIN_SECONDS)
 
-    def release(self, addresses: Sequence[str], owner: Owner) -> None:
+    def release(self, addresses: Sequence[str], owner: FilesOwner) -> None:
         """Let encoders forget a request's files; nothing waits for it."""
         for address in addresses:
             if address in self._addresses():
                 self._tasks.spawn(self._release(address, owner), name="release files")
 
     async def _put(
-        self, stub: _Stub, part: MediaPart, digest: bytes, file: MediaFile | None, owner: Owner
+        self, stub: _Stub, part: MediaPart, digest: bytes, file: MediaFile | None, owner: FilesOwner
     ) -> encoder_pb2.PutResponse:
         header = encoder_pb2.PutHeader(
             tenant=owner.tenant,
@@ -182,7 +182,7 @@ class EncoderClient:
             self._links[address] = channel, encoder_pb2_grpc.EncoderStub(channel)
         return self._links[address][1]
 
-    async def _release(self, address: str, owner: Owner) -> None:
+    async def _release(self, address: str, owner: FilesOwner) -> None:
         request = encoder_pb2.ReleaseFilesRequest(request_id=owner.request_id, tenant=owner.tenant)
         try:
             await self._stub(address).ReleaseFiles(request, timeout=RELEASE_SECONDS)
@@ -198,7 +198,7 @@ class RequestMedia:
         client: EncoderClient,
         parts: Sequence[MediaPart],
         files: Mapping[bytes, MediaFile],
-        owner: Owner,
+        owner: FilesOwner,
         options: bytes,
     ) -> None:
         self._client = client

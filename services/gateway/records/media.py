@@ -7,14 +7,10 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from tokenloom.request.errors import Internal, InvalidArgument, Unavailable
 from tokenloom.request.limits import Reservation
 from tokenloom.v1 import types_pb2
-
-if TYPE_CHECKING:
-    from .generate_request import GenerateRequest
 
 _HEAD = re.compile(r"data:([^,;]*)(?:;[^,;=]+=[^,;]*)*;(base64|sha256),", re.IGNORECASE)
 _URL = re.compile(r"https?://", re.IGNORECASE)
@@ -231,31 +227,19 @@ class MediaStore:
                 del self._shelves[largest], self._sizes[largest]
 
 
-def check_request(
-    request: "GenerateRequest", limits: types_pb2.ModelLimits | None, model: str, *, is_able: bool
-) -> None:
+def check_parts(parts: Sequence[MediaPart], limits: types_pb2.ModelLimits | None, model: str, *, is_able: bool) -> None:
     """Refuse images that cannot be read, before anything is spent on them. ``is_able``: the tokenizer knows how the
     model writes them.
 
     Raises ``InvalidArgument``, and ``Unavailable`` before the first engine serves.
     """
-    chat = request.prompts
-    assert not isinstance(chat, Sequence)
-    field = chat.media[0].field
+    field = parts[0].field
     if not is_able or (limits is not None and types_pb2.MEDIA_KIND_IMAGE not in limits.media_kinds):
         raise InvalidArgument(f"{field}: the model {model!r} reads text only", field)
     if limits is None:
         raise Unavailable("no engine is serving yet; retry")
-    if (most := limits.max_media_per_prompt) and len(chat.media) > most:
-        raise InvalidArgument(f"{field}: a prompt may have {most} images, not {len(chat.media)}", field)
-    for name, is_set in (
-        ("truncate_prompt_tokens", request.truncate_prompt_tokens is not None),
-        ("session", bool(request.before)),
-    ):
-        if is_set:
-            raise InvalidArgument(f"{name} is not available with images", name)
-    if request.files is not None:
-        check_used(request.files.files, chat.media)
+    if (most := limits.max_media_per_prompt) and len(parts) > most:
+        raise InvalidArgument(f"{field}: a prompt may have {most} images, not {len(parts)}", field)
 
 
 def check_items(

@@ -4,7 +4,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1.tokenizer_pb2 import MediaSize
 from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, MediaItem, MediaRun
 
-from ..spelled_tokens import Rendered
-from .image_text import OPTIONS_FIELD, Entries, ImageFamily, ImageSize, ImageText
+from .image_text import OPTIONS_FIELD, Entries, ImageFamily, ImageText, ShownImage
 from .scaled import Gemma4, Pixtral, Qwen
 from .tiled import Idefics, InternVL, OneVision
 from .uniform import gemma3, llava
@@ -145,16 +144,14 @@ class ImageReader:
             vocab_size=entries.part("text_config").number("vocab_size", entries.number("vocab_size", 2**32)),
         )
 
-    def expand(
-        self, rendered: Rendered, media: Sequence[MediaSize], salt: bytes = b""
-    ) -> tuple[Rendered, list[MediaItem]]:
-        """Return a rendered conversation with the tokens of its images, and its items without their runs.
+    def expand(self, rendered: str, media: Sequence[MediaSize], salt: bytes = b"") -> tuple[str, list[MediaItem]]:
+        """Return the text of a rendered conversation with the tokens of its images, and its items without their runs.
 
         ``salt``: the tenant's, part of the items' keys. Raises ``InvalidArgument`` for an image that the model does not
         take, and for a template that does not write one mark for each.
         """
         # The text, and never its ids: tokens of the text between tiles merge with the text around the image.
-        pieces, mark = rendered.text.split(self.family.mark), self.family.mark
+        pieces, mark = rendered.split(self.family.mark), self.family.mark
         if len(pieces) - 1 != len(media):
             raise InvalidArgument(
                 f"the chat template of this model has written {len(pieces) - 1} marks {mark} for {len(media)} images: "
@@ -172,7 +169,7 @@ class ImageReader:
                 raise _refused(index, f"its size of {image.width} x {image.height} leaves no rows")
             items.append(self._item(image, text, index, len(media), salt))
             written += text.text, piece
-        return replace(rendered, text="".join(written)), items
+        return "".join(written), items
 
     def place(self, items: Sequence[MediaItem], token_ids: list[int]) -> None:
         """Give items the runs of their tokens in a prompt; ids that the model has not become 0 there. Raises
@@ -191,7 +188,7 @@ class ImageReader:
             for position in places:
                 token_ids[position] = 0
 
-    def _size(self, index: int, image: MediaSize) -> ImageSize:
+    def _size(self, index: int, image: MediaSize) -> ShownImage:
         if image.kind != MEDIA_KIND_IMAGE:
             raise InvalidArgument("messages: this model reads no sounds", "messages")
         if not image.width or not image.height:
@@ -204,7 +201,7 @@ class ImageReader:
                     f"{OPTIONS_FIELD}.{name[:64]} is not an option of this model's images; there are: {known}",
                     f"{OPTIONS_FIELD}.{name[:64]}",
                 )
-        return ImageSize(image.width, image.height, options)
+        return ShownImage(image.width, image.height, options)
 
     def _item(self, image: MediaSize, text: ImageText, index: int, count: int, salt: bytes) -> MediaItem:
         num_rows = text.text.count(self.family.token)

@@ -9,7 +9,7 @@ OPTIONS_FIELD = "mm_processor_kwargs"
 """How clients name the options of the processor."""
 
 
-class ImageSize(NamedTuple):
+class ShownImage(NamedTuple):
     """An image as it is shown: after the turn that its Exif data ask for."""
 
     width: int
@@ -42,7 +42,7 @@ class ImageFamily(Protocol):
     def token(self) -> str:
         """The token that stands for one row."""
 
-    def text(self, size: ImageSize, count: int) -> ImageText:
+    def text(self, size: ShownImage, count: int) -> ImageText:
         """Return what stands for an image of this size among ``count`` images of a prompt.
 
         Raises ``ValueError`` for a size that the family refuses, ``InvalidArgument`` for an option.
@@ -104,7 +104,7 @@ class Entries:
         return value
 
 
-def option(size: ImageSize, name: str, default: int, least: int, most: int) -> int:
+def option(size: ShownImage, name: str, default: int, least: int, most: int) -> int:
     """Return an option of an image. Raises ``InvalidArgument`` for one that the model does not take."""
     value = size.options.get(name, default)
     if not least <= value <= most:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from tokenloom.request.errors import InvalidArgument
 
-from .image_text import OPTIONS_FIELD, Entries, ImageSize, ImageText, option
+from .image_text import OPTIONS_FIELD, Entries, ImageText, ShownImage, option
 
 _MOST_ASPECT = 200
 
@@ -38,11 +38,11 @@ class Qwen:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ImageSize, count: int) -> ImageText:
+    def text(self, size: ShownImage, count: int) -> ImageText:
         lines, columns = self._grid(size)
         return ImageText(self.token * (lines * columns), (1, lines, columns))
 
-    def _grid(self, size: ImageSize) -> tuple[int, int]:
+    def _grid(self, size: ShownImage) -> tuple[int, int]:
         width, height, side = size.width, size.height, self.side
         most = option(size, "max_pixels", self.most, side**2, self.most)
         least = option(size, "min_pixels", min(self.least, most), 1, most)
@@ -91,7 +91,7 @@ class Pixtral:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ImageSize, count: int) -> ImageText:
+    def text(self, size: ShownImage, count: int) -> ImageText:
         width, height = size.width, size.height
         ratio = max(height / self.longest, width / self.longest)
         if ratio > 1:
@@ -127,10 +127,10 @@ class Gemma4:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ImageSize, count: int) -> ImageText:
+    def text(self, size: ShownImage, count: int) -> ImageText:
         return ImageText(f"{self.begin}{self.token * self._num_rows(size)}{self.end}")
 
-    def _num_rows(self, size: ImageSize) -> int:
+    def _num_rows(self, size: ShownImage) -> int:
         width, height = size.width, size.height
         most = size.options.get("max_soft_tokens", self.most)
         if most not in _SOFT_TOKENS:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from .image_text import Entries, ImageSize, ImageText
+from .image_text import Entries, ImageText, ShownImage
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class InternVL:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ImageSize, count: int) -> ImageText:
+    def text(self, size: ShownImage, count: int) -> ImageText:
         return ImageText(f"{self.begin}{self.token * (self.rows * self._tiles(size))}{self.end}")
 
     @cached_property
@@ -47,7 +47,7 @@ class InternVL:
         grids = [(columns, lines) for columns in numbers for lines in numbers]
         return sorted((grid for grid in grids if self.least <= math.prod(grid) <= self.most), key=math.prod)
 
-    def _tiles(self, size: ImageSize) -> int:
+    def _tiles(self, size: ShownImage) -> int:
         if self.most == 1:
             return 1
         (height, width), best, difference = self.tile, (1, 1), math.inf
@@ -89,7 +89,7 @@ class Idefics:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ImageSize, count: int) -> ImageText:
+    def text(self, size: ShownImage, count: int) -> ImageText:
         lines, columns = self._grid(size) if self.splits else (0, 0)
         tile, mark = self.token * self.rows, "<fake_token_around_image>"
         whole = f"{mark}<global-img>{tile}{mark}"
@@ -101,7 +101,7 @@ class Idefics:
             parts.append("\n")
         return ImageText("".join(parts) + "\n" + whole)
 
-    def _grid(self, size: ImageSize) -> tuple[int, int]:
+    def _grid(self, size: ShownImage) -> tuple[int, int]:
         """Return the lines and columns of tiles; zeros if the whole image is one."""
         width, height, ratio = size.width, size.height, size.width / size.height
         if width >= height:
@@ -160,11 +160,11 @@ class OneVision:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ImageSize, count: int) -> ImageText:
+    def text(self, size: ShownImage, count: int) -> ImageText:
         num_rows = self.rows + 1 if count > 1 else self._num_rows(size)
         return ImageText(self.token * (num_rows - self.drops_first))
 
-    def _num_rows(self, size: ImageSize) -> int:
+    def _num_rows(self, size: ShownImage) -> int:
         width, height = size.width, size.height
 
         def fit(canvas: tuple[int, int]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .image_text import Entries, ImageSize, ImageText
+from .image_text import Entries, ImageText, ShownImage
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Uniform:
     option_names: ClassVar[frozenset[str]] = frozenset()
     depends_on_count: ClassVar[bool] = False
 
-    def text(self, size: ImageSize, count: int) -> ImageText:
+    def text(self, size: ShownImage, count: int) -> ImageText:
         return ImageText(self.image)
 
 

@@ -62,8 +62,8 @@ def image(width: int, height: int, **fields: Any) -> MediaSize:
 def encode(reader: ImageReader, text: str, media: Sequence[MediaSize], **wishes: Any) -> TokenizedPrompt:
     encoder = TextEncoder(TOKENIZER, block_size=16, max_text_bytes=1 << 20, images=reader)
     request = EncodeChatRequest(media=media, **wishes)
-    rendered, items = reader.expand(Rendered(text), media, request.cache_salt)
-    return encoder.encode_chat(rendered, request, items)
+    expanded, items = reader.expand(text, media, request.cache_salt)
+    return encoder.encode_chat(Rendered(expanded), request, items)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -243,8 +243,8 @@ def test_block_hashes_are_those_of_keys_and_not_of_placeholders_alone(tmp_path: 
 def test_marks_in_clients_texts_are_plain_text(tmp_path: Path) -> None:
     reader, mask = reader_of(PLAIN, tmp_path), "\U00100000"
     encoder = TextEncoder(TOKENIZER, block_size=16, max_text_bytes=1 << 20, images=reader)
-    rendered, items = reader.expand(Rendered(f"{mask} <|image_pad|>{mask}", {mask: "<|image_pad|>"}), [image(56, 56)])
-    prompt = encoder.encode_chat(rendered, EncodeChatRequest(), items)
+    text, items = reader.expand(f"{mask} <|image_pad|>{mask}", [image(56, 56)])
+    prompt = encoder.encode_chat(Rendered(text, {mask: "<|image_pad|>"}), EncodeChatRequest(), items)
     assert list(prompt.token_ids).count(reader.token_id) == 4
     assert [(run.position, run.num_tokens) for run in prompt.media[0].runs] == [(len("<|image_pad|> "), 4)]
     assert list(prompt.plain_text_tokens) == ["<|image_pad|>"]

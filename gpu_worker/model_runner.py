@@ -384,7 +384,8 @@ class ModelRunner:
         for row in range(min(num_requests, self._batch.max_num_seqs)):  # for a device that keeps rows
             self._batch.block_table.replace(row, [row] * num_groups)
         inputs = StepInputs([], places, tokens, positions, starts, lengths, tables, slots, places)
-        computed = self._compute_recorded(inputs)
+        # Rows of a dummy step would change one state in turn, so that a recording of it never computes the same again.
+        computed = None if self._states is not None else self._compute_recorded(inputs)
         return self.dummy_run([1] * num_requests, block_size) if computed is None else computed[1]
 
     def dummy_sample(self, logits: torch.Tensor, params: CoreSamplingParams) -> None:

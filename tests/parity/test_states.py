@@ -101,6 +101,15 @@ def test_preemption(path: Path, reference: Reference) -> None:
 
 
 def test_drafts(path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_drafts(path, reference, monkeypatch, "transformers")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+def test_drafts_of_built_in_layers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_drafts(write_model(kind, tmp_path), Reference(kind), monkeypatch, "native")
+
+
+def check_drafts(path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, model_impl: str) -> None:
     """Of three drafts all are right, or the last one is wrong, or the first one."""
     prompts = [draw(length, seed=60 + length) for length in (66, 9, 130)]
     expected = reference.answers(prompts, 30)
@@ -120,7 +129,7 @@ def test_drafts(path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(NgramProposer, "propose", propose)
     drafts = SpeculativeConfig("ngram", num_speculative_tokens=3)
-    engine = make_engine(path, budget=160, max_num_seqs=4, speculative=drafts)
+    engine = make_engine(path, budget=160, max_num_seqs=4, speculative=drafts, model_impl=model_impl)
     scheduled = engine.core.scheduler.drafts
     assert scheduled is not None
     scheduled.free_rows = scheduled.costs = None  # also on a busy machine, on which no draft looks as if it paid

@@ -67,7 +67,7 @@ async def test_an_image_is_read_once_for_all_that_wait(
     for add in adds:
         assert received.token_ids[add.slot] == expected_of(add, VOCAB_SIZE, encoder.dtype)
     assert encoder.calls == {b"image": 1, b"b": 1, b"c": 1}
-    assert encoder.requests[0].tenant == "a"
+    assert {request.item.key: request.tenant for request in encoder.requests} == {b"image": "a", b"b": "", b"c": ""}
 
 
 async def test_a_second_turn_reads_nothing(peer: Peer, encoder: FakeEncoder, address: str) -> None:

@@ -11,7 +11,7 @@ from tokenloom.services.gateway.generation.delivered import Delivered
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.mesh.collector import Delta
 from tokenloom.services.gateway.records.generate_request import Chat, GenerateRequest
-from tokenloom.services.gateway.records.media import MediaFile, MediaPart
+from tokenloom.services.gateway.records.media import ClientFile, MediaPart
 from tokenloom.services.gateway.records.request_ids import NEW, ClientPosition, ResumeToken
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import output_processor_pb2, types_pb2
@@ -206,5 +206,5 @@ def make_generate_request(ask: Ask, timeout: float) -> GenerateRequest:
 
 def _chat(token_ids: list[int], files: Sequence[bytes]) -> Chat:
     """Return a conversation whose text is the ids of its tokens, with marks for images."""
-    media = [MediaPart(f"messages[0].content[{index}]", MediaFile.of(file)) for index, file in enumerate(files)]
+    media = [MediaPart(f"messages[0].content[{index}]", ClientFile.of(file)) for index, file in enumerate(files)]
     return Chat(json.dumps([{"role": "user", "content": json.dumps(token_ids)}]).encode(), media=media)

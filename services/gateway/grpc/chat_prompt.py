@@ -15,7 +15,7 @@ from ..openai.chat import read_chat
 from ..records.generate_request import Chat
 
 if TYPE_CHECKING:
-    from ..records.media import MediaFile
+    from ..records.media import ClientFile
 
 MAX_MESSAGES = 4096
 """Limits the turns of a chat, which are read in the event loop."""
@@ -38,7 +38,7 @@ def read_chat_prompt(
     tools = [_tool(f"tools[{index}].function", tool.function) for index, tool in enumerate(chat.tools)]
     parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None
     request = read_tool_request(tools, _choice(chat), parallel)
-    files: dict[bytes, MediaFile] = {}
+    files: dict[bytes, ClientFile] = {}
     conversation = read_chat(
         [_message(f"chat.messages[{index}]", message, files) for index, message in enumerate(chat.messages)],
         shown(request),
@@ -54,15 +54,15 @@ def _check_count(field: str, count: int, most: int) -> None:
         raise InvalidArgument(f"{field} may hold at most {most}, not {count}", field)
 
 
-def _with_files(chat: Chat, files: "Mapping[bytes, MediaFile]") -> Chat:
+def _with_files(chat: Chat, files: "Mapping[bytes, ClientFile]") -> Chat:
     from ..records.media import with_files  # here: most conversations have none
 
     return replace(chat, media=with_files(chat.media, files))
 
 
-def _parts(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, MediaFile]") -> list[dict[str, str]]:
+def _parts(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, ClientFile]") -> list[dict[str, str]]:
     """Return a message's parts in OpenAI's form; ``files`` gets those that they name by digest."""
-    from ..records.media import MediaFile, data_url, image_part  # here: most conversations have none
+    from ..records.media import ClientFile, data_url, image_part  # here: most conversations have none
 
     _check_count(f"{where}.parts", len(message.parts), MAX_MESSAGES)
     if message.content:
@@ -71,7 +71,7 @@ def _parts(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, M
     for index, part in enumerate(message.parts):
         kind, field = part.WhichOneof("part"), f"{where}.parts[{index}]"
         if kind == "image":
-            file = MediaFile.of(part.image)
+            file = ClientFile.of(part.image)
             files[file.digest] = file
             parts.append(image_part(f"{field}.image", data_url(file)))
         elif kind == "image_url":
@@ -81,7 +81,7 @@ def _parts(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, M
     return parts
 
 
-def _message(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, MediaFile]") -> Mapping[str, object]:
+def _message(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, ClientFile]") -> Mapping[str, object]:
     calls = [
         {"id": call.id, "function": {"name": call.function.name, "arguments": call.function.arguments}}
         for call in message.tool_calls

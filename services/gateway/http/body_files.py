@@ -12,7 +12,7 @@ from typing import Final
 
 from tokenloom.request.limits import DividedLimit
 
-from ..records.media import RAW_DIGEST, HeldFiles, MediaFile
+from ..records.media import RAW_DIGEST, ClientFile, HeldFiles
 from .large_json import PAUSE_SECONDS
 from .request_body import BODY_SECONDS, BodyParser, BodyTimeout, RequestBody, too_large
 
@@ -66,11 +66,11 @@ class _OpenFile:
         self._digest.update(data)
         self._pieces.append(data)
 
-    def end(self, files: dict[bytes, MediaFile]) -> bytes:
+    def end(self, files: dict[bytes, ClientFile]) -> bytes:
         """Add the file to others, and return what stands for it in the body."""
         if self._is_wrong:  # its reader names the field
             return b";base64,!" if self._is_url else b"!"
-        file = MediaFile(tuple(self._pieces), sum(map(len, self._pieces)), self._digest.digest())
+        file = ClientFile(tuple(self._pieces), sum(map(len, self._pieces)), self._digest.digest())
         files[file.digest] = file
         lead = b";sha256," if self._is_url else RAW_DIGEST.encode()
         return lead + file.digest.hex().encode()
@@ -85,7 +85,7 @@ class FileExtractor:
     """
 
     def __init__(self) -> None:
-        self.files: dict[bytes, MediaFile] = {}
+        self.files: dict[bytes, ClientFile] = {}
         self.text = bytearray()
         self._tail = bytearray()  # what was not read yet
         self._file: _OpenFile | None = None

@@ -18,7 +18,7 @@ from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, output_processor_pb2, types_pb2
 from tokenloom.v1.tokenizer_pb2 import MediaSize
 
-from ..records.media import MediaFile, MediaPart, MediaStore
+from ..records.media import ClientFile, KeptFiles, MediaPart
 from .mesh_view import MeshView
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class FilesOwner:
 class EncoderClient:
     """Finds the encoder for each file, which is the same at all gateways, and sends it there unless it is there."""
 
-    def __init__(self, view: MeshView, channels: Channels, draw_id: Callable[[], str], kept: MediaStore) -> None:
+    def __init__(self, view: MeshView, channels: Channels, draw_id: Callable[[], str], kept: KeptFiles) -> None:
         """``draw_id``: returns random ids, by which encoders know requests. ``kept``: files of stored conversations."""
         self._view = view
         self._channels = channels
@@ -79,7 +79,7 @@ class EncoderClient:
         return FilesOwner(tenant, salt, self._draw_id(), is_kept)
 
     def open(
-        self, parts: Sequence[MediaPart], files: Mapping[bytes, MediaFile], owner: FilesOwner, options: bytes = b""
+        self, parts: Sequence[MediaPart], files: Mapping[bytes, ClientFile], owner: FilesOwner, options: bytes = b""
     ) -> "RequestMedia":
         """Return what places the images of a request. ``files``: those of its body; ``options``: of the processor."""
         return RequestMedia(self, parts, files, owner, options)
@@ -112,7 +112,7 @@ class EncoderClient:
                 self._names.popitem(last=False)
 
     async def place(
-        self, part: MediaPart, digest: bytes, file: MediaFile | None, owner: FilesOwner
+        self, part: MediaPart, digest: bytes, file: ClientFile | None, owner: FilesOwner
     ) -> tuple[str, encoder_pb2.PutResponse]:
         """Return the address of an encoder that has a file now, and what it says of it.
 
@@ -149,7 +149,7 @@ class EncoderClient:
                 self._tasks.spawn(self._release(address, owner), name="release files")
 
     async def _put(
-        self, stub: _Stub, part: MediaPart, digest: bytes, file: MediaFile | None, owner: FilesOwner
+        self, stub: _Stub, part: MediaPart, digest: bytes, file: ClientFile | None, owner: FilesOwner
     ) -> encoder_pb2.PutResponse:
         header = encoder_pb2.PutHeader(
             tenant=owner.tenant,
@@ -197,7 +197,7 @@ class RequestMedia:
         self,
         client: EncoderClient,
         parts: Sequence[MediaPart],
-        files: Mapping[bytes, MediaFile],
+        files: Mapping[bytes, ClientFile],
         owner: FilesOwner,
         options: bytes,
     ) -> None:
@@ -267,7 +267,7 @@ class RequestMedia:
         return address, response
 
 
-async def _messages(header: encoder_pb2.PutHeader, file: MediaFile | None) -> AsyncIterator[encoder_pb2.PutRequest]:
+async def _messages(header: encoder_pb2.PutHeader, file: ClientFile | None) -> AsyncIterator[encoder_pb2.PutRequest]:
     yield encoder_pb2.PutRequest(header=header)
     for piece in () if file is None else file.pieces:
         for start in range(0, len(piece), PIECE_BYTES):

@@ -24,7 +24,7 @@ MAX_NAME = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MediaFile:
+class ClientFile:
     """A file as it is sent to an encoder."""
 
     pieces: Sequence[bytes]
@@ -33,7 +33,7 @@ class MediaFile:
     """SHA-256 over its bytes."""
 
     @classmethod
-    def of(cls, data: bytes) -> "MediaFile":
+    def of(cls, data: bytes) -> "ClientFile":
         """Return a file that is held in one piece."""
         return cls((data,), len(data), hashlib.sha256(data).digest())
 
@@ -44,7 +44,7 @@ class MediaPart:
 
     field: str
     """The client's name of it, for errors."""
-    file: MediaFile | None = None
+    file: ClientFile | None = None
     digest: bytes = b""
     """Of a file that the request, or an earlier one of the tenant, has sent; empty if ``file`` or ``url`` is set."""
     url: str = ""
@@ -56,7 +56,7 @@ class MediaPart:
 class HeldFiles:
     """Holds the files of a request's body, and their bytes' reservation, for as long as anything uses them."""
 
-    def __init__(self, files: Mapping[bytes, MediaFile], reserved: Reservation) -> None:
+    def __init__(self, files: Mapping[bytes, ClientFile], reserved: Reservation) -> None:
         """``files``: by digest."""
         self.files = files
         self._reserved = reserved
@@ -77,7 +77,7 @@ class HeldFiles:
 _DETAILS = ("auto", "low", "high")
 
 
-def data_url(file: MediaFile) -> str:
+def data_url(file: ClientFile) -> str:
     """Return what names a file by its digest. Encoders read its type from the file itself."""
     return f"data:image/png;sha256,{file.digest.hex()}"
 
@@ -135,7 +135,7 @@ def _read_url(where: str, value: object, name: str) -> MediaPart:
     rest = value[head.end() :]
     if head[2].lower() == "sha256":
         return MediaPart(where, digest=_read_digest(where, rest), name=name)
-    return MediaPart(where, MediaFile.of(_decode(where, rest)), name=name)
+    return MediaPart(where, ClientFile.of(_decode(where, rest)), name=name)
 
 
 def _read_digest(where: str, text: str) -> bytes:
@@ -174,12 +174,12 @@ def read_options(values: Mapping[str, object] | None) -> bytes:
     return ("{" + ",".join(f'"{name}":{values[name]}' for name in sorted(values)) + "}").encode()
 
 
-def name_by_digest(turns: Iterable[Mapping[str, object]]) -> dict[bytes, MediaFile]:
+def name_by_digest(turns: Iterable[Mapping[str, object]]) -> dict[bytes, ClientFile]:
     """Replace the files in the image parts of turns, which are to be kept, by their digests; return the files.
 
     Raises ``InvalidArgument`` naming the part's field.
     """
-    files: dict[bytes, MediaFile] = {}
+    files: dict[bytes, ClientFile] = {}
     for turn in turns:
         content = turn.get("content")
         for part in content if isinstance(content, list) else ():
@@ -189,12 +189,12 @@ def name_by_digest(turns: Iterable[Mapping[str, object]]) -> dict[bytes, MediaFi
     return files
 
 
-def with_files(parts: Iterable[MediaPart], files: Mapping[bytes, MediaFile]) -> list[MediaPart]:
+def with_files(parts: Iterable[MediaPart], files: Mapping[bytes, ClientFile]) -> list[MediaPart]:
     """Return parts with their files, as far as these are there."""
     return [replace(part, file=files[part.digest], digest=b"") if part.digest in files else part for part in parts]
 
 
-class MediaStore:
+class KeptFiles:
     """Keeps the files of requests whose conversations are stored, so that later ones find them again.
 
     The tenant with the most bytes loses its oldest file first, so that no tenant drops those of the others.
@@ -202,10 +202,10 @@ class MediaStore:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._shelves: dict[str, OrderedDict[bytes, MediaFile]] = {}  # by tenant; the oldest first
+        self._shelves: dict[str, OrderedDict[bytes, ClientFile]] = {}  # by tenant; the oldest first
         self._sizes = Counter[str]()
 
-    def get(self, tenant: str, digest: bytes) -> MediaFile | None:
+    def get(self, tenant: str, digest: bytes) -> ClientFile | None:
         """Return a tenant's file, which is the youngest then; None: it is not kept."""
         shelf = self._shelves.get(tenant)
         if shelf is None or digest not in shelf:
@@ -213,7 +213,7 @@ class MediaStore:
         shelf.move_to_end(digest)
         return shelf[digest]
 
-    def put(self, tenant: str, file: MediaFile) -> None:
+    def put(self, tenant: str, file: ClientFile) -> None:
         """Keep a file; drop the oldest ones that do not fit with it."""
         if file.num_bytes > self._max_bytes or self.get(tenant, file.digest) is not None:
             return

@@ -28,7 +28,7 @@ from .response_body import chat_body, keep_seconds, most_tokens
 from .response_store import CONVERSATION, ResponseStore
 
 if TYPE_CHECKING:
-    from ..records.media import MediaFile
+    from ..records.media import ClientFile
 
 _FIELDS = {
     "messages": "input",
@@ -71,7 +71,7 @@ class ResponsesApi:
         fields = self.reader.read(body, ResponsesRequest)
         hosted = {} if self.servers is None else self.servers.tools_of(fields, tenant.name)
         request = self._request(body, fields, tenant)
-        images: dict[bytes, MediaFile] = {}
+        images: dict[bytes, ClientFile] = {}
         if any(isinstance(turn.get("content"), list) for turn in request.turns):
             images = _named(request.turns)
         longest = most_tokens(fields)
@@ -203,14 +203,14 @@ def _of_before(turn: Turn) -> Turn:
     return {**turn, "content": parts}
 
 
-def _named(turns: Sequence[Turn]) -> "dict[bytes, MediaFile]":
+def _named(turns: Sequence[Turn]) -> "dict[bytes, ClientFile]":
     """Name the images of turns by digest, as they are kept, and return the files that the client has sent now."""
     from ..records.media import name_by_digest  # here: most conversations have none
 
     return name_by_digest(turns)
 
 
-def _with_files(request: GenerateRequest, files: "Mapping[bytes, MediaFile]", *, is_kept: bool) -> GenerateRequest:
+def _with_files(request: GenerateRequest, files: "Mapping[bytes, ClientFile]", *, is_kept: bool) -> GenerateRequest:
     from ..records.media import with_files
 
     assert isinstance(request.prompts, Chat)

@@ -139,9 +139,9 @@ async def connect(
 
 def _encoders(view: MeshView, host: Host, context: RequestContext, settings: GatewaySettings) -> "EncoderClient":
     from ..mesh.encoder_client import EncoderClient  # here: most models read no images
-    from ..records.media import MediaStore
+    from ..records.media import KeptFiles
 
-    return EncoderClient(view, host.channels, context.draw_id, MediaStore(settings.max_stored_media_bytes))
+    return EncoderClient(view, host.channels, context.draw_id, KeptFiles(settings.max_stored_media_bytes))
 
 
 async def _enroll(spec: MeshSpec, settings: GatewaySettings, host: Host, peers: Sequence[PeerMembers]) -> None:

@@ -130,6 +130,8 @@ class Drafting:
         model = self._loader.load(self._path)
         if isinstance(model, CheckedModel):
             raise ValueError(f"{_FIELD}: {self._path.name} needs transformers' modules, which do not draft")
+        if model.config.states is not None:
+            raise ValueError(f"{_FIELD}: layers of {self._path.name} keep a state between tokens; it cannot draft")
         return DraftModel(model, load_greedy_drafts(self._path, self.kv_config, self._loader.device or _CPU))
 
     def _load_head(self, config: ModelConfig) -> EagleHead:

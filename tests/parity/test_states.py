@@ -109,6 +109,12 @@ def test_drafts_of_built_in_layers(kind: str, tmp_path: Path, monkeypatch: pytes
     check_drafts(write_model(kind, tmp_path), Reference(kind), monkeypatch, "native")
 
 
+def test_a_model_that_keeps_a_state_does_not_draft(tmp_path: Path) -> None:
+    path = write_model("lfm2", tmp_path)
+    with pytest.raises(ValueError, match=r"speculative_config\.model: layers of .* keep a state between tokens"):
+        make_engine(path, model_impl="native", speculative=SpeculativeConfig("draft_model", 3, str(path)))
+
+
 def check_drafts(path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, model_impl: str) -> None:
     """Of three drafts all are right, or the last one is wrong, or the first one."""
     prompts = [draw(length, seed=60 + length) for length in (66, 9, 130)]

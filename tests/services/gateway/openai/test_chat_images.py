@@ -4,13 +4,14 @@ import asyncio
 import hashlib
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.services.gateway.fake_encoders import Vision, data_url
-from tests.services.gateway.fakes import SOON
+from tests.services.gateway.fake_encoders import Vision, data_url, with_encoders
+from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.mesh import encoder_client
 
@@ -178,3 +179,33 @@ async def test_a_client_that_leaves_takes_its_files_along(vision: Vision) -> Non
     await asyncio.wait_for(request.cancelled.wait(), SOON)
     await asyncio.wait_for(vision.encoders[index].released.get(), SOON)
     assert not vision.encoders[index].pins
+
+
+@pytest.mark.parametrize("data", [IMAGE, LARGE])
+async def test_a_model_of_texts_refuses_images_by_name(http: httpx.AsyncClient, data: bytes) -> None:
+    response = await post(http, part(data))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages[0].content[1].image_url")
+    assert "reads text only" in error["message"]
+
+
+async def test_base64_where_no_image_is_read_is_refused(vision: Vision) -> None:
+    response = await post(vision.http, part(IMAGE), metadata={"url": data_url(LARGE)})
+    assert response.status_code == 400
+    assert "where no image is read" in response.json()["error"]["message"]
+
+
+async def test_files_beyond_the_gateways_room_are_refused(socket_dir: Path) -> None:
+    mesh = FakeMesh(socket_dir)
+    gateway = mesh.gateway(max_media_bytes_in_flight=500_000, max_body_bytes=200_000)
+    async with with_encoders(mesh), gateway, mesh.http() as http:
+        call = asyncio.create_task(post(http, part(LARGE)))
+        request = await mesh.outputs.next_request()
+        full = await post(http, part(LARGE))
+        assert (full.status_code, full.headers["retry-after"]) == (503, "1")
+        request.answer("blue")
+        assert (await call).status_code == 200
+        mesh.outputs.auto = ["blue"]
+        assert (await post(http, part(LARGE))).status_code == 200, "the answer has given its room back"
+        assert (await post(http, part(LARGE * 2))).status_code == 413
+        assert (await post(http, text="x" * 250_000)).status_code == 413

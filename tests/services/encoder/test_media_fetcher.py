@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tokenloom.request.errors import InvalidArgument, PermissionDenied, TokenloomError
+from tokenloom.services.encoder import media_fetcher
 from tokenloom.services.encoder.media_fetcher import MAX_HOPS, MediaFetcher, is_public
 
 PUBLIC = "93.184.216.34"
@@ -218,3 +219,33 @@ async def test_a_request_carries_nothing_of_ours() -> None:
         b"",
         b"",
     ]
+
+
+async def test_bytes_come_over_a_real_connection() -> None:
+    image = bytes(range(256)) * 400
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(image) + image)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+
+    async def resolve(host: str, _: int) -> Sequence[str]:
+        return ["2606:2800::1", PUBLIC]
+
+    async def connect(address: str, _: int, name: str | None) -> Any:
+        if address != PUBLIC:
+            raise OSError("no route")
+        return await media_fetcher._connect("127.0.0.1", port, name)
+
+    async with server:
+        fetcher = MediaFetcher(["pictures.example"], len(image), resolve, connect)
+        assert await fetcher.fetch("http://pictures.example/a.png") == image
+
+
+async def test_a_host_of_this_machine_is_resolved_and_refused() -> None:
+    assert set(await media_fetcher._resolve("localhost", 80)) <= {"127.0.0.1", "::1"}
+    with pytest.raises(PermissionDenied, match="no public address"):
+        await MediaFetcher(["localhost"], 1000).fetch("http://localhost:9/a.png")

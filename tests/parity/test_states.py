@@ -100,6 +100,33 @@ def test_preemption(path: Path, reference: Reference) -> None:
     assert engine.stats.num_preemptions > 0
 
 
+def propose_from(whole: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let drafts be what follows in one of these sequences: all of them, or all but the last or the first one."""
+
+    def propose(self: NgramProposer, step: Any, hidden: Any, wanted: Mapping[str, int]) -> dict[str, list[int]]:
+        proposed = {}
+        for req_id, count in wanted.items():
+            known = self._batch.known_tokens(req_id).tolist()
+            tokens = next((each for each in whole if each[: len(known)] == known), known)
+            drafts = tokens[len(known) : len(known) + count]
+            if len(known) % 3 and drafts:
+                drafts[-1 if len(known) % 3 == 1 else 0] ^= 1
+            if drafts:
+                proposed[req_id] = drafts
+        return proposed
+
+    monkeypatch.setattr(NgramProposer, "propose", propose)
+
+
+def make_drafting(path: Path, **settings: Any) -> Engine:
+    """Return an engine that drafts also on a busy machine, on which no draft looks as if it paid."""
+    engine = make_engine(path, speculative=SpeculativeConfig("ngram", num_speculative_tokens=3), **settings)
+    drafts = engine.core.scheduler.drafts
+    assert drafts is not None
+    drafts.free_rows = drafts.costs = None
+    return engine
+
+
 def test_drafts(path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     check_drafts(path, reference, monkeypatch, "transformers")
 
@@ -116,29 +143,10 @@ def test_a_model_that_keeps_a_state_does_not_draft(tmp_path: Path) -> None:
 
 
 def check_drafts(path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, model_impl: str) -> None:
-    """Of three drafts all are right, or the last one is wrong, or the first one."""
     prompts = [draw(length, seed=60 + length) for length in (66, 9, 130)]
     expected = reference.answers(prompts, 30)
-    whole = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
-
-    def propose(self: NgramProposer, step: Any, hidden: Any, wanted: Mapping[str, int]) -> dict[str, list[int]]:
-        proposed = {}
-        for req_id, count in wanted.items():
-            known = self._batch.known_tokens(req_id).tolist()
-            [tokens] = [each for each in whole if each[: len(known)] == known]
-            drafts = tokens[len(known) : len(known) + count]
-            if len(known) % 3 and drafts:
-                drafts[-1 if len(known) % 3 == 1 else 0] ^= 1
-            if drafts:
-                proposed[req_id] = drafts
-        return proposed
-
-    monkeypatch.setattr(NgramProposer, "propose", propose)
-    drafts = SpeculativeConfig("ngram", num_speculative_tokens=3)
-    engine = make_engine(path, budget=160, max_num_seqs=4, speculative=drafts, model_impl=model_impl)
-    scheduled = engine.core.scheduler.drafts
-    assert scheduled is not None
-    scheduled.free_rows = scheduled.costs = None  # also on a busy machine, on which no draft looks as if it paid
+    propose_from([prompt + answer for prompt, answer in zip(prompts, expected, strict=True)], monkeypatch)
+    engine = make_drafting(path, budget=160, max_num_seqs=4, model_impl=model_impl)
     assert engine.generate(prompts, [30] * 3) == expected
     counts = engine.stats.spec_decoding
     assert counts is not None

@@ -120,7 +120,7 @@ void delta_columns(const DeltaArgs& a, const Chain& chain, int64_t head, int64_t
     float* to = columns(a.runs.written[run]);
     StateRows rows = {is_new ? ZEROS : columns(a.runs.read[run]), is_new ? 0 : V, to};
     const int32_t start = a.runs.starts[run], end = a.runs.starts[run + 1];
-    if (!is_new)  // in time for the columns that are next
+    if (!is_new && first + width < V)  // in time for the columns that are next
       for (int64_t i = 0; i < K; ++i)
         for (int64_t v = 0; v < N * LANES; v += 16) __builtin_prefetch(rows.from + i * V + N * LANES + v);
     for (int32_t t = start; t < end; ++t) {
@@ -155,6 +155,9 @@ template <class T>
 void delta_head(const DeltaArgs& a, const Chain& chain, int64_t head) {
   const int64_t V = a.value_size;
   int64_t first = 0;
+  // Whole rows of a state that comes from memory for a single token: one long stream is read ahead, pieces are not.
+  if (a.runs.starts[chain.last + 1] - a.runs.starts[chain.first] == 1)
+    for (; first + 8 * LANES <= V; first += 8 * LANES) delta_columns<8, T>(a, chain, head, first, 8 * LANES);
   for (; first + WIDE * LANES <= V; first += WIDE * LANES) delta_columns<WIDE, T>(a, chain, head, first, WIDE * LANES);
   for (; first < V; first += LANES) delta_columns<1, T>(a, chain, head, first, std::min<int64_t>(LANES, V - first));
 }

@@ -65,9 +65,10 @@ inline void mamba2_rows(const StateRows& s, int64_t size, float decay, const flo
   for (int r = 0; r < N; ++r) sums[r] = total[r];
 }
 
-// One token in up to LANES rows of a head's state, from row `first` on.
+// One token in up to LANES rows of a head's state, from row `first` on. `is_far`: the state is in no cache near.
 template <class T>
-void mamba2_token(const Mamba2Args& a, int64_t t, int64_t head, int64_t first, StateRows s, float dt, float decay) {
+void mamba2_token(const Mamba2Args& a, int64_t t, int64_t head, int64_t first, StateRows s, float dt, float decay,
+                  bool is_far) {
   const int64_t P = a.head_size, N = a.state_size, group = head / (a.num_heads / a.num_groups);
   const int64_t count = std::min<int64_t>(LANES, P - first), at = t * a.row_stride;
   const T *b = (const T*)a.b + at + group * N, *c = (const T*)a.c + at + group * N;
@@ -76,7 +77,8 @@ void mamba2_token(const Mamba2Args& a, int64_t t, int64_t head, int64_t first, S
   Vec sums[LANES] = {};
   store(inputs, x * dt);
   int64_t r = 0;
-  for (; r + 4 <= count; r += 4, s.from += 4 * s.from_stride, s.to += 4 * N)
+  // Row by row where the state comes from memory: one long stream is read ahead, four short ones are not.
+  for (; !is_far && r + 4 <= count; r += 4, s.from += 4 * s.from_stride, s.to += 4 * N)
     mamba2_rows<4>(s, N, decay, inputs + r, b, c, sums + r);
   for (; r < count; ++r, s.from += s.from_stride, s.to += N)
     mamba2_rows<1>(s, N, decay, inputs + r, b, c, sums + r);
@@ -99,11 +101,9 @@ void mamba2_head(const Mamba2Args& a, const Chain& chain, int64_t head) {
       const bool is_new = a.runs.read[run] < 0;
       float* to = rows_of(a.runs.written[run]);
       StateRows rows = {is_new ? ZEROS : rows_of(a.runs.read[run]), is_new ? 0 : N, to};
-      // In time for the rows that are next: the processor sees four short streams here, which it does not follow.
-      if (!is_new)
-        for (int64_t i = 0; i < LANES * N; i += 16) __builtin_prefetch(rows.from + LANES * N + i);
       for (int64_t t = a.runs.starts[run]; t < a.runs.starts[run + 1]; ++t, rows = {to, N, to})
-        mamba2_token<T>(a, t, head, first, rows, steps[2 * (t - start)], steps[2 * (t - start) + 1]);
+        mamba2_token<T>(a, t, head, first, rows, steps[2 * (t - start)], steps[2 * (t - start) + 1],
+                        t == a.runs.starts[run]);
     }
   }
 }

@@ -32,7 +32,7 @@ from .kv_cache.kv_cache_size import has_waves, size_kv_cache
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import StepTransfers, take_updates
 from .scheduling.adapters import Adapters
-from .scheduling.media_rows import MediaRows
+from .scheduling.media_rows import RowStore
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
@@ -115,7 +115,7 @@ class EngineCore:
             grammars=self._grammars,
             adapters=self.adapters,
             pooling=model.pooling,
-            media=MediaRows.of_model(config.scheduler, model),
+            media=RowStore.of_model(config.scheduler, model),
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)

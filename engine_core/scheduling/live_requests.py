@@ -11,7 +11,7 @@ from ..data.config import SchedulerConfig
 from ..data.request import Request, RequestStatus
 from ..kv_cache.kv_manager import KVManager
 from .adapters import Adapters
-from .media_rows import MediaRows
+from .media_rows import RowStore
 from .remote_kv import RemoteKV
 
 
@@ -148,7 +148,7 @@ class LiveRequests:
         media: The rows of their images, and those that wait for rows; None if the model reads text only.
     """
 
-    def __init__(self, *, by_priority: bool, media: MediaRows | None = None) -> None:
+    def __init__(self, *, by_priority: bool, media: RowStore | None = None) -> None:
         """``by_priority``: whether priorities order the requests, instead of their arrival."""
         self.media = media
         self.by_id: dict[str, Request] = {}

@@ -49,7 +49,7 @@ class _Holding:
 
 # Rows are asked for once the hits in the prefix cache are known, so a second turn over the same image asks for none.
 # They are freed when they are computed: their KV stays, and the encoder keeps them for the next prompt.
-class MediaRows:
+class RowStore:
     """Bounds the rows of images in bytes, and owns the requests in ``WAITING_FOR_ROWS``, which are in no queue.
 
     A request holds the rows of its next images as far as they fit, always from the first one on that it needs, so that
@@ -80,7 +80,7 @@ class MediaRows:
         self._num_received = self._bytes_received = self._parked_tokens = 0
 
     @classmethod
-    def of_model(cls, config: SchedulerConfig, model: ModelInfo) -> "MediaRows | None":
+    def of_model(cls, config: SchedulerConfig, model: ModelInfo) -> "RowStore | None":
         """Return what keeps the rows for this model; None if it reads text only."""
         if model.media is None:
             return None

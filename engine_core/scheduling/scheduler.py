@@ -20,7 +20,7 @@ from .adapters import Adapters
 from .drafts import Drafts
 from .ended_requests import EndedRequests
 from .live_requests import LiveRequests
-from .media_rows import MediaRows
+from .media_rows import RowStore
 from .pooled_requests import PooledRequests
 from .remote_kv import RemoteKV
 from .stats_recorder import StatsRecorder
@@ -62,7 +62,7 @@ class Scheduler:
         grammars: StructuredOutputManager | None = None,
         adapters: Adapters | None = None,
         pooling: ModelPooling = _GENERATES,
-        media: MediaRows | None = None,
+        media: RowStore | None = None,
     ) -> None:
         """Raises ``ValueError`` naming a setting that does not work.
 

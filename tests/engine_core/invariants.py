@@ -11,7 +11,7 @@ from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
 from tokenloom.engine_core.kv_cache.state_slots import StateSlotPool
 from tokenloom.engine_core.scheduling.live_requests import priority_key
-from tokenloom.engine_core.scheduling.media_rows import MediaRows
+from tokenloom.engine_core.scheduling.media_rows import RowStore
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.request.prefix_schedule import block_hashes
 
@@ -62,7 +62,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         _check_states(scheduler.kv.states, scheduler)
 
 
-def _check_rows(media: MediaRows, scheduler: Scheduler) -> None:
+def _check_rows(media: RowStore, scheduler: Scheduler) -> None:
     """Check that rows are held by live requests that need them, without a gap, and within their room."""
     assert media.num_bytes == sum(entry.num_bytes for entry in media._entries.values()) <= media.capacity
     assert media._parked_tokens == sum(request.num_tokens for request in media.parked.values())

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from tokenloom.engine_core.client.async_core_client import AsyncSocket
 from tokenloom.engine_core.data_parallel.group_link import GroupHub
-from tokenloom.engine_core.scheduling.media_rows import MediaRows
+from tokenloom.engine_core.scheduling.media_rows import RowStore
 from tokenloom.engine_core.wire.frames import Frame
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control import pause
@@ -101,7 +101,7 @@ def _read_on(loads: RowLoads, attempt: Attempt) -> None:
     """Read rows to their end, although no request waits for them any more."""
 
 
-def _wait_for_others(media: MediaRows, holding: Any) -> None:
+def _wait_for_others(media: RowStore, holding: Any) -> None:
     """Let a request that runs wait for rows that others hold, which wait for its seat."""
     media._hold(holding.request, holding.request.kv.num_computed_tokens)
 
@@ -117,7 +117,7 @@ _BUGS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
     "half_resumed": ("pauses", {(pause, "completed"): _as_it_is}),
     "end_of_the_predecessor": ("hubs", {(GroupHub, "_leave"): _leave_by_rank}),
     "rows_for_none": ("rows", {(RowLoads, "_leave"): _read_on}),
-    "rows_held_by_all": ("rows", {(MediaRows, "_extend_running"): _wait_for_others}),
+    "rows_held_by_all": ("rows", {(RowStore, "_extend_running"): _wait_for_others}),
     "rows_taken_back": ("core clients", {(AsyncSocket, "send"): _forget_beginning}),
 }
 BUGS = tuple(_BUGS)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from tokenloom.engine_core.data.request import RequestKV
 from tokenloom.engine_core.kv_cache import block_pool
 from tokenloom.engine_core.kv_cache.state_slots import StateSlotPool
-from tokenloom.engine_core.scheduling.media_rows import MediaRows
+from tokenloom.engine_core.scheduling.media_rows import RowStore
 from tokenloom.engine_core.structured_output import compiler
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
 from tokenloom.request.errors import Internal, InvalidArgument, Unavailable
@@ -159,7 +159,7 @@ _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "state_of_prompt": {(StateSlotPool, "_replayed"): _as_prompt},
     "blind_to_images": {(block_pool, "media_salt"): _blind},
     "lost_file_is_final": {(row_loads, "MediaLost"): Internal},
-    "rows_stay": {(MediaRows, "drop"): _nothing},
+    "rows_stay": {(RowStore, "drop"): _nothing},
     "ignored_lease": {(Reading, "keep"): _never_renewed, (Reading, "release"): _always_valid},
 }
 BUGS = tuple(_BUGS)

@@ -45,7 +45,7 @@ _AWAY = (Code.UNAVAILABLE, Code.CANCELLED)
 
 
 @dataclass(frozen=True)
-class Pause:
+class Pauses:
     """Says how long to wait, in seconds, before a call is repeated."""
 
     away: float = 0.1
@@ -182,7 +182,12 @@ class RowLoads:
     """Reads each image once, however many attempts wait for it, and until none does any more."""
 
     def __init__(
-        self, receiver: RowsReceiver, channels: Channels, row_numbers: int, metrics: RowMetrics, pause: Pause = Pause()
+        self,
+        receiver: RowsReceiver,
+        channels: Channels,
+        row_numbers: int,
+        metrics: RowMetrics,
+        pause: Pauses = Pauses(),
     ) -> None:
         """``row_numbers``: of a row of one level, the model's hidden size."""
         self._receiver = receiver

@@ -18,7 +18,7 @@ from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequ
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE
 from tokenloom.request.errors import TokenloomError
 from tokenloom.services.engine.core.core_link import CoreLink
-from tokenloom.services.engine.core.row_loads import CONCURRENT, Pause, RowLoads
+from tokenloom.services.engine.core.row_loads import CONCURRENT, Pauses, RowLoads
 from tokenloom.services.engine.records.attempt import Attempt, AttemptKV, AttemptMedia, AttemptTimes, TokenCounts
 from tokenloom.services.engine.records.load import LoadTracker
 from tokenloom.v1.encoder_pb2 import ROW_TYPE_FLOAT32, GetRequest, RowChunk
@@ -128,7 +128,7 @@ class RowScenario:
         link = CoreLink(client, await client.start(), load, metrics, clock=world.loop.time)
         channels: Any = SimpleNamespace(open=lambda *_: _Channel(world))
         row_metrics: Any = SimpleNamespace(loaded=_ignore, failed=_ignore)
-        rows = link.rows = RowLoads(link, channels, HIDDEN_SIZE, row_metrics, Pause(0.0, 0.0))
+        rows = link.rows = RowLoads(link, channels, HIDDEN_SIZE, row_metrics, Pauses(0.0, 0.0))
         front = _Front(world)
 
         def check() -> None:

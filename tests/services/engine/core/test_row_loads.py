@@ -19,7 +19,7 @@ from tokenloom.v1.types_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_loads.RowLoads.__init__, "__defaults__", (row_loads.Pause(0.0, 0.0),))
+    monkeypatch.setattr(row_loads.RowLoads.__init__, "__defaults__", (row_loads.Pauses(0.0, 0.0),))
 
 
 @pytest.fixture

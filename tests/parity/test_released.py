@@ -35,6 +35,8 @@ BUILT_IN = (
     "openai/gpt-oss-20b",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct",
     "meta-models/Muse-Glimmer-30B",
+    "Qwen/Qwen3.5-4B",
+    "Qwen/Qwen3.5-35B-A3B",
 )
 BY_MODULES = (
     "ibm-granite/granite-3.2-2b-instruct",
@@ -45,8 +47,6 @@ BY_MODULES = (
     "microsoft/Phi-4-multimodal-instruct",
 )
 REFUSED = {
-    "Qwen/Qwen3.5-4B": "reads images or sound",  # and keeps states between tokens
-    "Qwen/Qwen3.5-35B-A3B": "reads images or sound",
     "openai/whisper-large-v3": "has an encoder and a decoder",
     "google/diffusiongemma-26B-A4B-it": "is a diffusion model",
 }

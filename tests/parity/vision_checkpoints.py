@@ -378,6 +378,21 @@ CONFIGS["qwen3_5"] = {
     "transformers_version": "4.57.0.dev0",
     "vision_config": _QWEN3_VL_TOWER | {"deepstack_visual_indexes": [], "model_type": "qwen3_5"},
 }
+CONFIGS["qwen3_5_moe"] = CONFIGS["qwen3_5"] | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        name: value for name, value in CONFIGS["qwen3_5"]["text_config"].items() if "intermediate" not in name
+    }
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 48,
+    },
+    "vision_config": CONFIGS["qwen3_5"]["vision_config"] | {"model_type": "qwen3_5_moe"},
+}
 _MINISTRAL_TEXT = {
     name: value for name, value in CONFIGS["mistral3"]["text_config"].items() if name != "rope_theta"
 } | {

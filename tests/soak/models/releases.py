@@ -174,8 +174,6 @@ RELEASES: dict[str, dict[str, Any]] = {
 }
 """Entries by the release that has them."""
 BY_CLASS: dict[str, tuple[str, str]] = {
-    "Qwen/Qwen3.5-4B": ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
-    "Qwen/Qwen3.5-35B-A3B": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
     "openai/whisper-large-v3": ("WhisperForConditionalGeneration", "whisper"),
     "google/diffusiongemma-26B-A4B-it": ("DiffusionGemmaForBlockDiffusion", "diffusion_gemma"),
 }
@@ -185,6 +183,8 @@ OF_VISION: dict[str, str] = {
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2_5_vl",
     "Qwen/Qwen3-VL-4B-Instruct": "qwen3_vl",
     "Qwen/Qwen3-VL-30B-A3B-Instruct": "qwen3_vl_moe",
+    "Qwen/Qwen3.5-4B": "qwen3_5",
+    "Qwen/Qwen3.5-35B-A3B": "qwen3_5_moe",
     "mistralai/Mistral-Small-3.1-24B-Instruct-2503": "mistral3",
     "mistralai/Ministral-3-3B-Instruct-2512": "ministral3",
     "llava-hf/llava-1.5-7b-hf": "llava",

@@ -40,6 +40,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 MESSAGE_SECONDS = 60.0
 """Between two messages of a ``Put``."""
 CHUNK_BYTES = 1 << 20
+"""Of rows in a message: 9.8 MB take 9 ms of both ends so, 16 in pieces of 256 KiB, 15 of 4 MiB and 39 of 16 MiB."""
 MAX_WAITING = 1024
 """Files whose headers, and items whose rows, wait."""
 MAX_FETCHES = 16

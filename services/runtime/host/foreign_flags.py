@@ -17,7 +17,7 @@ _ENVIRONMENT = "set the environment variable "
 _HUB = "write the revision after the name of the model: org/name@REVISION"
 _DEFAULTS = "edit generation_config.json of the checkpoint"
 _CONFIG = "edit config.json of the checkpoint"
-_TEXT_ONLY = "models read text only; images and audio are refused by name"
+_IMAGES = "models read text and images; sound and video are refused by name"
 _LOG = "prompts and outputs are never logged"
 _METRICS = "see GET /metrics, which has the statistics"
 _WEIGHTS = "use --quantization"
@@ -71,12 +71,14 @@ ANSWERS = {
     "--tool-parser-plugin": "use --tool-call-parser",
     "--reasoning-parser-plugin": "use --reasoning-parser",
     "--mm-processor-kwargs": "send mm_processor_kwargs in the request",
-    "--media-io-kwargs": _TEXT_ONLY,
+    "--media-io-kwargs": _IMAGES,
     "--allowed-local-media-path": "use --allowed-media-domains",
-    "--enable-mm-embeds --interleave-mm-strings --mm-encoder-only --mm-encoder-tp-mode": _TEXT_ONLY,
-    "--mm-processor-cache-gb --mm-processor-cache-type --mm-shm-cache-max-object-size-mb": _TEXT_ONLY,
-    "--mm-encoder-attn-backend --skip-mm-profiling --video-pruning-rate --disable-chunked-mm-input": _TEXT_ONLY,
-    "--enable-mm-processor-stats --default-mm-loras --enable-tower-connector-lora --ec-transfer-config": _TEXT_ONLY,
+    "--mm-encoder-only --ec-transfer-config": "use --encoders",
+    "--mm-processor-cache-gb --mm-processor-cache-type --mm-shm-cache-max-object-size-mb": "use --media-rows-bytes, "
+    "--media-files-bytes and --rows-cache-bytes",
+    "--mm-encoder-tp-mode --mm-encoder-attn-backend --skip-mm-profiling --disable-chunked-mm-input": _DECIDED,
+    "--enable-mm-embeds --interleave-mm-strings --video-pruning-rate --enable-mm-processor-stats": _IMAGES,
+    "--default-mm-loras --enable-tower-connector-lora": _IMAGES,
     # The model and its files.
     "--task": "use --runner",
     "--convert": "use --runner",

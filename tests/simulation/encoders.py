@@ -9,7 +9,7 @@ from tokenloom.engine_core.fake_workers.hash_row import embeds_ids
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE
 from tokenloom.services.encoder.encoder_servicer import EncoderMetrics, EncoderServicer, Maker
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
-from tokenloom.services.encoder.file_store import FileStore
+from tokenloom.services.encoder.media_store import MediaStore
 from tokenloom.services.encoder.row_cache import RowCache
 from tokenloom.services.encoder.row_maker import Rows
 from tokenloom.services.encoder.service import EncoderService
@@ -99,7 +99,7 @@ class SimulatedEncoder(EncoderService):
 
     async def start(self, host: Host) -> None:
         settings = self._settings
-        self._files = FileStore(settings.media_files_bytes, settings.media_lease, asyncio.get_running_loop().time)
+        self._files = MediaStore(settings.media_files_bytes, settings.media_lease, asyncio.get_running_loop().time)
         cache = RowCache(settings.media_rows_bytes)
         self._undo.push_async_callback(cache.close)
         metrics = EncoderMetrics(host.metrics, self._files, cache)

@@ -6,6 +6,7 @@ so that the tokens that a tokenizer counts are those that a tower computes.
 
 import io
 import math
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ MAX_PIXELS = 64 << 20
 MAX_RATIO = 200
 """Of the longer side to the shorter one, as the processors of some models demand of all images."""
 _ORIENTATION = 0x0112
+_IN_XMP = re.compile(rb"tiff:Orientation(?:=\"|>)([0-9])")
 _TURNS = {
     2: (Image.Transpose.FLIP_LEFT_RIGHT,),
     3: (Image.Transpose.ROTATE_180,),
@@ -91,7 +93,15 @@ def _orientation(image: Image.Image) -> int:
         found = exif.get(_ORIENTATION, 1)
     except Exception:  # of any kind: damaged data say nothing of the picture
         return 1
+    if _ORIENTATION not in exif and (named := _IN_XMP.search(_xmp(image))) is not None:
+        return int(named[1])
     return found if isinstance(found, int) else 1
+
+
+def _xmp(image: Image.Image) -> bytes:
+    """Return the file's XMP data, in which some programs write the orientation alone."""
+    data = image.info.get("xmp") or image.info.get("XML:com.adobe.xmp") or b""
+    return data.encode() if isinstance(data, str) else bytes(data)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

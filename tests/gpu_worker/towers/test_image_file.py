@@ -43,6 +43,15 @@ def test_an_image_is_turned_as_its_exif_data_say(kind: str, orientation: int) ->
     assert found.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
+def test_an_image_is_turned_as_its_xmp_data_say(kind: str) -> None:
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    data = encoded(picture(40, 24), kind, xmp=xmp)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    assert image_size(data) == read_image(data).size == expected.size == (24, 40)
+    assert read_image(data).tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
 def test_modes_become_what_transformers_makes_of_them(mode: str) -> None:
     data = encoded(picture(20, 10).convert(mode))

@@ -93,6 +93,17 @@ def test_a_cache_changes_no_bit(kind: str, num_threads: int, tmp_path: Path) -> 
     assert sum(one == other for one, other in pairs) == len(pairs)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2"])
+def test_a_cache_changes_no_bit_of_built_in_layers(kind: str, num_threads: int, tmp_path: Path) -> None:
+    """Their steps end anywhere, and what decoding leaves is found again: nothing is aligned to chunks."""
+    path = write_model(kind, tmp_path, torch.bfloat16)
+    settings = {**_SETTINGS, "num_threads": num_threads, "model_impl": "native"}
+    cold = make_engine(path, prefix_caching=False, max_num_seqs=_TALKS, **settings)
+    pairs = conversations(cold, make_engine(path, **settings, **_WARM), [])
+    assert sum(one == other for one, other in pairs) == len(pairs)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", "lfm2"])
 def test_drafts_change_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, whole = write_model(kind, tmp_path, torch.bfloat16), list[list[int]]()

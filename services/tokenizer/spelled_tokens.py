@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:  # the render worker does not import the library
     from tokenizers import Tokenizer
@@ -39,13 +39,10 @@ class TokenFinder:
         known = sorted({token for token in tokens if token})
         self._pattern = re.compile(_alternatives(known)) if known else None
         # JSON escapes these characters: such a token is not found in a JSON text.
-        self._is_escaped = any(json.dumps(token, ensure_ascii=False)[1:-1] != token for token in known)
-
-    def may_be_in(self, json_text: str) -> bool:
-        """Return whether a string within the JSON text may hold one of the texts."""
-        if self._pattern is None:
-            return False
-        return self._is_escaped or "\\u" in json_text or self._pattern.search(json_text) is not None
+        is_escaped = any(json.dumps(token, ensure_ascii=False)[1:-1] != token for token in known)
+        searched = "" if is_escaped else rf"\\u|{_alternatives(known)}" if known else "(?!)"
+        self.may_be_in: Final = re.compile(searched).search
+        """Returns a match if a string within a JSON text may hold one of the texts, otherwise None."""
 
     def replace(self, text: str, replacement: Callable[[re.Match[str]], str]) -> str:
         """Return the text with what ``replacement`` returns for each match."""

@@ -391,7 +391,8 @@ class GenerationEndpoint:
     def _generate_request(
         self, tenant: Tenant, lines: Sequence[VolatileLine] | None, body: Body
     ) -> tuple[GenerateRequest, AnswerOptions]:
-        adapter = self.names.find(body.get("model"))
+        name = body.get("model")
+        adapter = None if name in self.names.own else self.names.find(name)
         names: tuple[str, ...] = ()
         if lines:
             body, names = settled(body, lines)

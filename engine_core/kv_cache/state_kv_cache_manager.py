@@ -64,7 +64,9 @@ class StateKVCacheManager(KVCacheManager):
         states, state = self.states, request.state
         assert state is not None, "the request was admitted"
         end = request.num_computed_tokens + num_new_tokens
-        if num_new_tokens == 1 and not state.is_kept and (end % states.boundary or not states.keeps_all):
+        # Not only a decoded token comes alone: a prompt behind a longer one gets what that one leaves of a step.
+        keeps_none = end % states.boundary or (end > request.num_prompt_tokens and not states.keeps_all)
+        if num_new_tokens == 1 and not state.is_kept and keeps_none:
             new_block_ids = super().allocate(request, 1)
             if new_block_ids is not None:
                 states.add_decode(request, state.slot)

@@ -95,6 +95,21 @@ def test_a_prompt_that_is_still_computed_is_waited_for_until_it_ends() -> None:
     assert manager.can_admit(sibling, [], 40, 0)
 
 
+def test_a_prompt_that_gets_one_token_a_step_keeps_its_state_and_is_not_waited_for_any_longer() -> None:
+    """As beside a longer prompt, or beside another tenant: what follows used to wait until its output ended."""
+    manager = make()
+    first = begin(manager, "a", list(range(10)), 7)
+    step(manager)
+    sibling = RequestKV("b", [*range(8), 60, 61])
+    assert not manager.can_admit(sibling, [], 10, 0), "it waits for the state after 8 tokens"
+    for _ in range(2):
+        compute(manager, first, 1)
+        step(manager)
+    hits = manager.find_cached_blocks(sibling)
+    assert len(hits) == 2
+    assert manager.can_admit(sibling, hits, 10, 0)
+
+
 def test_without_a_free_slot_what_could_be_hit_goes() -> None:
     manager = make(num_slots=2)
     request = begin(manager, "a", list(range(12)), 8)

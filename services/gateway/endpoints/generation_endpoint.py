@@ -374,7 +374,11 @@ class GenerationEndpoint:
         # A line of a batch. It may begin only while a quarter of the seats stay free, because under the policy fcfs a
         # request that runs keeps its seat.
         if body.files is not None:
+            from ..records.media import check_used  # here: most bodies have none
+
             request = replace(request, files=body.files)
+            if not isinstance(request.prompts, Chat) or not request.prompts.media:
+                check_used(body.files.files, ())
         if exchange.internal_tenant is not None:
             request = replace(request, is_sheddable=True)
         if (rank := headers.get(RANK_HEADER)) is not None:

@@ -217,6 +217,10 @@ class Generator:
             if chat.media:
                 request = GenerateRequest(chat, "messages", types_pb2.SamplingParams(), tenant=tenant, files=files)
                 sizes = await self._hold_media(request, held).put()
+            elif files is not None:
+                from ..records.media import check_used  # here: most conversations have none
+
+                check_used(files.files, ())
             encoding = self._links.tokenizers.encode_chat(
                 chat, want_token_strings=want_token_strings, tenant=tenant.name, media=sizes
             )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.limits import DividedLimit
 
 from ..records.media import RAW_DIGEST, ClientFile, HeldFiles
@@ -35,7 +36,7 @@ _LONGEST_ESCAPE: Final = 6
 
 
 class _OpenFile:
-    """Decodes a file whose base64 arrives in pieces."""
+    """Decodes a file whose base64 arrives in pieces, unless it turns out to be another text."""
 
     def __init__(self, *, is_url: bool) -> None:
         self._is_url = is_url
@@ -43,33 +44,48 @@ class _OpenFile:
         self._pieces: list[bytes] = []
         self._rest = b""  # less than four characters
         self._is_over = False  # padding was decoded
-        self._is_wrong = False
+        self._had_escapes = False
+        self._plain = bytearray()  # the text as it came, once it is known to be no base64
 
     def feed(self, text: bytes, *, is_last: bool) -> None:
+        if self._plain:
+            self._plain += text
+            return
+        begin, came = self._rest, text
         if b"\\" in text:
             text = _ESCAPED.sub(
                 lambda match: bytes.fromhex(match[1].decode()) if match[1] else match[2].strip(b"nr"), text
             )
-        text = self._rest + text
+        text = begin + text
         end = len(text) if is_last else len(text) // 4 * 4
         text, self._rest = text[:end], text[end:]
-        if not text or self._is_wrong:
-            return
-        try:
-            data = binascii.a2b_base64(text, strict_mode=True)
-        except binascii.Error:
-            data = b""
-        if not data or self._is_over:
-            self._is_wrong, self._pieces = True, []
-            return
-        self._is_over = text.endswith(b"=")
-        self._digest.update(data)
-        self._pieces.append(data)
+        if text:
+            try:
+                data = binascii.a2b_base64(text, strict_mode=True)
+            except binascii.Error:
+                data = b""
+            if not data or self._is_over:
+                self._become_plain(begin + came)
+                return
+            self._is_over = text.endswith(b"=")
+            self._digest.update(data)
+            self._pieces.append(data)
+        self._had_escapes |= b"\\" in came
+
+    def _become_plain(self, text: bytes) -> None:
+        """Go back to the text that came. Raises ``InvalidArgument`` if that cannot be told any more."""
+        # An argument of a tool may be named as a file is, and any text: it reaches the model as the client has sent it.
+        if self._had_escapes:
+            raise InvalidArgument("the body holds base64 of a file that is damaged")
+        for piece in self._pieces:
+            self._plain += binascii.b2a_base64(piece, newline=False)
+        self._plain += text
+        self._pieces = []
 
     def end(self, files: dict[bytes, ClientFile]) -> bytes:
         """Add the file to others, and return what stands for it in the body."""
-        if self._is_wrong:  # its reader names the field
-            return b";base64,!" if self._is_url else b"!"
+        if self._plain:  # if it should be a file, its reader names the field
+            return b";base64," + self._plain if self._is_url else bytes(self._plain)
         file = ClientFile(tuple(self._pieces), sum(map(len, self._pieces)), self._digest.digest())
         files[file.digest] = file
         lead = b";sha256," if self._is_url else RAW_DIGEST.encode()

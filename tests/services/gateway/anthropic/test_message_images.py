@@ -101,3 +101,14 @@ async def test_cleared_results_take_their_images_along(vision: Vision) -> None:
     assert response.status_code == 200, response.text
     assert [len(chat.media) for chat in vision.chats] == [3, 2] or [len(c.media) for c in vision.chats] == [2, 3]
     assert response.json()["context_management"]["applied_edits"][0]["cleared_tool_uses"] == 1
+
+
+async def test_long_arguments_of_tools_stay(vision: Vision) -> None:
+    data = "name,age\nAda,36\n" * 9000
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "save", "input": {"data": data}}]}
+    done = result({"type": "text", "text": "saved"})
+    turns = ({"role": "user", "content": "Save."}, use, done)
+    response = await post(vision, *turns, path="/v1/messages/count_tokens")
+    assert response.status_code == 200, response.text
+    (call,) = json.loads(vision.chats[-1].messages_json)[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"data": data}

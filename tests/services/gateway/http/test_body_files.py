@@ -90,10 +90,15 @@ BODIES: dict[str, tuple[Any, Any, list[bytes]]] = {
     ),
     "no base64": (
         {"url": URL + b64(IMAGE)[:-8] + "=" + b64(IMAGE)[-7:], "data": "a" * SHORTEST_FILE + "_"},
-        {"url": URL + "!", "data": "!"},
+        {"url": URL + b64(IMAGE)[:-8] + "=" + b64(IMAGE)[-7:], "data": "a" * SHORTEST_FILE + "_"},
         [],
     ),
-    "cut base64": ({"data": b64(IMAGE)[:-3]}, {"data": "!"}, []),
+    "cut base64": ({"data": b64(IMAGE)[:-3]}, {"data": b64(IMAGE)[:-3]}, []),
+    "arguments of tools": (
+        {"input": {"data": 'name,"age"\nAda,36\n' * 2000, "images": ["é\\" * 9000, "word " * 9000]}, "x": b64(SMALL)},
+        {"input": {"data": 'name,"age"\nAda,36\n' * 2000, "images": ["é\\" * 9000, "word " * 9000]}, "x": b64(SMALL)},
+        [],
+    ),
     "the same twice": (
         {"images": [b64(IMAGE), b64(IMAGE)]},
         {"images": [f"sha256:{digest(IMAGE)}", f"sha256:{digest(IMAGE)}"]},

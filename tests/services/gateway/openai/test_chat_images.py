@@ -1,6 +1,7 @@
 """Images of OpenAI's chats: put at encoders, named by the tokenizer's items, and put again when an encoder is lost."""
 
 import asyncio
+import base64
 import hashlib
 import json
 import random
@@ -191,6 +192,16 @@ async def test_a_model_of_texts_refuses_images_by_name(http: httpx.AsyncClient, 
 
 async def test_base64_where_no_image_is_read_is_refused(vision: Vision) -> None:
     response = await post(vision.http, part(IMAGE), metadata={"url": data_url(LARGE)})
+    assert response.status_code == 400
+    assert "where no image is read" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+async def test_without_images_too(vision: Vision, path: str) -> None:
+    messages = [{"role": "user", "content": "Look."}]
+    asked = {"prompt": "Look."} if path == "/v1/completions" else {"messages": messages}
+    sent = {"model": "fake", **asked, "metadata": {"data": base64.b64encode(LARGE).decode()}}
+    response = await vision.http.post(path, json=sent)
     assert response.status_code == 400
     assert "where no image is read" in response.json()["error"]["message"]
 

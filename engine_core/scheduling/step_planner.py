@@ -384,8 +384,12 @@ class StepPlanner:
             if num_new_tokens > 1:
                 # Each of those after it gets at least one token; so does it, though what rows that were left out would
                 # have taken, or what rows got that were planned before, is no longer in the budget.
-                num_after = len(running) - index - 1
-                num_new_tokens = self._chunk(request, max(1, plan.budget - num_after), plan)
+                room = plan.budget - (len(running) - index - 1)
+                if self._fewest_of_prompt and request.kv.num_computed_tokens >= request.num_prompt_tokens:
+                    # Tokens that wrong drafts made it compute again. With 32 such requests they left a prompt less than
+                    # a whole chunk in each step, for as long as these decoded.
+                    room -= self._fewest_of_prompt
+                num_new_tokens = self._chunk(request, max(1, room), plan)
                 if not num_new_tokens:
                     index += 1
                     continue
@@ -413,14 +417,17 @@ class StepPlanner:
         if self._grants is not None:
             # At least one token, so that it gets on.
             num_tokens = max(min(num_tokens, self._grants[request.tenant] // cost_per_token(request)), 1)
+        cut = 0  # a chunk that may end anywhere
         if kv.prompt_embeds and kv.num_computed_tokens < kv.prompt_embeds[0].position:
-            num_tokens = min(num_tokens, kv.prompt_embeds[0].position - kv.num_computed_tokens)
+            num_before = kv.prompt_embeds[0].position - kv.num_computed_tokens
+            most = min(most, num_before)
+            num_tokens, cut = min(num_tokens, most), most if most == num_before else 0
         if kv.media and kv.num_computed_tokens < kv.media[-1].end:
-            wanted, num_tokens = num_tokens, self._media_chunk(request, num_tokens, num_missing, plan)
+            wanted, most = num_tokens, self._media_chunk(request, num_tokens, num_missing, plan)
             # Rows of an image may come only when the tokens before them are computed, so they end a chunk anywhere.
-            most = 0 if num_tokens < wanted else num_tokens
-        if self._states is not None and most:
-            num_tokens = self._states.whole_chunks(kv, num_tokens, most)
+            num_tokens, cut = most, most if most < wanted else 0
+        if self._states is not None:
+            num_tokens = self._states.whole_chunks(kv, num_tokens, most) or cut
         if self._grants is not None:
             self._grants[request.tenant] -= num_tokens * cost_per_token(request)
         return num_tokens

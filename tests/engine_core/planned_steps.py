@@ -20,13 +20,21 @@ class Clock:
 
 
 def make_scheduler(
-    *, num_blocks: int = 64, max_model_len: int = 100, caching: bool = True, num_stages: int = 1, **settings: object
+    *,
+    num_blocks: int = 64,
+    max_model_len: int = 100,
+    caching: bool = True,
+    num_stages: int = 1,
+    num_state_slots: int = 0,
+    state_chunk: int = 1,
+    **settings: object,
 ) -> Scheduler:
     config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 32} | settings)  # type: ignore[arg-type]
     cache = CacheConfig(block_size=4, enable_prefix_caching=caching)
     parallel = ParallelConfig(pipeline_parallel_size=num_stages)
     engine = EngineConfig(worker=WorkerConfig(model=""), cache=cache, scheduler=config, parallel=parallel)
-    return Scheduler(engine, KVCacheConfig(num_blocks, max_model_len), Clock())
+    kv_cache = KVCacheConfig(num_blocks, max_model_len, num_state_slots=num_state_slots, state_chunk=state_chunk)
+    return Scheduler(engine, kv_cache, Clock())
 
 
 def step(scheduler: Scheduler, token_id: int = 50) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:

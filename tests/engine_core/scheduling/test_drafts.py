@@ -188,3 +188,19 @@ def test_a_failed_step_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_async_scheduling_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="speculative_config cannot be used with async_scheduling: a step would"):
         make_core(num_drafts=2, async_scheduling=True)
+
+
+def test_tokens_behind_wrong_drafts_leave_a_prompt_its_whole_chunk() -> None:
+    """A prompt of a layer with a state used to wait for as long as many others decoded with wrong drafts."""
+    config = make_config(num_blocks=900, budget=33 + 64, max_num_seqs=33, num_drafts=3, draft_accuracy=0.5)
+    core = EngineCore(config, UniProcExecutor(HashWorker(config, vocab_size=VOCAB_SIZE, state_chunk=64)))
+    assert core.scheduler.drafts is not None
+    core.scheduler.drafts.costs = None
+    for index in range(32):
+        core.add_request(make_request(str(index), [index + 1] * 3, 60))
+    for _ in range(12):
+        core.step()
+    prompt = list(range(1, 81))
+    core.add_request(make_request("prompt", prompt, 1))
+    outputs = [output for _ in range(4) for output in core.step().outputs if output.request_id == "prompt"]
+    assert tokens_of(outputs) == expected_tokens(prompt, 1, VOCAB_SIZE, state_chunk=64)

@@ -1,8 +1,11 @@
+import numpy as np
+import pytest
 from msgspec.structs import replace
 
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_counts
 from tests.engine_core.planned_steps import make_scheduler, step
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 
@@ -117,3 +120,17 @@ def test_a_step_whose_costly_rows_need_not_wait_leaves_those_of_another_stage() 
     check_counts(scheduler, second)
     assert all(request.num_output_placeholders <= 1 for request in scheduler.running)
     assert len(first.num_scheduled_tokens) == 16, "one stage's share"
+
+
+@pytest.mark.parametrize("position", [3, 13, 16, 20])
+def test_a_whole_chunk_of_a_state_ends_before_the_first_embedding(position: int) -> None:
+    """NaN of an embedding would reach KV of tokens before it, which other prompts share."""
+    scheduler = make_scheduler(caching=False, state_chunk=8, num_state_slots=16)
+    request = make_request("a", list(range(30)), 1)
+    request.prompt_embeds = [EmbedsSpan(position, np.ones((4, 2), np.float32))]
+    scheduler.add_request(request)
+    ends = [0]
+    while ends[-1] < 30:
+        ends.append(ends[-1] + step(scheduler)[0].num_scheduled_tokens["a"])
+    assert position in ends
+    assert all(end % 8 == 0 for end in ends[:-1] if end != position)

@@ -1,5 +1,6 @@
 """Short campaigns against real meshes of processes, whose engines have no model."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from msgspec.structs import replace
 from benchmarks.chaos.campaign.options import CAMPAIGNS
 from benchmarks.chaos.campaign.run import run_campaign
 from benchmarks.chaos.clients import gateway_probe
+from tests.checkpoints.whole_vision import write_whole_vision
 
 SHORT: dict[str, Any] = {
     "worker": "hash",
@@ -38,3 +40,13 @@ async def test_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_probe, "TIMEOUT_SECONDS", 30.0)
     report = await campaign("kill", layout="whole", requests=60, drafts=4)
     assert report["violations"] == [], "\n".join([*report["layouts"][0]["examples"], *report["log"][-60:]])
+
+
+async def test_kills_of_a_mesh_that_reads_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gateway_probe, "TIMEOUT_SECONDS", 30.0)
+    model = str(write_whole_vision("llava", tmp_path))
+    kinds = ("image encoder", "image tower", "engine")
+    report = await campaign("kill", layout="whole", model=model, requests=40, cases=16, kinds=kinds)
+    (layout,) = report["layouts"]
+    assert report["violations"] == [], "\n".join([*layout["examples"], *report["log"][-60:]])
+    assert {"kill image encoder", "kill image tower", "kill engine"} <= {row["kind"] for row in layout["rows"]}

@@ -11,16 +11,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE
-from tokenloom.model_files.checkpoint import load_tokenizer
-from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.model_files.checkpoint import load_tokenizer, reads_images
 
 from ..clients.batch_client import BatchClient
 from ..clients.exchange import ChaosClient
 from ..clients.grpc_client import GrpcClient, SessionClient
+from ..clients.images import IMAGE_FEATURES, image_calls
 from ..clients.load import Load, LoadOptions
 from ..clients.mix import Case, make_cases
 from ..clients.openai_clients import PlainClient, ResumingClient
-from ..clients.other_calls import other_cases
+from ..clients.other_calls import OF_DEMO_MODEL, other_cases
 from ..clients.record import Record
 from ..faults.fault import SHARED, Fault, Injection, Kind
 from ..faults.injector import Injector
@@ -124,23 +124,31 @@ class LayoutRun:
 
     def _cases(self) -> list[Case]:
         options = self._options
-        vocab_size = load_tokenizer(DEMO_MODEL).get_vocab_size(with_added_tokens=True)
+        has_images = reads_images(options.checkpoint)
+        # Tokens that stand for images are added ones, and a prompt of ids has no images.
+        vocab_size = load_tokenizer(options.checkpoint).get_vocab_size(with_added_tokens=not has_images)
         rng = random.Random(f"{options.seed}/cases")
-        cases = make_cases(rng, vocab_size, (options.min_tokens, options.max_tokens), options.cases)
+        tokens = (options.min_tokens, options.max_tokens)
+        cases = make_cases(rng, vocab_size, tokens, options.cases, 2 * IMAGE_FEATURES if has_images else ())
         if self._campaign.streams_only:
             return [case for case in cases if case.streamed]
-        config = json.loads((DEMO_MODEL / "config.json").read_text())
+        config = json.loads((options.checkpoint / "config.json").read_text())
+        config |= config.get("text_config", {})
         hidden_size = HIDDEN_SIZE if options.worker == "hash" else config["hidden_size"]
-        return cases + other_cases(rng, vocab_size, hidden_size, options.min_tokens)
+        calls = other_cases(rng, vocab_size, hidden_size, options.min_tokens)
+        if options.model:
+            calls = [case for case in calls if case.name not in OF_DEMO_MODEL]
+        return cases + calls + (image_calls(rng, options.min_tokens) if has_images else [])
 
     def _clients(self, target: Target) -> list[ChaosClient]:
         run = f"{self._options.seed}-{self._layout.name}-{self._rng.getrandbits(32):08x}"
+        name = self._options.model_name
         return [
-            PlainClient(target.http, DEMO_MODEL_NAME),
-            ResumingClient(target.http, DEMO_MODEL_NAME, run),
+            PlainClient(target.http, name),
+            ResumingClient(target.http, name, run),
             GrpcClient(target.grpc),
             SessionClient(target.grpc),
-            BatchClient(target.http, DEMO_MODEL_NAME),
+            BatchClient(target.http, name),
         ]
 
     def _rate(self) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.model_files.checkpoint import reads_images
 from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.mesh import Mesh, MeshOutcome, supervise
 from tokenloom.supervisor.output import LineCopier, WriteLine
@@ -13,8 +13,8 @@ from tokenloom.supervisor.part_spec import PartSpec
 from tokenloom.supervisor.ports import held_ports
 from tokenloom.supervisor.state_dir import mesh_directory
 
-from ..clients.other_calls import FLAGS
-from ..faults.fault import SPLIT, WHOLE, Kind
+from ..clients.other_calls import ADAPTER_FLAGS, FLAGS
+from ..faults.fault import IMAGES, SPLIT, WHOLE, Kind
 from ..faults.links import Links, PartLink
 from .options import ChaosOptions
 
@@ -46,18 +46,21 @@ class Target:
 def layouts_of(options: ChaosOptions) -> list[Layout]:
     """Return the layouts that the options ask for."""
     found = []
+    more = IMAGES if reads_images(options.checkpoint) else ()
     if options.layout in ("both", "whole"):
         # The workers are processes of their own, so that they can be victims.
         engine = (*_engine_flags(options), "--distributed-executor-backend", "mp")
-        found.append(Layout("whole", WHOLE, _mesh(options, engine, engines=options.parts)))
+        found.append(Layout("whole", (*WHOLE, *more), _mesh(options, engine, engines=options.parts)))
     if options.layout in ("both", "split"):
         engine = _engine_flags(options)
-        found.append(Layout("split", SPLIT, _mesh(options, engine, prefill=options.parts, decode=options.parts)))
+        found.append(
+            Layout("split", (*SPLIT, *more), _mesh(options, engine, prefill=options.parts, decode=options.parts))
+        )
     return found
 
 
 def _engine_flags(options: ChaosOptions) -> tuple[str, ...]:
-    flags: tuple[str, ...] = FLAGS
+    flags: tuple[str, ...] = FLAGS if options.model else (*FLAGS, *ADAPTER_FLAGS)
     if options.worker == "hash":
         flags += ("--worker", "hash", "--hash-step-seconds", str(options.step_seconds))
     if options.drafts:
@@ -69,11 +72,12 @@ def _mesh(
     options: ChaosOptions, engine: tuple[str, ...], *, engines: int = 1, prefill: int = 0, decode: int = 0
 ) -> MeshOptions:
     return MeshOptions(
-        model=DEMO_MODEL,
-        served_model_name=DEMO_MODEL_NAME,
+        model=options.checkpoint,
+        served_model_name=options.model_name,
         engines=engines,
         prefill=prefill,
         decode=decode,
+        encoders=options.parts,
         tokenizers=options.parts,
         output_processors=options.parts,
         gateways=options.parts,

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+
+from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 
 from ..faults.fault import Action, Kind
 
@@ -24,6 +27,11 @@ class ChaosOptions(Struct, frozen=True):
     worker: Annotated[
         Literal["model", "hash"], "model: the demo model on the CPU; hash: an engine without a model, for long runs."
     ] = "model"
+    model: Annotated[
+        str,
+        "A model's folder in place of the demo model. With one that reads images, encoders join the parts, and images "
+        "the requests.",
+    ] = ""
     drafts: Annotated[_Limit, "Most drafts of a request in a step (--speculative-config, ngram); 0: none."] = 0
     parts: Annotated[
         Annotated[int, Meta(ge=2, le=8)], "Parts of each kind, except for the coordinator, which is one."
@@ -51,6 +59,16 @@ class ChaosOptions(Struct, frozen=True):
     max_added_ttft_p99: Annotated[
         _Seconds | None, "Limit: added p99 TTFT during the faults, without their first 2 s."
     ] = None
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the model."""
+        return Path(self.model) if self.model else DEMO_MODEL
+
+    @property
+    def model_name(self) -> str:
+        """The model's name for clients."""
+        return self.checkpoint.name if self.model else DEMO_MODEL_NAME
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def _prompt(exchange: Exchange) -> str | list[int]:
 
 
 def _messages(exchange: Exchange) -> Any:
-    return [{"role": "user", "content": exchange.case.message}]
+    return list(exchange.case.messages)
 
 
 def _logprobs(token_ids: Sequence[int], found: Sequence[Mapping[int, Logprob]] | None) -> list[float]:

@@ -10,6 +10,7 @@ from .answer import Progress
 from .comparison import difference
 from .exchange import ChaosClient, Exchange
 from .failure import RequestFailed
+from .images import with_new_files
 from .mix import Case, with_new_grammar
 from .record import Record, Reference
 
@@ -127,9 +128,10 @@ class Load:
     def _exchange(self, case: Case, seconds: float) -> Exchange:
         self._number += 1
         number = self._number
+        case = with_new_files(with_new_grammar(case, number), number)
         # Requests of one client must not all call one gateway.
         gateway = number // len(self._clients) % self._num_gateways
-        return Exchange(number, with_new_grammar(case, number), gateway, Progress(self._loop.time()), seconds)
+        return Exchange(number, case, gateway, Progress(self._loop.time()), seconds)
 
     async def _send(self, client: ChaosClient, exchange: Exchange) -> None:
         """Send with a time limit, after the client's own."""

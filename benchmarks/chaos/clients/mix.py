@@ -1,9 +1,9 @@
 """Makes the mix of requests that a campaign sends: every feature whose state a fault could lose."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 _PERSON = {
     "type": "object",
@@ -40,8 +40,10 @@ class Case:
     name: str
     prompt: str | list[int] | None = None
     """A text or token ids of a completion."""
-    message: str | None = None
-    """The user's turn of a chat, in place of a prompt."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The turns of a chat, in place of a prompt."""
+    has_new_files: bool = False
+    """Whether the images of each request are files that no part has seen before."""
     streamed: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     call: str | None = None
@@ -51,22 +53,32 @@ class Case:
 
     @property
     def is_chat(self) -> bool:
-        return self.message is not None
+        return bool(self.messages)
 
 
-def make_cases(rng: random.Random, vocab_size: int, tokens: tuple[int, int], count: int) -> list[Case]:
-    """Return ``count`` distinct requests, the features in turns.
+MakeCase: TypeAlias = Callable[[random.Random, int, int], Case]
+"""Makes a request of a vocabulary's size and an answer's length in tokens."""
+
+
+def make_cases(
+    rng: random.Random,
+    vocab_size: int,
+    tokens: tuple[int, int],
+    count: int,
+    more: Sequence[tuple[str, MakeCase]] = (),
+) -> list[Case]:
+    """Return ``count`` distinct requests, the features and ``more`` of them in turns.
 
     ``tokens``: bounds of the length of answers; features that end an answer earlier end it.
     """
-    features = _FEATURES
+    features = (*_FEATURES, *more)
     cases = []
     for number in range(count):
         position, feature = divmod(number, len(features))
         name, make = features[feature]
         streamed = (position + feature) % 3 != 0
         case = make(rng, vocab_size, rng.randint(*tokens))
-        cases.append(Case(f"{name} {number}", case.prompt, case.message, streamed, case.options))
+        cases.append(replace(case, name=f"{name} {number}", streamed=streamed))
     return cases
 
 
@@ -79,6 +91,16 @@ def with_new_grammar(case: Case, number: int) -> Case:
     return replace(case, options={**case.options, "structured_outputs": {"json": schema}})
 
 
+def user(content: Any) -> dict[str, Any]:
+    """Return a user's turn of a text, or of parts in OpenAI's form."""
+    return {"role": "user", "content": content}
+
+
+def open_ended(length: int, **options: Any) -> dict[str, Any]:
+    """Return the options of an answer of ``length`` tokens."""
+    return {"max_tokens": length, "ignore_eos": True, **options}
+
+
 def _text(rng: random.Random) -> str:
     return f"{rng.choice(_BEGINNINGS)} {rng.randint(1, 999)}"
 
@@ -88,27 +110,27 @@ def _ids(rng: random.Random, vocab_size: int, most: int = 120) -> list[int]:
 
 
 def _greedy_text(rng: random.Random, vocab_size: int, length: int) -> Case:
-    return Case("", _text(rng), options=_open(length, temperature=0.0))
+    return Case("", _text(rng), options=open_ended(length, temperature=0.0))
 
 
 def _greedy_ids(rng: random.Random, vocab_size: int, length: int) -> Case:
-    return Case("", _ids(rng, vocab_size), options=_open(length, temperature=0.0))
+    return Case("", _ids(rng, vocab_size), options=open_ended(length, temperature=0.0))
 
 
 def _seeded(rng: random.Random, vocab_size: int, length: int) -> Case:
-    return Case("", _text(rng), options=_open(length, temperature=0.9, top_p=0.95, seed=rng.getrandbits(31)))
+    return Case("", _text(rng), options=open_ended(length, temperature=0.9, top_p=0.95, seed=rng.getrandbits(31)))
 
 
 def _penalties(rng: random.Random, vocab_size: int, length: int) -> Case:
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
     return Case(
-        "", _ids(rng, vocab_size), options=_open(length, temperature=0.7, seed=rng.getrandbits(31), **penalties)
+        "", _ids(rng, vocab_size), options=open_ended(length, temperature=0.7, seed=rng.getrandbits(31), **penalties)
     )
 
 
 def _stop(rng: random.Random, vocab_size: int, length: int) -> Case:
     # The first strings make the output processor withhold text; the last ends most answers of the demo model.
-    return Case("", _text(rng), options=_open(length, temperature=0.0, stop=["never there", "wasx", "forgot"]))
+    return Case("", _text(rng), options=open_ended(length, temperature=0.0, stop=["never there", "wasx", "forgot"]))
 
 
 def _schema(rng: random.Random, vocab_size: int, length: int) -> Case:
@@ -117,11 +139,11 @@ def _schema(rng: random.Random, vocab_size: int, length: int) -> Case:
 
 
 def _samples(rng: random.Random, vocab_size: int, length: int) -> Case:
-    return Case("", _ids(rng, vocab_size), options=_open(length, n=3, temperature=0.9, seed=rng.getrandbits(31)))
+    return Case("", _ids(rng, vocab_size), options=open_ended(length, n=3, temperature=0.9, seed=rng.getrandbits(31)))
 
 
 def _logprobs(rng: random.Random, vocab_size: int, length: int) -> Case:
-    return Case("", _ids(rng, vocab_size), options=_open(length, temperature=0.0, logprobs=2))
+    return Case("", _ids(rng, vocab_size), options=open_ended(length, temperature=0.0, logprobs=2))
 
 
 def _min_tokens(rng: random.Random, vocab_size: int, length: int) -> Case:
@@ -130,20 +152,18 @@ def _min_tokens(rng: random.Random, vocab_size: int, length: int) -> Case:
 
 
 def _priority(rng: random.Random, vocab_size: int, length: int) -> Case:
-    return Case("", _ids(rng, vocab_size), options=_open(length, temperature=0.0, priority=rng.randint(1, 9)))
+    return Case("", _ids(rng, vocab_size), options=open_ended(length, temperature=0.0, priority=rng.randint(1, 9)))
 
 
 def _chat(rng: random.Random, vocab_size: int, length: int) -> Case:
-    return Case("", message=f"Tell a story about {rng.randint(1, 999)}.", options=_open(length, temperature=0.0))
+    return Case(
+        "", messages=[user(f"Tell a story about {rng.randint(1, 999)}.")], options=open_ended(length, temperature=0.0)
+    )
 
 
 def _tools(rng: random.Random, vocab_size: int, length: int) -> Case:
     options = {"tools": TOOLS, "tool_choice": _NAMED_TOOL, "temperature": 0.6, "seed": rng.getrandbits(31)}
-    return Case("", message=f"Remember person {rng.randint(1, 999)}.", options={"max_tokens": 400, **options})
-
-
-def _open(length: int, **options: Any) -> dict[str, Any]:
-    return {"max_tokens": length, "ignore_eos": True, **options}
+    return Case("", messages=[user(f"Remember person {rng.randint(1, 999)}.")], options={"max_tokens": 400, **options})
 
 
 _FEATURES = (

@@ -167,7 +167,7 @@ def body_of(case: Case, model: str) -> dict[str, Any]:
     if case.streamed:
         body["stream_options"] = {"include_usage": True}
     if case.is_chat:
-        body["messages"] = [{"role": "user", "content": case.message}]
+        body["messages"] = list(case.messages)
     else:
         body["prompt"] = case.prompt
     return body

@@ -20,11 +20,12 @@ from .mix import TOOLS, Case
 Send: TypeAlias = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
 """Makes a call of a method, a path and a body, and returns the JSON of its answer."""
 ADAPTER = "pirate"
-FLAGS = (
-    *("--enable-lora", "--lora-modules", f"{ADAPTER}={DEMO_ADAPTERS / ADAPTER}"),
-    *("--enable-prompt-embeds", "--scheduling-policy", "priority"),
-)
+FLAGS = ("--enable-prompt-embeds", "--scheduling-policy", "priority")
 """What the engines need for these calls."""
+ADAPTER_FLAGS = ("--enable-lora", "--lora-modules", f"{ADAPTER}={DEMO_ADAPTERS / ADAPTER}")
+"""What they need besides for the adapter, which fits the demo model only."""
+OF_DEMO_MODEL = frozenset({"adapter", "embeddings", "rerank"})
+"""The kinds that other models may not serve."""
 _POLL_SECONDS = 0.1
 _LONG_BYTES = 100_000
 """Of a text that tokenizers encode in a process of its own."""

@@ -45,8 +45,8 @@ class Kind:
 
     @property
     def is_helper(self) -> bool:
-        """Whether the process is one of several, which the part starts when it needs one."""
-        return self.process in ("render_worker", "encode_worker", "compiler_process")
+        """Whether the part starts the process when it needs one."""
+        return self.process in ("render_worker", "encode_worker", "compiler_process", "decode_worker", "tower_worker")
 
     @property
     def may_be_last(self) -> bool:
@@ -59,7 +59,13 @@ _OFF_ENGINE = (
     Kind("renderer", "tokenizer", process="render_worker"),
     Kind("encoder", "tokenizer", process="encode_worker"),
 )
-SHARED = frozenset(kind.name for kind in _OFF_ENGINE)
+IMAGES = (
+    Kind("image encoder", "encoder"),
+    Kind("image decoder", "encoder", process="decode_worker"),
+    Kind("image tower", "encoder", process="tower_worker"),
+)
+"""The kinds of a mesh whose model reads images, besides the others."""
+SHARED = frozenset(kind.name for kind in (*_OFF_ENGINE, *IMAGES))
 """Names of the kinds that every layout has."""
 WHOLE = (
     *_OFF_ENGINE,

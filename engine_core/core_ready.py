@@ -79,13 +79,7 @@ def check_states(config: EngineConfig, model: ModelInfo) -> None:
     """Raise ``ValueError``, naming the setting, for what an engine cannot do with a model whose layers keep a state."""
     if not model.state_bytes:
         return
-    settings = {
-        "kv_transports": config.kv.transports,
-        "kv_offload_path": config.kv.offload_path,
-        "decode_context_parallel_size above 1": config.parallel.decode_context_parallel_size > 1,
-    }
-    if named := [name for name, value in settings.items() if value]:
-        raise ValueError(f"layers of this model keep a state between tokens; do not set {' or '.join(named)}")
+    config.check_states()
     if model.kv_groups:
         raise ValueError(
             "layers of this model keep a state between tokens, and others attend to a window; set "

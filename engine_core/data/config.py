@@ -404,3 +404,14 @@ class EngineConfig(Struct, frozen=True):
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",
     ] = None
+
+    def check_states(self) -> None:
+        """Raise ``ValueError``, naming the settings, for what excludes layers that keep a state between tokens."""
+        settings = {
+            f"role {self.kv.role}": self.kv.role != "both",
+            "kv_transports": self.kv.transports,
+            "kv_offload_path": self.kv.offload_path,
+            "decode_context_parallel_size above 1": self.parallel.decode_context_parallel_size > 1,
+        }
+        if named := [name for name, value in settings.items() if value]:
+            raise ValueError(f"layers of this model keep a state between tokens; do not set {' or '.join(named)}")

@@ -117,8 +117,10 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         local_config(found.config, place)
         check_kv_dtype(found.config, config.cache.dtype)
         check_chunks(found.config, config.cache.block_size)
-        if config.lora.enable and found.config.mixer is not None:
-            raise ValueError("enable_lora: a model of which layers keep a state has no adapters yet; leave it out")
+        if found.config.mixer is not None:
+            config.check_states()
+            if config.lora.enable:
+                raise ValueError("enable_lora: a model of which layers keep a state has no adapters yet; leave it out")
         if worker.batch_invariant:
             check_batch_invariant(config, found.config)
     _check_context(config.max_model_len, found.config.max_model_len)

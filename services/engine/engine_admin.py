@@ -20,7 +20,7 @@ from tokenloom.v1 import coordinator_pb2, engine_pb2, engine_pb2_grpc, types_pb2
 
 from .control.loras import to_adapter, to_state
 from .control.pause import MODES
-from .control.role import Role
+from .control.role import NAMES, Role
 from .running_engine import RunningEngine
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ class Administration:
             raise
 
     async def _change_role(self, role: types_pb2.EngineRole) -> None:
-        if role not in types_pb2.EngineRole.values() or not role:
+        # An engine that reported itself as an encoder lost its place in the mesh.
+        if role not in NAMES:
             raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
         if self._engine.kv is None:
             raise FailedPrecondition("the engine transfers no KV; start it with --kv-transports", field="role")

@@ -20,7 +20,14 @@ from tokenloom.v1.coordinator_pb2 import EngineEntry, Snapshot, WatchRequest
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.engine_pb2 import SetRoleRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
-from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, ENGINE_ROLE_DECODE, ENGINE_ROLE_PREFILL, EngineRole
+from tokenloom.v1.types_pb2 import (
+    ENGINE_ROLE_BOTH,
+    ENGINE_ROLE_DECODE,
+    ENGINE_ROLE_ENCODE,
+    ENGINE_ROLE_PREFILL,
+    ENGINE_ROLE_UNSPECIFIED,
+    EngineRole,
+)
 
 
 class Mesh:
@@ -75,6 +82,15 @@ async def test_an_engine_that_moves_no_kv_has_one_role(socket_dir: Path) -> None
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await mesh.set_role(ENGINE_ROLE_DECODE)
         assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("role", [ENGINE_ROLE_UNSPECIFIED, ENGINE_ROLE_ENCODE])
+async def test_an_engine_takes_no_role_without_a_leg(socket_dir: Path, role: EngineRole) -> None:
+    async with running_mesh(socket_dir, role="prefill") as mesh:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await mesh.set_role(role)
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await mesh.until_told(ENGINE_ROLE_PREFILL)
 
 
 async def test_without_prefill_legs_it_waits_for_their_leases(socket_dir: Path) -> None:

@@ -17,7 +17,15 @@ from tokenloom.engine_core.client.async_core_client import AsyncCoreClient
 from tokenloom.engine_core.data.embedding_rows import RowsKey
 from tokenloom.engine_core.data.errors import EngineDeadError, NotSentError
 from tokenloom.engine_core.data.messages import ArrivedRows, RowsWanted, SchedulerStats
-from tokenloom.request.errors import Code, Internal, MediaLost, ResourceExhausted, TokenloomError, Unavailable
+from tokenloom.request.errors import (
+    Code,
+    Internal,
+    InvalidArgument,
+    MediaLost,
+    ResourceExhausted,
+    TokenloomError,
+    Unavailable,
+)
 from tokenloom.request.wire_errors import from_rpc, of_exception
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.tasks import Tasks
@@ -252,7 +260,7 @@ class RowLoads:
         log.warning("the rows of an image cannot be loaded for %d requests: %s", len(load.attempts), error.message)
         attempts, load.attempts = load.attempts, {}  # so that their ends do not cancel this task
         for attempt in attempts.values():
-            self._receiver.fail(attempt, error)
+            self._receiver.fail(attempt, _named(error, load.wanted.key, attempt))
 
     async def _fetch(self, load: _Load) -> None:
         """Read all rows. A call that ends early is repeated from where it ended. Raises what ends the attempts."""
@@ -324,6 +332,13 @@ class RowLoads:
         if not np.isfinite(rows).all():
             raise _wrong("NaN or infinities")
         return rows.reshape(chunk.num_rows, width)
+
+
+def _named(error: TokenloomError, key: RowsKey, attempt: Attempt) -> TokenloomError:
+    """Return the error of an image with its place in an attempt's prompt, for which the client has a name."""
+    if error.code is not Code.INVALID_ARGUMENT or attempt.media is None:
+        return error
+    return InvalidArgument(error.message, f"media[{attempt.media.items[key].index}]")
 
 
 def _numbers(chunk: encoder_pb2.RowChunk) -> npt.NDArray[np.float32] | None:

@@ -279,6 +279,7 @@ class Generator:
     def _hold_media(self, request: GenerateRequest, held: ExitStack) -> "RequestMedia":
         """Return what places the images of a request. ``held``: gives back what they take."""
         media = self._preparer.open_media(request)
+        held.push(lambda _, error, __: media.name(error) if isinstance(error, errors.InvalidArgument) else None)
         held.callback(media.release)
         held.callback(self._admission.take_files(request).release)
         if request.files is not None:

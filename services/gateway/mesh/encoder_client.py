@@ -3,10 +3,11 @@
 import asyncio
 import hashlib
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 import grpc.aio
 
@@ -40,8 +41,9 @@ RELEASE_SECONDS: Final = 5.0
 LEAVE_SECONDS: Final = 10.0
 """How long calls in flight may go on at an encoder that has left."""
 MAX_NAMES: Final = 10_000
-"""Names of images that are known; the oldest ones are forgotten."""
+"""Names of images that are known; of the tenant with the most, the oldest one is forgotten."""
 
+_PLACE: Final = re.compile(r"media\[([0-9]{1,9})\]")
 T = TypeVar("T")
 _Stub: TypeAlias = "EncoderAsyncStub"
 
@@ -71,7 +73,8 @@ class EncoderClient:
         loop = asyncio.get_running_loop()
         self._budget = RetryBudget(loop.time)
         self._stage = FairStage(MAX_PUTS, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING_BYTES)
-        self._names: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # digests by tenant and name; bounded
+        self._names: dict[str, OrderedDict[str, bytes]] = {}  # by tenant, digests by name; bounded
+        self._num_names = 0
         self._tasks = Tasks(lambda error: log.error("an encoder could not be told of an end", exc_info=error))
 
     def owner(self, tenant: str, salt: bytes, *, is_kept: bool = False) -> FilesOwner:
@@ -97,7 +100,7 @@ class EncoderClient:
             digest = part.file.digest
         elif part.digest or part.url:
             digest = part.digest
-        elif (known := self._names.get((tenant, part.name))) is not None:
+        elif (known := self._names.get(tenant, {}).get(part.name)) is not None:
             digest = known
         else:
             raise _unknown(part)
@@ -105,11 +108,18 @@ class EncoderClient:
 
     def note_name(self, part: MediaPart, tenant: str, digest: bytes) -> None:
         """Remember how a tenant calls a file."""
-        if part.name:
-            self._names[tenant, part.name] = digest
-            self._names.move_to_end((tenant, part.name))
-            if len(self._names) > MAX_NAMES:
-                self._names.popitem(last=False)
+        if not part.name:
+            return
+        names = self._names.setdefault(tenant, OrderedDict())
+        self._num_names += part.name not in names
+        names[part.name] = digest
+        names.move_to_end(part.name)
+        if self._num_names > MAX_NAMES:  # so that no tenant drops the names of the others
+            most = max(self._names, key=lambda each: len(self._names[each]))
+            self._names[most].popitem(last=False)
+            self._num_names -= 1
+            if not self._names[most]:
+                del self._names[most]
 
     async def place(
         self, part: MediaPart, digest: bytes, file: ClientFile | None, owner: FilesOwner
@@ -133,7 +143,8 @@ class EncoderClient:
                     return address, await self._put(self._stub(address), part, digest, file, owner)
                 except errors.TokenloomError as error:
                     if (cause := cause_of(error)) is None:
-                        _raise_named(error, part)
+                        _name(error, part)
+                        raise
                     debt.failed(cause)
                     refusal = error  # type: ignore[assignment]
                 finally:
@@ -238,6 +249,12 @@ class RequestMedia:
                 raise errors.Unavailable("A file has changed at its URL while its request was running; send it again.")
             item.encoder = placed[item.digest]
 
+    def name(self, error: errors.TokenloomError) -> None:
+        """Name the client's field in an error of an engine or a tokenizer, which know an image by its place."""
+        place = _PLACE.fullmatch(error.field or "")
+        if place is not None and int(place[1]) < len(self._parts):
+            _name(error, self._parts[int(place[1])])
+
     def release(self) -> None:
         """Let the encoders forget the files."""
         self._client.release(list(self._addresses), self._owner)
@@ -248,8 +265,10 @@ class RequestMedia:
         keys = []
         try:
             async with asyncio.TaskGroup() as group:
-                for part in self._parts:
-                    digest = self._client.digest_of(part, self._owner.tenant)
+                for index, part in enumerate(self._parts):
+                    # A name may be that of another file by now, and a request goes on with the files that it began with.
+                    is_named = bool(self._digests) and not part.url
+                    digest = self._digests[index] if is_named else self._client.digest_of(part, self._owner.tenant)
                     keys.append(key := digest or part.url)
                     if key not in tasks:
                         tasks[key] = group.create_task(self._place_one(part, digest))
@@ -291,11 +310,10 @@ def _ranked(addresses: Sequence[str], key: bytes) -> list[str]:
     )
 
 
-def _raise_named(error: errors.TokenloomError, part: MediaPart) -> NoReturn:
-    """Raise an encoder's error with the client's name of the part."""
-    if isinstance(error, (errors.InvalidArgument, errors.PermissionDenied)):
+def _name(error: errors.TokenloomError, part: MediaPart) -> None:
+    """Give the error of an encoder or an engine the client's name of the part, unless it has it."""
+    if isinstance(error, (errors.InvalidArgument, errors.PermissionDenied)) and error.field != part.field:
         error.field, error.message = part.field, f"{part.field}: {error.message}"
-    raise error
 
 
 def _unknown(part: MediaPart) -> errors.InvalidArgument:

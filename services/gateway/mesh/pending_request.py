@@ -61,6 +61,9 @@ class RestorableMedia(Protocol):
     async def restore(self, submit: pb.Submit) -> None:
         """Put them again, and write into the request where they are now."""
 
+    def name(self, error: errors.TokenloomError) -> None:
+        """Name the client's field in an error of one of them."""
+
 
 MAX_LOSSES_ALONE = 3
 """Output processors that may end while they run a request alone, without any new output of it. Then the request ends,

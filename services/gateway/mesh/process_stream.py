@@ -234,6 +234,9 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingReques
             self.cancel(finished.slot)
             self._owner.on_media_lost(target, wire_errors.from_proto(finished.error))
             return
+        if finished.error.field and target.media is not None:
+            target.media.name(error := wire_errors.from_proto(finished.error))
+            finished.error.CopyFrom(wire_errors.to_proto(error))
         if finished.error.reason == errors.RequestLost.reason and target.is_sought:
             del self.slots[finished.slot]
             self._owner.on_unknown(self, target)

@@ -244,7 +244,9 @@ def _digest(parts: Sequence[bytes]) -> bytes:
 
 
 def _refused(index: int, reason: str) -> InvalidArgument:
-    return InvalidArgument(f"image {index + 1} of the conversation cannot be read by this model: {reason}", "messages")
+    return InvalidArgument(
+        f"image {index + 1} of the conversation cannot be read by this model: {reason}", f"media[{index}]"
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

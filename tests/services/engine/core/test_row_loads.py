@@ -124,6 +124,19 @@ async def test_what_lasts_ends_those_that_wait(
     assert (await peer.read_until_finished([3])).token_ids[3] == expected_of(add, VOCAB_SIZE)
 
 
+async def test_each_request_learns_which_of_its_images_is_refused(
+    peer: Peer, encoder: FakeEncoder, address: str
+) -> None:
+    encoder.faults = [errors.InvalidArgument("the image is damaged", "messages")]
+    encoder.gate.clear()
+    items = [make_item(4, 10, address), make_item(4, 10, address)]
+    items[1].index = 3
+    await peer.send(*(make_media_add(slot, item) for slot, item in enumerate(items, 1)))
+    await encoder.called.wait()
+    encoder.gate.set()
+    assert [(await error_of(peer, slot)).field for slot in (1, 2)] == ["media[0]", "media[3]"]
+
+
 async def test_an_encoder_that_does_not_exist_has_lost_the_image(peer: Peer, socket_dir: Path) -> None:
     await peer.send(make_media_add(1, make_item(4, 10, f"unix:{socket_dir}/nobody")))
     assert isinstance(await error_of(peer), errors.MediaLost)

@@ -15,6 +15,7 @@ from tests.services.gateway.fake_encoders import Vision, data_url, with_encoders
 from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.mesh import encoder_client
+from tokenloom.services.gateway.records.media import KeptFiles, MediaPart
 
 IMAGE = b"an image"
 LARGE = random.Random(3).randbytes(300_000)
@@ -108,6 +109,52 @@ async def test_errors_name_the_clients_field(
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, field), error
     assert message in error["message"]
+
+
+async def test_what_an_engine_says_of_an_image_names_it_too(vision: Vision) -> None:
+    for stream in (False, True):
+        call = asyncio.create_task(post(vision.http, part(IMAGE), part(LARGE), stream=stream))
+        (await vision.mesh.outputs.next_request()).fail(errors.InvalidArgument("it is damaged", "media[1]"))
+        response = await call
+        assert response.status_code == 400
+        error = response.json()["error"]
+        field = "messages[0].content[2].image_url"
+        assert (error["param"], error["message"]) == (field, f"{field}: it is damaged")
+
+
+async def test_an_unknown_image_is_named_once(vision: Vision) -> None:
+    error = (await post(vision.http, part(f"data:image/png;sha256,{'0' * 64}"))).json()["error"]
+    assert error["message"].count("image_url") == 1
+
+
+async def test_a_request_keeps_the_file_that_a_name_had(vision: Vision) -> None:
+    vision.mesh.outputs.auto = ["blue"]
+    assert (await post(vision.http, part(IMAGE, uuid="sky"))).status_code == 200
+    vision.mesh.outputs.auto = None
+    call = asyncio.create_task(post(vision.http, {"type": "image_url", "image_url": None, "uuid": "sky"}))
+    request = await vision.mesh.outputs.next_request()
+    other = asyncio.create_task(post(vision.http, part(b"another", uuid="sky")))
+    (await vision.mesh.outputs.next_request()).answer("red")
+    assert (await other).status_code == 200
+    request.fail(errors.MediaLost("the encoder did not answer"))
+    again = await vision.mesh.outputs.next_request()
+    assert [item.digest for item in again.submit.prompt.media] == [hashlib.sha256(IMAGE).digest()]
+    again.answer("blue")
+    assert (await call).status_code == 200
+
+
+async def test_names_of_one_tenant_do_not_drop_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_client, "MAX_NAMES", 3)
+    nothing: Any = None  # no file is placed
+    client = encoder_client.EncoderClient(nothing, nothing, str, KeptFiles(0))
+    shown = MediaPart("f", name="cat")
+    client.note_name(shown, "quiet", b"1")
+    for index in range(9):
+        client.note_name(MediaPart("f", name=str(index % 5)), "loud", b"2")
+    assert client.digest_of(shown, "quiet") == b"1"
+    assert client.digest_of(MediaPart("f", name="3"), "loud") == b"2"
+    with pytest.raises(errors.InvalidArgument, match="not known"):
+        client.digest_of(MediaPart("f", name="4"), "quiet")
 
 
 async def test_detail_is_taken_and_named(vision: Vision) -> None:

@@ -255,10 +255,10 @@ def test_marks_in_clients_texts_are_plain_text(tmp_path: Path) -> None:
     [
         (PLAIN, "no mark", [image(9, 9)], "written 0 marks <|image_pad|> for 1 images", "messages"),
         (PLAIN, "<|image_pad|>" * 2, [image(90, 90)], "written 2 marks", "messages"),
-        (PLAIN, "<|image_pad|>", [image(1, 201)], "image 1 .* 200 times as long", "messages"),
-        (PLAIN, "<|image_pad|>", [image(0, 20)], "no pixels", "messages"),
+        (PLAIN, "<|image_pad|>", [image(1, 201)], "image 1 .* 200 times as long", "media[0]"),
+        (PLAIN, "<|image_pad|>", [image(0, 20)], "no pixels", "media[0]"),
         (PLAIN, "<|image_pad|>", [MediaSize(kind=MEDIA_KIND_AUDIO, samples=9)], "no sounds", "messages"),
-        ("pixtral-12b", "[IMG]" * 2, [image(9, 9), image(1, 5000)], "image 2 .* leaves no rows", "messages"),
+        ("pixtral-12b", "[IMG]" * 2, [image(9, 9), image(1, 5000)], "image 2 .* leaves no rows", "media[1]"),
         ("gemma-4-E4B-it", "<|image|>", [image(9, 9, options_json=b'{"max_soft_tokens":71}')], "one of 70", ""),
         (PLAIN, "<|image_pad|>", [image(9, 9, options_json=b'{"max_pixels":99999999}')], "from 784 to 12845056", ""),
         (PLAIN, "<|image_pad|>", [image(9, 9, options_json=b'{"fps":1}')], "there are: max_pixels, min_pixels", ""),

@@ -21,6 +21,9 @@ from .tower_worker import TowerJob, TowerReady, TowerReply, TowerSetup
 
 DECODE_MEMORY_BYTES = 2 << 30
 """Of one image: 64 megapixels take 0.2 GB as they are decoded, and some processors enlarge what they get."""
+HEADER_SECONDS = 1.0
+"""Of processor time for a header. One process reads all of them, and 20 MB of empty chunks before the pixels, which
+cost a stranger nothing, kept it busy for 5 to 8 s."""
 START_SECONDS = 60.0
 TOWER_START_SECONDS = 1800.0
 """Reading the largest towers from a slow disk."""
@@ -98,7 +101,10 @@ class RowMaker:
     async def size(self, data: bytes) -> PutResponse:
         """Return the size of an image, read from its header. Raises ``InvalidArgument`` for a file that is refused, and
         as :meth:`.HelperPool.run`."""
-        reply = _decoded(await self._headers.run(msgspec.msgpack.encode(DecodeJob(data))))
+        try:
+            reply = _decoded(await self._headers.run(msgspec.msgpack.encode(DecodeJob(data))))
+        except errors.DeadlineExceeded:  # its own doing, so that no client should send it again
+            raise errors.InvalidArgument("The image's header takes too long to read.", "messages") from None
         return PutResponse(width=reply.width, height=reply.height, num_bytes=len(data))
 
     async def make(self, data: bytes, item: MediaItem) -> Rows:
@@ -145,14 +151,14 @@ class RowMaker:
             del self._killers[next(iter(self._killers))]
 
     async def _start_headers(self) -> HelperProcess:
-        return await self._start_decoding("")
+        return await self._start_decoding("", HEADER_SECONDS)
 
     async def _start_decoder(self) -> HelperProcess:
-        return await self._start_decoding(self._path)
+        return await self._start_decoding(self._path, self._settings.image_timeout)
 
-    async def _start_decoding(self, path: str) -> HelperProcess:
+    async def _start_decoding(self, path: str, seconds: float) -> HelperProcess:
         settings = self._settings
-        setup = DecodeSetup(path, DECODE_MEMORY_BYTES, settings.image_timeout, WAIT_SECONDS, settings.max_image_pixels)
+        setup = DecodeSetup(path, DECODE_MEMORY_BYTES, seconds, WAIT_SECONDS, settings.max_image_pixels)
         packed, slots = msgspec.msgpack.encode(setup), self._slots.descriptors if path else ()
         return await start_helper(f"{__package__}.decode_worker", packed, self._take_decoder, START_SECONDS, slots)
 

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 MAX_PUTS: Final = 8
 """Files that are on their way to encoders; further ones wait for their tenants' turns."""
+MAX_FETCHES: Final = 8
+"""Files that encoders fetch; a slow host must not take the turns of files that are here."""
 MAX_WAITING: Final = 4096
 MAX_WAITING_BYTES: Final = 1 << 40
 """Not limited here: the files that the gateway holds are."""
@@ -73,6 +75,9 @@ class EncoderClient:
         loop = asyncio.get_running_loop()
         self._budget = RetryBudget(loop.time)
         self._stage = FairStage(MAX_PUTS, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING_BYTES)
+        self._fetches = FairStage(
+            MAX_FETCHES, "images to fetch", max_waiting=MAX_WAITING, max_cost=MAX_WAITING, leaves_spare=True
+        )
         self._names: dict[str, OrderedDict[str, bytes]] = {}  # by tenant, digests by name; bounded
         self._num_names = 0
         self._tasks = Tasks(lambda error: log.error("an encoder could not be told of an end", exc_info=error))
@@ -133,12 +138,12 @@ class EncoderClient:
         loop, debt = asyncio.get_running_loop(), RetryDebt(self._budget)
         self._budget.add_request()
         until, refusal = loop.time() + WAIT_SECONDS, errors.Unavailable("No encoder is serving yet; retry.")
-        cost = 1 + (0 if file is None else file.num_bytes)
+        cost, stage = 1 + (0 if file is None else file.num_bytes), self._stage if digest else self._fetches
         while True:
             for address in _ranked(self._addresses(), digest or part.url.encode()):
                 if not debt.pay():
                     break
-                await self._stage.begin(owner.tenant, cost)
+                await stage.begin(owner.tenant, cost)
                 try:
                     return address, await self._put(self._stub(address), part, digest, file, owner)
                 except errors.TokenloomError as error:
@@ -148,7 +153,7 @@ class EncoderClient:
                     debt.failed(cause)
                     refusal = error  # type: ignore[assignment]
                 finally:
-                    self._stage.end(owner.tenant, cost)
+                    stage.end(owner.tenant, cost)
             if loop.time() + AGAIN_SECONDS > until:
                 raise refusal
             await asyncio.sleep(AGAIN_SECONDS)
@@ -266,7 +271,7 @@ class RequestMedia:
         try:
             async with asyncio.TaskGroup() as group:
                 for index, part in enumerate(self._parts):
-                    # A name may be that of another file by now, and a request goes on with the files that it began with.
+                    # A name may be that of another file by now; a request goes on with the files that it began with.
                     is_named = bool(self._digests) and not part.url
                     digest = self._digests[index] if is_named else self._client.digest_of(part, self._owner.tenant)
                     keys.append(key := digest or part.url)

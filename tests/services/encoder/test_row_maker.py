@@ -1,10 +1,14 @@
 """A file that ends the tower is not tried for ever."""
 
+import io
+import struct
+import zlib
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
+from PIL import Image
 from prometheus_client import CollectorRegistry
 
 from tokenloom.request import errors
@@ -58,6 +62,21 @@ async def test_what_the_tower_says_of_an_image(reply: Any, error: type[Exception
             await maker.make(b"file", MediaItem(digest=b"d", num_rows=4))
     assert tower.num_messages == 2
     await maker.close()
+
+
+async def test_a_header_that_takes_too_long_is_the_files_fault() -> None:
+    maker = maker_with(Pool(TowerReply()))
+    chunk = struct.pack(">I", 0) + b"vpAg" + struct.pack(">I", zlib.crc32(b"vpAg"))
+    image = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "PNG")
+    data = image.getvalue()
+    try:
+        assert (await maker.size(data)).width == 8
+        with pytest.raises(errors.InvalidArgument, match="takes too long"):
+            await maker.size(data[:33] + chunk * (19 * 2**20 // len(chunk)) + data[33:])
+        assert (await maker.size(data)).width == 8, "others are read by the next process"
+    finally:
+        await maker.close()
 
 
 async def test_a_file_that_ended_the_tower_is_not_tried_again() -> None:

@@ -32,6 +32,9 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
         self.released: asyncio.Queue[str] = asyncio.Queue()
         self.puts: list[encoder_pb2.PutHeader] = []
         self.error: errors.TokenloomError | None = None  # of all calls
+        self.fetching = asyncio.Event()  # URLs are answered while it is set
+        self.fetching.set()
+        self.num_fetches = asyncio.Semaphore(0)
         self.urls: dict[str, bytes] = {"https://example.com/a.png": b"an image"}
 
     async def Put(self, messages: Any, context: Any) -> encoder_pb2.PutResponse:
@@ -42,6 +45,8 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
             data += message.data
         self.puts.append(header)
         if header.url:
+            self.num_fetches.release()
+            await self.fetching.wait()
             if header.url not in self.urls:
                 await wire_errors.abort(context, errors.PermissionDenied("its host is not allowed"))
             data = bytearray(self.urls[header.url])

@@ -182,6 +182,25 @@ async def test_encoders_fetch_urls(vision: Vision) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "messages[0].content[1].image_url")
 
 
+async def test_slow_hosts_do_not_delay_files_that_are_sent(vision: Vision) -> None:
+    for each in vision.encoders:
+        each.fetching.clear()
+    fetched = asyncio.Semaphore(0)
+    for each in vision.encoders:
+        each.num_fetches = fetched
+    calls = [
+        asyncio.create_task(post(vision.http, part("https://example.com/a.png")))
+        for _ in range(encoder_client.MAX_PUTS + 1)
+    ]
+    for _ in range(encoder_client.MAX_FETCHES - 1):
+        await asyncio.wait_for(fetched.acquire(), SOON)
+    vision.mesh.outputs.auto = ["blue"]
+    assert (await asyncio.wait_for(post(vision.http, part(IMAGE)), SOON)).status_code == 200
+    for each in vision.encoders:
+        each.fetching.set()
+    assert [(await call).status_code for call in calls] == [200] * len(calls)
+
+
 async def test_files_of_a_lost_encoder_are_put_at_another(vision: Vision) -> None:
     call = asyncio.create_task(post(vision.http, part(LARGE), part(IMAGE)))
     request = await vision.mesh.outputs.next_request()

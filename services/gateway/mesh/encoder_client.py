@@ -105,8 +105,8 @@ class EncoderClient:
             digest = part.file.digest
         elif part.digest or part.url:
             digest = part.digest
-        elif (known := self._names.get(tenant, {}).get(part.name)) is not None:
-            digest = known
+        elif (names := self._names.get(tenant)) is not None and part.name in names:
+            digest = names[part.name]
         else:
             raise _unknown(part)
         return digest

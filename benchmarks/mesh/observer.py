@@ -50,7 +50,7 @@ async def longest_turns(mesh: Mesh) -> dict[str, float]:
     turns = {}
     for part in mesh.parts:
         if part.state is not None and part.state.metrics:
-            page = await _metrics_page(part.state.metrics)
+            page = await metrics_page(part.state.metrics)
             values = [line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(_LONGEST_TURN)]
             turns[part.spec.name] = float(values[0])
     return turns
@@ -98,14 +98,14 @@ async def _missing_parts(mesh: Mesh) -> set[str]:
     """Return the parts that the gateway's metrics report as missing; the gateway itself if its port for clients does
     not answer."""
     try:
-        page = await _metrics_page(urlsplit(http_url(mesh)).netloc)
+        page = await metrics_page(urlsplit(http_url(mesh)).netloc)
     except (OSError, TimeoutError):
         return {"gateway"}
     marks = (line for line in page.splitlines() if line.startswith("tokenloom_part_missing{") and line.endswith(" 1.0"))
     return {line.partition('part="')[2].partition('"')[0] for line in marks}
 
 
-async def _metrics_page(address: str) -> str:
+async def metrics_page(address: str) -> str:
     """Return what ``GET /metrics`` answers at ``host:port``."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(_ANSWER_SECONDS):

@@ -62,10 +62,10 @@ def encode(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> Ite
             continue
         tools = document.get("tools")
         ids = tokenizer(tokenizer.apply_chat_template(document["messages"], tools=tools, tokenize=False)).input_ids
-        yield ids, _own_turns(ids, header, turn_end)
+        yield ids, own_turns(ids, header, turn_end)
 
 
-def _own_turns(ids: list[int], header: list[int], turn_end: int) -> list[bool]:
+def own_turns(ids: list[int], header: list[int], turn_end: int) -> list[bool]:
     """True from after each assistant header up to and with the end of that turn."""
     own, speaking = [], False
     for i, token in enumerate(ids):

@@ -1,5 +1,6 @@
 """``tokenloom demo`` starts a mesh, asks it one question, and shows where the time went."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,11 +9,24 @@ from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.process.uncollected_imports import uncollected_imports
 
 PROMPT = "Tell me a story about a dragon."
+IMAGE_PROMPT = "What is in the picture?"
 
 
 def demo(
-    prompt: Annotated[str, typer.Argument(help="Question to ask.")] = PROMPT,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help=f'Question to ask, by default "{PROMPT}", or "{IMAGE_PROMPT}"', show_default=False),
+    ] = None,
     model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
+    image: Annotated[
+        Path | None,
+        typer.Option(
+            help="Image file that the question shows.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 400,
     speculative_config: Annotated[str, typer.Option(help="How the engines draft tokens, as for serve.")] = "",
 ) -> None:
@@ -20,4 +34,5 @@ def demo(
     with uncollected_imports():
         from .demo_run import run_demo  # here, because it takes gRPC, which the help does not need
 
-    run_demo(prompt, model, max_tokens, speculative_config)
+    asked = prompt or (PROMPT if image is None else IMAGE_PROMPT)
+    run_demo(asked, image, model, max_tokens, speculative_config)

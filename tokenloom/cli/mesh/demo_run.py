@@ -1,6 +1,7 @@
 """Starts a mesh, asks it one question, shows where the time went, and asks its adapters a question at once."""
 
 import asyncio
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tokenloom.supervisor.mesh import Mesh, run_mesh
 from tokenloom.supervisor.output import LineCopier, Tail
 
 from ..chat.chat_client import Answer, stream_chat, timeline_table
+from ..chat.conversation import Conversation
 from ..failures import INTERRUPTED, reported
 from ..model_directory import model_directory
 from ..serve.prechecks import check_models
@@ -24,12 +26,15 @@ from ..tables import plain_console
 _ADAPTERS = ("json", "pirate")
 """LoRA adapters of the demo model."""
 _ADAPTERS_QUESTION = "What is the capital of France?"
+_WIDTH = 32
+"""Characters that the longer side of an image takes on the terminal."""
 
 
-def run_demo(prompt: str, model: str, max_tokens: int, speculative_config: str) -> None:
+def run_demo(prompt: str, image: Path | None, model: str, max_tokens: int, speculative_config: str) -> None:
     """Print the answer, and exit with the status of the mesh.
 
     Args:
+        image: A file that the question shows; None: it shows none.
         model: Checkpoint directory, GGUF file or hub id.
         max_tokens: The longest answer.
         speculative_config: How the engines draft tokens.
@@ -63,9 +68,11 @@ def run_demo(prompt: str, model: str, max_tokens: int, speculative_config: str) 
         for each in mesh.fall_backs("engine"):
             console.print(f"fall-back of engines: {each}", style="yellow", markup=False)
         console.print()
+        if image is not None:
+            console.print(picture_text(image) if console.color_system else f"{image}\n")
         console.print(_spoken("you", f"{prompt}\n"), _spoken(name, ""), sep="", end="")
         server = Server(f"http://{http}")
-        answer = await asyncio.to_thread(stream_chat, server, _body(name, prompt, max_tokens), _print_piece)
+        answer = await asyncio.to_thread(stream_chat, server, _body(name, prompt, max_tokens, image), _print_piece)
         _print_answer_end(console, answer)
         if path == DEMO_MODEL:
             await _ask_adapters(console, server, name)
@@ -89,10 +96,28 @@ def _engine_flags(path: Path, speculative_config: str) -> tuple[str, ...]:
     return (*flags, "--enable-lora", "--lora-modules", modules)
 
 
-def _body(model: str, prompt: str, max_tokens: int) -> dict[str, Any]:
+def picture_text(file: Path) -> Text:
+    """Return an image as a terminal shows it: in each character two of its pixels, one above the other."""
+    from PIL import Image  # with the encoder's packages, without which no model here reads images
+
+    with Image.open(file) as opened:
+        small = opened.convert("RGB")
+    small.thumbnail((_WIDTH, _WIDTH))
+    colours = [f"#{pixel.hex()}" for (pixel,) in struct.iter_unpack("3s", small.tobytes())]
+    text = Text()
+    for start in range(0, len(colours) - small.width, 2 * small.width):
+        for upper in range(start, start + small.width):
+            text.append("▀", f"{colours[upper]} on {colours[upper + small.width]}")
+        text.append("\n")
+    return text
+
+
+def _body(model: str, prompt: str, max_tokens: int, image: Path | None = None) -> dict[str, Any]:
+    conversation = Conversation()
+    conversation.ask(prompt, [image.read_bytes()] if image else [])
     return {
         "model": model,
-        "messages": [{"role": "user", "content": prompt}],
+        "messages": conversation.messages,
         "temperature": 0,
         "max_tokens": max_tokens,
         "return_timeline": True,

@@ -1,0 +1,1 @@
+"""Trains the picture model, a small model that answers questions about drawn shapes."""

@@ -69,6 +69,11 @@ class ServedHow:
     is_tried: bool = True
     """Whether the answer was found for this version of transformers; otherwise the engine decides."""
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether built-in layers keep a state between tokens; of modules only the engine knows it."""
+        return isinstance(self.config, ModelConfig) and self.config.mixer is not None
+
 
 _UNORDERED = {"encoder": "encoders", "transformers": "transformers' modules, which compute this model,"}
 

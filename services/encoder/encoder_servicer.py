@@ -141,7 +141,7 @@ class EncoderServicer(EncoderServicerBase):
             rows = await self._rows(request)
             if rows.num_rows != item.num_rows:
                 raise errors.InvalidArgument(
-                    f"Image {item.index} has {rows.num_rows} rows, and {item.num_rows} tokens stand for it.", "messages"
+                    f"The image has {rows.num_rows} rows, and {item.num_rows} tokens stand for it.", "messages"
                 )
             size = len(rows.data) // rows.num_rows
             step, data = max(1, CHUNK_BYTES // size), memoryview(rows.data)
@@ -220,7 +220,7 @@ class EncoderServicer(EncoderServicerBase):
         await self._turns.begin(tenant, item.num_rows)
         try:
             if (data := self._files.data(item.digest)) is None:
-                raise errors.NotFound(f"The file of image {item.index} is not here any more; put it again.")
+                raise errors.NotFound(f"The file of image {item.index + 1} is not here any more; put it again.")
             rows = await self._maker.make(data, item)
         finally:
             self._turns.end(tenant, item.num_rows)

@@ -170,7 +170,7 @@ def _runs(item: types_pb2.MediaItem, limits: types_pb2.ModelLimits) -> Iterator[
 
 
 def _media_name(item: types_pb2.MediaItem) -> str:
-    return f"{'sound' if item.kind == types_pb2.MEDIA_KIND_AUDIO else 'image'} {item.index}"
+    return f"{'sound' if item.kind == types_pb2.MEDIA_KIND_AUDIO else 'image'} {item.index + 1}"
 
 
 def _media_kinds(limits: types_pb2.ModelLimits) -> str:

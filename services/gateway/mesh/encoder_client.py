@@ -38,6 +38,7 @@ PIECE_BYTES: Final = 1 << 20
 """Of a file in one message."""
 WAIT_SECONDS: Final = 60.0
 """How long a request waits for an encoder that takes its files: one that was killed starts again and loads a tower."""
+_NO_ENCODER: Final = "No encoder is serving; start one (--encoders), or retry when it is back."
 AGAIN_SECONDS: Final = 0.2
 RELEASE_SECONDS: Final = 5.0
 LEAVE_SECONDS: Final = 10.0
@@ -137,7 +138,7 @@ class EncoderClient:
         """
         loop, debt = asyncio.get_running_loop(), RetryDebt(self._budget)
         self._budget.add_request()
-        until, refusal = loop.time() + WAIT_SECONDS, errors.Unavailable("No encoder is serving yet; retry.")
+        until, refusal = loop.time() + WAIT_SECONDS, errors.Unavailable(_NO_ENCODER)
         cost, stage = 1 + (0 if file is None else file.num_bytes), self._stage if digest else self._fetches
         while True:
             for address in _ranked(self._addresses(), digest or part.url.encode()):

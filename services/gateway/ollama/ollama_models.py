@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenloom.request import errors
 from tokenloom.v1 import coordinator_pb2
+from tokenloom.v1.types_pb2 import MediaKind
 
 from ..assistant.message_plans import MessagePlans
 from ..serving.served_mesh import ServedMesh
@@ -77,7 +78,9 @@ def show_model(mesh: ServedMesh, plans: MessagePlans, began: str) -> dict[str, A
     does_generate = limits is None or not limits.HasField("generates") or limits.generates
     capabilities = ["completion"] if does_generate else ["embedding"]
     if does_generate:
-        capabilities += [*(["tools"] if plans.tools else []), *(["thinking"] if plans.reasoning else [])]
+        reads_images = limits is not None and MediaKind.MEDIA_KIND_IMAGE in limits.media_kinds
+        has = {"vision": reads_images, "tools": plans.tools, "thinking": plans.reasoning}
+        capabilities += [name for name, is_there in has.items() if is_there]
     tools = "{{ .Tools }}" if "tools" in capabilities else ""
     return {
         "modelfile": f"FROM {mesh.model}",

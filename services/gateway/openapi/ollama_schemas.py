@@ -111,7 +111,7 @@ class OllamaModelDescription(msgspec.Struct):
     template: Annotated[str, Meta(description="What the chat template takes, not the template.")]
     details: Annotated[dict[str, Any], Meta(description="Its form: format, family, quantization_level.")]
     model_info: Annotated[dict[str, Any], Meta(description="Limits of the model.")]
-    capabilities: Annotated[list[str], Meta(description="completion, embedding, tools, thinking.")]
+    capabilities: Annotated[list[str], Meta(description="completion, embedding, vision, tools, thinking.")]
     modified_at: Annotated[str, Meta(description="When the gateway started.")]
 
 

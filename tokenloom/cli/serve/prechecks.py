@@ -52,7 +52,13 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
         # torch, a mistake ends the command after 0.64 s of CPU.
         check_engine_packages()
         for path in paths:
-            if not check_checkpoint(path, engine).is_tried:
+            found = check_checkpoint(path, engine)
+            if found.keeps_state and "prefill" in options.engine_roles:
+                raise CannotServe(
+                    f"{path}: layers of this model keep a state between tokens, which engines do not pass on: "
+                    "use --engines in place of --prefill and --decode"
+                )
+            if not found.is_tried:
                 typer.echo(
                     f"Warning: {path} is untried with the installed transformers: the engine decides when it loads it",
                     err=True,

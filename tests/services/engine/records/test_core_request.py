@@ -111,10 +111,10 @@ def test_images_reach_the_core_in_order_of_position() -> None:
         ([item((0, 4, 0), key=b"")], "no key"),
         ([item((0, 4, 0), key=bytes(65))], "no key"),
         ([item((0, 4, 0), levels=0)], "no levels"),
-        ([item((0, 4, 0), num_rows=13)], "image 0 has 13 rows; the engine takes up to 12"),
+        ([item((0, 4, 0), num_rows=13)], "image 1 has 13 rows; the engine takes up to 12"),
         (
             [item((0, 4, 0), kind=types_pb2.MEDIA_KIND_AUDIO, index=3)],
-            "sound 3: this engine reads text and images only",
+            "sound 4: this engine reads text and images only",
         ),
         ([item((0, 4, 0), grid_t=1, grid_h=2, grid_w=3)], "4 tokens in a grid of 1 x 2 x 3"),
         ([item((0, 4, 0), grid_h=2, grid_w=2)], "in a grid of 0 x 2 x 2"),
@@ -128,7 +128,7 @@ def test_images_that_cannot_be_computed_are_refused(items: list[types_pb2.MediaI
 
 
 def test_a_model_of_text_takes_no_images() -> None:
-    with pytest.raises(InvalidArgument, match="image 0: this engine reads text only"):
+    with pytest.raises(InvalidArgument, match="image 1: this engine reads text only"):
         to_core_request(with_media(item((0, 4, 0))), "key", LIMITS, Random(0))
 
 

@@ -49,3 +49,8 @@ async def test_errors_name_the_image(vision: Vision, fields: dict[str, Any], nam
     response = await post(vision, "/api/chat", **fields)
     assert response.status_code == 400
     assert name in response.json()["error"]
+
+
+async def test_a_model_that_reads_images_says_so(vision: Vision) -> None:
+    shown = (await vision.http.post("/api/show", json={"model": "fake"})).json()
+    assert "vision" in shown["capabilities"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.parity.state_checkpoints import write_model
 from tokenloom.cli.main import app
 from tokenloom.cli.serve.serve_options import DECIDED, OFFERS, SETTINGS
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
@@ -192,3 +193,13 @@ def test_a_wrong_template_starts_nothing(started: list[MeshOptions], tmp_path: P
     assert run(tmp_path / "mesh.toml", "", "--chat-template", str(template)).exit_code == 0
     for service in ("tokenizer", "engine"):
         assert f"--chat-template={template}" in started[0].flags[service]
+
+
+def test_a_state_is_not_passed_between_engines(started: list[MeshOptions], tmp_path: Path) -> None:
+    model = write_model("lfm2", tmp_path / "model", vocab_size=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, model)
+    result = CliRunner().invoke(app, ["serve", str(model), "--prefill", "1", "--decode", "1"])
+    assert (result.exit_code, started) == (2, [])
+    assert "use --engines in place of --prefill and --decode" in " ".join(result.output.split())
+    assert CliRunner().invoke(app, ["serve", str(model), "--engines", "2"]).exit_code == 0

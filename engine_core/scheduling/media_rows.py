@@ -196,28 +196,27 @@ class RowStore:
         start = kv.num_computed_tokens
         return any(span.position <= start < span.end and not self._is_here(span.rows_key) for span in kv.media)
 
-    def take(self, request: Request, start: int, num_tokens: int) -> list[EmbedsSpan]:
-        """Return the rows of a step that computes these tokens, and free those that no later step of the request
-        needs."""
-        end = start + num_tokens
+    def rows(self, request: Request, start: int, end: int) -> list[EmbedsSpan]:
+        """Return the rows of a step that computes the tokens ``start`` to ``end``."""
         rows = []
-        later = set()
         for span in request.kv.media:
-            if span.end > end:
-                later.add(span.rows_key)
             first, last = max(span.position, start), min(span.end, end)
             if first < last:
                 whole = self._entries[span.rows_key].rows
                 assert whole is not None, "a step was planned without its rows"
                 offset = span.row_offset - span.position
                 rows.append(EmbedsSpan(first, whole[first + offset : last + offset]))
+        return rows
+
+    def computed(self, request: Request, end: int) -> None:
+        """Free the rows that no step needs which computes tokens of a request from ``end`` on."""
+        later = {span.rows_key for span in request.kv.media if span.end > end}
         if (holding := self._holdings.get(request.request_id)) is not None:
             self._release(holding, [key for key in holding.keys if key not in later])
             # What it holds may now have a gap, if an image stands again behind one that it lacks.
             self.may_get_more |= holding.is_short
             if not later:
                 del self._holdings[request.request_id]
-        return rows
 
     # Requests come and go
 

@@ -235,6 +235,8 @@ class StepPlanner:
         self._has_deferred = False
         self._crowded: str | None = None
         """The request for whose image the next step leaves out the others; empty: one that waits."""
+        self._tails = set[str]()
+        """The running requests of which one token is missing that has the row of an image: it is no decoded token."""
         self._prompt_turns = PromptTurns() if config.enable_chunked_prefill else None
         self._grants: Counter[str] | None = None
         """What the prompts of each tenant may still cost in this step; None: as much as its tokens, of any tenant."""
@@ -373,7 +375,9 @@ class StepPlanner:
     def _plan_running(self, plan: StepPlan, left_out: Collection[str] = (), *, may_preempt: bool = True) -> None:
         """Plan the running requests but for the ids ``left_out``."""
         running, allocate = self._running, self._kv.allocate
-        index = 0 if left_out else plan.add_decodes(running, allocate)
+        if self._tails:
+            self._tails.intersection_update(request.request_id for request in running)
+        index = 0 if left_out or self._tails else plan.add_decodes(running, allocate)
         while index < len(running) and plan.budget > 0:
             request = running[index]
             is_full = request.num_output_placeholders and request.will_be_full
@@ -381,7 +385,7 @@ class StepPlanner:
                 index += 1
                 continue
             num_new_tokens = request.num_missing_tokens
-            if num_new_tokens > 1:
+            if num_new_tokens > 1 or request.request_id in self._tails:
                 # Each of those after it gets at least one token; so does it, though what rows that were left out would
                 # have taken, or what rows got that were planned before, is no longer in the budget.
                 room = plan.budget - (len(running) - index - 1)
@@ -393,13 +397,15 @@ class StepPlanner:
                 if not num_new_tokens:
                     index += 1
                     continue
+            # Before another request is preempted, which may be the only one that holds them.
+            rows = self._rows(request, num_new_tokens) if request.kv.media else None
             new_block_ids = allocate(request.kv, num_new_tokens)
             if new_block_ids is None and not may_preempt:
                 return
             if new_block_ids is None and (new_block_ids := self._make_room(index, num_new_tokens, plan)) is None:
                 continue  # the next request is at its index now
-            if request.kv.media:
-                self._add_rows(request, num_new_tokens, plan)
+            if rows is not None:
+                self._add_rows(request, num_new_tokens, rows, plan)
             plan.add_running(request, num_new_tokens, new_block_ids)
             index += 1
 
@@ -437,23 +443,29 @@ class StepPlanner:
         more of an image that one step must compute. ``num_missing``: tokens that are not computed."""
         media, kv = self._live.media, request.kv
         assert media is not None, "a model that reads text only got images"
-        if num_missing - num_tokens == 1 and kv.media[-1].end == request.num_tokens:
-            # A single token is planned as if it decoded, without rows. So an image that ends the prompt does not leave
-            # one.
-            num_tokens += 1
         start = kv.num_computed_tokens
         end = media.chunk_end(kv, start, start + num_tokens, start + self._max_tokens - plan.num_planned)
+        if kv.media[-1].end == request.num_tokens:
+            if end == request.num_tokens - 1:
+                self._tails.add(request.request_id)
+            else:
+                self._tails.discard(request.request_id)
         if end == start and not media.is_starved(kv):
             self._crowded = request.request_id
         return end - start
 
-    def _add_rows(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
-        """Give the step the rows of the tokens that it computes."""
-        kv, media = request.kv, self._live.media
+    def _rows(self, request: Request, num_tokens: int) -> list[EmbedsSpan] | None:
+        """Return the rows of the next tokens of a request; None: all of its images are computed."""
+        media, start = self._live.media, request.kv.num_computed_tokens
         assert media is not None, "a model that reads text only got images"
-        start = kv.num_computed_tokens
-        if start < kv.media[-1].end and (rows := media.take(request, start, num_tokens)):
+        return media.rows(request, start, start + num_tokens) if start < request.kv.media[-1].end else None
+
+    def _add_rows(self, request: Request, num_tokens: int, rows: list[EmbedsSpan], plan: StepPlan) -> None:
+        """Give the step the rows of the tokens that it computes."""
+        assert self._live.media is not None, "a model that reads text only got images"
+        if rows:
             plan.media_rows[request.request_id] = rows
+        self._live.media.computed(request, request.kv.num_computed_tokens + num_tokens)
 
     def _make_room(self, index: int, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
         """Allocate blocks for a running request. Other engines lose their leases first; then running requests are
@@ -494,8 +506,8 @@ class StepPlanner:
             assert new_block_ids is not None, "an admitted request has room"
             self._live.run(request)
             self._recorder.started(request)
-            if request.kv.media:
-                self._add_rows(request, num_new_tokens, plan)
+            if request.kv.media and (rows := self._rows(request, num_new_tokens)) is not None:
+                self._add_rows(request, num_new_tokens, rows, plan)
             if request.status is RequestStatus.PREEMPTED:
                 plan.add_resumed(request, num_new_tokens)
             else:

@@ -3,6 +3,8 @@
 The hash worker derives tokens from the rows that a step brought, and fails if one is missing or too many.
 """
 
+from random import Random
+
 import msgspec
 import numpy as np
 import pytest
@@ -412,3 +414,44 @@ def test_accepted_tokens_of_an_earlier_attempt_follow_the_image() -> None:
     client.finish()
     assert client.tokens["rest"] == tokens[3:]
     assert tokens_of([client.ended["rest"]]) == tokens[-1:]
+
+
+@pytest.mark.parametrize("budget", [8, 64])
+def test_an_image_of_one_row_may_end_a_prompt(budget: int) -> None:
+    """Its token was planned as a decoded one, without its row, if it came after the rows before it."""
+    client = RowClient(make_core(rows_bytes=19 * ROW_BYTES, budget=budget))
+    requests = [make_media("a", image(10, 19, "x"), image(29, 1, "y")), make_media("text", max_tokens=20)]
+    client.add(*requests)
+    client.finish()
+    client.check(requests)
+
+
+@pytest.mark.parametrize("seed", [184, *range(205, 225)])
+def test_any_images_in_little_room(seed: int) -> None:
+    """In 211 a request lost the rows of its step, because the one that held them was preempted for its blocks."""
+    random, requests = Random(seed), []
+    for number in range(random.randint(1, 5)):
+        spans, position, length = list[MediaSpan](), 0, random.randint(1, 40)
+        while position < length and len(spans) < 4:
+            position += random.choice([0, 0, 1, 3, 7])
+            count = min(random.choice([1, 1, 2, 3, 6, 9]), length - position)
+            if count <= 0:
+                break
+            key = random.choice("abcd") + str(count)
+            spans.append(image(position, count, key, is_whole=random.random() < 0.3))
+            position += count
+        requests.append(make_media(f"r{number}", *spans, length=length, max_tokens=random.randint(1, 8)))
+    settings: dict[str, object] = {
+        "rows_bytes": random.choice([9, 10, 14, 40]) * ROW_BYTES,
+        "budget": random.choice([9, 10, 16, 64]),
+        "num_blocks": random.choice([12, 14, 20, 64]),
+        "async_scheduling": random.random() < 0.4,
+        "beside_decode": random.choice([None, 1, 4]),
+        "max_num_seqs": random.choice([1, 2, 8]),
+    }
+    if not settings["async_scheduling"] and random.random() < 0.4:
+        settings["num_drafts"] = 3
+    client = RowClient(make_core(**settings))
+    client.add(*requests)
+    client.finish()
+    client.check(requests)

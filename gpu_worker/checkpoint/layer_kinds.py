@@ -38,7 +38,7 @@ def read_ropes(
         chosen = {kind: with_context(rope, max_model_len or 1) for kind, rope in by_kind.items()}
         return tuple(chosen[kind] for kind in _gemma_kinds(reader, family, num_layers))
     rope = read_rope(reader, head_size, max_position, theta, DECODERS[family].rotated_share)
-    if family == "granitemoehybrid" and reader.take("position_embedding_type") != "rope":
+    if family == "nemotron_h" or (family == "granitemoehybrid" and reader.take("position_embedding_type") != "rope"):
         rope = no_rotation(head_size)
     if family == "phi3" and rope.scaling != 1.0 and not isinstance(rope.scaling, LongRopeScaling):
         raise reader.unsupported(
@@ -102,7 +102,7 @@ def read_windows(reader: ConfigReader, family: str, num_layers: int, max_model_l
             window = _window(reader, 2048)
             default = [_FULL if (num_layers - 1 - layer) % 4 == 0 else _SLIDING for layer in range(num_layers)]
             windows = [window if kind == _SLIDING else None for kind in _known_kinds(reader, num_layers) or default]
-        case "llama4" | "qwen3_next" | "qwen3_5" | "qwen3_5_moe" | "granitemoehybrid" | "lfm2":
+        case "llama4" | "qwen3_next" | "qwen3_5" | "qwen3_5_moe" | "granitemoehybrid" | "lfm2" | "nemotron_h":
             return (None,) * num_layers
         case "mistral" | "mixtral" | "phi3":
             window = _window(reader, 4096 if family == "mistral" else None)

@@ -14,7 +14,7 @@ from .files.supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED
 from .files.text_part import text_tensor
 from .gguf.config import gguf_config
 from .layer_kinds import read_chunks, read_experts, read_ropes, read_windows
-from .mixer_config import read_mixer, state_layout
+from .mixer_config import count_parts, read_mamba2, read_mixer, state_layout
 from .model_config import QUANTIZATIONS, DtypeName, LatentSwitches, ModelConfig, OPTSwitches
 from .quantization.entries import read_scheme
 from .rope_config import RopeConfig
@@ -131,10 +131,12 @@ def note_precision(path: Path, dtype: str) -> None:
 def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted_model_len: int | None) -> ModelConfig:
     """Read Llama and its relatives."""
     traits = DECODERS[family]
+    if family == "mamba2":
+        return read_mamba2(reader, dtype, wanted_model_len)
     hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
-    num_layers = all_layers = reader.take_layers("num_hidden_layers")
+    num_layers = all_layers = reader.take_layers("num_hidden_layers", count_parts(reader, family))
     if (mixer := read_mixer(reader, family, hidden_size, all_layers)) is not None:
-        num_layers = all_layers - sum(mixer.layers)
+        num_layers = mixer.num_attending()
     head_size = reader.take_int("head_dim", traits.head_size or hidden_size // num_heads)
     if traits.is_latent:  # as the classes have it, whatever the file says
         head_size = reader.take_int("qk_rope_head_dim", 64)
@@ -159,7 +161,7 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_model_len=max_model_len,
-        norm_eps=reader.take_float("norm_eps" if family == "lfm2" else "rms_norm_eps", traits.norm_eps),
+        norm_eps=reader.take_float(traits.norm_eps_entry, traits.norm_eps),
         hidden_act=_activation(reader, traits.activation_entry, traits.activation),
         tie_word_embeddings=_is_tied(reader, family),
         ropes=ropes,
@@ -175,6 +177,8 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
     if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         reader.take("mtp_use_dedicated_embeddings")
         return replace(config, num_further_layers=reader.take_count("mtp_num_hidden_layers"))
+    if family == "nemotron_h":
+        return replace(config, num_further_layers=reader.take_count("num_nextn_predict_layers"))
     if family == "granitemoehybrid":
         return _add_granite(reader, config)
     if family == "gpt_oss":

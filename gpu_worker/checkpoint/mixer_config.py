@@ -1,14 +1,50 @@
 """Reads which layers of a decoder keep a state between tokens, and the shapes of what they compute. It does not import
 torch."""
 
+from dataclasses import replace
+from typing import NamedTuple
+
 from .files.config_reader import ConfigReader
-from .files.supported import STATEFUL
-from .model_config import MixerSwitches, StateLayout, StateShape
+from .files.supported import DECODERS, STATEFUL
+from .model_config import DtypeName, MixerSwitches, ModelConfig, StateLayout, StateShape
+from .rope_config import no_rotation
 
 _FORMS = {"delta": "gdn-scan-fp32", "mamba2": "mamba2-scan-fp32", "conv": "conv"}
 """How states are computed, as an engine's numerics name it: token after token, in float32."""
 _KEEPING = ("linear_attention", "mamba", "conv")
 _ATTENDING = ("full_attention", "attention")
+_PARTS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""The kinds of Nemotron-H's layers by the letters of ``hybrid_override_pattern``."""
+
+
+class _Mamba2Entries(NamedTuple):
+    """Holds what a family's configuration calls the entries of Mamba-2, and its class's defaults."""
+
+    heads: str = "mamba_n_heads"
+    head_size: str = "mamba_d_head"
+    groups: str = "mamba_n_groups"
+    state_size: str = "mamba_d_state"
+    kernel: str = "mamba_d_conv"
+    bias: str = "mamba_proj_bias"
+    conv_bias: str = "mamba_conv_bias"
+    default_head_size: int | None = None
+    """None: that of the inner size by the heads."""
+    default_groups: int = 1
+    default_state_size: int = 256
+
+
+_MAMBA2 = _Mamba2Entries(
+    *("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "use_bias", "use_conv_bias"), 64, 8, 128
+)
+_NEMOTRON = _MAMBA2._replace(heads="mamba_num_heads", head_size="mamba_head_dim", state_size="ssm_state_size")
+_OF_TRAINING = """chunk_size time_step_min time_step_max time_step_floor time_step_rank rescale_prenorm_residual
+    residual_in_fp32"""
+"""Say how weights begin, how large chunks are, and where the sums of layers are more precise than the model's dtype."""
+_NEMOTRON_UNREAD = """expand hidden_dropout mamba_proj_bias mamba_ssm_cache_dtype moe_intermediate_size moe_latent_size
+    moe_shared_expert_intermediate_size moe_shared_expert_overlap mtp_layers_block_type mtp_hybrid_override_pattern
+    n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok num_logits_to_keep num_query_groups
+    output_router_logits rms_norm_eps routed_scaling_factor topk_group use_mamba_kernels"""
+"""Published files of models without experts hold them; the class does not read them there."""
 
 
 def read_mixer(reader: ConfigReader, family: str, hidden_size: int, num_layers: int) -> MixerSwitches | None:
@@ -16,12 +52,16 @@ def read_mixer(reader: ConfigReader, family: str, hidden_size: int, num_layers: 
     an entry that is wrong or not supported."""
     if family not in STATEFUL:
         return None
+    if family == "nemotron_h":
+        return _read_nemotron(reader, hidden_size, num_layers)
     layers = _kept_layers(reader, family, num_layers)
     if all(layers):
         raise reader.unsupported("layer_types", "must name a layer with attention")
     match family:
         case "granitemoehybrid":
-            return _read_mamba2(reader, hidden_size, layers)
+            reader.take("mamba_chunk_size")  # of the form that computes chunks
+            inner = reader.take_int("mamba_expand", 2) * hidden_size
+            return _read_mamba2(reader, inner, layers, _Mamba2Entries())
         case "lfm2":
             taps, bias = reader.take_int("conv_L_cache", 3) - 1, reader.take_bool("conv_bias", False)
             return MixerSwitches(kind="conv", taps=taps, has_bias=bias, has_conv_bias=bias, layers=layers)
@@ -66,25 +106,94 @@ def _read_delta(reader: ConfigReader, layers: tuple[bool, ...]) -> MixerSwitches
     )
 
 
-def _read_mamba2(reader: ConfigReader, hidden_size: int, layers: tuple[bool, ...]) -> MixerSwitches:
-    """Read the Mamba-2 of Granite 4."""
-    reader.take("mamba_chunk_size")  # of the form that computes chunks
-    inner, heads = reader.take_int("mamba_expand", 2) * hidden_size, reader.take_int("mamba_n_heads", 128)
-    head_size = inner // heads
-    if reader.take("mamba_d_head", "auto") not in ("auto", head_size) or inner % heads:
-        raise reader.error("mamba_d_head", f"must be mamba_expand * hidden_size / mamba_n_heads = {inner / heads:g}")
-    groups = reader.take_int("mamba_n_groups", 1)
+def count_parts(reader: ConfigReader, family: str) -> int | None:
+    """Return how many layers a configuration names that states no number; None: it must."""
+    return len(_read_parts(reader)) if family == "nemotron_h" else None
+
+
+def _read_parts(reader: ConfigReader) -> list[str]:
+    """Return the kind of each layer of Nemotron-H."""
+    name, kinds = "layers_block_type", reader.take("layers_block_type")
+    if kinds is None:
+        name, pattern = "hybrid_override_pattern", reader.take("hybrid_override_pattern")
+        kinds = [_PARTS.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else None
+    if not isinstance(kinds, list) or not kinds:
+        raise reader.error(name, "must name the kind of each layer")
+    if unknown := set(map(str, kinds)).difference(_KEEPING, _ATTENDING, {"mlp"}):
+        raise reader.unsupported(name, f"holds {', '.join(sorted(unknown))}, which is not built in")
+    return kinds
+
+
+def _read_nemotron(reader: ConfigReader, hidden_size: int, num_layers: int) -> MixerSwitches:
+    """Read the layers of Nemotron-H, each of which is a Mamba-2, attention, or an MLP."""
+    kinds = _read_parts(reader)
+    if len(kinds) != num_layers:
+        raise reader.error("num_hidden_layers", f"must be the number of layers, {len(kinds)}")
+    if not set(kinds).intersection(_ATTENDING):
+        raise reader.unsupported("layers_block_type", "must name a layer with attention")
+    for unread in (*_OF_TRAINING.split(), *_NEMOTRON_UNREAD.split()):
+        reader.take(unread)
+    _check(reader, "sliding_window", None)
+    _check(reader, "mamba_hidden_act", "silu")
+    if reader.take("attention_head_dim") not in (None, reader.take("head_dim", 128)):
+        raise reader.error("attention_head_dim", "must be head_dim, by default 128")
+    layers = tuple(kind in _KEEPING for kind in kinds)
+    mixer = _read_mamba2(reader, None, layers, _NEMOTRON)
+    return replace(mixer, mlps=tuple(kind == "mlp" for kind in kinds))
+
+
+def read_mamba2(reader: ConfigReader, dtype: DtypeName, wanted_model_len: int | None) -> ModelConfig:
+    """Read a model of nothing but Mamba-2. Raises ``ValueError`` naming an entry that is wrong or not supported."""
+    traits, hidden_size = DECODERS["mamba2"], reader.take_int("hidden_size")
+    for unread in _OF_TRAINING.split():
+        reader.take(unread)
+    _check(reader, "hidden_act", "silu")
+    layers = (True,) * reader.take_layers("num_hidden_layers")
+    mixer = _read_mamba2(reader, reader.take_int("expand", 2) * hidden_size, layers, _MAMBA2)
+    return ModelConfig(
+        family="mamba2",
+        dtype_name=dtype,
+        vocab_size=reader.take_int("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=mixer.inner_size,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=16,
+        # A state has no end: without an entry requests are as long as the engine's options allow.
+        max_model_len=reader.take_int("max_position_embeddings", wanted_model_len or _UNSTATED_LENGTH),
+        norm_eps=reader.take_float(traits.norm_eps_entry, traits.norm_eps),
+        hidden_act="silu",
+        tie_word_embeddings=reader.take_bool("tie_word_embeddings", traits.is_tied),
+        ropes=(no_rotation(16),),
+        attention_scales=(1.0,),
+        sliding_windows=(None,),
+        mixer=mixer,
+        states=state_layout(mixer, hidden_size),
+    )
+
+
+def _read_mamba2(
+    reader: ConfigReader, inner: int | None, layers: tuple[bool, ...], entries: _Mamba2Entries
+) -> MixerSwitches:
+    """Read Mamba-2, whose heads have ``inner`` inputs together; None: as many as they say."""
+    heads = reader.take_int(entries.heads, 128)
+    default = entries.default_head_size or (inner or 0) // heads
+    head_size = default if reader.take(entries.head_size) in (None, "auto") else reader.take_int(entries.head_size)
+    if inner is not None and heads * head_size != inner:
+        raise reader.error(entries.head_size, f"must be the {inner} inputs / {entries.heads} = {inner / heads:g}")
+    groups = reader.take_int(entries.groups, entries.default_groups)
     if heads % groups:
-        raise reader.error("mamba_n_groups", f"must divide mamba_n_heads = {heads}")
+        raise reader.error(entries.groups, f"must divide {entries.heads} = {heads}")
     return MixerSwitches(
         kind="mamba2",
         heads=heads,
         groups=groups,
         head_size=head_size,
-        state_size=_state_size(reader, "mamba_d_state", 256),
-        taps=reader.take_int("mamba_d_conv", 4) - 1,
-        has_bias=reader.take_bool("mamba_proj_bias", False),
-        has_conv_bias=reader.take_bool("mamba_conv_bias", True),
+        state_size=_state_size(reader, entries.state_size, entries.default_state_size),
+        taps=reader.take_int(entries.kernel, 4) - 1,
+        has_bias=reader.take_bool(entries.bias, False),
+        has_conv_bias=reader.take_bool(entries.conv_bias, True),
         dt_limits=_read_limits(reader),
         layers=layers,
     )
@@ -103,6 +212,8 @@ def _read_limits(reader: ConfigReader) -> tuple[float, float]:
 
 
 _MOST_STATE_SIZE = 512
+_UNSTATED_LENGTH = 2048
+"""As transformers' modules have it."""
 
 
 def _state_size(reader: ConfigReader, name: str, default: int) -> int:

@@ -178,12 +178,19 @@ class MixerSwitches:
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     """Of the step of time (mamba2)."""
     layers: tuple[bool, ...]
-    """For each layer of the decoder, whether it keeps a state; the others attend."""
+    """For each layer of the decoder, whether it keeps a state; the others attend, but for ``mlps``."""
+    mlps: tuple[bool, ...] = ()
+    """For each layer, whether it is an MLP alone, which mixes no tokens; empty: none is."""
 
     @property
     def inner_size(self) -> int:
         """Return the size of a token's values of all heads."""
         return self.heads * self.head_size
+
+    def num_attending(self, end: int | None = None) -> int:
+        """Return how many of the layers before ``end`` attend; None: of all."""
+        kept = self.layers[:end]
+        return len(kept) - sum(kept) - sum(self.mlps[:end])
 
     @property
     def conv_channels(self) -> int:
@@ -218,7 +225,8 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
-    """How many layers attend, each with a KV cache; beside them there may be those of ``mixer``."""
+    """How many layers attend, each with a KV cache; beside them there may be those of ``mixer``. 1 where none attends:
+    KV blocks then hold rows that no token writes, and name prefixes."""
     num_heads: int
     num_kv_heads: int
     head_size: int

@@ -10,6 +10,11 @@ from ..checkpoint.files.supported import CLAMPED_SWIGLU
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -17,6 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": _tanh_gelu,
     "gelu_pytorch_tanh": _tanh_gelu,
     "relu": F.relu,
+    "relu2": _squared_relu,
 }
 
 

@@ -24,7 +24,7 @@ from ..pooling.class_head import ClassHead, load_score_head
 from .experts import Experts
 from .latent_attention import LatentAttention
 from .mixers import load_mixer, stored_rows
-from .mlp import MLP
+from .mlp import MLP, UngatedMLP
 from .model import LanguageModel, replace_layers
 
 
@@ -222,6 +222,33 @@ class DecoderLayer:
         return self.mlp(self._post_norm(residual, delta.mul_(self._scale))).mul_(self._scale)
 
 
+class PartLayer:
+    """Computes one part after a norm: what mixes tokens, or an MLP (Mamba-2, Nemotron-H)."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        config: ModelConfig,
+        ops: Ops,
+        layer: int,
+        routes: ExpertRoutes | None = None,
+    ) -> None:
+        """``routes``: as those of other layers, though none here has experts."""
+        assert config.mixer is not None
+        self._norm = AddNorm(checkpoint, f"{prefix}.input_layernorm", config, ops)
+        self.mlp: UngatedMLP | None = None
+        if any(config.mixer.mlps[layer : layer + 1]):
+            self.mlp = UngatedMLP(checkpoint, f"{prefix}.{config.traits.mlp_name}", config, ops)
+        else:
+            self._mix = _load_mix(checkpoint, prefix, config, ops, layer)
+
+    def __call__(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kept: Any, plan: Any) -> Tensor:
+        """Take and return what :class:`DecoderLayer` does; an MLP uses neither ``kept`` nor ``plan``."""
+        x = self._norm(residual, delta)
+        return self._mix(x, rotation, kept, plan) if self.mlp is None else self.mlp(x)
+
+
 class PostNormLayer:
     """Computes attention and MLP, each with a norm of its result, and with one of its input if they lie around it."""
 
@@ -274,7 +301,7 @@ def _load_mix(
         return _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
     if mixer.layers[layer]:
         return load_mixer(checkpoint, f"{prefix}.{config.traits.state_name}", config, ops)
-    return _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, layer - sum(mixer.layers[:layer]))
+    return _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, mixer.num_attending(layer))
 
 
 def _load_attention(
@@ -328,7 +355,7 @@ class DecoderModel:
         if config.traits.norms_embeddings:
             ones = torch.ones(config.hidden_size, dtype=config.dtype, device=device)
             self._embedding_norm = lambda rows: ops.add_norm(rows, None, ones, config.norm_eps)
-        self._layers: list[DecoderLayer | PostNormLayer] = []
+        self._layers: list[DecoderLayer | PartLayer | PostNormLayer] = []
         self.load_weights(checkpoint)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
@@ -344,9 +371,13 @@ class DecoderModel:
             self._embedding, output = load_embeddings(checkpoint, name, config)
             if config.samples:
                 self._lm_head = make_output(output, config.quantization)
-        kind = DecoderLayer if config.traits.norm_order == "before" else PostNormLayer
+        kind: type[DecoderLayer | PartLayer | PostNormLayer] = DecoderLayer
+        if config.traits.has_single_parts:
+            kind = PartLayer
+        elif config.traits.norm_order != "before":
+            kind = PostNormLayer
 
-        def load(layer: int) -> DecoderLayer | PostNormLayer:
+        def load(layer: int) -> DecoderLayer | PartLayer | PostNormLayer:
             return kind(checkpoint, f"model.layers.{config.first_layer + layer}", config, ops, layer, self.routes)
 
         count = config.num_layers if config.mixer is None else len(config.mixer.layers)
@@ -391,8 +422,8 @@ class DecoderModel:
         """Compute the layers of a model of which some keep a state, up to the last one that has a KV cache, or all."""
         delta, attended, is_whole = None, 0, len(kv_caches) >= self.config.num_layers
         for layer, kept in zip(self._layers, states.layers, strict=True):
-            assert isinstance(layer, DecoderLayer)
-            if kept is not None:
+            assert not isinstance(layer, PostNormLayer)
+            if kept is not None or (isinstance(layer, PartLayer) and layer.mlp is not None):
                 delta = layer(residual, delta, rotation, kept, states)
                 continue
             delta = layer(residual, delta, rotation, kv_caches[attended], plan)

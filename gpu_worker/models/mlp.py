@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint, Linear, Unpackable
+from ..layers.activation import ACTIVATIONS
 from ..layers.linear import load_linear, make_linear
 from ..layers.panel_linear import PanelLinear
 from ..ops.ops import Ops
@@ -73,6 +74,20 @@ class MLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(self._ops.gated(self._gate_up, x, self._activation))
+
+
+class UngatedMLP:
+    """Computes down(act(up(x))) (Nemotron-H)."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        bias, quantization = config.mlp_bias, config.quantization
+        self._up = load_linear(checkpoint, [f"{prefix}.up_proj"], hidden, [inner], bias, quantization)
+        self._down = load_linear(checkpoint, [f"{prefix}.down_proj"], inner, [hidden], bias, quantization)
+        self._activation = ops.rowwise(ACTIVATIONS[config.hidden_act])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._activation(self._up(x)))
 
 
 def _taken(own: Linear, new: Linear) -> Linear:

@@ -19,6 +19,7 @@ from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 
 EXACT = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "lfm2"]
+BUILT_IN = ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h"]
 _TALKS, _TURNS, _TOKENS = 12, 3, 16
 _CROWD = 3
 _LARGEST_STATE = 40_000
@@ -94,7 +95,7 @@ def test_a_cache_changes_no_bit(kind: str, num_threads: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2"])
+@pytest.mark.parametrize("kind", BUILT_IN)
 def test_a_cache_changes_no_bit_of_built_in_layers(kind: str, num_threads: int, tmp_path: Path) -> None:
     """Their steps end anywhere, and what decoding leaves is found again: nothing is aligned to chunks."""
     path = write_model(kind, tmp_path, torch.bfloat16)

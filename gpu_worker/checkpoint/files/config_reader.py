@@ -106,9 +106,9 @@ class ConfigReader:
             raise self.error(name, "must be a positive integer")
         return value
 
-    def take_layers(self, name: str) -> int:
-        """Return a positive number of layers, at most `MOST_LAYERS`."""
-        if (value := self.take_int(name)) > MOST_LAYERS:
+    def take_layers(self, name: str, default: int | None = None) -> int:
+        """Return a positive number of layers, at most `MOST_LAYERS`; ``default`` as in :meth:`take_int`."""
+        if (value := self.take_int(name, default)) > MOST_LAYERS:
             raise self.error(name, f"must be at most {MOST_LAYERS}")
         return value
 

@@ -28,6 +28,8 @@ Family = Literal[
     "qwen3_5_moe",
     "granitemoehybrid",
     "lfm2",
+    "mamba2",
+    "nemotron_h",
     "gpt2",
     "opt",
     "transformers",
@@ -57,6 +59,8 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "Lfm2ForCausalLM": "lfm2",
+    "Mamba2ForCausalLM": "mamba2",
+    "NemotronHForCausalLM": "nemotron_h",
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
 }
@@ -64,7 +68,7 @@ ARCHITECTURES: dict[str, Family] = {
 WITHOUT_MODULES = ("MuseGlimmerForCausalLM",)
 """Names those of which transformers has no such class: it has their text as a part of another one."""
 
-STATEFUL = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2")
+STATEFUL = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h")
 """Names the families of which some layers keep a state between tokens."""
 
 CLASS_HEAD = "ForSequenceClassification"
@@ -131,7 +135,7 @@ def is_encoder(name: str, values: Mapping[str, Any]) -> bool:
     return name in ENCODERS or name in MODULE_ENCODERS or name == STATIC or looks_ahead
 
 
-ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
 """Names the activation functions, as checkpoints do; ``layers.activation.ACTIVATIONS`` computes them."""
 
 CLAMPED_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
@@ -157,6 +161,7 @@ class DecoderTraits:
     norms_embeddings: bool = False
     """Whether embeddings of tokens have RMSNorm without weights."""
     norm_eps: float = 1e-6
+    norm_eps_entry: str = "rms_norm_eps"
     qk_norm: QKNorm | None = None
     head_size: int | None = None
     """The default of ``head_dim``; None: hidden_size / num_attention_heads."""
@@ -191,6 +196,8 @@ class DecoderTraits:
     """Whether only gate and up are one matrix, those of experts excepted."""
     state_name: str = ""
     """What the checkpoint calls the part of a layer that keeps a state, in the place of its attention."""
+    has_single_parts: bool = False
+    """Whether a layer is one part after one norm, which mixes tokens or is an MLP without a gate."""
     rotated_share: float | None = None
     """The default of ``partial_rotary_factor``, the share of a head that rotates; None: whole heads do."""
     has_gated_queries: bool = False
@@ -221,6 +228,19 @@ _QWEN_DELTA = DecoderTraits(
     has_gated_queries=True,
     state_name="linear_attn",
     rotated_share=0.25,
+)
+_MAMBA2 = DecoderTraits(
+    norm_eps=1e-5,
+    norm_eps_entry="layer_norm_epsilon",
+    has_single_parts=True,
+    state_name="mixer",
+    stored_names=(
+        ("model.embed_tokens", "backbone.embeddings"),
+        ("model.layers", "backbone.layers"),
+        ("model.norm", "backbone.norm_f"),
+        ("input_layernorm", "norm"),
+        ("self_attn", "mixer"),
+    ),
 )
 _GEMMA3 = replace(_GEMMA2, qk_norm="head", rope_theta=1_000_000.0)
 
@@ -293,6 +313,7 @@ DECODERS: dict[str, DecoderTraits] = {
     ),
     "lfm2": DecoderTraits(
         norm_eps=1e-5,
+        norm_eps_entry="norm_eps",
         qk_norm="head",
         rope_theta=1_000_000.0,
         is_tied=True,
@@ -308,6 +329,17 @@ DECODERS: dict[str, DecoderTraits] = {
             ("mlp.down_proj", "feed_forward.w2"),
             ("model.norm", "model.embedding_norm"),
         ),
+    ),
+    "mamba2": _MAMBA2,
+    "nemotron_h": replace(
+        _MAMBA2,
+        head_size=128,
+        num_kv_heads=8,
+        activation_entry="mlp_hidden_act",
+        activation="relu2",
+        may_have_attention_bias=True,
+        may_have_mlp_bias=True,
+        mlp_name="mixer",
     ),
 }
 """The families that ``models.decoder`` computes."""

@@ -21,7 +21,16 @@ from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
-KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "granite without experts", "lfm2")
+KINDS = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "granitemoehybrid",
+    "granite without experts",
+    "lfm2",
+    "mamba2",
+    "nemotron_h",
+)
 _EXPERTS = {name: value for name, value in SERVED["qwen3_next"].items() if name != "intermediate_size"}
 _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _EXPERTS,
@@ -157,6 +166,49 @@ def test_what_moves_kv_adapters_and_several_workers_are_refused_by_name(make: An
             served_how(EngineConfig(worker=worker, **options), has_gpu=False)
 
 
+def test_steps_of_time_of_nemotron_h_have_the_limits_of_its_configuration(make: Any, tmp_path: Path) -> None:
+    """``time_step_limit``, of a prompt and of a token that decodes; transformers has ``time_step_min`` for prompts."""
+    states = []
+    for limits in ([0.0, float("inf")], [0.01, float("inf")]):
+        reference = make_model("nemotron_h", time_step_limit=limits)
+        reference.model.layers[0].mixer.dt_bias.fill_(-20.0)  # softplus(-20) is far below time_step_min
+        reference.save_pretrained(tmp_path)
+        driver, prompt = Driver(load(tmp_path)), draw(9, seed=4)
+        whole, single = driver.begin(prompt), driver.begin(prompt)
+        driver.step((whole, [(9, 0)]))
+        for _ in prompt:
+            driver.step((single, [(1, 1)]))
+        assert driver.slots.layers[0] is not None
+        first = driver.slots.layers[0].recurrent
+        assert first is not None
+        assert torch.equal(first[0], first[1])
+        states.append(first[0].norm())
+    assert states[1] > 100 * states[0]
+
+
+def test_a_published_nemotron_h_names_its_layers_by_letters(make: Any, tmp_path: Path) -> None:
+    reference = make("nemotron_h")
+    reference.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["layers_block_type"]
+    older = {"attention_head_dim": 16, "num_hidden_layers": 4, "num_query_groups": 8, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hybrid_override_pattern": "M-*M"} | older))
+    driver, row = Driver(load(tmp_path)), None
+    row = driver.begin(draw(20, seed=1))
+    driver.step((row, [(20, 0)]))
+    expected = reference(torch.tensor([row.tokens])).logits[0]
+    torch.testing.assert_close(torch.cat(row.logits), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_mamba_2_that_states_no_length_has_that_of_the_options(make: Any, tmp_path: Path) -> None:
+    make("mamba2").config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Mamba2ForCausalLM"]}))
+    assert load_model_config(tmp_path, "float32").max_model_len == 2048
+    assert load_model_config(tmp_path, "float32", max_model_len=50_000).max_model_len == 50_000
+
+
 def test_other_weights_replace_those_of_a_model(make: Any, tmp_path: Path) -> None:
     make("qwen3_next").save_pretrained(tmp_path)
     loader = ModelLoader("float32", ops=make_ops("auto", CPU))
@@ -182,6 +234,13 @@ def test_other_weights_replace_those_of_a_model(make: Any, tmp_path: Path) -> No
         ("granitemoehybrid", {"time_step_limit": [0.1]}, "time_step_limit"),
         ("granitemoehybrid", {"mamba_d_head": 7}, "mamba_d_head"),
         ("granitemoehybrid", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("mamba2", {"num_heads": 7}, "head_dim"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "mlp"]}, "moe, which is not built in"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "mlp"]}, "layers_block_type"),
+        ("nemotron_h", {"sliding_window": 64}, "sliding_window"),
+        ("nemotron_h", {"num_hidden_layers": 5}, "num_hidden_layers"),
+        ("nemotron_h", {"mamba_num_heads": 7}, "n_groups"),
     ],
 )
 def test_what_is_not_computed_is_named(

@@ -66,7 +66,6 @@ class DecodeReply(msgspec.Struct, frozen=True, omit_defaults=True):
 def main() -> None:
     """Serve until stdin ends."""
     helper_pipe.begin()
-    os.nice(_NICENESS)
     if (first := helper_pipe.read_message()) is None:
         return
     setup = msgspec.msgpack.decode(first, type=DecodeSetup)
@@ -77,6 +76,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         helper_pipe.write_message(msgspec.msgpack.encode(DecodeReply(refused=str(error))))
         return
+    os.nice(_NICENESS)  # only now: what starts with it, on a busy machine, was not ready within a minute
     ready = DecodeReply(is_confined=confine())
     helper_pipe.limit_memory(setup.memory_bytes)
     # The slots count as files, and not as this process's memory.

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -180,13 +181,19 @@ class LocalChannel:
             return None
         call = LocalCall(frames, serialize or bytes, deserialize or bytes, self._max_message_bytes, self._calls.pop)
         self._calls[call] = None
+        inode = os.fstat(connected.fileno()).st_ino
 
         def attached(opening: "asyncio.Task[Any]") -> None:
             del self._opening[opening]
             if not opening.cancelled() and (error := opening.exception()) is not None:
                 log.debug("a local stream could not be opened: %r", error)  # the peer is gone already
             if call.transport is None:
-                connected.close()
+                # uvloop closes the descriptor, not the socket, if it fails after it took it: the number may be another
+                # socket's by now, whose connection must not be closed with it.
+                if _inode(connected) == inode:
+                    connected.close()
+                else:
+                    connected.detach()
                 call.on_lost()
 
         loop = asyncio.get_running_loop()
@@ -211,6 +218,14 @@ class LocalChannel:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _inode(connected: socket.socket) -> int | None:
+    """Return which socket the descriptor names now; None: it is closed."""
+    try:
+        return os.fstat(connected.fileno()).st_ino
+    except OSError:
+        return None
 
 
 def connect(path: str) -> socket.socket | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,24 @@ async def test_a_unary_call_without_a_request(picking: Picking) -> None:
         await call.done_writing()
         with pytest.raises(grpc.aio.AioRpcError, match="without a request"):
             await call.read()
+
+
+async def test_a_call_ends_whose_socket_the_loop_closed_while_it_opened(
+    picking: Picking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(protocol: Any, *, sock: socket.socket) -> None:
+        os.close(sock.fileno())
+        raise OSError
+
+    async with Channels().open(picking.host.address, "coordinator") as channel, asyncio.timeout(SOON):
+        assert isinstance(channel, LocalChannel)
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.get_running_loop(), "create_unix_connection", fail)
+            call = channel.open_call(encode_frame(Kind.OPEN, b"/tokenloom.v1.Coordinator/Pick"), None, None)
+            assert call is not None
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_streams_are_local_and_the_rest_is_grpcs(picking: Picking) -> None:

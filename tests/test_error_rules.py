@@ -15,6 +15,7 @@ KEPT = {
     "coordinator/lease/kubernetes_lease.py:acquire": "LeaseApi turns every error of a request into ApiError",
     "coordinator/lease/kubernetes_lease.py:keep": "a lease that is not renewed is lost, and the coordinator ends",
     "coordinator/lease/kubernetes_lease.py:_try": "LeaseApi turns every error of a request into ApiError",
+    "encoder/row_maker.py:start": "the service starts, or ends with the error",
     "engine/control/data_parallel.py:start_wave": "sends one number to the core, which may be dead or refuse it",
     "engine/core/core_link.py:run_aborts": "sends names to the core, which may be dead or refuse them",
     "engine/kv/kv_link.py:run": "reads what this engine's own core sends",

@@ -78,8 +78,8 @@ def _methods_by_name(module: ast.Module) -> dict[str, set[str]]:
 def _target(module: ast.Module, call: ast.Call) -> str:
     """Return what a compiled expression is assigned to."""
     for node in ast.walk(module):
-        if isinstance(node, ast.Assign) and any(part is call for part in ast.walk(node.value)):
-            name = ast.unparse(node.targets[0])
+        if isinstance(node, ast.Assign | ast.AnnAssign) and any(part is call for part in ast.walk(node)):
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
             return OF_TABLES.get(name, name)
     raise AssertionError(f"a compiled expression has no name: {ast.unparse(call)}")
 

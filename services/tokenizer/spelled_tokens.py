@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the render worker does not import the library
     from tokenizers import Tokenizer
@@ -41,7 +41,8 @@ class TokenFinder:
         # JSON escapes these characters: such a token is not found in a JSON text.
         is_escaped = any(json.dumps(token, ensure_ascii=False)[1:-1] != token for token in known)
         searched = "" if is_escaped else rf"\\u|{_alternatives(known)}" if known else "(?!)"
-        self.may_be_in: Final = re.compile(searched).search
+        self._searched = re.compile(searched)
+        self.may_be_in = self._searched.search
         """Returns a match if a string within a JSON text may hold one of the texts, otherwise None."""
 
     def replace(self, text: str, replacement: Callable[[re.Match[str]], str]) -> str:

@@ -24,7 +24,13 @@ KEPT = {
     "gateway/batches/batch_run.py:run": "its caller fails the batch",
     "gateway/routes/lora_routes.py:_read": "an HTTP handler; no task",
     "gateway/responses/mcp_servers.py:list_tools": "its caller is the edge of one response",
-    "tokenizer/encode_processes.py:run": "its caller is the edge of one call",
+    "runtime/helper_process.py:run": "its caller is the edge of one call",
+    "runtime/helper_process.py:start": "the service starts, or ends with the error",
+    "tokenizer/renderer.py:start": "the service starts, or ends with the error",
+    "gateway/mesh/encoder_client.py:_answer": "its caller is the edge of one request",
+    "gateway/mesh/encoder_client.py:_place": "its caller is the edge of one request",
+    "gateway/mesh/encoder_client.py:_release": "its owner logs what else comes, and the lease ends by itself",
+    "engine/kv/kv_loads.py:_release": "its caller is the edge of one load",
     "runtime/host/held_port.py:_connect": "connects a socket, which raises OSError only",
 }
 """Why a coroutine may let other errors through, by file and name."""

@@ -1,6 +1,7 @@
 """Spreads requests over the output processors, and moves those whose output processor is lost or leaves."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -21,6 +22,7 @@ from .pending_request import PendingRequest, RestorableMedia, Sink
 from .process_stream import UNKNOWN_MARK, OutputLink, ProcessStream, mark_in
 
 Cancel: TypeAlias = Callable[[], None]
+log = logging.getLogger(__name__)
 
 SEARCH_SECONDS = 3.0
 """How long a request that is to be resumed is sought at least, and again after each loss or return of an output
@@ -211,6 +213,9 @@ class OutputPool:
             await request.restore()
         except errors.TokenloomError as error:
             request.fail(error)
+        except Exception:
+            log.exception("the files of a request could not be put at other encoders because of a bug")
+            request.fail(errors.Internal("The files of the request could not be put at other encoders."))
         finally:
             self._restoring.pop(request, None)
         self._wait(request)

@@ -11,7 +11,7 @@ import pytest
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import SOON
 from tokenloom.request import wire_errors
-from tokenloom.request.errors import RequestLost
+from tokenloom.request.errors import Internal, RequestLost
 from tokenloom.services.gateway.mesh.collector import Collector
 from tokenloom.services.gateway.mesh.output_pool import (
     MAX_WITHDRAWN,
@@ -219,3 +219,16 @@ async def test_a_call_whose_request_a_later_call_runs_ends_instead_of_being_sent
     pool.on_lost(stream, stream.end())
     assert (collectors[1].failed, len(pool._waiting)) == (True, 0)
     placing.cancel()
+
+
+async def test_a_request_whose_files_cannot_be_restored_because_of_a_bug_ends() -> None:
+    pool = a_pool(1)
+    ends: list[object] = []
+
+    async def restore() -> None:
+        raise ZeroDivisionError
+
+    request: Any = SimpleNamespace(restore=restore, fail=ends.append, is_sought=False, is_over=True)
+    pool._wait = lambda request: None  # type: ignore[method-assign]
+    await pool._restore(request)
+    assert [type(error) for error in ends] == [Internal]

@@ -134,7 +134,7 @@ class LayoutRun:
             return [case for case in cases if case.streamed]
         config = json.loads((options.checkpoint / "config.json").read_text())
         config |= config.get("text_config", {})
-        hidden_size = HIDDEN_SIZE if options.worker == "hash" else config["hidden_size"]
+        hidden_size = HIDDEN_SIZE if options.worker == "hash" and not has_images else config["hidden_size"]
         calls = other_cases(rng, vocab_size, hidden_size, options.min_tokens)
         if options.model:
             calls = [case for case in calls if case.name not in OF_DEMO_MODEL]

@@ -219,7 +219,7 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
 _SERVED_ARGUMENTS = dict.fromkeys(
     ("data_parallel_size_local", "data_parallel_hybrid_lb", "data_parallel_external_lb"),
     "LLM runs one engine; serve a group with `tokenloom serve`",
-)
+) | {"allowed_media_domains": "LLM fetches no URLs; pass pictures, paths or data: URLs"}
 """Arguments whose flags ``tokenloom serve`` has."""
 
 _OWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")

@@ -47,7 +47,7 @@ def test_constrained_outputs_are_those_without_drafts(monkeypatch: pytest.Monkey
     outputs = {}
     known: dict[tuple[int, ...], list[int]] = {}
 
-    def replay(self: HashWorker, row: HashRow, count: int) -> list[int]:
+    def replay(self: HashWorker, row: HashRow, count: int, num_new: int) -> list[int]:
         following = known[tuple(row.token_ids[:2])][len(row.token_ids) - 2 :][:count]
         seed = zlib.crc32(np.array(row.token_ids).tobytes())
         is_wrong = [(seed + place * 7) % 10 < wrong for place in range(len(following))]

@@ -56,7 +56,7 @@ def test_without_the_option_no_layer_is_wrapped(model: Path) -> None:
     counts = []
     for engine in (plain, enabled):
         worker = engine.core.executor._worker  # type: ignore[attr-defined]
-        parts = [part for layer in worker._model._layers for part in (layer._attention, layer.mlp)]
+        parts = [part for layer in worker._model._layers for part in (layer._mix, layer.mlp)]
         counts.append(sum(isinstance(each, LoraLinear) for part in parts for each in vars(part).values()))
     assert counts == [0, 8]
 

@@ -180,7 +180,7 @@ def test_floats_of_8_bits_stay_as_they_are_stored(name: str, tmp_path: Path, run
             run_model(each, [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
             for each in (model, load_model(plain, "bfloat16"), load_model(plain, "float32"))
         )
-    mlp, attention = vars(vars(model)["_layers"][0].mlp), vars(vars(vars(model)["_layers"][0])["_attention"])
+    mlp, attention = vars(vars(model)["_layers"][0].mlp), vars(vars(vars(model)["_layers"][0])["_mix"])
     for layer in (mlp["_gate_up"], mlp["_down"], attention["_qkv"], attention["_out"]):
         assert isinstance(layer, WidenedLinear)
     error, usual = ((each - expected).abs().mean() for each in (found, rounded))

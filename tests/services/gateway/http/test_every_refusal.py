@@ -48,7 +48,8 @@ OWN = set(classes()) - SHARED
 
 
 BECOMES: dict[type[errors.TokenloomError], type[errors.TokenloomError]] = {
-    errors.TryElsewhere: errors.ResourceExhausted
+    errors.TryElsewhere: errors.ResourceExhausted,
+    errors.MediaLost: errors.Unavailable,
 }
 """What clients get instead, because the gateway tries elsewhere until nothing is left."""
 

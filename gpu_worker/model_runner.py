@@ -243,7 +243,8 @@ class ModelRunner:
         plan = self._backend.plan(
             inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping, tails, inputs.limits
         )
-        token_ids, positions = self._to_device(inputs.token_ids), self._to_device(inputs.turned)
+        turned = inputs.positions if inputs.rope is None else inputs.rope
+        token_ids, positions = self._to_device(inputs.token_ids), self._to_device(turned)
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, self._to_device(rows.copy())) for start, rows in inputs.embeds]
         return self._model.forward(token_ids, positions, self.kv_caches, plan, embeds, inputs.states)

@@ -84,6 +84,8 @@ class Scheduler:
         self.kv.pool.kept.now = clock
         self._policy = SchedulingPolicy(scheduler.policy)
         self.media = media
+        self._states = self.kv.states
+        self._is_plain = media is None and self._states is None  # one test in place of several, twice in each step
         self._live = live = LiveRequests(by_priority=self._policy is SchedulingPolicy.PRIORITY, media=media)
         self.requests, self.waiting, self.running = live.by_id, live.waiting, live.running
         self._remote = RemoteKV(connector, self.kv, config.kv.policy, clock) if connector is not None else None
@@ -232,11 +234,8 @@ class Scheduler:
         """Plan a step. It is empty only when no request can run: then :meth:`has_work` is False until that changes."""
         if self._grammars is not None and self._grammars.done:
             self._admit_compiled(self._grammars)
-        if self.media is not None and self.media.may_get_more:
-            self._requeue_parked(self.media.share_out())
-        states = self.kv.states
-        if states is not None:
-            states.begin_step()
+        if not self._is_plain:
+            self._begin_step()
         plan = self._planner.plan(PauseState.PAUSED_ALL if self._is_held else self.pause_state)
         self.ended.outputs += plan.early_outputs
         admission = self._planner.admission
@@ -248,7 +247,7 @@ class Scheduler:
             for request in lost:
                 self.ended.end_at_limit(request, _NO_ADAPTER, ErrorKind.NO_ADAPTER)
         self._is_stalled = not (plan.num_scheduled_tokens or plan.preempted_req_ids or self._in_flight)
-        if self.media is not None and self.media.may_get_more:
+        if self._is_stalled and self.media is not None and self.media.may_get_more:
             self._is_stalled = False
         # An empty plan never reaches the worker, so what the worker has to forget waits for the next step that does.
         if not plan.num_scheduled_tokens:
@@ -263,8 +262,8 @@ class Scheduler:
             # After all other planning: drafts take only what the step leaves over, so no request waits or is preempted
             # for them.
             self.drafts.add_to(scheduled, self.running, plan.budget)
-        if states is not None:
-            scheduled.state_runs = states.take_runs()
+        if self._states is not None:
+            scheduled.state_runs = self._states.take_runs()
         if self._in_flight is not None:
             # Last of all, because it counts placeholders by the computed tokens that the lines above have just moved.
             self._in_flight.begin(scheduled, self.running)
@@ -340,16 +339,12 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return the statistics as they are now; counters grow over the scheduler's life."""
         stats = self._recorder.stats(self.waiting, self.running, self.kv.pool)
-        if (states := self.kv.states) is not None:
-            # A slot for each request that runs. What the last step read or wrote is held a step longer.
-            stats.num_free_state_slots = states.pool.num_blocks - len(self.running)
-            stats.kv_usage = max(stats.kv_usage, len(self.running) / states.pool.num_blocks)
+        if not self._is_plain:
+            self._fill_stats(stats)
         if self._grammars is not None:
             stats.num_waiting += len(self._grammars.compiling)
         if self._remote is not None:
             self._remote.fill_stats(stats)
-        if self.media is not None and self.media.num_asked:
-            self.media.fill_stats(stats)
         if self.drafts is not None:
             stats.spec_decoding = self.drafts.stats()
         return stats
@@ -360,6 +355,22 @@ class Scheduler:
         if self.media is None:
             return "this model reads text only"
         return self.media.refusal(request, self.config.max_num_batched_tokens)
+
+    def _begin_step(self) -> None:
+        """Let what images and states need happen before a step is planned."""
+        if self.media is not None and self.media.may_get_more:
+            self._requeue_parked(self.media.share_out())
+        if self._states is not None:
+            self._states.begin_step()
+
+    def _fill_stats(self, stats: SchedulerStats) -> None:
+        """Add the figures of images and states."""
+        if (states := self._states) is not None:
+            # A slot for each request that runs. What the last step read or wrote is held a step longer.
+            stats.num_free_state_slots = states.pool.num_blocks - len(self.running)
+            stats.kv_usage = max(stats.kv_usage, len(self.running) / states.pool.num_blocks)
+        if self.media is not None and self.media.num_asked:
+            self.media.fill_stats(stats)
 
     def _requeue_parked(self, requests: Sequence[Request]) -> None:
         """Let requests that waited for rows begin before others, in the order in which they waited."""

@@ -375,9 +375,11 @@ class StepPlanner:
     def _plan_running(self, plan: StepPlan, left_out: Collection[str] = (), *, may_preempt: bool = True) -> None:
         """Plan the running requests but for the ids ``left_out``."""
         running, allocate = self._running, self._kv.allocate
-        if self._tails:
+        if left_out or self._tails:
             self._tails.intersection_update(request.request_id for request in running)
-        index = 0 if left_out or self._tails else plan.add_decodes(running, allocate)
+            index = 0
+        else:
+            index = plan.add_decodes(running, allocate)
         while index < len(running) and plan.budget > 0:
             request = running[index]
             is_full = request.num_output_placeholders and request.will_be_full

@@ -58,11 +58,6 @@ class StepInputs:
     limits: Ints | None = None
     """[T]: the last position that each token sees in layers that show it its image; None: its own."""
 
-    @property
-    def turned(self) -> Ints:
-        """The rotary positions, [T] or [3, T]."""
-        return self.positions if self.rope is None else self.rope
-
     def num_logit_rows(self) -> Ints:
         """Return how many rows of logits each request of ``sampled`` has with its drafts, [S]."""
         drafts, req_ids = self.drafts, self.req_ids

@@ -245,7 +245,8 @@ class ModelProposer:
             if computed is not None:
                 return computed
         plan = self._backend.plan(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
-        token_ids, positions = (to_device(array, self._device) for array in (inputs.token_ids, inputs.turned))
+        turned = inputs.positions if inputs.rope is None else inputs.rope
+        token_ids, positions = (to_device(array, self._device) for array in (inputs.token_ids, turned))
         return self._awake.forward(token_ids, positions, states, self._kv_caches, plan), None
 
     def dummy_run(self, positions: Ints, hidden: Tensor, plan: StepArrays) -> None:

@@ -54,7 +54,7 @@ class RowCache:
             outcome = await asyncio.shield(flight.task)
         finally:
             flight.num_waiting -= 1
-            # Whoever comes after the last one that waited begins anew, and does not join what is being cancelled.
+            # A call after the last one that waited begins anew, and does not join what is being cancelled.
             if not flight.num_waiting and self._flights.get(key) is flight:
                 del self._flights[key]
                 flight.task.cancel()

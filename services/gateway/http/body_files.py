@@ -73,7 +73,7 @@ class _OpenFile:
         self._had_escapes |= b"\\" in came
 
     def _become_plain(self, text: bytes) -> None:
-        """Go back to the text that came. Raises ``InvalidArgument`` if that cannot be told any more."""
+        """Go back to the text that came. Raises ``InvalidArgument`` if that is not known any more."""
         # An argument of a tool may be named as a file is, and any text: it reaches the model as the client has sent it.
         if self._had_escapes:
             raise InvalidArgument("the body holds base64 of a file that is damaged")

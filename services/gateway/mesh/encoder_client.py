@@ -81,7 +81,7 @@ class EncoderClient:
         )
         self._names: dict[str, OrderedDict[str, bytes]] = {}  # by tenant, digests by name; bounded
         self._num_names = 0
-        self._tasks = Tasks(lambda error: log.error("an encoder could not be told of an end", exc_info=error))
+        self._tasks = Tasks(lambda error: log.error("an encoder got no word of an end", exc_info=error))
 
     def owner(self, tenant: str, salt: bytes, *, is_kept: bool = False) -> FilesOwner:
         """Return whose files those of a new request are."""

@@ -52,7 +52,7 @@ def test_a_prompt_keeps_its_last_boundary_and_decodes_in_its_own_slot() -> None:
     compute(manager, request, 1)
     assert spans(manager) == [(1, own, own)]
     assert manager.states.pool.content_of(kept) == request.block_hashes[1]
-    assert manager.states.pool.num_free == 7, "what is kept is free for whoever needs it more"
+    assert manager.states.pool.num_free == 7, "what is kept is free for a request that needs it more"
 
 
 def test_a_hit_begins_with_what_is_kept_and_changes_nothing_of_it() -> None:

@@ -85,5 +85,5 @@ def test_the_text_of_a_model_that_reads_images(serve: Serve, tmp_path: Path) -> 
         shown: Any = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
         with pytest.raises(openai.BadRequestError, match="image_url") as refused:
             client.chat.completions.create(messages=shown, **options)
-        assert refused.value.param == "messages[0].content[1].type"
+        assert refused.value.param == "messages[0].content[1].image_url"
     assert mesh.stop(signal.SIGTERM) == 0

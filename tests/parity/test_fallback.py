@@ -30,7 +30,7 @@ PHI4_MINI = {
 }
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "long rope, partly rotated": ("phi3", PHI4_MINI, "partial_rotary_factor must be 1"),
-    "activation": ("olmo2", {"hidden_act": "relu2"}, "hidden_act is not supported"),
+    "activation": ("olmo2", {"hidden_act": "relu6"}, "hidden_act is not supported"),
 }
 
 
@@ -77,7 +77,7 @@ def test_what_neither_knows_is_refused(entries: dict[str, object], reason: str, 
 
 
 def test_without_transformers_the_reason_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = edit(save_random("olmo2", tmp_path), hidden_act="relu2")
+    path = edit(save_random("olmo2", tmp_path), hidden_act="relu6")
     for name in [name for name in sys.modules if name.startswith("tokenloom.gpu_worker.models.transformers")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -6,7 +6,7 @@ other sizes; the templates are our own, with the same marks.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,12 @@ _STEPS = {
 }
 
 
-def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``values`` with ``changes``, of which those of parts change entries of the same part."""
-    merged = dict(values)
+    entries = dict(values)
     for name, change in changes.items():
-        merged[name] = _merged(merged[name], change) if isinstance(merged.get(name), dict) else change
-    return merged
+        entries[name] = merged(entries[name], change) if isinstance(entries.get(name), dict) else change
+    return entries
 
 
 def _template(begin: str, end: str, image: str, answer: str, first: str = "") -> str:
@@ -404,7 +404,7 @@ def write_whole_vision(kind: str, directory: Path, **entries: Any) -> Path:
     """Write the checkpoint of a family of ``FAMILIES`` under ``directory``. ``entries`` change those of its
     configuration, part by part. Its weights are the same each time."""
     family = FAMILIES[kind]
-    config = _merged(_merged(CONFIGS[kind], family.entries), entries)
+    config = merged(merged(CONFIGS[kind], family.entries), entries)
     config.pop("vocab_size", None)  # ``write_vision`` sets it where the family has it
     path = write_vision(kind, directory, VOCAB_SIZE, **config)
     _scale_embeddings(path / "model.safetensors", family.embedding_scale)
@@ -413,7 +413,7 @@ def write_whole_vision(kind: str, directory: Path, **entries: Any) -> Path:
     (path / "preprocessor_config.json").write_text(json.dumps(family.preprocessor))
     if family.processor:
         (path / "processor_config.json").write_text(json.dumps(family.processor))
-    _make_tokenizer(family.tokenizer).save_pretrained(path)
+    make_tokenizer(TOKENS, family.tokenizer).save_pretrained(path)
     (path / "chat_template.jinja").write_text(family.template)
     return path
 
@@ -424,17 +424,21 @@ def _scale_embeddings(file: Path, scale: float) -> None:
     save_file(tensors | scaled, file, {"format": "pt"})
 
 
-def _make_tokenizer(names: dict[str, Any]) -> Any:
-    """Return a tokenizer whose tokens are single bytes and ``TOKENS``."""
+def make_tokenizer(
+    tokens: Sequence[str],
+    names: dict[str, Any] | None = None,
+    *,
+    bos: str = "<s>",
+    eos: str = "</s>",
+    pad: str = "<pad>",
+) -> Any:
+    """Return a tokenizer whose tokens are single bytes and, behind them, ``tokens``. ``names``: what
+    ``tokenizer_config.json`` calls some of them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in TOKENS])
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in tokens])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        extra_special_tokens=names or None,
+        tokenizer_object=made, bos_token=bos, eos_token=eos, pad_token=pad, extra_special_tokens=names or None
     )

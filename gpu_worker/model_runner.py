@@ -257,7 +257,8 @@ class ModelRunner:
         if not len(inputs.sampled) or not self._samples:
             return torch.empty(0, 0)
         # Selecting all rows would copy them: without drafts most steps end here.
-        if len(inputs.sampled) == len(hidden):  # every request decodes, without drafts
+        # torch computes len(hidden) in Python.
+        if len(inputs.sampled) == hidden.shape[0]:  # every request decodes, without drafts
             return self._model.compute_logits(hidden)
         last_rows: IntArray = inputs.cu_query_lens[1:][inputs.sampled] - 1
         if inputs.drafts:

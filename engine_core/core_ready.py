@@ -79,25 +79,11 @@ def check_states(config: EngineConfig, model: ModelInfo) -> None:
     """Raise ``ValueError``, naming the setting, for what an engine cannot do with a model whose layers keep a state."""
     if not model.state_bytes:
         return
-    config.check_states()
+    config.check_states(model.state_chunk)
     if model.kv_groups:
         raise ValueError(
             "layers of this model keep a state between tokens, and others attend to a window; set "
             "disable_hybrid_kv_cache_manager"
-        )
-    scheduler, chunk = config.scheduler, model.state_chunk
-    if chunk == 1:
-        return
-    # Otherwise the first prompt of a step could have too few tokens for a whole chunk, step after step.
-    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs + chunk:
-        raise ValueError(
-            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}; layers of this model compute prompts in "
-            f"chunks of {chunk} tokens, so it must be at least max_num_seqs {scheduler.max_num_seqs} + {chunk}"
-        )
-    if 0 < scheduler.long_prefill_token_threshold <= chunk:
-        raise ValueError(
-            f"long_prefill_token_threshold is {scheduler.long_prefill_token_threshold}; layers of this model compute "
-            f"prompts in chunks of {chunk} tokens, so it must be above {chunk}, or 0 for no limit"
         )
 
 

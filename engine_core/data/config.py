@@ -405,8 +405,9 @@ class EngineConfig(Struct, frozen=True):
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",
     ] = None
 
-    def check_states(self) -> None:
-        """Raise ``ValueError``, naming the settings, for what excludes layers that keep a state between tokens."""
+    def check_states(self, chunk: int) -> None:
+        """Raise ``ValueError``, naming the settings, for what excludes layers that keep a state between tokens, and
+        that compute prompts in chunks of so many tokens."""
         settings = {
             f"role {self.kv.role}": self.kv.role != "both",
             "kv_transports": self.kv.transports,
@@ -415,3 +416,17 @@ class EngineConfig(Struct, frozen=True):
         }
         if named := [name for name, value in settings.items() if value]:
             raise ValueError(f"layers of this model keep a state between tokens; do not set {' or '.join(named)}")
+        scheduler = self.scheduler
+        if chunk == 1:
+            return
+        # Otherwise the first prompt of a step could have too few tokens for a whole chunk, step after step.
+        if scheduler.max_num_batched_tokens < scheduler.max_num_seqs + chunk:
+            raise ValueError(
+                f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}; layers of this model compute prompts "
+                f"in chunks of {chunk} tokens, so it must be at least max_num_seqs {scheduler.max_num_seqs} + {chunk}"
+            )
+        if 0 < scheduler.long_prefill_token_threshold <= chunk:
+            raise ValueError(
+                f"long_prefill_token_threshold is {scheduler.long_prefill_token_threshold}; layers of this model "
+                f"compute prompts in chunks of {chunk} tokens, so it must be above {chunk}, or 0 for no limit"
+            )

@@ -15,7 +15,7 @@ To add to what is served:
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -68,11 +68,8 @@ class ServedHow:
     """What the built-in code lacks, though it has the class."""
     is_tried: bool = True
     """Whether the answer was found for this version of transformers; otherwise the engine decides."""
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether built-in layers keep a state between tokens; of modules only the engine knows it."""
-        return isinstance(self.config, ModelConfig) and self.config.mixer is not None
+    state_chunk: int = 0
+    """The tokens of a chunk of the layers that keep a state between tokens; 0: none does, or only the engine knows."""
 
 
 _UNORDERED = {"encoder": "encoders", "transformers": "transformers' modules, which compute this model,"}
@@ -111,7 +108,10 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         if not place.is_whole:
             raise ValueError("model_impl: transformers' modules are not divided among several workers; use one worker")
         _check_kv_heads(path, config.cache.dtype)
-        return _by_transformers(path, found, config.max_model_len)
+        found = _by_transformers(path, found, config.max_model_len)
+        if found.state_chunk:
+            config.check_states(found.state_chunk)
+        return found
     if not place.is_whole and (found.by == "encoder" or is_gguf(path)):
         what = "encoders are" if found.by == "encoder" else f"{path}: GGUF files are"
         raise ValueError(f"{what} not supported with several workers; use one worker")
@@ -122,8 +122,8 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         local_config(found.config, place)
         check_kv_dtype(found.config, config.cache.dtype)
         check_chunks(found.config, config.cache.block_size)
-        if found.config.mixer is not None:
-            config.check_states()
+        if found.state_chunk:
+            config.check_states(found.state_chunk)
             if config.lora.enable:
                 raise ValueError("enable_lora: a model of which layers keep a state has no adapters yet; leave it out")
         if worker.batch_invariant:
@@ -173,7 +173,8 @@ def choose(
             "docs/reference/models.md"
         )
     try:
-        return ServedHow("built in", load_model_config(path, dtype, quantization, max_model_len))
+        read = load_model_config(path, dtype, quantization, max_model_len)
+        return ServedHow("built in", read, state_chunk=0 if read.states is None else read.states.chunk)
     except UnsupportedError as lack:
         if model_impl == "native" or name not in ARCHITECTURES or name in WITHOUT_MODULES:
             raise
@@ -239,6 +240,8 @@ class _Types(TypedDict):
     """By model type, and by the kinds of values that its class accepts: the names of entries."""
     rules: dict[str, list[str]]
     """By what a class compares at load: the model types whose class does."""
+    states: dict[str, int]
+    """By model type of which layers keep a state between tokens: the tokens of a chunk of them."""
 
 
 UNTRIED = "untried"
@@ -334,7 +337,7 @@ def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) ->
         _check_context(max_model_len, longest_context(entries, types["lengths"].get(kind, 0), max_model_len))
     if wrong := _unknown_value(types["values"], entries):
         raise ValueError(f"{file}: {wrong}")
-    return found
+    return replace(found, state_chunk=types["states"].get(kind, 0))
 
 
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads")

@@ -14,6 +14,7 @@ from tokenloom.engine_core.data.config import (
     EngineConfig,
     LoraConfig,
     ParallelConfig,
+    SchedulerConfig,
     SpeculativeConfig,
     WorkerConfig,
 )
@@ -368,3 +369,26 @@ def test_a_switch_may_be_refused_in_a_type_that_is_served(tmp_path: Path, monkey
     assert answer(tmp_path, of("PhiForCausalLM", "phi", odd=False)).is_tried
     with pytest.raises(ValueError, match="it has odd = true, with which it looks ahead"):
         answer(tmp_path, of("PhiForCausalLM", "phi", odd=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"parallel": ParallelConfig(decode_context_parallel_size=2, tensor_parallel_size=2)}, "one worker"),
+        ({"scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=100)}, r"max_num_seqs 64 \+ 64"),
+        ({"scheduler": SchedulerConfig(long_prefill_token_threshold=64)}, "must be above 64, or 0"),
+    ],
+)
+def test_what_layers_of_modules_with_a_state_exclude_is_refused_before_a_start(
+    tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
+    bamba = of("BambaForCausalLM", "bamba")
+    assert answer(tmp_path, bamba).state_chunk == 64
+    with pytest.raises(ValueError, match=reason):
+        answer(tmp_path, bamba, **options)
+
+
+def test_modules_with_a_scan_have_no_chunks(tmp_path: Path) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=100, long_prefill_token_threshold=64)
+    assert answer(tmp_path, of("JambaForCausalLM", "jamba"), scheduler=scheduler).state_chunk == 1
+    assert answer(tmp_path, LLAMA, scheduler=scheduler).state_chunk == 0

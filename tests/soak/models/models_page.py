@@ -207,6 +207,7 @@ def try_all(directory: Path) -> dict[str, Any]:
         "torch": torch.__version__.partition("+")[0],
         "types": {kind: [KINDS[kind], reason] for kind, reason in answers.items()},
         "unless": unless,
+        "states": {kind: chunk for kind in served if (chunk := outcomes[kind].state_chunk)},
         "values": {
             "activation": sorted(ACT2FN),
             # Under its older name transformers reads long rope too.

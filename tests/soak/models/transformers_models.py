@@ -48,6 +48,8 @@ class Outcome(NamedTuple):
 
     verdict: Verdict
     reason: str = ""
+    state_chunk: int = 0
+    """The tokens of a chunk of its layers that keep a state; 0: none does."""
 
 
 def try_kind(kind: str, directory: Path) -> Outcome:
@@ -61,7 +63,8 @@ def try_kind(kind: str, directory: Path) -> Outcome:
     engine = load(path)
     if isinstance(engine, Outcome) and _BROKEN not in engine.reason:
         return engine
-    has_states = isinstance(engine, Engine) and engine.core.scheduler.kv.states is not None
+    states = engine.core.scheduler.kv.states if isinstance(engine, Engine) else None
+    has_states = states is not None
     try:
         # Without a cache: that of some classes gives other tokens, or supports only some of their layers. Those that
         # keep a state compute decoded tokens in another form.
@@ -69,7 +72,9 @@ def try_kind(kind: str, directory: Path) -> Outcome:
         cases = [compute_case(model, prompt, NUM_TOKENS, use_cache=has_states) for prompt in prompts]
     except Exception as error:
         return Outcome("no reference", _first_line(error))
-    return engine if isinstance(engine, Outcome) else _compare(engine, cases)
+    if isinstance(engine, Outcome):
+        return engine
+    return _compare(engine, cases)._replace(state_chunk=0 if states is None else states.chunk)
 
 
 def load(path: Path) -> Engine | Outcome:

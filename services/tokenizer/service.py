@@ -26,6 +26,7 @@ from .tokenizer_settings import TokenizerSettings
 
 if TYPE_CHECKING:
     from .media.image_reader import ImageReader
+    from .media.transcript_prompts import TranscriptPrompts
 
 ENCODE_MEMORY_BYTES = 2 << 30
 """Limits what a process takes for one call: 8 MB of one letter take 1.3 GB."""
@@ -48,6 +49,9 @@ class TokenizerService:
         images = await asyncio.to_thread(_images, path, tokenizer)
         if images is not None:
             answer.media_kinds.append(MEDIA_KIND_IMAGE)
+        transcripts = await asyncio.to_thread(_transcripts, path, tokenizer)
+        if transcripts is not None:
+            answer.transcript.CopyFrom(transcripts.traits)
         encoder = TextEncoder(tokenizer, block_size=size, max_text_bytes=most, vector_texts=texts, images=images)
         fingerprint, reads_images = answer.fingerprint.tokenizer, images is not None
         setup = EncodeSetup(str(path), fingerprint, size, most, ENCODE_MEMORY_BYTES, reads_images)
@@ -64,7 +68,7 @@ class TokenizerService:
             answer.tool_format_json = output_format.described(self._renderer.tool_format, tokenizer)
         metrics = TokenizerMetrics(host.metrics)
         self._servicer = TokenizerServicer(
-            encoder, self._renderer, self._processes, answer, metrics, settings.threads, images
+            encoder, self._renderer, self._processes, answer, metrics, settings.threads, images, transcripts
         )
         host.add_servicer(add_TokenizerServicer_to_server, self._servicer)
 
@@ -94,6 +98,15 @@ def _images(path: Path, tokenizer: Tokenizer) -> "ImageReader | None":
     from .media.image_reader import ImageReader  # here: most models read none
 
     return ImageReader.of_checkpoint(path, tokenizer)
+
+
+def _transcripts(path: Path, tokenizer: Tokenizer) -> "TranscriptPrompts | None":
+    """Return what writes the prompts of a model that transcribes; None: it does not."""
+    if not any((path / name).is_file() for name in IMAGE_FILES):
+        return None
+    from .media.transcript_prompts import TranscriptPrompts  # here: most models read text only
+
+    return TranscriptPrompts.of_checkpoint(path, tokenizer)
 
 
 def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTokenizerInfoResponse]:

@@ -26,6 +26,8 @@ from tokenloom.v1.tokenizer_pb2 import (
     EncodeChatResponse,
     EncodeRequest,
     EncodeResponse,
+    EncodeTranscriptRequest,
+    EncodeTranscriptResponse,
     GetTokenizerInfoRequest,
     GetTokenizerInfoResponse,
 )
@@ -41,6 +43,7 @@ from .spelled_tokens import Rendered
 
 if TYPE_CHECKING:
     from .media.image_reader import ImageReader
+    from .media.transcript_prompts import TranscriptPrompts
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -84,15 +87,17 @@ class TokenizerServicer(TokenizerServicerBase):
         metrics: TokenizerMetrics,
         num_threads: int,
         images: "ImageReader | None" = None,
+        transcripts: "TranscriptPrompts | None" = None,
     ) -> None:
         """``renderer``: None when the model has no chat template. ``num_threads``: and as many long calls at a time.
-        ``images``: None when the model reads none."""
+        ``images``: None when the model reads none. ``transcripts``: None when it does not transcribe."""
         self._encoder = encoder
         self._renderer = renderer
         self._processes = processes
         self._info = info
         self._metrics = metrics
         self._images = images
+        self._transcripts = transcripts
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
         self._short = FairStage(
             num_threads, "texts", max_waiting=MAX_WAITING, max_cost=MAX_WAITING * SHORT_BYTES, leaves_spare=True
@@ -143,6 +148,21 @@ class TokenizerServicer(TokenizerServicerBase):
         response.prompt.reasoning_start = getattr(types_pb2, f"REASONING_START_{rendered.reasoning_start}")
         self._metrics.tokens.inc(len(response.prompt.token_ids) or num_ids(response.prompt))
         return response
+
+    async def EncodeTranscript(self, request: EncodeTranscriptRequest, context: _Context) -> EncodeTranscriptResponse:
+        if self._transcripts is None:
+            raise errors.InvalidArgument("This model does not transcribe sounds.", "model")
+        size = request.ByteSize() + 1
+        if size > SHORT_BYTES:
+            raise errors.InvalidArgument(f"prompt: a text may have at most {SHORT_BYTES} bytes here.", "prompt")
+        await self._short.begin(request.tenant, size)
+        try:
+            run = asyncio.get_running_loop().run_in_executor
+            prompt = await run(self._threads, self._transcripts.encode, request)
+        finally:
+            self._short.end(request.tenant, size)
+        self._metrics.tokens.inc(len(prompt.token_ids))
+        return EncodeTranscriptResponse(prompt=prompt)
 
     async def Decode(self, request: DecodeRequest, context: _Context) -> DecodeResponse:
         started, size = time.monotonic(), request.ByteSize() + 1

@@ -1,11 +1,21 @@
 from tokenloom.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class TranscriptTask(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSCRIPT_TASK_UNSPECIFIED: _ClassVar[TranscriptTask]
+    TRANSCRIPT_TASK_TRANSCRIBE: _ClassVar[TranscriptTask]
+    TRANSCRIPT_TASK_TRANSLATE: _ClassVar[TranscriptTask]
+TRANSCRIPT_TASK_UNSPECIFIED: TranscriptTask
+TRANSCRIPT_TASK_TRANSCRIBE: TranscriptTask
+TRANSCRIPT_TASK_TRANSLATE: TranscriptTask
 
 class TokenizedPrompt(_message.Message):
     __slots__ = ("token_ids", "block_hash_prefixes", "token_strings", "first_part_tokens", "plain_text_tokens", "reasoning_start", "skipped_tokens", "packed_token_ids", "media")
@@ -111,6 +121,72 @@ class EncodeChatResponse(_message.Message):
     prompt: TokenizedPrompt
     def __init__(self, prompt: _Optional[_Union[TokenizedPrompt, _Mapping]] = ...) -> None: ...
 
+class EncodeTranscriptRequest(_message.Message):
+    __slots__ = ("language", "task", "with_timestamps", "previous_text", "sound", "start", "samples", "cache_salt", "tenant")
+    LANGUAGE_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    WITH_TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_TEXT_FIELD_NUMBER: _ClassVar[int]
+    SOUND_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    language: str
+    task: TranscriptTask
+    with_timestamps: bool
+    previous_text: str
+    sound: MediaSize
+    start: int
+    samples: int
+    cache_salt: bytes
+    tenant: str
+    def __init__(self, language: _Optional[str] = ..., task: _Optional[_Union[TranscriptTask, str]] = ..., with_timestamps: _Optional[bool] = ..., previous_text: _Optional[str] = ..., sound: _Optional[_Union[MediaSize, _Mapping]] = ..., start: _Optional[int] = ..., samples: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class EncodeTranscriptResponse(_message.Message):
+    __slots__ = ("prompt",)
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    prompt: TokenizedPrompt
+    def __init__(self, prompt: _Optional[_Union[TokenizedPrompt, _Mapping]] = ...) -> None: ...
+
+class TranscriptTraits(_message.Message):
+    __slots__ = ("sampling_rate", "piece_samples", "frame_samples", "timestamp_samples", "languages", "first_timestamp_id", "no_timestamps_id", "max_initial_timestamp", "no_speech_id", "suppressed_ids", "begin_suppressed_ids", "first_special_id")
+    SAMPLING_RATE_FIELD_NUMBER: _ClassVar[int]
+    PIECE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    FRAME_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TIMESTAMP_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LANGUAGES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TIMESTAMP_ID_FIELD_NUMBER: _ClassVar[int]
+    NO_TIMESTAMPS_ID_FIELD_NUMBER: _ClassVar[int]
+    MAX_INITIAL_TIMESTAMP_FIELD_NUMBER: _ClassVar[int]
+    NO_SPEECH_ID_FIELD_NUMBER: _ClassVar[int]
+    SUPPRESSED_IDS_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_SUPPRESSED_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SPECIAL_ID_FIELD_NUMBER: _ClassVar[int]
+    sampling_rate: int
+    piece_samples: int
+    frame_samples: int
+    timestamp_samples: int
+    languages: _containers.RepeatedCompositeFieldContainer[TranscriptLanguage]
+    first_timestamp_id: int
+    no_timestamps_id: int
+    max_initial_timestamp: int
+    no_speech_id: int
+    suppressed_ids: _containers.RepeatedScalarFieldContainer[int]
+    begin_suppressed_ids: _containers.RepeatedScalarFieldContainer[int]
+    first_special_id: int
+    def __init__(self, sampling_rate: _Optional[int] = ..., piece_samples: _Optional[int] = ..., frame_samples: _Optional[int] = ..., timestamp_samples: _Optional[int] = ..., languages: _Optional[_Iterable[_Union[TranscriptLanguage, _Mapping]]] = ..., first_timestamp_id: _Optional[int] = ..., no_timestamps_id: _Optional[int] = ..., max_initial_timestamp: _Optional[int] = ..., no_speech_id: _Optional[int] = ..., suppressed_ids: _Optional[_Iterable[int]] = ..., begin_suppressed_ids: _Optional[_Iterable[int]] = ..., first_special_id: _Optional[int] = ...) -> None: ...
+
+class TranscriptLanguage(_message.Message):
+    __slots__ = ("code", "names", "token_id")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    names: _containers.RepeatedScalarFieldContainer[str]
+    token_id: int
+    def __init__(self, code: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., token_id: _Optional[int] = ...) -> None: ...
+
 class DecodeRequest(_message.Message):
     __slots__ = ("token_ids", "skip_special_tokens", "tenant")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -132,7 +208,7 @@ class GetTokenizerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTokenizerInfoResponse(_message.Message):
-    __slots__ = ("fingerprint", "vocab_size", "eos_token_ids", "has_chat_template", "default_sampling_params", "max_token_bytes", "tool_call_parser", "reasoning_parser", "special_marks", "tool_format_json", "max_sentence_tokens", "media_kinds")
+    __slots__ = ("fingerprint", "vocab_size", "eos_token_ids", "has_chat_template", "default_sampling_params", "max_token_bytes", "tool_call_parser", "reasoning_parser", "special_marks", "tool_format_json", "max_sentence_tokens", "media_kinds", "transcript")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +221,7 @@ class GetTokenizerInfoResponse(_message.Message):
     TOOL_FORMAT_JSON_FIELD_NUMBER: _ClassVar[int]
     MAX_SENTENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MEDIA_KINDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSCRIPT_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -157,4 +234,5 @@ class GetTokenizerInfoResponse(_message.Message):
     tool_format_json: bytes
     max_sentence_tokens: int
     media_kinds: _containers.RepeatedScalarFieldContainer[_types_pb2.MediaKind]
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., default_sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_token_bytes: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., special_marks: _Optional[_Iterable[str]] = ..., tool_format_json: _Optional[bytes] = ..., max_sentence_tokens: _Optional[int] = ..., media_kinds: _Optional[_Iterable[_Union[_types_pb2.MediaKind, str]]] = ...) -> None: ...
+    transcript: TranscriptTraits
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., default_sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_token_bytes: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., special_marks: _Optional[_Iterable[str]] = ..., tool_format_json: _Optional[bytes] = ..., max_sentence_tokens: _Optional[int] = ..., media_kinds: _Optional[_Iterable[_Union[_types_pb2.MediaKind, str]]] = ..., transcript: _Optional[_Union[TranscriptTraits, _Mapping]] = ...) -> None: ...

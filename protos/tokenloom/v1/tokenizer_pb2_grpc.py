@@ -45,6 +45,11 @@ class TokenizerStub:
                 request_serializer=tokenloom_dot_v1_dot_tokenizer__pb2.EncodeChatRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_tokenizer__pb2.EncodeChatResponse.FromString,
                 _registered_method=True)
+        self.EncodeTranscript = channel.unary_unary(
+                '/tokenloom.v1.Tokenizer/EncodeTranscript',
+                request_serializer=tokenloom_dot_v1_dot_tokenizer__pb2.EncodeTranscriptRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_tokenizer__pb2.EncodeTranscriptResponse.FromString,
+                _registered_method=True)
         self.Decode = channel.unary_unary(
                 '/tokenloom.v1.Tokenizer/Decode',
                 request_serializer=tokenloom_dot_v1_dot_tokenizer__pb2.DecodeRequest.SerializeToString,
@@ -77,6 +82,14 @@ class TokenizerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EncodeTranscript(self, request, context):
+        """Writes the prompt with which a model that transcribes reads a piece of a sound. INVALID_ARGUMENT if the model does not transcribe, for a
+        language or a task that it does not know, and for text that spells a special token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Decode(self, request, context):
         """Decodes complete sequences; the output processor decodes streams.
         """
@@ -103,6 +116,11 @@ def add_TokenizerServicer_to_server(servicer, server):
                     servicer.EncodeChat,
                     request_deserializer=tokenloom_dot_v1_dot_tokenizer__pb2.EncodeChatRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_tokenizer__pb2.EncodeChatResponse.SerializeToString,
+            ),
+            'EncodeTranscript': grpc.unary_unary_rpc_method_handler(
+                    servicer.EncodeTranscript,
+                    request_deserializer=tokenloom_dot_v1_dot_tokenizer__pb2.EncodeTranscriptRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_tokenizer__pb2.EncodeTranscriptResponse.SerializeToString,
             ),
             'Decode': grpc.unary_unary_rpc_method_handler(
                     servicer.Decode,
@@ -170,6 +188,33 @@ class Tokenizer:
             '/tokenloom.v1.Tokenizer/EncodeChat',
             tokenloom_dot_v1_dot_tokenizer__pb2.EncodeChatRequest.SerializeToString,
             tokenloom_dot_v1_dot_tokenizer__pb2.EncodeChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EncodeTranscript(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.Tokenizer/EncodeTranscript',
+            tokenloom_dot_v1_dot_tokenizer__pb2.EncodeTranscriptRequest.SerializeToString,
+            tokenloom_dot_v1_dot_tokenizer__pb2.EncodeTranscriptResponse.FromString,
             options,
             channel_credentials,
             insecure,

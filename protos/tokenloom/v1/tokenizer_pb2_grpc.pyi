@@ -41,6 +41,10 @@ class TokenizerStub:
     """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT if the template rejects the
     messages; RESOURCE_EXHAUSTED if the rendered text exceeds its limit; DEADLINE_EXCEEDED if rendering takes too long.
     """
+    EncodeTranscript: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeTranscriptRequest, _tokenizer_pb2.EncodeTranscriptResponse]
+    """Writes the prompt with which a model that transcribes reads a piece of a sound. INVALID_ARGUMENT if the model does not transcribe, for a
+    language or a task that it does not know, and for text that spells a special token.
+    """
     Decode: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.DecodeRequest, _tokenizer_pb2.DecodeResponse]
     """Decodes complete sequences; the output processor decodes streams."""
     GetTokenizerInfo: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenizerInfoRequest, _tokenizer_pb2.GetTokenizerInfoResponse]
@@ -58,6 +62,10 @@ class TokenizerAsyncStub(TokenizerStub):
     EncodeChat: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeChatRequest, _tokenizer_pb2.EncodeChatResponse]  # type: ignore[assignment]
     """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT if the template rejects the
     messages; RESOURCE_EXHAUSTED if the rendered text exceeds its limit; DEADLINE_EXCEEDED if rendering takes too long.
+    """
+    EncodeTranscript: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeTranscriptRequest, _tokenizer_pb2.EncodeTranscriptResponse]  # type: ignore[assignment]
+    """Writes the prompt with which a model that transcribes reads a piece of a sound. INVALID_ARGUMENT if the model does not transcribe, for a
+    language or a task that it does not know, and for text that spells a special token.
     """
     Decode: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.DecodeRequest, _tokenizer_pb2.DecodeResponse]  # type: ignore[assignment]
     """Decodes complete sequences; the output processor decodes streams."""
@@ -85,6 +93,16 @@ class TokenizerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_tokenizer_pb2.EncodeChatResponse, _abc.Awaitable[_tokenizer_pb2.EncodeChatResponse]]:
         """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT if the template rejects the
         messages; RESOURCE_EXHAUSTED if the rendered text exceeds its limit; DEADLINE_EXCEEDED if rendering takes too long.
+        """
+
+    @_abc_1.abstractmethod
+    def EncodeTranscript(
+        self,
+        request: _tokenizer_pb2.EncodeTranscriptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokenizer_pb2.EncodeTranscriptResponse, _abc.Awaitable[_tokenizer_pb2.EncodeTranscriptResponse]]:
+        """Writes the prompt with which a model that transcribes reads a piece of a sound. INVALID_ARGUMENT if the model does not transcribe, for a
+        language or a task that it does not know, and for text that spells a special token.
         """
 
     @_abc_1.abstractmethod

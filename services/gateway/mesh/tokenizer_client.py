@@ -52,7 +52,12 @@ one does that did not."""
 LOST_IN_A_ROUND, MAX_LOST_ROUNDS = 2, 5
 """Replicas that may be lost one after the other while they have one text, until the call waits; and how often that may
 happen, until it ends, because the text itself may end them."""
-_Request: TypeAlias = tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest | tokenizer_pb2.DecodeRequest
+_Request: TypeAlias = (
+    tokenizer_pb2.EncodeRequest
+    | tokenizer_pb2.EncodeChatRequest
+    | tokenizer_pb2.EncodeTranscriptRequest
+    | tokenizer_pb2.DecodeRequest
+)
 MAX_WRONG = 3
 """Wrong answers to one call after which it ends."""
 _MAX_PACKED_BYTES = 8 << 20
@@ -178,6 +183,12 @@ class TokenizerClient:
         )
         return self._call("EncodeChat", request)
 
+    def encode_transcript(
+        self, request: tokenizer_pb2.EncodeTranscriptRequest
+    ) -> Awaitable[tokenizer_pb2.EncodeTranscriptResponse]:
+        """Return the prompt of a piece of a sound."""
+        return self._call("EncodeTranscript", request)
+
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, tenant: str = ""
     ) -> Awaitable[tokenizer_pb2.DecodeResponse]:
@@ -238,8 +249,11 @@ class TokenizerClient:
         """Return whether an answer may be that of the request: a prompt for each text, of tokens that there are."""
         if isinstance(request, tokenizer_pb2.DecodeRequest):
             return True
-        prompts = [answer.prompt] if isinstance(request, tokenizer_pb2.EncodeChatRequest) else answer.prompts
         size = self.info.vocab_size if self.info is not None and self.info.vocab_size else ANY_TOKEN
+        if isinstance(request, tokenizer_pb2.EncodeTranscriptRequest):
+            ids = answer.prompt.token_ids
+            return bool(ids) and max(ids) < size and len(answer.prompt.media) == 1
+        prompts = [answer.prompt] if isinstance(request, tokenizer_pb2.EncodeChatRequest) else answer.prompts
         for prompt in prompts:
             num_tokens = len(prompt.token_ids)
             if num_tokens and max(prompt.token_ids) >= size:

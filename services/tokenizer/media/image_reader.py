@@ -117,10 +117,10 @@ class ImageReader:
 
         Raises ``InvalidArgument`` for files with entries that are wrong.
         """
-        config = _read(path / "config.json")
+        config = read_entries(path / "config.json")
         make = _FAMILIES.get(config.get("model_type", ""))
-        processor = _read(path / "processor_config.json")
-        images = processor.get("image_processor") or _read(path / "preprocessor_config.json")
+        processor = read_entries(path / "processor_config.json")
+        images = processor.get("image_processor") or read_entries(path / "preprocessor_config.json")
         if make is None or not images:
             return None
         entries = Entries(config, "config.json")
@@ -210,7 +210,7 @@ class ImageReader:
         parts = (salt, image.digest, self.fingerprint, image.options_json, struct.pack("<QQ", num_rows, place))
         frames, lines, columns = text.grid
         return MediaItem(
-            key=_digest(parts),
+            key=digest_of_parts(parts),
             kind=image.kind,
             num_rows=num_rows,
             levels=self.levels,
@@ -235,7 +235,7 @@ def _runs(places: Sequence[int]) -> Iterator[MediaRun]:
             start = index
 
 
-def _digest(parts: Sequence[bytes]) -> bytes:
+def digest_of_parts(parts: Sequence[bytes]) -> bytes:
     """Return SHA-256 over parts, each with its length: otherwise two of them could share a border."""
     digest = hashlib.sha256()
     for part in parts:
@@ -249,7 +249,7 @@ def _refused(index: int, reason: str) -> InvalidArgument:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_entries(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; without one, no entries. Raises ``InvalidArgument`` for other contents."""
     if not path.is_file():
         return {}

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2
+from tokenloom.v1.types_pb2 import MediaKind
 
 from ..encoding.sse import encode_json
 from ..http.http_exchange import HttpExchange
@@ -34,6 +35,7 @@ def mesh_state(mesh: ServedMesh) -> dict[str, object]:
         "model": mesh.model,
         "max_model_len": limits.max_model_len if limits else None,
         "max_logprobs": limits.max_logprobs if limits else None,
+        "reads_images": limits is not None and MediaKind.MEDIA_KIND_IMAGE in limits.media_kinds,
         "missing": missing,
         "live": mesh.generator.num_live,
         "placement": mesh.view.placement,
@@ -118,7 +120,7 @@ _TYPES: Mapping[str, bytes] = {
 }
 # The page runs only its own files and connects only to its own gateway; no other page may show it in a frame.
 _POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = (

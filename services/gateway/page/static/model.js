@@ -5,9 +5,15 @@ import { byId, html, setText } from "./dom.js";
 const listeners = new Set();
 let chosen; // undefined: the first model of the gateway
 let served;
+let offerImages = () => {};
 
 /** Call a function when another model was chosen. */
 export const onModel = (listener) => listeners.add(listener);
+
+/** Call a function with whether the model reads images, whenever the gateway reports it. */
+export const onImages = (listener) => {
+  offerImages = listener;
+};
 
 /** Return the name of the model; undefined until the gateway has reported it. */
 export const modelName = () => chosen ?? served;
@@ -16,8 +22,9 @@ export const modelName = () => chosen ?? served;
 export const ofModel = (path) => (chosen === undefined ? path : `${path}?model=${encodeURIComponent(chosen)}`);
 
 /** Show the model, or a choice if there are several. */
-export const showModels = ({ model, models }) => {
+export const showModels = ({ model, models, reads_images }) => {
   served = model;
+  offerImages(reads_images);
   const select = byId("models");
   const isChoice = models.length > 1;
   byId("model").hidden = isChoice;

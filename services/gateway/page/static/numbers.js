@@ -5,6 +5,7 @@ const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFracti
 
 export const count = (value) => (value < 10000 ? plain.format(value) : compact.format(value));
 export const percent = (share) => `${plain.format(100 * share)} %`;
+export const megabytes = (bytes) => `${plain.format(bytes / (1 << 20))} MiB`;
 export const several = (value, one, many = `${one}s`) => `${count(value)} ${value === 1 ? one : many}`;
 
 /** Return a duration with three digits at most. */

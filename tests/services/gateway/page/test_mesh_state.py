@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
-from tokenloom.v1 import coordinator_pb2
+from tokenloom.v1 import coordinator_pb2, types_pb2
 
 
 async def until(http: httpx.AsyncClient, name: str, state: str) -> dict[str, Any]:
@@ -32,6 +32,13 @@ async def test_every_replica_is_listed(http: httpx.AsyncClient) -> None:
     (engine,) = seen["engines"]
     assert (engine["name"], engine["state"], engine["running"], engine["kv_usage"]) == ("engine-0", "serving", 3, 0.25)
     assert "address" not in str(seen)
+
+
+async def test_whether_the_model_reads_images(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    assert not (await until(http, "engine-0", "serving"))["reads_images"]
+    mesh.coordinator.limits = types_pb2.ModelLimits(max_model_len=512, media_kinds=[types_pb2.MEDIA_KIND_IMAGE])
+    await mesh.coordinator.set_engines("engine-5")
+    assert (await until(http, "engine-5", "serving"))["reads_images"]
 
 
 async def test_a_lost_engine_is_named_until_it_returns(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

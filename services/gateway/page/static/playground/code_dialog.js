@@ -15,8 +15,8 @@ const copy = async (text) => {
   return "Selected: copy it with Ctrl + C.";
 };
 
-/** `currentBody`: returns the body of the request that would be sent now. */
-export const startCodeDialog = (currentBody) => {
+/** `currentBody` and `currentPictures`: return the body of the request that would be sent now, and its pictures. */
+export const startCodeDialog = (currentBody, currentPictures) => {
   const dialog = byId("code-dialog");
   const show = () => {
     const language = dialog.querySelector("input:checked").value;
@@ -24,7 +24,7 @@ export const startCodeDialog = (currentBody) => {
     let code = "";
     let problem = "";
     try {
-      code = WRITERS[language](currentBody(), base, Boolean(readKey("api")));
+      code = WRITERS[language](currentBody(), base, Boolean(readKey("api")), currentPictures());
     } catch (error) {
       problem = `The settings are not right: ${error.message}`;
     }

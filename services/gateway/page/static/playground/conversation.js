@@ -46,6 +46,11 @@ export class Conversation {
     this.messages.length = this.messages.indexOf(message) + 1;
   }
 
+  /** Return the pictures of all messages. */
+  get pictures() {
+    return this.messages.flatMap((message) => message.pictures);
+  }
+
   /** Return the messages as the API expects them. */
   forApi() {
     return this.messages.filter((message) => message.role === "user" || !message.isEmpty).flatMap(apiMessages);
@@ -53,9 +58,11 @@ export class Conversation {
 }
 
 /** Return the content of a user's message: its text, behind its pictures if it has any. */
-export const contentOf = (text, pictures) => (pictures.length
-  ? [...pictures.map(({ url }) => ({ type: "image_url", image_url: { url } })), { type: "text", text }]
-  : text);
+export const contentOf = (text, pictures) => {
+  if (!pictures.length) return text;
+  const shown = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...shown, { type: "text", text }] : shown;
+};
 
 const apiMessages = (message) => {
   if (message.role === "user") return [{ role: "user", content: contentOf(message.content, message.pictures) }];

@@ -1,6 +1,7 @@
 // Shows one message of the conversation and its actions.
 
 import { button, html, setText } from "../dom.js";
+import { pictureList } from "./pictures.js";
 import { timelineOf } from "./timeline.js";
 import { TokenView } from "./token_view.js";
 import { toolCards } from "./tool_calls.js";
@@ -8,7 +9,7 @@ import { toolCards } from "./tool_calls.js";
 const AUTHORS = { user: "You", assistant: "Model" };
 
 export class MessageView {
-  /** `actions`: functions `regenerate`, `edited` (with the message and its new text) and `answered`. */
+  /** `actions`: functions `regenerate`, `edited` (with the message, its new text and pictures) and `answered`. */
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
@@ -16,8 +17,7 @@ export class MessageView {
     this.reasoning = html("details", { class: "reasoning", hidden: true, open: true },
       html("summary", {}, "Reasoning"), html("div"));
     this.tools = html("div");
-    this.pictures = html("p", { class: "note", hidden: !message.pictures.length },
-      `Images: ${message.pictures.map(({ name }) => name).join(", ")}`);
+    this.pictures = html("ul", { class: "pictures", "aria-label": "Images" });
     this.error = html("p", { class: "problem", role: "alert", hidden: true });
     this.foot = html("div");
     this.bar = html("span", { class: "message-actions" });
@@ -35,6 +35,7 @@ export class MessageView {
     const isLive = message.state === "streaming";
     this.root.setAttribute("aria-busy", String(isLive));
     this.root.classList.toggle("live", isLive);
+    this.showPictures(message.pictures);
     this.showText();
     this.reasoning.hidden = !message.reasoning;
     setText(this.reasoning.lastChild, message.reasoning);
@@ -47,6 +48,11 @@ export class MessageView {
     }
     this.bar.replaceChildren(...this.buttons());
     if (message.role === "assistant") this.foot.replaceChildren(timelineOf(message));
+  }
+
+  showPictures(pictures, remove) {
+    this.pictures.hidden = !pictures.length;
+    this.pictures.replaceChildren(...pictureList(pictures, remove));
   }
 
   showText() {
@@ -91,8 +97,16 @@ export class MessageView {
     const isUser = this.message.role === "user";
     const input = html("textarea", { "aria-label": "Text of the message", rows: 3 });
     input.value = this.message.content;
+    let { pictures } = this.message;
+    const remove = (picture) => {
+      pictures = pictures.filter((each) => each !== picture);
+      this.showPictures(pictures, remove);
+      input.focus();
+    };
+    this.showPictures(pictures, remove);
     const close = () => {
       form.replaceWith(this.text);
+      this.showPictures(this.message.pictures);
       this.showText();
       this.bar.hidden = false;
       this.bar.lastChild.focus();
@@ -100,7 +114,7 @@ export class MessageView {
     const form = html("form", { class: "edit", submit: (event) => {
       event.preventDefault();
       close();
-      this.actions.edited(this.message, input.value);
+      this.actions.edited(this.message, input.value, pictures);
     }, keydown: (event) => {
       if (event.key === "Escape") close();
       else if (event.key === "Enter" && !event.shiftKey) form.requestSubmit();

@@ -1,23 +1,16 @@
 // Lets a conversation with the model run: send, stop, regenerate, edit.
 
-import { byId, html, setText } from "../dom.js";
-import { modelName } from "../model.js";
+import { byId, html } from "../dom.js";
+import { modelName, onImages } from "../model.js";
 import { receive } from "./answer_stream.js";
 import { startCodeDialog } from "./code_dialog.js";
 import { Conversation, Message, contentOf } from "./conversation.js";
 import { MessageView } from "./message_view.js";
+import { Pictures } from "./pictures.js";
 import { measured, requestBody } from "./request_body.js";
 import { Settings } from "./settings.js";
 
 const NEAR = 60; // pixels from the end within which the list follows the answer
-
-/** Return the name of a file and its data: URL. */
-const read = (file) => new Promise((resolve, reject) => {
-  const reader = new FileReader();
-  reader.addEventListener("load", () => resolve({ name: file.name, url: reader.result }));
-  reader.addEventListener("error", () => reject(reader.error));
-  reader.readAsDataURL(file);
-});
 
 class Playground {
   constructor() {
@@ -27,11 +20,10 @@ class Playground {
     this.list = byId("messages");
     this.draft = byId("draft");
     this.live = null; // the AbortController of the answer that streams
-    this.pictures = []; // that the next message shows: {name, url}
-    this.note = byId("composer-note").textContent;
+    this.pictures = new Pictures(); // that the next message shows
     this.actions = {
       regenerate: (message) => this.again(message),
-      edited: (message, text) => this.edited(message, text),
+      edited: (message, text, pictures) => this.edited(message, text, pictures),
       answered: () => this.answered(),
     };
     this.showEmpty();
@@ -40,19 +32,10 @@ class Playground {
   /** Send what was written. */
   send() {
     const text = this.draft.value.trim();
-    if ((!text && !this.pictures.length) || this.live) return;
+    if ((!text && !this.pictures.chosen.length) || this.live) return;
     this.draft.value = "";
-    this.append(new Message("user", text, this.pictures));
-    this.choose([]);
+    this.append(new Message("user", text, this.pictures.release()));
     this.answer();
-  }
-
-  /** Let the next message show these files. */
-  async choose(files) {
-    this.pictures = await Promise.all([...files].map(read));
-    if (!files.length) byId("pictures").value = "";
-    const names = this.pictures.map(({ name }) => name).join(", ");
-    setText(byId("composer-note"), names ? `With ${names}` : this.note);
   }
 
   stop() {
@@ -73,10 +56,16 @@ class Playground {
   body() {
     const draft = this.draft.value.trim();
     const messages = this.conversation.forApi();
-    if (draft || this.pictures.length || !messages.length) {
-      messages.push({ role: "user", content: contentOf(draft || "Hello!", this.pictures) });
+    const { chosen } = this.pictures;
+    if (draft || chosen.length || !messages.length) {
+      messages.push({ role: "user", content: contentOf(draft || (chosen.length ? "" : "Hello!"), chosen) });
     } else if (messages.at(-1).role === "assistant") messages.pop();
     return requestBody(this.settings.read(), messages, modelName());
+  }
+
+  /** Return the pictures of that request. */
+  shown() {
+    return [...this.conversation.pictures, ...this.pictures.chosen];
   }
 
   async answer() {
@@ -124,9 +113,9 @@ class Playground {
     this.draft.focus();
   }
 
-  edited(message, text) {
+  edited(message, text, pictures) {
     if (this.live) return;
-    message.content = text;
+    Object.assign(message, { content: text, pictures });
     message.tokens = [];
     if (message.role === "user") this.conversation.cutAfter(message);
     this.dropViews();
@@ -184,9 +173,9 @@ export const startPlayground = () => {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !document.querySelector("dialog[open]")) playground.stop();
   });
-  byId("pictures").addEventListener("change", (event) => playground.choose(event.target.files));
+  onImages((isRead) => playground.pictures.allow(isRead));
   byId("stop").addEventListener("click", () => playground.stop());
   byId("new-chat").addEventListener("click", () => playground.clear());
   byId("toggle-settings").addEventListener("click", toggleSettings);
-  startCodeDialog(() => playground.body());
+  startCodeDialog(() => playground.body(), () => playground.shown());
 };

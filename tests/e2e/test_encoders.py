@@ -26,6 +26,7 @@ def _image(seed: int = 0) -> bytes:
 
 
 DATA = _image()
+NUM_IMAGES = 12
 DIGEST = hashlib.sha256(DATA).digest()
 
 
@@ -69,30 +70,49 @@ def test_an_encoder_that_was_killed_is_started_again(mesh: Any) -> None:
     assert _rows(parts["encoder-0"]["address"]) == rows[0]
 
 
+async def _answer(client: openai.AsyncOpenAI, number: int, salt: str) -> str:
+    """Ask about an image; with a salt of its own its rows are computed again."""
+    url = f"data:image/png;base64,{base64.b64encode(_image(number)).decode()}"
+    parts: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    answer = await client.chat.completions.create(
+        model="llava",
+        messages=[{"role": "user", "content": parts}],
+        max_tokens=20,
+        extra_body={"cache_salt": salt, "ignore_eos": True},
+    )
+    return str(answer.choices[0].message.content)
+
+
+def _client(mesh: Any, retries: int) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=retries, timeout=120)
+
+
 async def test_no_request_fails_when_encoders_are_killed(mesh: Any) -> None:
-    """Each has other images, and a salt of its own in the second round, so that all rows are computed again."""
-    urls = [f"data:image/png;base64,{base64.b64encode(_image(seed)).decode()}" for seed in range(12)]
-    async with openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=4, timeout=120) as client:
-
-        async def ask(number: int, salt: str) -> str:
-            parts: Any = [{"type": "image_url", "image_url": {"url": urls[number]}}, {"type": "text", "text": "What?"}]
-            answer = await client.chat.completions.create(
-                model="llava",
-                messages=[{"role": "user", "content": parts}],
-                max_tokens=20,
-                extra_body={"cache_salt": salt, "ignore_eos": True},
-            )
-            return str(answer.choices[0].message.content)
-
-        expected = await asyncio.gather(*(ask(number, "first") for number in range(len(urls))))
-        assert len(set(expected)) == len(urls), "each answer depends on its image"
+    async with _client(mesh, 4) as client:
+        expected = await asyncio.gather(*(_answer(client, number, "first") for number in range(NUM_IMAGES)))
+        assert len(set(expected)) == NUM_IMAGES, "each answer depends on its image"
         for index in range(2):
-            asking = [asyncio.create_task(ask(number, f"round {index}")) for number in range(len(urls))]
+            asking = [asyncio.create_task(_answer(client, number, f"{index}")) for number in range(NUM_IMAGES)]
             await asking[0]  # others are on their way
             victim = _encoders(mesh)[f"encoder-{index}"]
             psutil.Process(victim["pid"]).kill()
             assert await asyncio.gather(*asking) == expected
             await asyncio.to_thread(_wait_replaced, mesh, f"encoder-{index}", victim["pid"])
+
+
+async def test_no_request_fails_when_an_encoder_stops(mesh: Any) -> None:
+    """It is asked for rows, for files that it has, and for new ones while it is stopped."""
+    async with _client(mesh, 0) as client:
+        expected = await asyncio.gather(*(_answer(client, number, "first") for number in range(NUM_IMAGES)))
+        asking = [asyncio.create_task(_answer(client, number, "stopped")) for number in range(NUM_IMAGES)]
+        await asking[0]
+        victim = psutil.Process(_encoders(mesh)["encoder-0"]["pid"])
+        victim.suspend()
+        try:
+            asking += [asyncio.create_task(_answer(client, number, "later")) for number in range(NUM_IMAGES)]
+            assert await asyncio.gather(*asking) == expected * 2
+        finally:
+            victim.resume()
 
 
 def _wait_replaced(mesh: Any, name: str, pid: int) -> None:

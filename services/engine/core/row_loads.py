@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -27,6 +27,7 @@ from tokenloom.request.errors import (
     Unavailable,
 )
 from tokenloom.request.wire_errors import from_rpc, of_exception
+from tokenloom.services.runtime.liveness import QUIET_SECONDS, answered
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry import process_metrics
@@ -60,6 +61,8 @@ class Pauses:
     """For the first time after an encoder did not answer; twice as long for each further one."""
     full: float = 1.0
     """If an encoder has no room and names no time."""
+    quiet: float = QUIET_SECONDS
+    """Until an encoder that has sent nothing is asked whether it is there: a tower may take minutes."""
 
 
 _FAILURES = ("MEDIA_LOST", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "INTERNAL")
@@ -300,11 +303,18 @@ class RowLoads:
         request = load.request
         async with self._encoders.stub(request.item.encoder) as stub:
             call = stub.Get(request)
+
+            def ask() -> Awaitable[object]:
+                return stub.GetEncoderInfo(encoder_pb2.GetEncoderInfoRequest())
+
             try:
-                async for chunk in call:
+                while isinstance(chunk := await answered(call.read(), ask, self._pause.quiet), encoder_pb2.RowChunk):
                     # Off the event loop: a piece of 4 MB takes it 3 ms.
                     rows = await asyncio.to_thread(self._checked, load, chunk)
                     await self._send(load, rows)
+            except TimeoutError:
+                # Repeated here it would take as long again, and the gateway knows the other encoders.
+                raise MediaLost("the encoder that has the image is silent") from None
             finally:
                 call.cancel()
 

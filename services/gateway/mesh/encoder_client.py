@@ -13,6 +13,7 @@ import grpc.aio
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.fair_stage import FairStage
+from tokenloom.services.runtime.liveness import answered
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget, RetryDebt, cause_of
 from tokenloom.services.runtime.tasks import Tasks
@@ -41,6 +42,7 @@ WAIT_SECONDS: Final = 60.0
 _NO_ENCODER: Final = "No encoder is serving; start one (--encoders), or retry when it is back."
 AGAIN_SECONDS: Final = 0.2
 RELEASE_SECONDS: Final = 5.0
+RELEASE_ATTEMPTS: Final = 4
 LEAVE_SECONDS: Final = 10.0
 """How long calls in flight may go on at an encoder that has left."""
 MAX_NAMES: Final = 10_000
@@ -128,11 +130,12 @@ class EncoderClient:
                 del self._names[most]
 
     async def place(
-        self, part: MediaPart, digest: bytes, file: ClientFile | None, owner: FilesOwner
+        self, part: MediaPart, digest: bytes, file: ClientFile | None, owner: FilesOwner, asked: dict[str, None]
     ) -> tuple[str, encoder_pb2.PutResponse]:
         """Return the address of an encoder that has a file now, and what it says of it.
 
-        ``digest``: empty if the file is only at a URL. ``file``: None if only encoders may have it. Raises
+        ``digest``: empty if the file is only at a URL. ``file``: None if only encoders may have it. ``asked``: takes
+        the addresses of all encoders that may have the file from now on, also if this is cancelled. Raises
         ``InvalidArgument`` for a file that no encoder takes, ``PermissionDenied`` for a URL, and ``Unavailable``, or
         what refused it, when no encoder takes it in time.
         """
@@ -145,6 +148,7 @@ class EncoderClient:
                 if not debt.pay():
                     break
                 await stage.begin(owner.tenant, cost)
+                asked[address] = None
                 try:
                     return address, await self._put(self._stub(address), part, digest, file, owner)
                 except errors.TokenloomError as error:
@@ -162,8 +166,7 @@ class EncoderClient:
     def release(self, addresses: Sequence[str], owner: FilesOwner) -> None:
         """Let encoders forget a request's files; nothing waits for it."""
         for address in addresses:
-            if address in self._addresses():
-                self._tasks.spawn(self._release(address, owner), name="release files")
+            self._tasks.spawn(self._release(address, owner), name="release files")
 
     async def _put(
         self, stub: _Stub, part: MediaPart, digest: bytes, file: ClientFile | None, owner: FilesOwner
@@ -181,19 +184,23 @@ class EncoderClient:
             asked = encoder_pb2.HasRequest(
                 tenant=owner.tenant, cache_salt=owner.salt, digest=[digest], request_id=owner.request_id
             )
-            found: encoder_pb2.HasResponse = await _answer(stub.Has(asked))
+            found: encoder_pb2.HasResponse = await _answer(stub, stub.Has(asked))
             if found.has and found.has[0]:
                 return found.facts[0]
             if file is None:
                 raise _unknown(part)
-        return await _answer(stub.Put(_messages(header, file)))
+        return await _answer(stub, stub.Put(_messages(header, file)))
 
     def _addresses(self) -> list[str]:
         return [entry.identity.address for entry in self._view.encoders]
 
+    def _known(self) -> set[str]:
+        """Return the addresses of those that drain too: they wait until the files that they have are released."""
+        return {entry.identity.address for entry in self._view.known_encoders}
+
     def _stub(self, address: str) -> _Stub:
         if address not in self._links:
-            for left in self._links.keys() - set(self._addresses()):
+            for left in self._links.keys() - self._known():
                 self._tasks.spawn(self._links.pop(left)[0].close(LEAVE_SECONDS), name="close a channel to an encoder")
             channel = self._channels.open(address, "encoder")
             self._links[address] = channel, encoder_pb2_grpc.EncoderStub(channel)
@@ -201,10 +208,17 @@ class EncoderClient:
 
     async def _release(self, address: str, owner: FilesOwner) -> None:
         request = encoder_pb2.ReleaseFilesRequest(request_id=owner.request_id, tenant=owner.tenant)
-        try:
-            await self._stub(address).ReleaseFiles(request, timeout=RELEASE_SECONDS)
-        except grpc.aio.AioRpcError as failure:  # its lease ends by itself
-            log.debug("encoder %s: %s", address, failure.code().name)
+        # A call that is lost would leave the file pinned until its lease ends, in ten minutes: it would take the room
+        # of others, and an encoder that drains would wait for it.
+        for attempt in range(RELEASE_ATTEMPTS):
+            if address not in self._known():  # it is gone, and its memory with it
+                return
+            try:
+                await self._stub(address).ReleaseFiles(request, timeout=RELEASE_SECONDS)
+                return
+            except grpc.aio.AioRpcError as failure:
+                log.debug("encoder %s: %s", address, failure.code().name)
+            await asyncio.sleep(AGAIN_SECONDS * 2**attempt)
 
 
 class RequestMedia:
@@ -224,7 +238,7 @@ class RequestMedia:
         self._owner = owner
         self._options = options
         self._digests: list[bytes] = []  # of the parts, once they are placed
-        self._addresses: dict[str, None] = {}  # of all encoders that have had a file
+        self._addresses: dict[str, None] = {}  # of all encoders that may have a file
 
     async def put(self) -> list[MediaSize]:
         """Put all files at encoders, and return what the tokenizer has to know of each part. Raises as
@@ -287,9 +301,7 @@ class RequestMedia:
         file = part.file or self._files.get(digest) or kept.get(tenant, digest)
         if file is not None and self._owner.is_kept:
             kept.put(tenant, file)
-        address, response = await self._client.place(part, digest, file, self._owner)
-        self._addresses[address] = None
-        return address, response
+        return await self._client.place(part, digest, file, self._owner, self._addresses)
 
 
 async def _messages(header: encoder_pb2.PutHeader, file: ClientFile | None) -> AsyncIterator[encoder_pb2.PutRequest]:
@@ -299,10 +311,12 @@ async def _messages(header: encoder_pb2.PutHeader, file: ClientFile | None) -> A
             yield encoder_pb2.PutRequest(data=piece[start : start + PIECE_BYTES])
 
 
-async def _answer(call: Awaitable[T]) -> T:
-    """Return the answer of an encoder. Raises its error, and ``Unavailable`` for a connection that was lost."""
+async def _answer(stub: _Stub, call: Awaitable[T]) -> T:
+    """Return the answer of an encoder. Raises its error, and ``Unavailable`` for one that is lost or silent."""
     try:
-        return await call
+        return await answered(call, lambda: stub.GetEncoderInfo(encoder_pb2.GetEncoderInfoRequest()))
+    except TimeoutError:
+        raise errors.Unavailable("The encoder is silent; retry.") from None
     except grpc.aio.AioRpcError as failure:
         if wire_errors.was_cut(failure):
             raise errors.Unavailable("The encoder is away; retry.") from failure

@@ -31,7 +31,8 @@ def item_rows(item: MediaItem, dtype: "encoder_pb2.RowType.ValueType" = ROW_TYPE
 
 class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
     """Counts the calls for each key. ``faults`` are raised by the next calls, one each, before any row; ``gate`` stops
-    all calls until it is set; ``change`` alters each piece before it is sent."""
+    all calls until it is set, as it is when the encoder is asked twice whether it is there; ``change`` alters each
+    piece before it is sent; while it ``hangs``, it says nothing at all."""
 
     def __init__(self) -> None:
         self.calls: Counter[bytes] = Counter()
@@ -46,6 +47,8 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
         self.cut_after: list[int] = []
         """The next calls end without an error after so many pieces, one each."""
         self.change: Callable[[RowChunk], RowChunk] = lambda chunk: chunk
+        self.hangs = False
+        self.num_asked = 0
 
     async def Get(  # type: ignore[override]  # a generator
         self, request: encoder_pb2.GetRequest, context: Any
@@ -69,6 +72,16 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
                 yield self.change(chunk)
         finally:
             self.ended.set()
+
+    async def GetEncoderInfo(
+        self, request: encoder_pb2.GetEncoderInfoRequest, context: Any
+    ) -> encoder_pb2.GetEncoderInfoResponse:
+        self.num_asked += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+        elif self.num_asked == 2:
+            self.gate.set()
+        return encoder_pb2.GetEncoderInfoResponse()
 
 
 @asynccontextmanager

@@ -30,8 +30,11 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
         self.files: dict[tuple[str, bytes, bytes], bytes] = {}  # by tenant, salt and digest
         self.pins: dict[str, list[bytes]] = {}  # digests by request
         self.released: asyncio.Queue[str] = asyncio.Queue()
+        self.lost_releases = 0  # of the next ones
         self.puts: list[encoder_pb2.PutHeader] = []
         self.error: errors.TokenloomError | None = None  # of all calls
+        self.answering = asyncio.Event()  # it says nothing while this is not set
+        self.answering.set()
         self.fetching = asyncio.Event()  # URLs are answered while it is set
         self.fetching.set()
         self.num_fetches = asyncio.Semaphore(0)
@@ -74,11 +77,21 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
     async def ReleaseFiles(
         self, request: encoder_pb2.ReleaseFilesRequest, context: Any
     ) -> encoder_pb2.ReleaseFilesResponse:
+        if self.lost_releases:
+            self.lost_releases -= 1
+            await wire_errors.abort(context, errors.Unavailable("busy"))
         self.pins.pop(request.request_id, None)
         self.released.put_nowait(request.request_id)
         return encoder_pb2.ReleaseFilesResponse()
 
+    async def GetEncoderInfo(
+        self, request: encoder_pb2.GetEncoderInfoRequest, context: Any
+    ) -> encoder_pb2.GetEncoderInfoResponse:
+        await self.answering.wait()
+        return encoder_pb2.GetEncoderInfoResponse()
+
     async def _check(self, context: Any) -> None:
+        await self.answering.wait()
         if self.error is not None:
             await wire_errors.abort(context, self.error)
 

@@ -156,6 +156,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.placement = coordinator_pb2.PlacementRule.PLACEMENT_RULE_SCORE
         self.addresses: dict[str, str] = {}
         self.encoders: dict[str, str] = {}  # addresses by name
+        self.draining_encoders: set[str] = set()
         self.adapters: dict[str, types_pb2.Adapter] = {}
         self.failures: list[errors.TokenloomError] = []  # of the next calls of SetAdapter
         self.taken_over: list[types_pb2.Adapter] = []  # what a restarted coordinator has after an unload
@@ -175,6 +176,11 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def set_encoders(self, **addresses: str) -> None:
         async with self._changed:
             self.encoders = addresses
+            self._notify()
+
+    async def drain_encoder(self, name: str) -> None:
+        async with self._changed:
+            self.draining_encoders.add(name)
             self._notify()
 
     async def set_away(self, is_away: bool) -> None:
@@ -216,7 +222,10 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             yield coordinator_pb2.Snapshot(
                 complete=True,
                 engines=entries,
-                encoders=[_encoder_entry(name, address) for name, address in self.encoders.items()],
+                encoders=[
+                    _encoder_entry(name, address, is_draining=name in self.draining_encoders)
+                    for name, address in self.encoders.items()
+                ],
                 adapters=self.adapters.values(),
                 placement=self.placement,
             )
@@ -239,8 +248,9 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return entry
 
 
-def _encoder_entry(name: str, address: str) -> coordinator_pb2.EngineEntry:
-    report = coordinator_pb2.EngineReport(role=types_pb2.ENGINE_ROLE_ENCODE, state=coordinator_pb2.ENGINE_STATE_SERVING)
+def _encoder_entry(name: str, address: str, *, is_draining: bool) -> coordinator_pb2.EngineEntry:
+    state = coordinator_pb2.ENGINE_STATE_DRAINING if is_draining else coordinator_pb2.ENGINE_STATE_SERVING
+    report = coordinator_pb2.EngineReport(role=types_pb2.ENGINE_ROLE_ENCODE, state=state)
     identity = coordinator_pb2.EngineIdentity(engine_id=name, address=address, fingerprint=FINGERPRINT)
     return coordinator_pb2.EngineEntry(identity=identity, report=report)
 

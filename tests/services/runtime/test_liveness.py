@@ -1,6 +1,11 @@
 """The time for which a process itself was busy makes no peer of it silent."""
 
-from tokenloom.services.runtime.liveness import LivenessTimer
+import asyncio
+
+import pytest
+
+from tokenloom.services.runtime import liveness
+from tokenloom.services.runtime.liveness import LivenessTimer, answered
 
 
 class Time:
@@ -43,3 +48,56 @@ def test_a_pause_of_this_process_is_a_short_turn() -> None:
     time.now += 3600
     assert timer.look(owes=True) == 0.5
     assert looks_until(timer, time, 10.0, 0.5) == 18
+
+
+async def test_a_call_may_take_long_while_its_peer_answers() -> None:
+    call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    asked = []
+
+    async def ask() -> None:
+        asked.append(call.done())
+        if len(asked) == 3:
+            call.set_result(7)
+
+    assert await answered(call, ask, quiet=0.0) == 7
+    assert asked == [False] * 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_call_ends_whose_peer_is_silent(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    monkeypatch.setattr(liveness, "ANSWER_SECONDS", 1000.0 if fails else 0.0)
+    call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def ask() -> None:
+        if fails:
+            raise OSError("no connection")
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await answered(call, ask, quiet=0.0)
+    assert call.cancelled()
+
+
+async def test_a_call_that_ends_while_its_peer_is_asked_counts() -> None:
+    call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def ask() -> None:
+        call.set_exception(ValueError("refused"))
+        await asyncio.Event().wait()
+
+    with pytest.raises(ValueError, match="refused"):
+        await answered(call, ask, quiet=0.0)
+
+
+async def test_who_waits_takes_the_call_along() -> None:
+    call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def ask() -> None:
+        raise AssertionError("it is not asked yet")
+
+    waiting = asyncio.create_task(answered(call, ask, quiet=1000.0))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert call.cancelled()

@@ -11,6 +11,7 @@ from tests.services.engine.fake_encoder import FakeEncoder, expected_of, make_it
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_settings, running_engine
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.engine.core import row_loads
+from tokenloom.services.runtime import liveness
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1.encoder_pb2 import ROW_TYPE_BFLOAT16, RowChunk
@@ -140,6 +141,38 @@ async def test_each_request_learns_which_of_its_images_is_refused(
 async def test_an_encoder_that_does_not_exist_has_lost_the_image(peer: Peer, socket_dir: Path) -> None:
     await peer.send(make_media_add(1, make_item(4, 10, f"unix:{socket_dir}/nobody")))
     assert isinstance(await error_of(peer), errors.MediaLost)
+
+
+def ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = row_loads.Pauses(0.0, 0.0, quiet=0.0)
+    monkeypatch.setattr(row_loads.RowLoads.__init__, "__defaults__", (pauses,))
+
+
+async def test_a_silent_encoder_has_lost_the_image(
+    socket_dir: Path, encoder: FakeEncoder, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_at_once(monkeypatch)
+    monkeypatch.setattr(liveness, "ANSWER_SECONDS", 0.01)
+    encoder.gate.clear()
+    encoder.hangs = True
+    async with running_engine(make_settings(socket_dir)) as host, Peer(host.address) as peer:
+        await peer.send(make_media_add(1, make_item(4, 10, address)))
+        error = await error_of(peer)
+    assert isinstance(error, errors.MediaLost)
+    assert "is silent" in error.message
+    await encoder.ended.wait()
+    assert encoder.calls == {b"image": 1}, "another encoder may be asked now"
+
+
+async def test_an_encoder_that_computes_for_long_is_no_silent_one(
+    socket_dir: Path, encoder: FakeEncoder, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_at_once(monkeypatch)
+    encoder.gate.clear()  # until it is asked for the second time
+    async with running_engine(make_settings(socket_dir)) as host, Peer(host.address) as peer:
+        await peer.send(add := make_media_add(1, make_item(4, 10, address)))
+        assert (await peer.read_until_finished([1])).token_ids[1] == expected_of(add, VOCAB_SIZE)
+    assert encoder.calls == {b"image": 1}
 
 
 def nan(chunk: RowChunk) -> RowChunk:

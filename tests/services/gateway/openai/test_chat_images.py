@@ -16,6 +16,7 @@ from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.mesh import encoder_client
 from tokenloom.services.gateway.records.media import KeptFiles, MediaPart
+from tokenloom.services.runtime import liveness
 
 IMAGE = b"an image"
 LARGE = random.Random(3).randbytes(300_000)
@@ -225,6 +226,37 @@ async def test_without_an_encoder_the_answer_is_to_retry(vision: Vision, monkeyp
         each.error = errors.Unavailable("gone")
     response = await post(vision.http, part(IMAGE))
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+async def test_files_of_a_silent_encoder_are_put_at_another(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness.answered, "__defaults__", (0.01,))
+    monkeypatch.setattr(liveness, "ANSWER_SECONDS", 0.2)
+    vision.mesh.outputs.auto = ["blue"]
+    silent, other = vision.encoders
+    silent.answering.clear()
+    images = [b"image %d" % number for number in range(8)]  # some are the silent one's
+    for data in images:
+        assert (await post(vision.http, part(data))).status_code == 200
+    assert [list(other.files.values()), list(silent.files.values())] == [images, []]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_an_encoder_that_drains_gets_word_of_the_end(vision: Vision, is_lost: bool) -> None:
+    call = asyncio.create_task(post(vision.http, part(IMAGE)))
+    request = await vision.mesh.outputs.next_request()
+    (index,) = vision.held(IMAGE)
+    encoder = vision.encoders[index]
+    encoder.lost_releases = int(is_lost)
+    await vision.mesh.coordinator.drain_encoder(f"encoder-{index}")
+    vision.mesh.outputs.auto = ["red"]
+    while vision.held(b"another image") != [1 - index]:  # until the gateway knows it
+        vision.encoders[index].files.clear()
+        assert (await post(vision.http, part(b"another image"))).status_code == 200
+    request.answer("blue")
+    assert (await call).status_code == 200
+    pinned = encoder.puts[0].request_id
+    while await asyncio.wait_for(encoder.released.get(), SOON) != pinned:
+        pass
 
 
 async def test_files_that_are_lost_again_and_again_end_the_request(vision: Vision) -> None:

@@ -201,7 +201,12 @@ class Checkpoint:
             self.drop_read()
 
     def _rows_of(self, name: str) -> StoredRows | None:
-        return self.stored_rows.get(".".join(name.split(".")[-3:-1])) if self.stored_rows else None
+        if not self.stored_rows:
+            return None
+        layer, *parts, kind = name.rsplit(".", 3)
+        found = self.stored_rows.get(".".join(parts))
+        # GGUF files hold parts of a matrix as tensors of their own.
+        return found if found is not None and f"{layer}.{found.name}.{kind}" in self else None
 
     def _stored(self, name: str) -> str:
         for plain, stored in self.stored_names:

@@ -40,7 +40,9 @@ class MLP:
         """``size``: what gate and up lead to; 0: the model's intermediate size. ``sums``: as in
         :func:`~..layers.linear.load_linear`."""
         hidden, inner = config.hidden_size, config.shard.part(size or config.intermediate_size)
-        is_fused = config.traits.is_fused or (config.traits.has_fused_mlp and ".experts." not in prefix)
+        is_fused = config.traits.is_fused
+        if config.traits.has_fused_mlp and ".experts." not in prefix:  # GGUF files hold the two parts
+            is_fused = f"{prefix}.gate_up_proj.weight" in checkpoint
         parts = ([f"{prefix}.{names.gate}", f"{prefix}.{names.up}"], (inner, inner))
         stored, outputs = ([f"{prefix}.gate_up_proj"], (joined((inner, inner)),)) if is_fused else parts
         bias, quantization = config.mlp_bias, config.quantization

@@ -39,6 +39,9 @@ GGUF_ARCHITECTURES: dict[str, tuple[str, ...]] = {
     "glm4": ("Glm4ForCausalLM",),
     "lfm2": ("Lfm2ForCausalLM",),
     "qwen35": ("Qwen3_5ForCausalLM",),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM",),
+    "qwen3next": ("Qwen3NextForCausalLM",),
+    "granitehybrid": ("GraniteMoeHybridForCausalLM",),
     "mistral3": ("Ministral3ForCausalLM", "MistralForCausalLM"),
 }
 """The classes that are read from GGUF files, by ``general.architecture``; of two, the file's other entries say which.

@@ -107,7 +107,7 @@ def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
         "dtype": _dtype(file),
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": _of_first_layer(reader, f"{prefix}feed_forward_length"),
+        "intermediate_size": _inner_size(reader, prefix),
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": _of_first_layer(reader, f"{prefix}attention.head_count_kv", heads),
@@ -160,7 +160,7 @@ def _with_class(prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str
     return config | {"architectures": [name]} | ({"model_type": types[name]} if name in types else {})
 
 
-_PARTLY_ROTATED = ("glm4.", "phi3.", "qwen35.")
+_PARTLY_ROTATED = ("glm4.", "phi3.", "qwen35.", "qwen35moe.", "qwen3next.")
 
 
 def _head_size(reader: ConfigReader, prefix: str, default: int) -> int:
@@ -176,12 +176,18 @@ def _head_size(reader: ConfigReader, prefix: str, default: int) -> int:
     return head_size
 
 
+def _inner_size(reader: ConfigReader, prefix: str) -> int:
+    """Return the size of the MLPs of layers without experts, which not every Qwen3.5 has."""
+    name = f"{prefix}feed_forward_length"
+    return reader.take_count(name) if prefix == "qwen35moe." else _of_first_layer(reader, name)
+
+
 def _of_first_layer(reader: ConfigReader, name: str, default: int | None = None) -> int:
     """Return an entry that may be a list with a number for each layer, which differ in Gemma 4 alone."""
     values = reader.take(name)
     if not isinstance(values, list) or not values:
         return reader.take_int(name, default)
-    if name.startswith("lfm2."):  # a layer with a convolution has no KV heads
+    if name.startswith(("lfm2.", "granitehybrid.")):  # a layer that keeps a state has no KV heads
         values = [value for value in values if value != 0] or values
     if any(type(value) is not int or value < 1 for value in values):
         raise reader.error(name, "must be positive integers")

@@ -161,20 +161,52 @@ def _deepseek2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[s
     }
 
 
-def _lfm2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def _layers_by_heads(
+    reader: ConfigReader, prefix: str, config: dict[str, Any], attending: str, other: str
+) -> list[str]:
+    """Return the kind of each layer, of which those without KV heads are ``other``."""
     counts = reader.take(name := f"{prefix}attention.head_count_kv")
     if not isinstance(counts, list) or len(counts) != config["num_hidden_layers"]:
-        raise reader.error(name, "must say of each layer how many KV heads it has, 0 where it keeps a convolution")
+        raise reader.error(name, "must say of each layer how many KV heads it has, 0 where it keeps a state")
+    return [attending if count else other for count in counts]
+
+
+def _lfm2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "norm_eps": config["rms_norm_eps"],
         "conv_L_cache": reader.take_int(f"{prefix}shortconv.l_cache"),
         "conv_bias": "blk.0.shortconv.conv.bias" in file.tensors,
         "block_auto_adjust_ff_dim": False,  # the file has the size that followed
-        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "layer_types": _layers_by_heads(reader, prefix, config, "full_attention", "conv"),
     }
 
 
-def _qwen35(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def _granite_hybrid(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    heads, inner = reader.take_int(f"{prefix}ssm.time_step_rank"), reader.take_int(f"{prefix}ssm.inner_size")
+    if inner % config["hidden_size"] or inner % heads:
+        raise reader.error(f"{prefix}ssm.inner_size", f"must be a multiple of {config['hidden_size']} and of {heads}")
+    layers = _layers_by_heads(reader, prefix, config, "attention", "mamba")
+    first = next((layer for layer, kind in enumerate(layers) if kind == "mamba"), 0)
+    return _granite(reader, prefix, file, config) | {
+        "num_local_experts": 0,  # another number is that of ``read_experts``
+        "shared_intermediate_size": reader.take_int(
+            f"{prefix}expert_shared_feed_forward_length", config["intermediate_size"]
+        ),
+        # As llama.cpp has it: the entry that says how positions were stretched says whether heads rotate.
+        "position_embedding_type": "rope" if reader.take_bool(f"{prefix}rope.scaling.finetuned", True) else "nope",
+        "mamba_d_conv": reader.take_int(f"{prefix}ssm.conv_kernel"),
+        "mamba_d_state": reader.take_int(f"{prefix}ssm.state_size"),
+        "mamba_n_groups": reader.take_int(f"{prefix}ssm.group_count"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // config["hidden_size"],
+        "mamba_conv_bias": f"blk.{first}.ssm_conv1d.bias" in file.tensors,
+        "mamba_proj_bias": f"blk.{first}.ssm_in.bias" in file.tensors,
+        "layer_types": layers,
+    }
+
+
+def _qwen_delta(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     heads, inner = reader.take_int(f"{prefix}ssm.time_step_rank"), reader.take_int(f"{prefix}ssm.inner_size")
     further = reader.take_count(f"{prefix}nextn_predict_layers")
     reader.take(f"{prefix}rope.dimension_sections")  # which of a token's three positions rotate: in a text all are one
@@ -201,7 +233,10 @@ FURTHER: dict[str, Further] = {
     "mistral3.": _mistral3,
     "deepseek2.": _deepseek2,
     "lfm2.": _lfm2,
-    "qwen35.": _qwen35,
+    "qwen35.": _qwen_delta,
+    "qwen35moe.": _qwen_delta,
+    "qwen3next.": _qwen_delta,
+    "granitehybrid.": _granite_hybrid,
 }
 """What reads the entries that only some architectures have, and returns those of their classes beside the common."""
 
@@ -212,6 +247,10 @@ def has_experts(file: GgufFile) -> bool:
 
 
 _SOFTMAX, _SIGMOID = 1, 2
+_WITH_EXPERTS = (
+    *("llama.", "qwen2moe.", "qwen3moe.", "qwen35moe.", "qwen3next.", "gpt-oss.", "deepseek2.", "gemma4."),
+    "granitehybrid.",
+)
 
 
 def read_experts(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
@@ -220,13 +259,13 @@ def read_experts(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str,
     Raises ``ValueError`` naming an entry that is wrong or not supported.
     """
     if not has_experts(file):
-        if prefix in ("qwen2moe.", "qwen3moe.", "gpt-oss."):
+        if prefix in ("qwen2moe.", "qwen3moe.", "qwen35moe.", "gpt-oss."):
             raise reader.error(f"{prefix}expert_count", "must be above 0")
         for name in ("expert_count", "expert_used_count"):
             if reader.take(prefix + name, 0) != 0:
                 raise reader.error(prefix + name, "must be 0 for a model without experts")
         return {}
-    if prefix not in ("llama.", "qwen2moe.", "qwen3moe.", "gpt-oss.", "deepseek2.", "gemma4."):
+    if prefix not in _WITH_EXPERTS:
         raise reader.error(f"{prefix}expert_count", "must be 0: experts of this architecture are not read")
     if prefix == "deepseek2.":
         return _read_deepseek(reader, prefix)
@@ -243,8 +282,9 @@ def read_experts(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str,
         }
     count = {"num_experts_per_tok": reader.take_int(f"{prefix}expert_used_count")}
     number = reader.take_int(f"{prefix}expert_count")
-    if prefix == "gpt-oss.":
-        size = reader.take_int(f"{prefix}expert_feed_forward_length")
+    if prefix in ("gpt-oss.", "granitehybrid."):
+        default = reader.take_int(f"{prefix}feed_forward_length") if prefix == "granitehybrid." else None
+        size = reader.take_int(f"{prefix}expert_feed_forward_length", default)
         return count | {"num_local_experts": number, "intermediate_size": size}
     if prefix == "llama.":
         size = reader.take_int(f"{prefix}feed_forward_length")
@@ -292,6 +332,6 @@ def _read_qwen(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, A
         "norm_topk_prob": normalizes,
         "mlp_only_layers": [layer for layer in range(num_layers) if layer not in with_experts],
     }
-    if is_2:
+    if prefix != "qwen3moe.":
         config["shared_expert_intermediate_size"] = reader.take_int(f"{prefix}expert_shared_feed_forward_length")
     return config

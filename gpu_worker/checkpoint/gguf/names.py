@@ -38,6 +38,17 @@ _OF_A_LAYER = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_QWEN_DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 _AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _AROUND = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
 _OF_AN_ARCHITECTURE: dict[str, dict[str, str]] = {
@@ -81,16 +92,23 @@ _OF_AN_ARCHITECTURE: dict[str, dict[str, str]] = {
         "ffn_up": "feed_forward.w3",
         "ffn_down": "feed_forward.w2",
     },
-    "qwen35": {
-        "post_attention_norm": "post_attention_layernorm",
-        "attn_qkv": "linear_attn.in_proj_qkv",
-        "attn_gate": "linear_attn.in_proj_z",
-        "ssm_alpha": "linear_attn.in_proj_a",
-        "ssm_beta": "linear_attn.in_proj_b",
-        "ssm_conv1d": "linear_attn.conv1d",
-        "ssm_dt.bias": "linear_attn.dt_bias",
-        "ssm_norm": "linear_attn.norm",
-        "ssm_out": "linear_attn.out_proj",
+    "qwen35": _QWEN_DELTA,
+    "qwen35moe": _QWEN_DELTA,
+    # Older files have the first four parts as one, in the order of Hugging Face's class.
+    "qwen3next": _QWEN_DELTA | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
+    "granitehybrid": {
+        "ffn_gate": "shared_mlp.gate_proj",
+        "ffn_up": "shared_mlp.up_proj",
+        "ffn_down": "shared_mlp.output_linear",
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        "ffn_gate_shexp": "block_sparse_moe.shared_experts.gate_proj",
+        "ffn_up_shexp": "block_sparse_moe.shared_experts.up_proj",
+        "ffn_down_shexp": "shared_mlp.output_linear",
+        "ssm_in": "mamba.in_proj",
+        "ssm_conv1d": "mamba.conv1d",
+        "ssm_dt.bias": "mamba.dt_bias",
+        "ssm_norm": "mamba.norm",
+        "ssm_out": "mamba.out_proj",
     },
     "deepseek2": {
         "attn_q_a": "self_attn.q_a_proj",
@@ -107,15 +125,24 @@ _OF_AN_ARCHITECTURE: dict[str, dict[str, str]] = {
 }
 """What architectures call the parts of a layer beside, or otherwise than, :data:`_OF_A_LAYER`; an entry with a point is
 the whole name."""
+_STATES = {
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), "linear_attn"),
+    "granitehybrid": "mamba",
+}
+"""What classes call the part of a layer that keeps a state, of those files that also hold the vectors of a head."""
+_VECTORS = {"ssm_a": "A_log", "ssm_d": "D"}
+"""Tensors with a number for each head, whose names do not end with a kind."""
 _OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Tensors that hold a matrix [experts, out, in], or a bias [experts, out], of every expert of a layer."""
 _STACKED = {"ffn_gate_up_exps.weight": "gate_up_proj", "ffn_down_exps.weight": "down_proj"}
 """Tensors that Gemma 4's class has for all experts, too."""
+_EXPERT_PARTS = {"granitehybrid": "block_sparse_moe"}
+"""What classes call the part of a layer with its experts; others call it mlp."""
 _IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
-_PAIRED = ("llama", "granite", "mistral3", "smollm3")
+_PAIRED = ("llama", "granite", "granitehybrid", "mistral3", "smollm3")
 """Architectures whose heads llama.cpp stores as it rotates them."""
-_SHIFTED_NORMS = ("gemma2", "gemma3", "qwen35")
+_SHIFTED_NORMS = ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 """Architectures whose norms have one added to their weight, which llama.cpp stores with it."""
 _KEYS, _VALUES = "attn_k_b", "attn_v_b"
 
@@ -156,7 +183,7 @@ def places(file: GgufFile) -> dict[str, TensorPlace]:
             found |= _stacked(file, name, f"{prefix}.experts", _STACKED[f"{part}.{kind}"])
         elif part in _OF_EXPERTS and dimensions == (2 if kind == "bias" else 3):
             for expert in range(file.tensors[name].shape[0]):
-                own = f"{prefix}.mlp.experts.{expert}.{_OF_EXPERTS[part]}.{kind}"
+                own = f"{prefix}.{_EXPERT_PARTS.get(architecture, 'mlp')}.experts.{expert}.{_OF_EXPERTS[part]}.{kind}"
                 found[own] = TensorPlace(name, expert=expert)
         elif architecture == "deepseek2" and part in (_KEYS, _VALUES):
             found |= _of_heads(file, layer[1])
@@ -170,15 +197,16 @@ def places(file: GgufFile) -> dict[str, TensorPlace]:
 
 
 def _further_layer(file: GgufFile, name: str) -> str:
-    """Return the name of a tensor of a Qwen3.5 that is none of its layers' matrices: the rate of a decay, or a part of
-    the head that drafts, behind the layers; empty: it is another one."""
-    metadata = file.metadata
-    if metadata["general.architecture"] != "qwen35" or (layer := re.match(r"blk\.(\d+)\.", name)) is None:
+    """Return the name of a tensor that is none of the layers' matrices: a vector of what keeps a state, such as the
+    rates of decay, or a part of the head that drafts, behind the layers; empty: it is another one."""
+    metadata, architecture = file.metadata, file.metadata["general.architecture"]
+    if architecture not in _STATES or (layer := re.match(r"blk\.(\d+)\.", name)) is None:
         return ""
-    num_layers = metadata.get("qwen35.block_count", 0) - metadata.get("qwen35.nextn_predict_layers", 0)
-    if int(layer[1]) >= num_layers:
+    further = metadata.get(f"{architecture}.nextn_predict_layers", 0)
+    if int(layer[1]) >= metadata.get(f"{architecture}.block_count", 0) - further:
         return f"mtp.{name}"
-    return f"model.layers.{layer[1]}.linear_attn.A_log" if name.endswith(".ssm_a") else ""
+    part = _VECTORS.get(name[layer.end() :])
+    return f"model.layers.{layer[1]}.{_STATES[architecture]}.{part}" if part else ""
 
 
 def _place(file: GgufFile, name: str, part: str) -> TensorPlace:
@@ -192,7 +220,8 @@ def _place(file: GgufFile, name: str, part: str) -> TensorPlace:
 
 def _head_counts(metadata: Mapping[str, Any], architecture: str) -> tuple[Any, Any]:
     queries = metadata.get(f"{architecture}.attention.head_count")
-    return queries, metadata.get(f"{architecture}.attention.head_count_kv", queries)
+    keys = metadata.get(f"{architecture}.attention.head_count_kv", queries)
+    return queries, max(keys, default=None) if isinstance(keys, list) else keys
 
 
 def _of_heads(file: GgufFile, layer: str) -> dict[str, TensorPlace]:

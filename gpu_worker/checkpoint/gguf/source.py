@@ -19,6 +19,8 @@ from .names import places
 _GATE = ".shared_expert_gate.weight"
 _CONVOLUTIONS = (".conv.conv.weight", ".conv1d.weight")
 _RATES, _DELTA = ".A_log", ".linear_attn."
+_VECTORS = (_RATES, ".mamba.D", ".mamba.norm.weight")
+"""Stored as matrices, of one column or with a row for each group."""
 
 
 # Our own reader: for 150,000 tokens with as many merges the package gguf takes 8.7 s of CPU and 475 MB in each process
@@ -46,27 +48,17 @@ class GgufSource:
         tensor = self._tensors[place.stored]
         if place.expert is not None:
             tensor = _of_expert(tensor, place.expert)
-        if self._value_heads is not None and _DELTA in name:
-            return self._value_heads.sort(name, self._of_delta_net(name, tensor))
         if tensor.kind in PLAIN_TYPES:
-            plain = self._plain(tensor) - place.shift if place.shift else self._plain(tensor)
-            if name.endswith(_GATE) and plain.dim() == 1:  # a matrix of one row
-                return plain[None]
-            if name.endswith(_CONVOLUTIONS) and plain.dim() == 2:  # [channels, 1, taps] without the middle
-                return plain[:, None]
+            plain = _as_in_class(name, self._plain(tensor) - place.shift if place.shift else self._plain(tensor))
+            if self._value_heads is not None and _DELTA in name:
+                return self._value_heads.sort(name, plain)
             return plain if place.heads is None else plain[_halves_of_heads(name, tensor.shape[0], place.heads)]
         if len(tensor.shape) != 2:
             raise ValueError(f"{place.stored} is quantized and has shape {list(tensor.shape)}: a matrix is expected")
+        if self._value_heads is not None and _DELTA in name:
+            return self._value_heads.sort(name, self._packed(tensor))
         order = None if place.heads is None else _halves_of_heads(name, tensor.shape[0], place.heads)
         return self._packed(tensor, order)
-
-    def _of_delta_net(self, name: str, tensor: GgufTensor) -> "Tensor | PackedBlocks":
-        if tensor.kind not in PLAIN_TYPES:
-            return self._packed(tensor)
-        plain = self._plain(tensor)
-        if name.endswith(_RATES):  # stored as minus its power of e
-            return torch.log(-plain)
-        return plain[:, None] if name.endswith(_CONVOLUTIONS) else plain
 
     def _plain(self, tensor: GgufTensor) -> Tensor:
         dtype = PLAIN_TYPES[tensor.kind]
@@ -109,6 +101,18 @@ class GgufSource:
         return octets.view(*shape[:-1], shape[-1] * itemsize)
 
 
+def _as_in_class(name: str, plain: Tensor) -> Tensor:
+    """Return a tensor with the shape and the numbers that Hugging Face's class has."""
+    if name.endswith(_GATE) and plain.dim() == 1:  # a matrix of one row
+        return plain[None]
+    if name.endswith(_CONVOLUTIONS) and plain.dim() == 2:  # [channels, 1, taps] without the middle
+        return plain[:, None]
+    if not name.endswith(_VECTORS):
+        return plain
+    # Rates are stored as minus their power of e.
+    return torch.log(-plain).flatten() if name.endswith(_RATES) else plain.flatten()
+
+
 def _map(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         # A private mapping is writable, which PyTorch asks for; nothing writes to it, so its pages stay the file's.
@@ -130,8 +134,8 @@ class ValueHeads:
     @classmethod
     def of(cls, file: GgufFile) -> "ValueHeads | None":
         """Return those of a file; None: it has no gated delta net."""
-        metadata, name = file.metadata, "qwen35.ssm."
-        if metadata["general.architecture"] != "qwen35":
+        metadata, name = file.metadata, f"{file.metadata['general.architecture']}.ssm."
+        if name not in ("qwen35.ssm.", "qwen35moe.ssm."):
             return None
         groups, heads = metadata[f"{name}group_count"], metadata[f"{name}time_step_rank"]
         return cls(groups, heads, metadata[f"{name}inner_size"] // heads, 2 * groups * metadata[f"{name}state_size"])

@@ -154,7 +154,7 @@ class ModelWorker:
 
     def _media_traits(self) -> MediaTraits | None:
         media = None if self._config.worker.language_model_only else self._model.config.media
-        return None if media is None else MediaTraits(("image",), media.levels)
+        return None if media is None else MediaTraits(media.kinds, media.levels)
 
     def _adapting(self, loader: ModelLoader) -> ModelLoader:
         return loader if self._loras is None else replace(loader, adapt=self._loras.adapt)

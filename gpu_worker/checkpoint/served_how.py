@@ -133,10 +133,10 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
 
 
 def _check_media(path: Path, name: str, found: ServedHow, *, spreads_context: bool) -> None:
-    """Raise ``ValueError`` if prompts of a class that reads images cannot have any."""
+    """Raise ``ValueError`` if prompts of a class that reads images or sound cannot have any."""
     media, why = read_media(path), ""
     if media is None:
-        why = "reads images, which is not supported"
+        why = "reads images or sound, which is not supported"
     elif found.by == "transformers" and (media.axes or media.levels > 1):
         why = "is computed by transformers' modules, of which those of its text take no images"
     elif spreads_context and media.seen_whole:
@@ -267,6 +267,8 @@ def _known_entries(path: Path) -> frozenset[str] | None:
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _OTHER_TASKS = {
+    "Qwen2_5OmniModel": "it reads images, sound and video, and speaks",
+    "UltravoxModel": "it reads sound",
     "ForConditionalGeneration": "it reads images or sound, or has an encoder",
     "ForSequenceClassification": "it classifies texts",
     "ForTokenClassification": "it classifies tokens",

@@ -1,4 +1,4 @@
-"""Says which entries and tensors of a checkpoint that reads images or sound are its text model's, and what images
+"""Says which entries and tensors of a checkpoint that reads images or sound are its text model's, and what these
 change in that. It does not import torch.
 
 The facts are from transformers 5.24: the configuration of each class (``configuration_*.py``) for defaults and
@@ -18,30 +18,32 @@ class _Wrapper(NamedTuple):
     """The ``model_type`` of the text model if the configuration states none."""
     is_tied: bool = False
     """Whether the output layer is that of the embeddings if the configuration says nothing."""
-    shows_images: bool = False
-    """Whether prompts may have images; otherwise its text alone is served."""
+    media: tuple[str, ...] = ()
+    """What prompts may hold beside text: ``image``, ``audio``; empty: its text alone is served."""
 
 
+_IMAGES = ("image",)
 WRAPPERS = {
-    "Qwen2VLForConditionalGeneration": _Wrapper("qwen2_vl", "qwen2_vl_text", shows_images=True),
-    "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl", "qwen2_5_vl_text", shows_images=True),
-    "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl", "qwen3_vl_text", shows_images=True),
-    "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text", shows_images=True),
-    "Qwen3_5ForConditionalGeneration": _Wrapper("qwen3_5", "qwen3_5_text", shows_images=True),
-    "Qwen3_5MoeForConditionalGeneration": _Wrapper("qwen3_5_moe", "qwen3_5_moe_text", shows_images=True),
-    "Mistral3ForConditionalGeneration": _Wrapper("mistral3", "mistral", is_tied=True, shows_images=True),
-    "LlavaForConditionalGeneration": _Wrapper("llava", "llama", shows_images=True),
+    "Qwen2VLForConditionalGeneration": _Wrapper("qwen2_vl", "qwen2_vl_text", media=_IMAGES),
+    "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl", "qwen2_5_vl_text", media=_IMAGES),
+    "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl", "qwen3_vl_text", media=_IMAGES),
+    "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text", media=_IMAGES),
+    "Qwen3_5ForConditionalGeneration": _Wrapper("qwen3_5", "qwen3_5_text", media=_IMAGES),
+    "Qwen3_5MoeForConditionalGeneration": _Wrapper("qwen3_5_moe", "qwen3_5_moe_text", media=_IMAGES),
+    "Mistral3ForConditionalGeneration": _Wrapper("mistral3", "mistral", is_tied=True, media=_IMAGES),
+    "LlavaForConditionalGeneration": _Wrapper("llava", "llama", media=_IMAGES),
     "LlavaNextForConditionalGeneration": _Wrapper("llava_next", "llama"),
-    "LlavaOnevisionForConditionalGeneration": _Wrapper("llava_onevision", "qwen2", shows_images=True),
-    "InternVLForConditionalGeneration": _Wrapper("internvl", "qwen2", is_tied=True, shows_images=True),
-    "Idefics3ForConditionalGeneration": _Wrapper("idefics3", "llama", shows_images=True),
-    "SmolVLMForConditionalGeneration": _Wrapper("smolvlm", "llama", shows_images=True),
+    "LlavaOnevisionForConditionalGeneration": _Wrapper("llava_onevision", "qwen2", media=_IMAGES),
+    "InternVLForConditionalGeneration": _Wrapper("internvl", "qwen2", is_tied=True, media=_IMAGES),
+    "Idefics3ForConditionalGeneration": _Wrapper("idefics3", "llama", media=_IMAGES),
+    "SmolVLMForConditionalGeneration": _Wrapper("smolvlm", "llama", media=_IMAGES),
     "AyaVisionForConditionalGeneration": _Wrapper("aya_vision", "cohere2", is_tied=True),
-    "Gemma3ForConditionalGeneration": _Wrapper("gemma3", "gemma3_text", is_tied=True, shows_images=True),
-    "Gemma4ForConditionalGeneration": _Wrapper("gemma4", "gemma4_text", is_tied=True, shows_images=True),
+    "Gemma3ForConditionalGeneration": _Wrapper("gemma3", "gemma3_text", is_tied=True, media=_IMAGES),
+    "Gemma4ForConditionalGeneration": _Wrapper("gemma4", "gemma4_text", is_tied=True, media=_IMAGES),
     "Llama4ForConditionalGeneration": _Wrapper("llama4", "llama4_text"),
     "MuseGlimmerForConditionalGeneration": _Wrapper("muse_glimmer", "muse_glimmer_text"),
     "Phi4MMForCausalLM": _Wrapper("phi4mm", "phi3"),
+    "Qwen2AudioForConditionalGeneration": _Wrapper("qwen2_audio", "qwen2", media=("audio",)),
 }
 _BY_KIND = {wrapper.kind: name for name, wrapper in WRAPPERS.items()}
 
@@ -152,7 +154,7 @@ def _plain_rope(rope: Any) -> Any:
 
 
 class MediaSwitches(NamedTuple):
-    """Holds what images change in a text model."""
+    """Holds what images and sounds change in a text model."""
 
     levels: int = 1
     """Rows side by side in a row of the tower: the first replaces a token's embedding, the others are added after the
@@ -162,6 +164,8 @@ class MediaSwitches(NamedTuple):
     axes: tuple[int, ...] = ()
     """[pairs of dimensions that rotate]: which position of a token turns each, that in time, height or width; empty: a
     token has one position."""
+    kinds: tuple[str, ...] = _IMAGES
+    """What prompts may hold beside text: ``image``, ``audio``."""
 
 
 _DEEPSTACK = (8, 16, 24)
@@ -175,10 +179,10 @@ _QWEN_SECTIONS = {
 
 
 def media_switches(values: Mapping[str, Any]) -> MediaSwitches | None:
-    """Return what images change in the text model of a ``config.json`` with these entries; None: it reads text alone,
-    or images are not served."""
+    """Return what images and sounds change in the text model of a ``config.json`` with these entries; None: it reads
+    text alone, or they are not served."""
     name = wrapper_of(values)
-    if name is None or not WRAPPERS[name].shows_images:
+    if name is None or not WRAPPERS[name].media:
         return None
     kind, text, tower = WRAPPERS[name].kind, values.get("text_config") or {}, values.get("vision_config") or {}
     match kind:
@@ -195,7 +199,7 @@ def media_switches(values: Mapping[str, Any]) -> MediaSwitches | None:
             return MediaSwitches(
                 levels, axes=_in_a_row(sections) if kind.startswith("qwen2") else _alternating(sections)
             )
-    return MediaSwitches()
+    return MediaSwitches(kinds=WRAPPERS[name].media)
 
 
 def _in_a_row(sections: tuple[int, ...]) -> tuple[int, ...]:

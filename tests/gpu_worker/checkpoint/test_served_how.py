@@ -90,9 +90,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "remote code": (of("OddForCausalLM", "odd", auto_map={"AutoModel": "odd.py"}), "is never run"),
     "images": (
         of("LlavaNextForConditionalGeneration", "llava_next"),
-        "reads images, which is not supported: serve its text alone with --language-model-only",
+        "reads images or sound, which is not supported: serve its text alone with --language-model-only",
     ),
     "other images": (of("MllamaForConditionalGeneration", "mllama"), "reads images or sound"),
+    "sound and speech": (of("Qwen2_5OmniModel", "qwen2_5_omni"), "it reads images, sound and video, and speaks"),
+    "other sound": (of("UltravoxModel", "ultravox"), "it reads sound"),
     "a method": (LLAMA | {"quantization_config": {"quant_method": "exl3"}}, "'exl3' is not supported"),
     "a rope": (
         LLAMA | {"rope_scaling": {"rope_type": "odd", "factor": 2.0}},

@@ -63,10 +63,11 @@ computed on GPUs, the other quantizations on CPUs.
 """
 
 _TEXT_PARTS = """
-## The text of models that read images
+## The text of models that read images or sound
 
 With `--language-model-only` these classes serve text: the weights of their other parts are not loaded, and requests
-with images are refused. The type of `text_config` decides what computes the text, as for a checkpoint of its own.
+with images or sound are refused. The type of `text_config` decides what computes the text, as for a checkpoint of its
+own.
 
 """
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from tests.checkpoints.whole_sound import WRITERS, load_sound, write_whole_sound
 from tests.gpu_worker.checkpoint.published_configs import CONFIGS
 from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
@@ -176,6 +177,11 @@ RELEASES: dict[str, dict[str, Any]] = {
 BY_CLASS: dict[str, tuple[str, str]] = {
     "openai/whisper-large-v3": ("WhisperForConditionalGeneration", "whisper"),
     "google/diffusiongemma-26B-A4B-it": ("DiffusionGemmaForBlockDiffusion", "diffusion_gemma"),
+    "mistralai/Voxtral-Mini-3B-2507": ("VoxtralForConditionalGeneration", "voxtral"),
+    "fixie-ai/ultravox-v0_5-llama-3_2-1b": ("UltravoxModel", "ultravox"),
+    "Qwen/Qwen2.5-Omni-7B": ("Qwen2_5OmniModel", "qwen2_5_omni"),
+    "Qwen/Qwen3-Omni-30B-A3B-Instruct": ("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe"),
+    "ibm-granite/granite-speech-3.3-2b": ("GraniteSpeechForConditionalGeneration", "granite_speech"),
 }
 """Releases of which only class and type are known here: the answer is that of their class."""
 OF_VISION: dict[str, str] = {
@@ -201,8 +207,10 @@ OF_VISION: dict[str, str] = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
     "meta-models/Muse-Glimmer-30B": "muse_glimmer",
     "microsoft/Phi-4-multimodal-instruct": "phi4_multimodal",
+    "Qwen/Qwen2-Audio-7B-Instruct": "qwen2_audio",
 }
-"""Releases that read images, by their kind in ``tests/parity/vision_checkpoints.py``: their text is served."""
+"""Releases that read images or sound, by their kind in ``tests/parity/vision_checkpoints.py`` or
+``tests/checkpoints/whole_sound.py``: their text is served."""
 
 _SMALL: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "word_embed_proj_dim"), 64),
@@ -280,9 +288,12 @@ def try_release(name: str, directory: Path) -> Row:
 
 
 def try_vision(name: str, directory: Path) -> Row:
-    """Serve the text of a small checkpoint that reads images. Raises ``AssertionError`` as :func:`try_release`."""
-    path = write_vision(OF_VISION[name], directory)
-    model = load_vision(path)
+    """Serve the text of a small checkpoint that reads images or sound. Raises ``AssertionError`` as
+    :func:`try_release`."""
+    kind = OF_VISION[name]
+    write, load = (write_whole_sound, load_sound) if kind in WRITERS else (write_vision, load_vision)
+    path = write(kind, directory)
+    model = load(path)
     cases = [compute_case(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     found = answer(path, EngineConfig(worker=WorkerConfig(language_model_only=True)))
     engine = Engine(path, num_blocks=24, budget=16, max_num_seqs=4, max_model_len=64, language_model_only=True)

@@ -102,6 +102,7 @@ def test_what_images_change_is_read_from_the_whole_configuration() -> None:
     assert found["qwen3_vl_moe"] == MediaSwitches(2, axes=(0, 1, 2) * 4)
     assert found["qwen3_5"] == MediaSwitches(axes=(0, 1, 2, 0))  # of the half of a head that rotates
     assert media_switches({"architectures": ["Qwen3ForCausalLM"]}) is None
+    assert media_switches({"model_type": "qwen2_audio"}) == MediaSwitches(kinds=("audio",))
     stated = {"architectures": ["Qwen3VLForConditionalGeneration"]}
     published = media_switches(stated | {"text_config": {"rope_scaling": {"mrope_section": [24, 20, 20]}}})
     assert published == media_switches(stated)  # the defaults of the class

@@ -40,12 +40,9 @@ class Tower:
         it, or ``auto`` for a GPU if one is available. ``threads``: of the whole process, on CPUs; 0: as they are.
         Raises ``ValueError`` for a checkpoint without a tower, or one whose tower is stored in a form that is not read.
         """
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if threads:
-            torch.set_num_threads(threads)
+        device = chosen_device(device, threads)
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        hidden_size = _drop_decoder(config)
+        hidden_size = drop_decoder(config)
         try:
             load: Any = transformers.AutoModelForImageTextToText.from_pretrained
             with quietly():
@@ -92,19 +89,33 @@ class Tower:
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
         levels = [_flat(output.pooler_output), *map(_flat, getattr(output, "deepstack_features", None) or ())]
-        rows: Rows = torch.cat(levels, dim=-1).float().cpu().numpy()
-        if rows.shape[1] != self.width:
-            raise ValueError(f"the tower's rows have {rows.shape[1]} numbers instead of {self.width}")
-        if not np.isfinite(rows).all():
-            raise ValueError("the tower's rows are not finite")
-        return rows
+        return finite(torch.cat(levels, dim=-1).float().cpu().numpy(), self.width)
 
     def _tensor(self, value: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(value).to(self._device)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
-def _drop_decoder(config: Any) -> int:
+def chosen_device(device: str, threads: int) -> str:
+    """Return where to compute, as torch names it; sets the threads of the process. Arguments as those of
+    :class:`Tower`."""
+    if threads:
+        torch.set_num_threads(threads)
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def finite(rows: Rows, width: int) -> Rows:
+    """Return rows. Raises ``ValueError`` if they do not have ``width`` numbers, or some are not finite."""
+    if rows.shape[1] != width:
+        raise ValueError(f"the tower's rows have {rows.shape[1]} numbers instead of {width}")
+    if not np.isfinite(rows).all():
+        raise ValueError("the tower's rows are not finite")
+    return rows
+
+
+def drop_decoder(config: Any) -> int:
     """Leave no layers to the decoder. Returns the size of its rows."""
     text = config.get_text_config()
     for name, value in _NO_DECODER.items():

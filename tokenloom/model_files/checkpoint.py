@@ -99,11 +99,19 @@ class CheckpointInfo:
 
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 """The files that say how a checkpoint's images are prepared; a model that reads images has one of them."""
+_SOUND_TYPES = ("whisper", "qwen2_audio")
+"""Models whose towers of sounds are computed."""
 
 
 def reads_images(path: Path) -> bool:
     """Return whether a checkpoint has a tower for images, and the files that say how they are prepared."""
     return any((path / name).is_file() for name in IMAGE_FILES) and "vision_config" in _read_json(path / "config.json")
+
+
+def reads_sounds(path: Path) -> bool:
+    """Return whether a checkpoint has a tower for sounds that is computed, and what says how they are prepared."""
+    has_files = any((path / name).is_file() for name in IMAGE_FILES)
+    return has_files and _read_json(path / "config.json").get("model_type") in _SOUND_TYPES
 
 
 def load_tokenizer(path: Path) -> "Tokenizer":

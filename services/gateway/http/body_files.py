@@ -19,6 +19,8 @@ from .request_body import BODY_SECONDS, BodyParser, BodyTimeout, RequestBody, to
 
 SLICE_BYTES: Final = 256 << 10
 """Decoded at a time, less than a millisecond: base64 is decoded under the interpreter's lock."""
+_GATHERED_BYTES: Final = 32 << 10
+"""Of small pieces, which are read together: each reading takes the parser's turn."""
 SHORTEST_FILE: Final = 16 << 10
 """Shorter texts stay in the body."""
 _LOOK_BACK: Final = 512
@@ -218,12 +220,18 @@ class BodyFiles:
     async def _extract(self, body: RequestBody, limit: int, length: int) -> FileExtractor:
         extractor, gathered = FileExtractor(), bytearray()
         async for piece in body.stream(length, length):
-            gathered += piece
-            if len(gathered) >= SLICE_BYTES:
+            # Large pieces are not copied: with 32 bodies at once, each of which waits for the parser with a piece, its
+            # copies took a fifth of the files' bytes.
+            if len(gathered) + len(piece) < _GATHERED_BYTES:
+                gathered += piece
+                continue
+            if gathered:
                 await self.parser.run(partial(extractor.feed, bytes(gathered)))
-                gathered.clear()
-                if len(extractor.text) > limit:
-                    raise too_large(limit)
+                gathered = bytearray()
+            await self.parser.run(partial(extractor.feed, piece))
+            del piece  # while the next one is on its way
+            if len(extractor.text) > limit:
+                raise too_large(limit)
         await self.parser.run(partial(extractor.feed, bytes(gathered)))
         if len(await self.parser.run(extractor.end)) > limit:
             raise too_large(limit)

@@ -2,14 +2,17 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import random
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from tokenloom.request.limits import DividedLimit
 from tokenloom.services.gateway.http import body_files
-from tokenloom.services.gateway.http.body_files import SHORTEST_FILE, FileExtractor
+from tokenloom.services.gateway.http.body_files import SHORTEST_FILE, BodyFiles, FileExtractor
 
 IMAGE = random.Random(1).randbytes(SHORTEST_FILE + 1000)
 OTHER = random.Random(2).randbytes(SHORTEST_FILE + 2)
@@ -166,3 +169,29 @@ def test_a_file_is_held_once() -> None:
     extractor.end()
     (file,) = extractor.files.values()
     assert file.num_bytes == 16 * (3 << 16)
+
+
+class Pieces:
+    """A body that arrives in these pieces, and its parser, which notes what it is given."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = pieces
+        self.read: list[bytes] = []
+
+    async def stream(self, limit: int, length: int) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            yield piece
+
+    async def run(self, call: Any) -> Any:
+        self.read += getattr(call, "args", ())
+        return call()
+
+
+async def test_large_pieces_are_not_copied_and_small_ones_are_read_together() -> None:
+    text = json.dumps({"images": [b64(IMAGE)] * 20}).encode()
+    cuts = [0, 100, 200, 50_000, 50_100, 200_000, len(text)]
+    body: Any = Pieces(*(text[start:end] for start, end in itertools.pairwise(cuts)))
+    extractor = await BodyFiles(body, DividedLimit(0, is_divided=False))._extract(body, 1 << 20, len(text))
+    assert files_of(extractor) == {digest(IMAGE): IMAGE}
+    assert [len(piece) for piece in body.read] == [200, 49_800, 100, 149_900, len(text) - 200_000, 0]
+    assert all(any(piece is each for each in body.pieces) for piece in body.read if len(piece) > 1000)

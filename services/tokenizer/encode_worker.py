@@ -33,8 +33,8 @@ class EncodeSetup(msgspec.Struct, frozen=True):
     max_text_bytes: int
     memory_bytes: int
     """Of a text and its tokens, beyond what the process has once it is ready."""
-    reads_images: bool = False
-    """Whether texts may hold images."""
+    reads_media: bool = False
+    """Whether texts may hold images or sounds."""
 
 
 class EncodeJob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -43,7 +43,7 @@ class EncodeJob(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         request: An ``EncodeRequest``, or the wishes of an ``EncodeChatRequest`` with ``text``, or a ``DecodeRequest``.
         text, masks: Of the rendered conversation.
-        media: The images that it holds, each a ``MediaItem`` without places.
+        media: The images and sounds that it holds, each a ``MediaItem`` without places.
     """
 
     request: bytes
@@ -72,17 +72,17 @@ def main() -> None:
     if tokenizer_fingerprint(path) != setup.fingerprint:
         _answer(EncodeReply(refused="the tokenizer's files were changed after the service started"))
         return
-    tokenizer, images = load_tokenizer(path), None
-    if setup.reads_images:
-        from .media.image_reader import ImageReader  # here: most models read none
+    tokenizer, reader = load_tokenizer(path), None
+    if setup.reads_media:
+        from .media.media_reader import MediaReader  # here: most models read none
 
-        images = ImageReader.of_checkpoint(path, tokenizer)
+        reader = MediaReader.of_checkpoint(path, tokenizer)
     encoder = TextEncoder(
         tokenizer,
         block_size=setup.block_size,
         max_text_bytes=setup.max_text_bytes,
         vector_texts=CheckpointInfo.load(path).vector_texts,
-        images=images,
+        reader=reader,
     )
     helper_pipe.limit_memory(setup.memory_bytes)
     _answer(EncodeReply())

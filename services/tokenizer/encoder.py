@@ -24,7 +24,7 @@ from tokenloom.v1.types_pb2 import MediaItem, MediaRun
 from .spelled_tokens import PlainTextEncoder, Rendered, unmasked
 
 if TYPE_CHECKING:
-    from .media.image_reader import ImageReader
+    from .media.media_reader import MediaReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +141,15 @@ class TextEncoder:
         block_size: int,
         max_text_bytes: int,
         vector_texts: SentenceTexts | None = None,
-        images: "ImageReader | None" = None,
+        reader: "MediaReader | None" = None,
     ) -> None:
-        """``vector_texts``: how texts become vectors; None: the checkpoint does not say. ``images``: how images stand
-        in prompts; None: the model reads none."""
+        """``vector_texts``: how texts become vectors; None: the checkpoint does not say. ``reader``: how images
+        and sounds stand in prompts; None: the model reads none."""
         self._tokenizer = tokenizer
         self._vector_texts = VectorTexts(tokenizer, vector_texts)
         self._block_size = block_size
         self._max_text_bytes = max_text_bytes
-        self._images = images
+        self._reader = reader
 
     def encode(self, request: EncodeRequest) -> EncodeResponse:
         """Return the ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
@@ -178,7 +178,7 @@ class TextEncoder:
     ) -> TokenizedPrompt:
         """Return the ids of a rendered conversation, whose template has written the special tokens.
 
-        ``request``: of which only the wishes are read. ``media``: the images that the text holds already; they get
+        ``request``: of which only the wishes are read. ``media``: what the text holds already; the items get
         their places here. Raises as :meth:`encode`.
         """
         want_strings = request.want_token_strings
@@ -221,8 +221,8 @@ class TextEncoder:
             raise _contained(error) from error
         ids = encoded.token_ids
         if media:
-            assert self._images is not None, "the caller has found the images with it"
-            self._images.place(media, ids)
+            assert self._reader is not None, "the caller has expanded the text with it"
+            self._reader.place(media, ids)
         is_packed = request.takes_packed_ids and packed_ids.LONG_PROMPT < len(ids) <= packed_ids.MOST_IDS
         prompt = TokenizedPrompt(
             token_ids=() if is_packed else ids,

@@ -14,7 +14,7 @@ from tokenloom.request.reasoning import format_of_template
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1.tokenizer_pb2 import GetTokenizerInfoResponse
 from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
-from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, Fingerprint
+from tokenloom.v1.types_pb2 import Fingerprint
 
 from . import output_format
 from .encode_processes import EncodeProcesses
@@ -25,7 +25,7 @@ from .tokenizer_servicer import TokenizerMetrics, TokenizerServicer
 from .tokenizer_settings import TokenizerSettings
 
 if TYPE_CHECKING:
-    from .media.image_reader import ImageReader
+    from .media.media_reader import MediaReader
     from .media.transcript_prompts import TranscriptPrompts
 
 ENCODE_MEMORY_BYTES = 2 << 30
@@ -46,15 +46,15 @@ class TokenizerService:
         info, tokenizer, answer = await asyncio.to_thread(_load, settings)
         size, most, texts = settings.block_size, settings.max_text_bytes, info.vector_texts
         path = resolve(settings.model, weights=False)
-        images = await asyncio.to_thread(_images, path, tokenizer)
-        if images is not None:
-            answer.media_kinds.append(MEDIA_KIND_IMAGE)
+        reader = await asyncio.to_thread(_reader, path, tokenizer)
+        if reader is not None:
+            answer.media_kinds.append(reader.family.kind)
         transcripts = await asyncio.to_thread(_transcripts, path, tokenizer)
         if transcripts is not None:
             answer.transcript.CopyFrom(transcripts.traits)
-        encoder = TextEncoder(tokenizer, block_size=size, max_text_bytes=most, vector_texts=texts, images=images)
-        fingerprint, reads_images = answer.fingerprint.tokenizer, images is not None
-        setup = EncodeSetup(str(path), fingerprint, size, most, ENCODE_MEMORY_BYTES, reads_images)
+        encoder = TextEncoder(tokenizer, block_size=size, max_text_bytes=most, vector_texts=texts, reader=reader)
+        fingerprint, reads_media = answer.fingerprint.tokenizer, reader is not None
+        setup = EncodeSetup(str(path), fingerprint, size, most, ENCODE_MEMORY_BYTES, reads_media)
         self._processes = EncodeProcesses(setup, settings.threads)
         if info.chat_template:
             self._renderer = Renderer(
@@ -68,7 +68,7 @@ class TokenizerService:
             answer.tool_format_json = output_format.described(self._renderer.tool_format, tokenizer)
         metrics = TokenizerMetrics(host.metrics)
         self._servicer = TokenizerServicer(
-            encoder, self._renderer, self._processes, answer, metrics, settings.threads, images, transcripts
+            encoder, self._renderer, self._processes, answer, metrics, settings.threads, reader, transcripts
         )
         host.add_servicer(add_TokenizerServicer_to_server, self._servicer)
 
@@ -91,13 +91,13 @@ def _control_tokens(settings: TokenizerSettings, info: CheckpointInfo, tokenizer
     return output_format.control_tokens(tokenizer, info.chat_template)
 
 
-def _images(path: Path, tokenizer: Tokenizer) -> "ImageReader | None":
-    """Return how the model's images stand in prompts; None: it reads none."""
+def _reader(path: Path, tokenizer: Tokenizer) -> "MediaReader | None":
+    """Return how the model's images or sounds stand in prompts; None: it reads none."""
     if not any((path / name).is_file() for name in IMAGE_FILES):
         return None
-    from .media.image_reader import ImageReader  # here: most models read none
+    from .media.media_reader import MediaReader  # here: most models read none
 
-    return ImageReader.of_checkpoint(path, tokenizer)
+    return MediaReader.of_checkpoint(path, tokenizer)
 
 
 def _transcripts(path: Path, tokenizer: Tokenizer) -> "TranscriptPrompts | None":

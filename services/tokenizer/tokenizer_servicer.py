@@ -42,7 +42,7 @@ from .renderer import Renderer
 from .spelled_tokens import Rendered
 
 if TYPE_CHECKING:
-    from .media.image_reader import ImageReader
+    from .media.media_reader import MediaReader
     from .media.transcript_prompts import TranscriptPrompts
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -86,17 +86,18 @@ class TokenizerServicer(TokenizerServicerBase):
         info: GetTokenizerInfoResponse,
         metrics: TokenizerMetrics,
         num_threads: int,
-        images: "ImageReader | None" = None,
+        reader: "MediaReader | None" = None,
         transcripts: "TranscriptPrompts | None" = None,
     ) -> None:
         """``renderer``: None when the model has no chat template. ``num_threads``: and as many long calls at a time.
-        ``images``: None when the model reads none. ``transcripts``: None when it does not transcribe."""
+        ``reader``: of images or sounds; None when the model reads none. ``transcripts``: None when it does not
+        transcribe."""
         self._encoder = encoder
         self._renderer = renderer
         self._processes = processes
         self._info = info
         self._metrics = metrics
-        self._images = images
+        self._reader = reader
         self._transcripts = transcripts
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
         self._short = FairStage(
@@ -131,9 +132,9 @@ class TokenizerServicer(TokenizerServicerBase):
         try:
             rendered, media = await self._renderer.render(_job(request)), list[MediaItem]()
             if request.media:
-                if self._images is None:
+                if self._reader is None:
                     raise errors.InvalidArgument("messages: this model reads text only", "messages")
-                text, media = self._images.expand(rendered.text, request.media, request.cache_salt)
+                text, media = self._reader.expand(rendered.text, request.media, request.cache_salt)
                 rendered = replace(rendered, text=text)
             if len(rendered.text) <= SHORT_BYTES:
                 run = asyncio.get_running_loop().run_in_executor

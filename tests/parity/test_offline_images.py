@@ -8,7 +8,7 @@ from tests.checkpoints.vision_prompts import UNWRITTEN, VisionModel, picture
 from tests.checkpoints.whole_vision import FAMILIES, write_whole_vision
 from tests.parity.vision_checkpoints import load_vision
 from tokenloom import LLM, SamplingParams
-from tokenloom.services.tokenizer.media.image_reader import ImageReader
+from tokenloom.services.tokenizer.media.media_reader import MediaReader
 
 NUM_TOKENS = 12
 PROMPTS = [[(200, 120, 0)], [(200, 120, 0), (90, 210, 1)], [(200, 120, 3)], []]
@@ -17,9 +17,9 @@ PROMPTS = [[(200, 120, 0)], [(200, 120, 0), (90, 210, 1)], [(200, 120, 3)], []]
 
 def _mark(kind: str, path: Path, llm: LLM) -> str:
     """Return what a chat template of the family writes for an image: the mark, and for Qwen's the tokens around it."""
-    reader = ImageReader.of_checkpoint(path, llm.get_tokenizer())
+    reader = MediaReader.of_checkpoint(path, llm.get_tokenizer())
     assert reader is not None
-    return FAMILIES[kind].image_text if kind.startswith("qwen") else reader.family.mark
+    return FAMILIES[kind].media_text if kind.startswith("qwen") else reader.family.mark
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

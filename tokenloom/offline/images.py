@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tokenloom.engine_core.data.config import WorkerConfig
 from tokenloom.engine_core.data.embedding_rows import RowsKey
 from tokenloom.request.errors import TokenloomError
-from tokenloom.services.tokenizer.media.image_reader import ImageReader
+from tokenloom.services.tokenizer.media.media_reader import MediaReader
 from tokenloom.services.tokenizer.spelled_tokens import Rendered
 from tokenloom.v1.tokenizer_pb2 import MediaSize
 from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, MediaItem
@@ -162,8 +162,8 @@ class OfflineImages:
         self.__dict__.pop("_tower", None)  # the next image loads it
 
     @cached_property
-    def _reader(self) -> ImageReader | None:
-        return None if self._worker.language_model_only else ImageReader.of_checkpoint(self._path, self._tokenizer)
+    def _reader(self) -> MediaReader | None:
+        return None if self._worker.language_model_only else MediaReader.of_checkpoint(self._path, self._tokenizer)
 
     @cached_property
     def _processor(self) -> "Processor":

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE
 
-from .image_text import OPTIONS_FIELD, Entries, ImageText, ShownImage, option
+from .media_text import OPTIONS_FIELD, Entries, MediaText, ShownMedia, option
 
 _MOST_ASPECT = 200
 
@@ -24,6 +25,7 @@ class Qwen:
     least: int
     most: int
     """Pixels of an image, after it is scaled."""
+    kind: ClassVar = MEDIA_KIND_IMAGE
     option_names: ClassVar[frozenset[str]] = frozenset({"min_pixels", "max_pixels"})
     depends_on_count: ClassVar[bool] = False
 
@@ -38,11 +40,11 @@ class Qwen:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ShownImage, count: int) -> ImageText:
+    def text(self, size: ShownMedia, count: int) -> MediaText:
         lines, columns = self._grid(size)
-        return ImageText(self.token * (lines * columns), (1, lines, columns))
+        return MediaText(self.token * (lines * columns), (1, lines, columns))
 
-    def _grid(self, size: ShownImage) -> tuple[int, int]:
+    def _grid(self, size: ShownMedia) -> tuple[int, int]:
         width, height, side = size.width, size.height, self.side
         most = option(size, "max_pixels", self.most, side**2, self.most)
         least = option(size, "min_pixels", min(self.least, most), 1, most)
@@ -69,6 +71,7 @@ class Pixtral:
     """Pixels of a row's square."""
     longest: int
     """Pixels of an image's longer side, at most."""
+    kind: ClassVar = MEDIA_KIND_IMAGE
     option_names: ClassVar[frozenset[str]] = frozenset()
     depends_on_count: ClassVar[bool] = False
 
@@ -91,14 +94,14 @@ class Pixtral:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ShownImage, count: int) -> ImageText:
+    def text(self, size: ShownMedia, count: int) -> MediaText:
         width, height = size.width, size.height
         ratio = max(height / self.longest, width / self.longest)
         if ratio > 1:
             height, width = math.floor(height / ratio), math.floor(width / ratio)
         lines, columns = -(-height // self.side), -(-width // self.side)
         line = self.token * columns + self.line_end
-        return ImageText((line * lines).removesuffix(self.line_end) + self.image_end)
+        return MediaText((line * lines).removesuffix(self.line_end) + self.image_end)
 
 
 _SOFT_TOKENS = (70, 140, 280, 560, 1120)
@@ -115,6 +118,7 @@ class Gemma4:
     pooled: int
     """Patches of a row's square, in each direction."""
     most: int
+    kind: ClassVar = MEDIA_KIND_IMAGE
     option_names: ClassVar[frozenset[str]] = frozenset({"max_soft_tokens"})
     depends_on_count: ClassVar[bool] = False
 
@@ -127,10 +131,10 @@ class Gemma4:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ShownImage, count: int) -> ImageText:
-        return ImageText(f"{self.begin}{self.token * self._num_rows(size)}{self.end}")
+    def text(self, size: ShownMedia, count: int) -> MediaText:
+        return MediaText(f"{self.begin}{self.token * self._num_rows(size)}{self.end}")
 
-    def _num_rows(self, size: ShownImage) -> int:
+    def _num_rows(self, size: ShownMedia) -> int:
         width, height = size.width, size.height
         most = size.options.get("max_soft_tokens", self.most)
         if most not in _SOFT_TOKENS:

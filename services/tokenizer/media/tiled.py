@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from .image_text import Entries, ImageText, ShownImage
+from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE
+
+from .media_text import Entries, MediaText, ShownMedia
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class InternVL:
     """Tiles of an image."""
     tile: tuple[int, int]
     """Height and width of a tile in pixels."""
+    kind: ClassVar = MEDIA_KIND_IMAGE
     option_names: ClassVar[frozenset[str]] = frozenset()
     depends_on_count: ClassVar[bool] = False
 
@@ -38,8 +41,8 @@ class InternVL:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ShownImage, count: int) -> ImageText:
-        return ImageText(f"{self.begin}{self.token * (self.rows * self._tiles(size))}{self.end}")
+    def text(self, size: ShownMedia, count: int) -> MediaText:
+        return MediaText(f"{self.begin}{self.token * (self.rows * self._tiles(size))}{self.end}")
 
     @cached_property
     def _grids(self) -> list[tuple[int, int]]:
@@ -47,7 +50,7 @@ class InternVL:
         grids = [(columns, lines) for columns in numbers for lines in numbers]
         return sorted((grid for grid in grids if self.least <= math.prod(grid) <= self.most), key=math.prod)
 
-    def _tiles(self, size: ShownImage) -> int:
+    def _tiles(self, size: ShownMedia) -> int:
         if self.most == 1:
             return 1
         (height, width), best, difference = self.tile, (1, 1), math.inf
@@ -72,6 +75,7 @@ class Idefics:
     tile: int
     """Pixels of a tile's side."""
     splits: bool
+    kind: ClassVar = MEDIA_KIND_IMAGE
     option_names: ClassVar[frozenset[str]] = frozenset()
     depends_on_count: ClassVar[bool] = False
 
@@ -89,19 +93,19 @@ class Idefics:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ShownImage, count: int) -> ImageText:
+    def text(self, size: ShownMedia, count: int) -> MediaText:
         lines, columns = self._grid(size) if self.splits else (0, 0)
         tile, mark = self.token * self.rows, "<fake_token_around_image>"
         whole = f"{mark}<global-img>{tile}{mark}"
         if not lines:
-            return ImageText(whole)
+            return MediaText(whole)
         parts = []
         for line in range(1, lines + 1):
             parts += [f"{mark}<row_{line}_col_{column}>{tile}" for column in range(1, columns + 1)]
             parts.append("\n")
-        return ImageText("".join(parts) + "\n" + whole)
+        return MediaText("".join(parts) + "\n" + whole)
 
-    def _grid(self, size: ShownImage) -> tuple[int, int]:
+    def _grid(self, size: ShownMedia) -> tuple[int, int]:
         """Return the lines and columns of tiles; zeros if the whole image is one."""
         width, height, ratio = size.width, size.height, size.width / size.height
         if width >= height:
@@ -137,6 +141,7 @@ class OneVision:
     most_tiles: int
     """The rows of more tiles are scaled down to theirs."""
     drops_first: bool
+    kind: ClassVar = MEDIA_KIND_IMAGE
     option_names: ClassVar[frozenset[str]] = frozenset()
     depends_on_count: ClassVar[bool] = True
 
@@ -160,11 +165,11 @@ class OneVision:
     def mark(self) -> str:
         return self.token
 
-    def text(self, size: ShownImage, count: int) -> ImageText:
+    def text(self, size: ShownMedia, count: int) -> MediaText:
         num_rows = self.rows + 1 if count > 1 else self._num_rows(size)
-        return ImageText(self.token * (num_rows - self.drops_first))
+        return MediaText(self.token * (num_rows - self.drops_first))
 
-    def _num_rows(self, size: ShownImage) -> int:
+    def _num_rows(self, size: ShownMedia) -> int:
         width, height = size.width, size.height
 
         def fit(canvas: tuple[int, int]) -> tuple[int, int]:

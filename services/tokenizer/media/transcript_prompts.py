@@ -20,8 +20,8 @@ from tokenloom.v1.tokenizer_pb2 import (
 )
 from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MediaItem
 
-from .image_reader import digest_of_parts, read_entries
-from .image_text import Entries
+from .media_reader import digest_of_parts, read_entries
+from .media_text import Entries
 
 MODEL_TYPE: Final = "whisper"
 """Of ``config.json``."""

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .image_text import Entries, ImageText, ShownImage
+from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE
+
+from .media_text import Entries, MediaText, ShownMedia
 
 
 @dataclass(frozen=True)
@@ -13,11 +15,12 @@ class Uniform:
     token: str
     mark: str
     image: str
+    kind: ClassVar = MEDIA_KIND_IMAGE
     option_names: ClassVar[frozenset[str]] = frozenset()
     depends_on_count: ClassVar[bool] = False
 
-    def text(self, size: ShownImage, count: int) -> ImageText:
-        return ImageText(self.image)
+    def text(self, size: ShownMedia, count: int) -> MediaText:
+        return MediaText(self.image)
 
 
 def llava(token: str, config: Entries, images: Entries, processor: Entries) -> Uniform:

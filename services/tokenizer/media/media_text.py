@@ -1,34 +1,38 @@
-"""What stands for an image in a prompt's text, and how a family of models computes it from the image's size."""
+"""What stands for an image or a sound in a prompt's text, and how a family of models computes it from its size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.v1.types_pb2 import MediaKind
 
 OPTIONS_FIELD = "mm_processor_kwargs"
 """How clients name the options of the processor."""
 
 
-class ShownImage(NamedTuple):
-    """An image as it is shown: after the turn that its Exif data ask for."""
+class ShownMedia(NamedTuple):
+    """An image as it is shown, after the turn that its Exif data ask for; or a sound."""
 
-    width: int
-    height: int
+    width: int = 0
+    height: int = 0
     options: Mapping[str, int] = {}
     """Of the processor, as the client has set them; what is missing is as the checkpoint's files say."""
+    samples: int = 0
+    """Of a sound, at the processor's rate."""
 
 
-class ImageText(NamedTuple):
-    """The text in place of an image's mark. Each token for a row of the image is in it as often as there are rows."""
+class MediaText(NamedTuple):
+    """The text in place of a mark. Each token for a row is in it as often as there are rows."""
 
     text: str
     grid: tuple[int, int, int] = (0, 0, 0)
     """Frames, lines and columns of the rows, where rotary positions count them; zeros: they count on."""
 
 
-class ImageFamily(Protocol):
-    """Knows how a family of models writes images."""
+class MediaFamily(Protocol):
+    """Knows how a family of models writes images, or sounds."""
 
+    kind: ClassVar[MediaKind]
     option_names: ClassVar[frozenset[str]]
     """The options that the processor of the family has, and a client may set."""
     depends_on_count: ClassVar[bool]
@@ -36,14 +40,14 @@ class ImageFamily(Protocol):
 
     @property
     def mark(self) -> str:
-        """What the chat template writes for an image."""
+        """What the chat template writes for an image or a sound."""
 
     @property
     def token(self) -> str:
         """The token that stands for one row."""
 
-    def text(self, size: ShownImage, count: int) -> ImageText:
-        """Return what stands for an image of this size among ``count`` images of a prompt.
+    def text(self, size: ShownMedia, count: int) -> MediaText:
+        """Return what stands for an image or a sound of this size among ``count`` of a prompt.
 
         Raises ``ValueError`` for a size that the family refuses, ``InvalidArgument`` for an option.
         """
@@ -104,7 +108,7 @@ class Entries:
         return value
 
 
-def option(size: ShownImage, name: str, default: int, least: int, most: int) -> int:
+def option(size: ShownMedia, name: str, default: int, least: int, most: int) -> int:
     """Return an option of an image. Raises ``InvalidArgument`` for one that the model does not take."""
     value = size.options.get(name, default)
     if not least <= value <= most:

@@ -19,7 +19,7 @@ from tests.services.tokenizer.media.published import MODELS, SIZES, TOKENS, Publ
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prefix_schedule import MediaTokens, prefix_hashes
 from tokenloom.services.tokenizer.encoder import TextEncoder
-from tokenloom.services.tokenizer.media.image_reader import ImageReader
+from tokenloom.services.tokenizer.media.media_reader import MediaReader
 from tokenloom.services.tokenizer.spelled_tokens import Rendered
 from tokenloom.v1.tokenizer_pb2 import EncodeChatRequest, MediaSize, TokenizedPrompt
 from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE
@@ -39,7 +39,7 @@ def make_tokenizer() -> Tokenizer:
 TOKENIZER = make_tokenizer()
 
 
-def reader_of(name: str, directory: Path, **entries: Any) -> ImageReader:
+def reader_of(name: str, directory: Path, **entries: Any) -> MediaReader:
     """Return the reader of a published model's files. ``entries`` change those of the image processor."""
     model = MODELS[name]
     images = {**model.images, **entries} if model.images else {}
@@ -50,7 +50,7 @@ def reader_of(name: str, directory: Path, **entries: Any) -> ImageReader:
     ):
         if values:
             (directory / file).write_text(json.dumps(values))
-    found = ImageReader.of_checkpoint(directory, TOKENIZER)
+    found = MediaReader.of_checkpoint(directory, TOKENIZER)
     assert found is not None
     return found
 
@@ -59,8 +59,8 @@ def image(width: int, height: int, **fields: Any) -> MediaSize:
     return MediaSize(kind=MEDIA_KIND_IMAGE, width=width, height=height, digest=b"d" * 32, **fields)
 
 
-def encode(reader: ImageReader, text: str, media: Sequence[MediaSize], **wishes: Any) -> TokenizedPrompt:
-    encoder = TextEncoder(TOKENIZER, block_size=16, max_text_bytes=1 << 20, images=reader)
+def encode(reader: MediaReader, text: str, media: Sequence[MediaSize], **wishes: Any) -> TokenizedPrompt:
+    encoder = TextEncoder(TOKENIZER, block_size=16, max_text_bytes=1 << 20, reader=reader)
     request = EncodeChatRequest(media=media, **wishes)
     expanded, items = reader.expand(text, media, request.cache_salt)
     return encoder.encode_chat(Rendered(expanded), request, items)
@@ -198,7 +198,7 @@ def test_each_image_has_its_own_runs_and_its_encoder(tmp_path: Path) -> None:
     assert [item.digest for item in prompt.media] == [each.digest for each in media]
 
 
-def key_of(reader: ImageReader, media: Sequence[MediaSize], salt: bytes = b"") -> bytes:
+def key_of(reader: MediaReader, media: Sequence[MediaSize], salt: bytes = b"") -> bytes:
     return encode(reader, reader.family.mark * len(media), media, cache_salt=salt).media[0].key
 
 
@@ -242,7 +242,7 @@ def test_block_hashes_are_those_of_keys_and_not_of_placeholders_alone(tmp_path: 
 
 def test_marks_in_clients_texts_are_plain_text(tmp_path: Path) -> None:
     reader, mask = reader_of(PLAIN, tmp_path), "\U00100000"
-    encoder = TextEncoder(TOKENIZER, block_size=16, max_text_bytes=1 << 20, images=reader)
+    encoder = TextEncoder(TOKENIZER, block_size=16, max_text_bytes=1 << 20, reader=reader)
     text, items = reader.expand(f"{mask} <|image_pad|>{mask}", [image(56, 56)])
     prompt = encoder.encode_chat(Rendered(text, {mask: "<|image_pad|>"}), EncodeChatRequest(), items)
     assert list(prompt.token_ids).count(reader.token_id) == 4
@@ -256,8 +256,8 @@ def test_marks_in_clients_texts_are_plain_text(tmp_path: Path) -> None:
         (PLAIN, "no mark", [image(9, 9)], "written 0 marks <|image_pad|> for 1 images", "messages"),
         (PLAIN, "<|image_pad|>" * 2, [image(90, 90)], "written 2 marks", "messages"),
         (PLAIN, "<|image_pad|>", [image(1, 201)], "image 1 .* 200 times as long", "media[0]"),
-        (PLAIN, "<|image_pad|>", [image(0, 20)], "no pixels", "media[0]"),
-        (PLAIN, "<|image_pad|>", [MediaSize(kind=MEDIA_KIND_AUDIO, samples=9)], "no sounds", "messages"),
+        (PLAIN, "<|image_pad|>", [image(0, 20)], "it is empty", "media[0]"),
+        (PLAIN, "<|image_pad|>", [MediaSize(kind=MEDIA_KIND_AUDIO, samples=9)], "no sounds", "media[0]"),
         ("pixtral-12b", "[IMG]" * 2, [image(9, 9), image(1, 5000)], "image 2 .* leaves no rows", "media[1]"),
         ("gemma-4-E4B-it", "<|image|>", [image(9, 9, options_json=b'{"max_soft_tokens":71}')], "one of 70", ""),
         (PLAIN, "<|image_pad|>", [image(9, 9, options_json=b'{"max_pixels":99999999}')], "from 784 to 12845056", ""),
@@ -292,7 +292,7 @@ def test_options_change_the_number_of_rows(tmp_path: Path) -> None:
 def test_other_models_read_no_images(config: dict[str, Any], images: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(images))
-    assert ImageReader.of_checkpoint(tmp_path, TOKENIZER) is None
+    assert MediaReader.of_checkpoint(tmp_path, TOKENIZER) is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Reads from a checkpoint's files how its model writes images, and places images in rendered conversations."""
+"""Reads from a checkpoint's files how its model writes images or sounds, and places them in rendered conversations."""
 
 import hashlib
 import json
@@ -13,15 +13,17 @@ from tokenizers import Tokenizer
 from tokenloom.model_files.checkpoint import digest_of
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1.tokenizer_pb2 import MediaSize
-from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, MediaItem, MediaRun
+from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem, MediaRun
 
-from .image_text import OPTIONS_FIELD, Entries, ImageFamily, ImageText, ShownImage
+from .media_text import OPTIONS_FIELD, Entries, MediaFamily, MediaText, ShownMedia
 from .scaled import Gemma4, Pixtral, Qwen
+from .sound import Qwen2Audio
 from .tiled import Idefics, InternVL, OneVision
 from .uniform import gemma3, llava
 
 _FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
-"""What the rows of an image depend on, beside the weights."""
+"""What the rows of an image or a sound depend on, beside the weights."""
+_NAMES = {MEDIA_KIND_IMAGE: "image", MEDIA_KIND_AUDIO: "sound"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class _Checkpoint:
 
     config: Entries
     images: Entries
-    """Of the image processor."""
+    """Of the processor of images, or of sounds."""
     processor: Entries
     tokenizer: Tokenizer
 
@@ -42,47 +44,51 @@ class _Checkpoint:
         return default
 
 
-def _llava(files: _Checkpoint) -> ImageFamily:
+def _llava(files: _Checkpoint) -> MediaFamily:
     vision = files.config.part("vision_config").text("model_type")
     if vision == "pixtral":
         return _pixtral(files)
     return llava(files.token("image", "<image>"), files.config, files.images, files.processor)
 
 
-def _pixtral(files: _Checkpoint) -> ImageFamily:
+def _pixtral(files: _Checkpoint) -> MediaFamily:
     return Pixtral.read(files.token("image", "[IMG]"), files.config, files.images, files.processor)
 
 
-def _qwen(files: _Checkpoint) -> ImageFamily:
+def _qwen(files: _Checkpoint) -> MediaFamily:
     return Qwen.read(files.token("image", "<|image_pad|>"), files.images)
 
 
-def _gemma3(files: _Checkpoint) -> ImageFamily:
+def _gemma3(files: _Checkpoint) -> MediaFamily:
     if files.images.flag("do_pan_and_scan", default=False):
         raise InvalidArgument("model: do_pan_and_scan of preprocessor_config.json is not supported", "model")
     begin, end = files.token("boi", "<start_of_image>"), files.token("eoi", "<end_of_image>")
     return gemma3(files.token("image", "<image_soft_token>"), begin, end, files.config, files.processor)
 
 
-def _gemma4(files: _Checkpoint) -> ImageFamily:
+def _gemma4(files: _Checkpoint) -> MediaFamily:
     begin, end = files.token("boi", "<|image>"), files.token("eoi", "<image|>")
     return Gemma4.read(files.token("image", "<|image|>"), begin, end, files.images)
 
 
-def _internvl(files: _Checkpoint) -> ImageFamily:
+def _internvl(files: _Checkpoint) -> MediaFamily:
     token = files.token("image", "<IMG_CONTEXT>")
     return InternVL.read(token, "<img>", "</img>", files.config, files.images, files.processor)
 
 
-def _idefics(files: _Checkpoint) -> ImageFamily:
+def _idefics(files: _Checkpoint) -> MediaFamily:
     return Idefics.read(files.token("image", "<image>"), files.images, files.processor)
 
 
-def _onevision(files: _Checkpoint) -> ImageFamily:
+def _onevision(files: _Checkpoint) -> MediaFamily:
     return OneVision.read(files.token("image", "<image>"), files.config, files.images, files.processor)
 
 
-_FAMILIES: Mapping[str, Callable[[_Checkpoint], ImageFamily]] = {
+def _qwen2_audio(files: _Checkpoint) -> MediaFamily:
+    return Qwen2Audio.read(files.token("audio", "<|AUDIO|>"), files.images)
+
+
+_FAMILIES: Mapping[str, Callable[[_Checkpoint], MediaFamily]] = {
     "llava": _llava,
     "llava_onevision": _onevision,
     "mistral3": _pixtral,
@@ -91,19 +97,20 @@ _FAMILIES: Mapping[str, Callable[[_Checkpoint], ImageFamily]] = {
     "gemma4": _gemma4,
     "internvl": _internvl,
     **dict.fromkeys(("idefics3", "smolvlm"), _idefics),
+    "qwen2_audio": _qwen2_audio,
 }
 """By the ``model_type`` of ``config.json``."""
 
 
 @dataclass(frozen=True)
-class ImageReader:
-    """Expands the images of conversations, and describes their rows."""
+class MediaReader:
+    """Expands the images or sounds of conversations, and describes their rows."""
 
-    family: ImageFamily
+    family: MediaFamily
     token_id: int
     """The id of the family's token."""
     fingerprint: bytes
-    """SHA-256 over the files on which the rows of an image depend."""
+    """SHA-256 over the files on which the rows depend."""
     levels: int = 1
     """Rows side by side: the model adds those behind the first ones after its first layers."""
     is_whole: bool = False
@@ -112,15 +119,16 @@ class ImageReader:
     """Of the model, whose embeddings may end before the token's id."""
 
     @classmethod
-    def of_checkpoint(cls, path: Path, tokenizer: Tokenizer) -> "ImageReader | None":
-        """Return the reader of a checkpoint's model; None: it reads no images, or in a way that is not known here.
+    def of_checkpoint(cls, path: Path, tokenizer: Tokenizer) -> "MediaReader | None":
+        """Return the reader of a checkpoint's model; None: it reads text only, or in a way that is not known here.
 
         Raises ``InvalidArgument`` for files with entries that are wrong.
         """
         config = read_entries(path / "config.json")
         make = _FAMILIES.get(config.get("model_type", ""))
         processor = read_entries(path / "processor_config.json")
-        images = processor.get("image_processor") or read_entries(path / "preprocessor_config.json")
+        within = processor.get("image_processor") or processor.get("feature_extractor")
+        images = within or read_entries(path / "preprocessor_config.json")
         if make is None or not images:
             return None
         entries = Entries(config, "config.json")
@@ -133,7 +141,7 @@ class ImageReader:
         family = make(files)
         token_id = tokenizer.token_to_id(family.token)
         if token_id is None:
-            raise InvalidArgument(f"model: the tokenizer has no token {family.token!r} for images", "model")
+            raise InvalidArgument(f"model: the tokenizer has no token {family.token!r}", "model")
         bidirectional = entries.part("text_config").text("use_bidirectional_attention")
         return cls(
             family,
@@ -145,17 +153,17 @@ class ImageReader:
         )
 
     def expand(self, rendered: str, media: Sequence[MediaSize], salt: bytes = b"") -> tuple[str, list[MediaItem]]:
-        """Return the text of a rendered conversation with the tokens of its images, and its items without their runs.
+        """Return the text of a rendered conversation with the tokens of its media, and its items without their runs.
 
-        ``salt``: the tenant's, part of the items' keys. Raises ``InvalidArgument`` for an image that the model does not
-        take, and for a template that does not write one mark for each.
+        ``salt``: the tenant's, part of the items' keys. Raises ``InvalidArgument`` for an image or a sound that the
+        model does not take, and for a template that does not write one mark for each.
         """
         # The text, and never its ids: tokens of the text between tiles merge with the text around the image.
         pieces, mark = rendered.split(self.family.mark), self.family.mark
         if len(pieces) - 1 != len(media):
             raise InvalidArgument(
-                f"the chat template of this model has written {len(pieces) - 1} marks {mark} for {len(media)} images: "
-                "it has no place for images in these turns",
+                f"the chat template of this model has written {len(pieces) - 1} marks {mark} for {len(media)} "
+                f"{self._name}s: it has no place for them in these turns",
                 "messages",
             )
         written, items = [pieces[0]], []
@@ -164,9 +172,10 @@ class ImageReader:
             try:
                 text = self.family.text(size, len(media))
             except ValueError as error:
-                raise _refused(index, str(error)) from None
+                raise self._refused(index, str(error)) from None
             if not text.text.count(self.family.token):
-                raise _refused(index, f"its size of {image.width} x {image.height} leaves no rows")
+                length = f"{image.samples} samples" if image.samples else f"{image.width} x {image.height}"
+                raise self._refused(index, f"its size of {length} leaves no rows")
             items.append(self._item(image, text, index, len(media), salt))
             written += text.text, piece
         return "".join(written), items
@@ -178,7 +187,7 @@ class ImageReader:
         places = [position for position, each in enumerate(token_ids) if each == token_id]
         if len(places) != sum(item.num_rows for item in items):
             raise InvalidArgument(
-                "messages: the tokenizer does not write one token for each row of an image", "messages"
+                f"messages: the tokenizer does not write one token for each row of the {self._name}s", "messages"
             )
         taken = 0
         for item in items:
@@ -188,22 +197,31 @@ class ImageReader:
             for position in places:
                 token_ids[position] = 0
 
-    def _size(self, index: int, image: MediaSize) -> ShownImage:
-        if image.kind != MEDIA_KIND_IMAGE:
-            raise InvalidArgument("messages: this model reads no sounds", "messages")
-        if not image.width or not image.height:
-            raise _refused(index, "it has no pixels")
+    @property
+    def _name(self) -> str:
+        return _NAMES[self.family.kind]
+
+    def _refused(self, index: int, reason: str) -> InvalidArgument:
+        where = f"{self._name} {index + 1} of the conversation"
+        return InvalidArgument(f"{where} cannot be read by this model: {reason}", f"media[{index}]")
+
+    def _size(self, index: int, image: MediaSize) -> ShownMedia:
+        if image.kind != self.family.kind:
+            other = _NAMES.get(image.kind, "medium")
+            raise InvalidArgument(f"this model reads text and {self._name}s, and no {other}s", f"media[{index}]")
+        if not (image.samples if image.kind == MEDIA_KIND_AUDIO else image.width and image.height):
+            raise self._refused(index, "it is empty")
         options: Mapping[str, Any] = json.loads(image.options_json) if image.options_json else {}
         for name, value in options.items():
             if name not in self.family.option_names or type(value) is not int:
                 known = ", ".join(sorted(self.family.option_names)) or "none"
                 raise InvalidArgument(
-                    f"{OPTIONS_FIELD}.{name[:64]} is not an option of this model's images; there are: {known}",
+                    f"{OPTIONS_FIELD}.{name[:64]} is not an option of this model's {self._name}s; there are: {known}",
                     f"{OPTIONS_FIELD}.{name[:64]}",
                 )
-        return ShownImage(image.width, image.height, options)
+        return ShownMedia(image.width, image.height, options, image.samples)
 
-    def _item(self, image: MediaSize, text: ImageText, index: int, count: int, salt: bytes) -> MediaItem:
+    def _item(self, image: MediaSize, text: MediaText, index: int, count: int, salt: bytes) -> MediaItem:
         num_rows = text.text.count(self.family.token)
         # The rows of an image alone and beside another one may be of the same number, but are not the same rows.
         place = min(count, 2) if self.family.depends_on_count else 0
@@ -241,12 +259,6 @@ def digest_of_parts(parts: Sequence[bytes]) -> bytes:
     for part in parts:
         digest.update(struct.pack("<Q", len(part)) + part)
     return digest.digest()
-
-
-def _refused(index: int, reason: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"image {index + 1} of the conversation cannot be read by this model: {reason}", f"media[{index}]"
-    )
 
 
 def read_entries(path: Path) -> dict[str, Any]:

@@ -222,8 +222,10 @@ class ModelRunner:
         """Return the same from a recording; None: the step cannot be recorded."""
         if self._recordings is None:
             return None
-        # transformers' modules, and graphs of a GPU, change states where they are.
-        if self._states is not None and (self._model.config.mixer is None or self._recordings.computes_every_step):
+        # transformers' modules, and graphs of a GPU, change states where they are. The trial of a recording computes
+        # the step once more, for which ranks would have to meet.
+        is_apart = self._recordings.computes_every_step or not self._ranks.place.is_whole
+        if self._states is not None and (self._model.config.mixer is None or is_apart):
             return None
         if self._routes is not None:
             if not self._recordings.computes_every_step:

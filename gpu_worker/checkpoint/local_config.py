@@ -7,7 +7,8 @@ from dataclasses import replace
 from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, ParallelConfig
 
 from ..parallel.sharding import RankPlace, Shard
-from .model_config import ExpertSwitches, ModelConfig
+from .mixer_config import state_layout
+from .model_config import ExpertSwitches, MixerSwitches, ModelConfig
 
 
 def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:
@@ -18,23 +19,49 @@ def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:
     if place.is_whole:
         return config
     _check(config, place)
-    size, layers = place.tensor_size, place.layers(config.num_layers)
-    mine = slice(layers.start, layers.stop)
+    size, mixer = place.tensor_size, config.mixer
+    layers = place.layers(config.num_layers if mixer is None else len(mixer.layers))
+    of_all = mine = slice(layers.start, layers.stop)
+    states = None
+    if mixer is not None:
+        mine = _attending(mixer, layers, config.num_layers)
+        mixer = _local_mixer(mixer, size, of_all)
+        states = state_layout(mixer, config.hidden_size // size) if any(mixer.layers) else None
     return replace(
         config,
-        num_layers=len(layers),
-        num_heads=config.num_heads // size,
+        num_layers=mine.stop - mine.start,
+        num_heads=max(1, config.num_heads // size),
         num_kv_heads=max(1, config.num_kv_heads // size),
         intermediate_size=config.intermediate_size // size,
         ropes=config.ropes[mine],
         attention_scales=config.attention_scales[mine],
         sliding_windows=config.sliding_windows[mine],
         attention_chunks=config.attention_chunks[mine],
-        experts=None if config.experts is None else _local_experts(config.experts, place, mine),
+        experts=None if config.experts is None else _local_experts(config.experts, place, of_all),
+        mixer=mixer,
+        states=states,
         shard=Shard(place.tensor_rank, size, config.num_kv_heads, place.spreads_context),
         first_layer=layers.start,
         is_last_stage=place.stage == place.num_stages - 1,
         samples=place.samples,
+    )
+
+
+def _attending(mixer: MixerSwitches, layers: range, num_layers: int) -> slice:
+    """Return which of the layers that attend are among ``layers``; where none is, one whose cache is never used."""
+    first = min(mixer.num_attending(layers.start), num_layers - 1)
+    return slice(first, max(mixer.num_attending(layers.stop), first + 1))
+
+
+def _local_mixer(mixer: MixerSwitches, size: int, layers: slice) -> MixerSwitches:
+    groups = max(1, mixer.groups // size) if mixer.groups else 0
+    return replace(
+        mixer,
+        heads=mixer.heads // size,
+        groups=groups,
+        all_groups=mixer.groups,
+        layers=mixer.layers[layers],
+        mlps=mixer.mlps[layers],
     )
 
 
@@ -226,8 +253,13 @@ def _local_experts(experts: ExpertSwitches, place: RankPlace, layers: slice) -> 
 
 
 def _check(config: ModelConfig, place: RankPlace) -> None:
-    size, kv_heads = place.tensor_size, config.num_kv_heads
+    size, kv_heads, mixer = place.tensor_size, config.num_kv_heads, config.mixer
     counts = {"attention heads": config.num_heads, "rows of an MLP": config.intermediate_size}
+    if mixer is not None:
+        counts |= _counts(mixer, size, config.hidden_size)
+    if mixer is not None and not mixer.num_attending():
+        del counts["attention heads"]
+        kv_heads = size
     if config.experts is not None:
         if not place.spreads_experts:
             counts |= {"rows of an expert": config.experts.intermediate_size}
@@ -238,9 +270,10 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
             raise ValueError(f"tensor_parallel_size: {size} does not divide the model's {count} {what}")
     if kv_heads % size and size % kv_heads:
         raise ValueError(f"tensor_parallel_size: {size} neither divides the model's {kv_heads} KV heads nor is divided")
-    if config.mixer is not None:
+    if mixer is not None and place.data_size > 1:
         raise ValueError(
-            "models of which layers keep a state between tokens are not divided among several workers yet; use one"
+            "enable_expert_parallel: experts beside layers that keep a state are not spread over engines yet; leave it "
+            "out"
         )
     if config.latent is not None and place.spreads_context:
         raise ValueError(
@@ -250,13 +283,24 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
         raise ValueError(
             "decode_context_parallel_size: attention in chunks of positions is not spread over workers; leave it out"
         )
-    if place.num_stages > config.num_layers:
-        raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {config.num_layers} layers")
+    num_layers = config.num_layers if mixer is None else len(mixer.layers)
+    if place.num_stages > num_layers:
+        raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {num_layers} layers")
     if config.scheme is not None or config.quantization is not None:
         method = config.quantization or (config.scheme.name if config.scheme else "")
         raise ValueError(f"quantization: {method} is not supported with several workers yet; use one worker")
     if config.has_class_head or not config.has_output:
         raise ValueError("models that only pool are not supported with several workers yet; use one worker")
+
+
+def _counts(mixer: MixerSwitches, size: int, hidden_size: int) -> dict[str, int]:
+    """Return what ``size`` ranks must divide of layers that keep a state, by its name."""
+    if mixer.kind == "conv":
+        return {"channels of a convolution": hidden_size}
+    counts = {"heads of layers that keep a state": mixer.heads}
+    if mixer.kind == "delta" or size % mixer.groups:  # ranks that share a group of Mamba-2 have it whole
+        counts["groups of those heads"] = mixer.groups
+    return counts
 
 
 def _check_redundant(config: ModelConfig, place: RankPlace) -> None:

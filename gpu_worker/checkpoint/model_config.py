@@ -167,6 +167,8 @@ class MixerSwitches:
     """Of values (delta), or of inputs (mamba2)."""
     groups: int = 0
     """Heads of keys and queries, or groups of what takes their place; each serves heads / groups heads."""
+    all_groups: int = 0
+    """Those of the whole model; not read if one rank has them all."""
     head_size: int = 0
     state_size: int = 0
     """The size of a key."""

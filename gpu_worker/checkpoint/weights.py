@@ -140,7 +140,7 @@ class Checkpoint:
             return self._take(name, shape, dtype)
         layer, _, _, kind = name.rsplit(".", 3)
         whole = self._take(f"{layer}.{part.name}.{kind}", (part.total, *shape[1:]), dtype)
-        return whole[part.rows.to(whole.device)]
+        return whole[take_part(part.rows, shape[:1]).to(whole.device)]
 
     def _take(self, name: str, shape: tuple[Dimension, ...], dtype: torch.dtype | None) -> Tensor:
         stored = self._read(name, tuple(map(total, shape)))

@@ -2,6 +2,7 @@
 between families."""
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -403,8 +404,8 @@ class DecoderModel:
             residual = self._stage.receive(len(input_ids))
         delta: Tensor | None = None
         rotations = [rotary(positions) for rotary in self._rotaries]
-        if states is not None:
-            return self._norm(residual, self._mix_states(residual, rotations[0], kv_caches, plan, states))
+        if self.config.mixer is not None:
+            return self._leave(residual, self._mix_states(residual, rotations[0], kv_caches, plan, states))
         # Levels count from the model's first layer: a stage's own number would add them again in every stage.
         level = self.config.first_layer
         for layer, rotary, kv_cache in zip(self._layers, self._rotary_of_layer, kv_caches, strict=False):
@@ -412,16 +413,26 @@ class DecoderModel:
             if embeds:
                 level += 1
                 add_level(delta, embeds, level)
+        return self._leave(residual, delta)
+
+    def _leave(self, residual: Tensor, delta: Tensor | None) -> Tensor:
+        """Return the last hidden states, or those that go to the stage behind."""
         if self._stage is None or self.config.is_last_stage:
             return self._norm(residual, delta)
         return self._stage.send(add(residual, delta))
 
     def _mix_states(
-        self, residual: Tensor, rotation: Rotation, kv_caches: list[KVCache], plan: AttentionPlan, states: StatePlan
+        self,
+        residual: Tensor,
+        rotation: Rotation,
+        kv_caches: list[KVCache],
+        plan: AttentionPlan,
+        states: StatePlan | None,
     ) -> Tensor | None:
-        """Compute the layers of a model of which some keep a state, up to the last one that has a KV cache, or all."""
+        """Compute the layers of a model of which some keep a state, up to the last one that has a KV cache, or all.
+        ``states``: None if none is among this rank's."""
         delta, attended, is_whole = None, 0, len(kv_caches) >= self.config.num_layers
-        for layer, kept in zip(self._layers, states.layers, strict=True):
+        for layer, kept in zip(self._layers, states.layers if states else repeat(None), strict=states is not None):
             assert not isinstance(layer, PostNormLayer)
             if kept is not None or (isinstance(layer, PartLayer) and layer.mlp is not None):
                 delta = layer(residual, delta, rotation, kept, states)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.states import LayerStates, StatePlan
@@ -11,10 +12,12 @@ from ..checkpoint.weights import Checkpoint, StoredRows
 from ..layers.linear import load_linear
 from ..ops.ops import Ops, Rotation
 from ..ops.state_ops import Convolution, Mamba2Weights
+from ..parallel.group import RankGroup
+from ..parallel.sharding import Dimension, joined
 
 
 def _load_convolution(
-    checkpoint: Checkpoint, name: str, channels: int, mixer: MixerSwitches, *, has_silu: bool
+    checkpoint: Checkpoint, name: str, channels: Dimension, mixer: MixerSwitches, *, has_silu: bool
 ) -> Convolution:
     weight = checkpoint.take(f"{name}.weight", channels, 1, mixer.taps + 1)
     bias = checkpoint.take(f"{name}.bias", channels) if mixer.has_conv_bias else None
@@ -26,19 +29,20 @@ class GatedDeltaNet:
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
         assert config.mixer is not None
-        mixer, hidden = config.mixer, config.hidden_size
+        mixer, hidden, part = config.mixer, config.hidden_size, config.shard.part
         self._ops, self._mixer, self._eps = ops.states, mixer, config.norm_eps
-        names, sizes = [f"{prefix}.in_proj_{name}" for name in ("qkv", "z")], [mixer.conv_channels, mixer.inner_size]
+        keys, values, heads = part(mixer.groups * mixer.state_size), part(mixer.inner_size), part(mixer.heads)
+        names, sizes = [f"{prefix}.in_proj_{name}" for name in ("qkv", "z")], [joined((keys, keys, values)), values]
         self._project = load_linear(checkpoint, names, hidden, sizes, False, config.quantization)
         # In the model's dtype whatever the others are rounded to: few outputs, and decays are powers of them.
         names = [f"{prefix}.in_proj_{name}" for name in ("a", "b")]
-        self._gates = load_linear(checkpoint, names, hidden, [mixer.heads] * 2, False)
-        self._conv = _load_convolution(checkpoint, f"{prefix}.conv1d", mixer.conv_channels, mixer, has_silu=True)
-        self._rates = -checkpoint.take(f"{prefix}.A_log", mixer.heads, dtype=torch.float32).exp()
-        self._bias = checkpoint.take(f"{prefix}.dt_bias", mixer.heads, dtype=torch.float32)
+        self._gates = load_linear(checkpoint, names, hidden, [heads] * 2, False)
+        self._conv = _load_convolution(checkpoint, f"{prefix}.conv1d", sizes[0], mixer, has_silu=True)
+        self._rates = -checkpoint.take(f"{prefix}.A_log", heads, dtype=torch.float32).exp()
+        self._bias = checkpoint.take(f"{prefix}.dt_bias", heads, dtype=torch.float32)
         self._norm = checkpoint.take(f"{prefix}.norm.weight", mixer.head_size)
         outputs = [f"{prefix}.out_proj"]
-        self._out = load_linear(checkpoint, outputs, mixer.inner_size, [hidden], False, config.quantization)
+        self._out = load_linear(checkpoint, outputs, values, [hidden], False, config.quantization)
 
     def __call__(self, x: Tensor, rotation: Rotation, states: LayerStates, plan: StatePlan) -> Tensor:
         assert states.recurrent is not None
@@ -59,17 +63,22 @@ class Mamba2:
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
         assert config.mixer is not None
-        mixer, hidden, inner = config.mixer, config.hidden_size, config.mixer.inner_size
+        mixer, hidden, shard = config.mixer, config.hidden_size, config.shard
         self._ops, self._mixer, self._eps = ops.states, mixer, config.norm_eps
-        width = inner + mixer.conv_channels + mixer.heads
+        inner, heads = shard.part(mixer.inner_size), shard.part(mixer.heads)
+        keys = shard.shared_part(mixer.all_groups, mixer.groups, mixer.state_size)
+        rows, channels = joined((inner, inner, keys, keys, heads)), joined((inner, keys, keys))
         bias, quantization = mixer.has_bias, config.quantization
-        self._project = load_linear(checkpoint, [f"{prefix}.in_proj"], hidden, [width], bias, quantization)
-        self._conv = _load_convolution(checkpoint, f"{prefix}.conv1d", mixer.conv_channels, mixer, has_silu=True)
+        self._project = load_linear(checkpoint, [f"{prefix}.in_proj"], hidden, [rows], bias, quantization)
+        self._conv = _load_convolution(checkpoint, f"{prefix}.conv1d", channels, mixer, has_silu=True)
         a, d, dt_bias = (
-            checkpoint.take(f"{prefix}.{name}", mixer.heads, dtype=torch.float32) for name in ("A_log", "D", "dt_bias")
+            checkpoint.take(f"{prefix}.{name}", heads, dtype=torch.float32) for name in ("A_log", "D", "dt_bias")
         )
         self._weights = Mamba2Weights(-a.exp(), d, dt_bias, mixer.dt_limits)
         self._norm = checkpoint.take(f"{prefix}.norm.weight", inner).view(mixer.groups, -1)
+        self._shared: _SharedNorm | None = None
+        if shard.size > 1 and mixer.all_groups < shard.size:
+            self._shared = _SharedNorm(self._norm, config.norm_eps, checkpoint.group, mixer.all_groups)
         self._out = load_linear(checkpoint, [f"{prefix}.out_proj"], inner, [hidden], bias, quantization)
 
     def __call__(self, x: Tensor, rotation: Rotation, states: LayerStates, plan: StatePlan) -> Tensor:
@@ -82,8 +91,27 @@ class Mamba2:
         c = convolved[:, inner + count :].view(-1, mixer.groups, mixer.state_size)
         out = self._ops.mamba2(inputs, b, c, rows[:, end:], self._weights, states.recurrent, plan)
         gate = rows[:, :inner].view(len(x), mixer.groups, -1)
+        if self._shared is not None:
+            return self._out(self._shared(out.flatten(1), gate.flatten(1)))
         normed = self._ops.gated_norm(out.view(gate.shape), gate, self._norm, self._eps, norm_first=False)
         return self._out(normed.flatten(1))
+
+
+class _SharedNorm:
+    """Applies Mamba-2's norm to a group of which each of several ranks has an equal part."""
+
+    def __init__(self, weight: Tensor, eps: float, group: RankGroup, num_groups: int) -> None:
+        """``weight``: of this rank's part. ``num_groups``: those of the whole model, fewer than ranks."""
+        self._weight, self._eps, self._group = weight.float(), eps, group
+        self._num_groups, self._own = num_groups, group.rank * num_groups // group.size
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        rows = x.float() * F.silu(gate.float())
+        squares = rows.new_zeros(len(rows), self._num_groups)
+        squares[:, self._own] = rows.square().sum(-1)
+        size = rows.shape[1] * self._group.size // self._num_groups
+        mean = self._group.all_reduce(squares)[:, self._own, None] / size
+        return (rows * torch.rsqrt(mean + self._eps) * self._weight).to(x.dtype)
 
 
 class ShortConvolution:
@@ -92,13 +120,12 @@ class ShortConvolution:
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
         assert config.mixer is not None
         mixer, hidden, quantization = config.mixer, config.hidden_size, config.quantization
-        self._ops = ops.states
-        self._project = load_linear(
-            checkpoint, [f"{prefix}.in_proj"], hidden, [3 * hidden], mixer.has_bias, quantization
-        )
-        self._conv = _load_convolution(checkpoint, f"{prefix}.conv", hidden, mixer, has_silu=False)
+        self._ops, channels = ops.states, config.shard.part(hidden // config.shard.size)
+        rows = joined((channels, channels, channels))
+        self._project = load_linear(checkpoint, [f"{prefix}.in_proj"], hidden, [rows], mixer.has_bias, quantization)
+        self._conv = _load_convolution(checkpoint, f"{prefix}.conv", channels, mixer, has_silu=False)
         outputs = [f"{prefix}.out_proj"]
-        self._out = load_linear(checkpoint, outputs, hidden, [hidden], mixer.has_bias, quantization)
+        self._out = load_linear(checkpoint, outputs, channels, [hidden], mixer.has_bias, quantization)
 
     def __call__(self, x: Tensor, rotation: Rotation, states: LayerStates, plan: StatePlan) -> Tensor:
         before, after, inputs = self._project(x).chunk(3, dim=1)
@@ -117,24 +144,25 @@ def load_mixer(checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Op
 
 def stored_rows(config: ModelConfig) -> dict[str, StoredRows]:
     """Return the matrices that the family's files hold as rows of others, as ``Checkpoint.stored_rows`` says."""
-    found = dict[str, StoredRows]()
+    found, size = dict[str, StoredRows](), config.shard.size
     if config.traits.has_gated_queries:
-        rows = torch.arange(2 * config.num_heads * config.head_size).view(config.num_heads, 2, config.head_size)
+        rows = torch.arange(2 * size * config.num_heads * config.head_size).view(-1, 2, config.head_size)
         for name, part in zip(("q_proj", "gate_proj"), rows.unbind(1), strict=True):
             found[f"self_attn.{name}"] = StoredRows("self_attn.q_proj", part.flatten(), rows.numel())
     if config.family == "qwen3_next":
         assert config.mixer is not None
-        found |= _rows_by_key_head(config.mixer)
+        found |= _rows_by_key_head(config.mixer, config.mixer.groups * size)
     return found
 
 
-def _rows_by_key_head(mixer: MixerSwitches) -> dict[str, StoredRows]:
-    """Return the same for a gated delta net of Qwen3-Next: each head of keys is stored with all that belongs to it."""
+def _rows_by_key_head(mixer: MixerSwitches, num_groups: int) -> dict[str, StoredRows]:
+    """Return the same for a gated delta net of Qwen3-Next: each of ``num_groups`` heads of keys is stored with all that
+    belongs to it."""
     values = mixer.heads // mixer.groups
     sizes = [mixer.state_size, mixer.state_size, values * mixer.head_size, values * mixer.head_size]
-    rows = torch.arange(mixer.groups * sum(sizes)).view(mixer.groups, -1)
+    rows = torch.arange(num_groups * sum(sizes)).view(num_groups, -1)
     *parts, z = (part.flatten() for part in torch.split(rows, sizes, dim=1))
-    gates = torch.arange(2 * mixer.heads).view(mixer.groups, 2, values)
+    gates = torch.arange(2 * num_groups * values).view(num_groups, 2, values)
     return {
         "linear_attn.in_proj_qkv": StoredRows("linear_attn.in_proj_qkvz", torch.cat(parts), rows.numel()),
         "linear_attn.in_proj_z": StoredRows("linear_attn.in_proj_qkvz", z, rows.numel()),

@@ -82,7 +82,7 @@ class UngatedMLP:
     """Computes down(act(up(x))) (Nemotron-H)."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, config.shard.part(config.intermediate_size)
         bias, quantization = config.mlp_bias, config.quantization
         self._up = load_linear(checkpoint, [f"{prefix}.up_proj"], hidden, [inner], bias, quantization)
         self._down = load_linear(checkpoint, [f"{prefix}.down_proj"], inner, [hidden], bias, quantization)

@@ -74,10 +74,15 @@ class Shard:
     def kv_part(self, num_heads: int, head_size: int) -> Dimension:
         """Return this rank's part of keys or values, of which each rank has ``num_heads``: the heads that its queries
         read, which several ranks hold if there are fewer KV heads than ranks."""
+        return self.shared_part(self.num_kv_heads, num_heads, head_size)
+
+    def shared_part(self, total_heads: int, num_heads: int, head_size: int) -> Dimension:
+        """Return this rank's ``num_heads`` of ``total_heads``, which serve heads that are divided evenly: several ranks
+        hold the same if there are fewer than ranks. ``total_heads`` is not read if there is one rank."""
         if self.size == 1:
             return num_heads * head_size
-        first = self.rank * self.num_kv_heads // self.size
-        return ShardedDimension(self.num_kv_heads * head_size, ((first * head_size, (first + num_heads) * head_size),))
+        first = self.rank * total_heads // self.size
+        return ShardedDimension(total_heads * head_size, ((first * head_size, (first + num_heads) * head_size),))
 
 
 WHOLE: Final = Shard()

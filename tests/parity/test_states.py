@@ -22,8 +22,8 @@ def draw(count: int, seed: int) -> list[int]:
 class Reference:
     """Answers prompts with transformers' own ``generate``."""
 
-    def __init__(self, kind: str) -> None:
-        self._model = make_model(kind)
+    def __init__(self, kind: str, **entries: Any) -> None:
+        self._model = make_model(kind, **entries)
 
     def answers(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         return [self._answer(torch.tensor([prompt]), count) for prompt in prompts]

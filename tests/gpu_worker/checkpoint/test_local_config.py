@@ -3,12 +3,14 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from tests.gpu_worker.checkpoint.published_configs import CONFIGS, LLAMA_4_SCOUT
 from tests.gpu_worker.parallel.rank_threads import parallel
+from tests.parity.state_checkpoints import write_model
 from tokenloom import demo_model
 from tokenloom.engine_core.data.config import (
     CacheConfig,
@@ -82,6 +84,36 @@ def test_compressed_vectors_are_not_rounded(tmp_path: Path) -> None:
     # Before it looks for weights, of which there are none.
     with pytest.raises(ValueError, match="kv_cache_dtype: int8 is not supported for compressed vectors"):
         worker.load_model()
+
+
+def test_a_rank_keeps_the_states_of_its_heads_and_layers(tmp_path: Path) -> None:
+    config = load_model_config(write_model("qwen3_5_text", tmp_path))
+    assert config.states is not None
+    half = local_config(config, RankPlace(1, 2))
+    assert half.state_bytes * 2 == config.state_bytes
+    first, last = (local_config(config, RankPlace(0, 1, stage, 4)) for stage in (0, 3))
+    assert first.states is not None
+    assert first.states.layers == config.states.layers[:1]
+    assert first.num_layers == 1, "its KV blocks name prefixes"
+    assert (last.states, last.num_layers, last.first_layer) == (None, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries", "place", "message"),
+    [
+        ("qwen3_next", {}, RankPlace(0, 4), "does not divide the model's 2 groups of those heads"),
+        ("mamba2", {}, RankPlace(0, 3), "does not divide the model's 128 rows of an MLP"),
+        ("granitemoehybrid", {"mamba_n_heads": 2, "mamba_d_head": 64}, RankPlace(0, 4), "2 heads of layers that keep"),
+        ("lfm2", {}, RankPlace(0, 1, 0, 5), "pipeline_parallel_size: 5 stages for 4 layers"),
+        ("qwen3_next", {}, RankPlace(data_size=2), "beside layers that keep a state are not spread over engines"),
+    ],
+)
+def test_what_cannot_be_divided_of_states_is_named(
+    kind: str, entries: dict[str, Any], place: RankPlace, message: str, tmp_path: Path
+) -> None:
+    config = load_model_config(write_model(kind, tmp_path, **entries))
+    with pytest.raises(ValueError, match=message):
+        local_config(config, place)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.models.transformers.test_states import Driver, draw, generate
 from tests.parity.state_checkpoints import SERVED, make_model
-from tokenloom.engine_core.data.config import EngineConfig, KVConfig, LoraConfig, ParallelConfig, WorkerConfig
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig, LoraConfig, WorkerConfig
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
@@ -157,7 +157,6 @@ def test_what_moves_kv_adapters_and_several_workers_are_refused_by_name(make: An
     worker = WorkerConfig(model=str(tmp_path))
     for options, named in (
         ({"lora": LoraConfig(enable=True)}, "enable_lora: a model of which layers keep a state"),
-        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "are not divided among several workers"),
         ({"kv": KVConfig(transports=("shm",))}, "do not set kv_transports"),
         ({"kv": KVConfig(role="prefill")}, "do not set role prefill"),
         ({"kv": KVConfig(offload_path="blocks")}, "do not set kv_offload_path"),

@@ -154,6 +154,8 @@ class ModelWorker:
 
     def _media_traits(self) -> MediaTraits | None:
         media = None if self._config.worker.language_model_only else self._model.config.media
+        if (rows := self._model.config.cross_rows) > 0:
+            return MediaTraits(("audio",), cross_rows=rows)
         return None if media is None else MediaTraits(media.kinds, media.levels)
 
     def _adapting(self, loader: ModelLoader) -> ModelLoader:

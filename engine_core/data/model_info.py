@@ -14,6 +14,9 @@ class MediaTraits(msgspec.Struct, frozen=True):
     levels: int = 1
     """Rows side by side: a row has so many times ``hidden_size`` numbers; the further ones are added after the first
     layers."""
+    cross_rows: int = 0
+    """Rows of the one item of a prompt that stand beside it: each layer attends to all of them behind its own tokens.
+    0: rows stand in the prompt, in the place of tokens."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

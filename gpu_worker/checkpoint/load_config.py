@@ -10,7 +10,7 @@ from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from .files.config_reader import IS_CAUSAL, ConfigReader, read_media, stored_dtype, stored_names
-from .files.supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, Family
+from .files.supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, LEARNED_POSITIONS, Family
 from .files.text_part import text_tensor
 from .gguf.config import gguf_config
 from .layer_kinds import read_chunks, read_experts, read_ropes, read_windows
@@ -38,7 +38,7 @@ def load_model_config(
         raise reader.error(IS_CAUSAL, "must be true: only models that embed let tokens attend to later ones")
     computed_in = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)
-    if family in ("gpt2", "opt"):
+    if family in LEARNED_POSITIONS:
         config = _read_learned_positions(reader, family, computed_in)
     else:
         config = _read_decoder(reader, family, computed_in, max_model_len)
@@ -336,11 +336,14 @@ _NAMES = {
     "opt": _Names(
         "hidden_size", "num_attention_heads", "num_hidden_layers", "ffn_dim", "max_position_embeddings", "relu"
     ),
+    "whisper": _Names(
+        "d_model", "decoder_attention_heads", "decoder_layers", "decoder_ffn_dim", "max_target_positions", "gelu"
+    ),
 }
 
 
 def _read_learned_positions(reader: ConfigReader, family: Family, dtype: DtypeName) -> ModelConfig:
-    """Read GPT-2 or OPT."""
+    """Read GPT-2, OPT or the decoder of Whisper."""
     names, is_opt = _NAMES[family], family == "opt"
     hidden_size, num_heads = reader.take_int(names.hidden), reader.take_int(names.heads)
     num_layers = reader.take_layers(names.layers)
@@ -349,10 +352,10 @@ def _read_learned_positions(reader: ConfigReader, family: Family, dtype: DtypeNa
     head_size, scale, by_layer, bias = hidden_size // num_heads, (hidden_size // num_heads) ** -0.5, False, True
     if is_opt:
         bias = reader.take_bool("enable_bias", True)
-    else:
+    elif family == "gpt2":
         scale = scale if reader.take_bool("scale_attn_weights", True) else 1.0
         by_layer = reader.take_bool("scale_attn_by_inverse_layer_idx", False)
-    return ModelConfig(
+    config = ModelConfig(
         family=family,
         dtype_name=dtype,
         vocab_size=reader.take_int("vocab_size"),
@@ -363,7 +366,7 @@ def _read_learned_positions(reader: ConfigReader, family: Family, dtype: DtypeNa
         num_kv_heads=num_heads,
         head_size=head_size,
         max_model_len=reader.take_int(names.length),
-        norm_eps=1e-5 if is_opt else reader.take_float("layer_norm_epsilon", 1e-5),
+        norm_eps=reader.take_float("layer_norm_epsilon", 1e-5) if family == "gpt2" else 1e-5,
         hidden_act=_activation(reader, "activation_function", names.activation),
         tie_word_embeddings=reader.take_bool("tie_word_embeddings", True),
         qkv_bias=bias,
@@ -373,6 +376,33 @@ def _read_learned_positions(reader: ConfigReader, family: Family, dtype: DtypeNa
         sliding_windows=(None,) * num_layers,
         opt=_read_opt(reader, hidden_size) if is_opt else None,
     )
+    return _add_whisper(reader, config) if family == "whisper" else config
+
+
+_OF_TOWER = (
+    *("encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "encoder_layerdrop", "num_hidden_layers"),
+    *("num_mel_bins", "apply_spec_augment", "mask_time_prob", "mask_time_length", "mask_time_min_masks"),
+    *("mask_feature_prob", "mask_feature_length", "mask_feature_min_masks"),
+)
+"""Entries of Whisper's encoder, which the service of encoders reads, and of its training."""
+_OF_TRANSCRIPTS = (
+    *("is_encoder_decoder", "decoder_layerdrop", "forced_decoder_ids", "median_filter_width", "alignment_heads"),
+    *("use_weighted_layer_sum", "classifier_proj_size", "num_beams"),
+)
+"""Entries of other classes, and of what is made of the tokens."""
+
+
+def _add_whisper(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the rows of a sound to which each layer attends."""
+    for name in (*_OF_TOWER, *_OF_TRANSCRIPTS):
+        reader.take(name)
+    rows = reader.take_int("max_source_positions")
+    if rows < config.max_model_len:
+        raise reader.unsupported(
+            "max_source_positions", f"must be at least max_target_positions = {config.max_model_len}"
+        )
+    scale = config.hidden_size**0.5 if reader.take_bool("scale_embedding", False) else 1.0
+    return replace(config, cross_rows=rows, embedding_scale=_rounded(scale, config.dtype_name))
 
 
 def _read_opt(reader: ConfigReader, hidden_size: int) -> OPTSwitches:

@@ -290,6 +290,8 @@ class ModelConfig:
 
     media: MediaSwitches | None = None
     """What images change; None: prompts have none."""
+    cross_rows: int = 0
+    """Rows of the sound beside a prompt, to which each layer attends behind its own tokens; 0: prompts have none."""
 
     shard: Shard = WHOLE
     """Which part of each layer this rank computes; the numbers of heads, and the intermediate sizes, are its own."""

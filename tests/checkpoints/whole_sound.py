@@ -2,7 +2,7 @@
 tokenizer, what the feature extractor reads, and a chat template where the model chats.
 
 The entries of the files are those of the published Qwen2-Audio-7B-Instruct, of other sizes; the template is our own,
-with the same marks.
+with the same marks. Whisper's are in :mod:`.whisper_checkpoint`.
 """
 
 import json
@@ -15,10 +15,8 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from tests.checkpoints.whisper_checkpoint import RATE, write_whisper
 from tests.checkpoints.whole_vision import make_tokenizer, merged
-
-RATE = 16_000
-"""Samples a second."""
 
 QWEN2_AUDIO_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -111,7 +109,7 @@ def _write_qwen2_audio(path: Path, **entries: Any) -> None:
     (path / "chat_template.jinja").write_text(_QWEN2_AUDIO_TURNS)
 
 
-WRITERS: dict[str, Callable[..., None]] = {"qwen2_audio": _write_qwen2_audio}
+WRITERS: dict[str, Callable[..., None]] = {"qwen2_audio": _write_qwen2_audio, "whisper": write_whisper}
 """By the ``model_type``."""
 
 

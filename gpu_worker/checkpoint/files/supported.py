@@ -32,6 +32,7 @@ Family = Literal[
     "nemotron_h",
     "gpt2",
     "opt",
+    "whisper",
     "transformers",
 ]
 """``transformers``: any class of that library; its modules hold what the switches of ``ModelConfig`` hold."""
@@ -63,10 +64,14 @@ ARCHITECTURES: dict[str, Family] = {
     "NemotronHForCausalLM": "nemotron_h",
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
+    "WhisperForConditionalGeneration": "whisper",
 }
 """Names every architecture that is built in and generates text."""
-WITHOUT_MODULES = ("MuseGlimmerForCausalLM",)
-"""Names those of which transformers has no such class: it has their text as a part of another one."""
+WITHOUT_MODULES = ("MuseGlimmerForCausalLM", "WhisperForConditionalGeneration")
+"""Names those that transformers' modules cannot compute: their class is a part of another one, or has an encoder."""
+
+LEARNED_POSITIONS = ("gpt2", "opt", "whisper")
+"""Names the families with an embedding of each position, which ``models.learned_positions`` computes."""
 
 STATEFUL = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h")
 """Names the families of which some layers keep a state between tokens."""
@@ -76,7 +81,7 @@ CLASS_HEAD = "ForSequenceClassification"
 CLASSIFIERS: dict[str, Family] = {
     name.replace("ForCausalLM", CLASS_HEAD): family
     for name, family in ARCHITECTURES.items()
-    if family not in ("gpt2", "opt", "llama4", "muse_glimmer", *STATEFUL)
+    if family not in (*LEARNED_POSITIONS, "llama4", "muse_glimmer", *STATEFUL)
 }
 """Names the decoders with a class head instead of an output layer."""
 BACKBONES: dict[str, Family] = {name.replace(CLASS_HEAD, "Model"): family for name, family in CLASSIFIERS.items()}

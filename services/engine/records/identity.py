@@ -117,17 +117,18 @@ def pooling_limits(pooling: ModelPooling) -> dict[str, Any]:
 
 def media_limits(ready: CoreReady, config: SchedulerConfig) -> dict[str, Any]:
     """Return the fields of ``ModelLimits`` that say what prompts may hold beside text."""
-    if ready.media is None:
+    if (media := ready.media) is None:
         return {}
     limits = config.limit_mm_per_prompt or MediaLimits()
     most = {"image": limits.image, "audio": limits.audio}
     kinds = {"image": types_pb2.MEDIA_KIND_IMAGE, "audio": types_pb2.MEDIA_KIND_AUDIO}
-    allowed = [kind for kind in ready.media.kinds if most[kind]]
-    row_bytes = 4 * ready.hidden_size * ready.media.levels
+    allowed = [kind for kind in media.kinds if most[kind]]
+    row_bytes = 4 * ready.hidden_size * media.levels
     return {
         "media_kinds": [kinds[kind] for kind in allowed],
         "max_media_per_prompt": sum(most[kind] for kind in allowed),
-        "max_media_rows": min(ready.max_model_len, config.rows_cache_bytes // row_bytes),
+        "max_media_rows": min(media.cross_rows or ready.max_model_len, config.rows_cache_bytes // row_bytes),
+        "cross_media_rows": media.cross_rows,
     }
 
 

@@ -327,6 +327,7 @@ class MeshView:
                 media_kinds=_common_kinds(limits),
                 max_media_per_prompt=min(limit.max_media_per_prompt for limit in limits),
                 max_media_rows=min(limit.max_media_rows for limit in limits),
+                cross_media_rows=min(limit.cross_media_rows for limit in limits),
             )
 
 

@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         of("T5ForConditionalGeneration", "t5", is_encoder_decoder=True),
         "has an encoder and a decoder, which is not supported: serve a model whose class ends in ForCausalLM",
     ),
-    "speech": (of("WhisperForConditionalGeneration", "whisper", is_encoder_decoder=True), "has an encoder"),
+    "speech": (of("MoonshineForConditionalGeneration", "moonshine", is_encoder_decoder=True), "has an encoder"),
     "diffusion": (of("DiffusionGemmaForBlockDiffusion", "diffusion_gemma"), "is a diffusion model"),
     "remote code": (of("OddForCausalLM", "odd", auto_map={"AutoModel": "odd.py"}), "is never run"),
     "images": (

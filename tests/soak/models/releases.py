@@ -16,6 +16,7 @@ import transformers
 
 from tests.checkpoints.whole_sound import WRITERS, load_sound, write_whole_sound
 from tests.gpu_worker.checkpoint.published_configs import CONFIGS
+from tests.checkpoints.whisper_checkpoint import WHISPER_CONFIG
 from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
 from tests.parity.reference import compute_case
@@ -306,7 +307,7 @@ def ask(name: str, directory: Path) -> Row:
     """Return the answer for the class of a release."""
     architecture, kind = BY_CLASS[name]
     entries = {"architectures": [architecture], "model_type": kind, "dtype": "bfloat16"}
-    entries |= {"is_encoder_decoder": True} if kind == "whisper" else {}
+    entries = WHISPER_CONFIG if kind == "whisper" else entries
     (directory / "config.json").write_text(json.dumps(entries))
     try:
         found = answer(directory, EngineConfig(worker=WorkerConfig(language_model_only=True)))

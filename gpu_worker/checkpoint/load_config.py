@@ -10,7 +10,16 @@ from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from .files.config_reader import IS_CAUSAL, ConfigReader, read_media, stored_dtype, stored_names
-from .files.supported import ACTIVATION_NAMES, ARCHITECTURES, BACKBONES, CLAMPED_SWIGLU, CLASSIFIERS, DECODERS, LEARNED_POSITIONS, Family
+from .files.supported import (
+    ACTIVATION_NAMES,
+    ARCHITECTURES,
+    BACKBONES,
+    CLAMPED_SWIGLU,
+    CLASSIFIERS,
+    DECODERS,
+    LEARNED_POSITIONS,
+    Family,
+)
 from .files.text_part import text_tensor
 from .gguf.config import gguf_config
 from .layer_kinds import read_chunks, read_experts, read_ropes, read_windows

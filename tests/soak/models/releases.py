@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from tests.checkpoints.whisper_checkpoint import WHISPER_CONFIG
 from tests.checkpoints.whole_sound import WRITERS, load_sound, write_whole_sound
 from tests.gpu_worker.checkpoint.published_configs import CONFIGS
-from tests.checkpoints.whisper_checkpoint import WHISPER_CONFIG
 from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
 from tests.parity.reference import compute_case

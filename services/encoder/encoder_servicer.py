@@ -25,6 +25,8 @@ from tokenloom.v1.encoder_pb2 import (
     PutResponse,
     ReleaseFilesRequest,
     ReleaseFilesResponse,
+    ResetCachesRequest,
+    ResetCachesResponse,
     RowChunk,
 )
 from tokenloom.v1.encoder_pb2_grpc import EncoderServicer as EncoderServicerBase
@@ -157,6 +159,12 @@ class EncoderServicer(EncoderServicerBase):
         self._files.release(Pin(request.tenant, request.request_id))
         self.changed.set()
         return ReleaseFilesResponse()
+
+    async def ResetCaches(self, request: ResetCachesRequest, context: _Context) -> ResetCachesResponse:
+        self._cache.clear()
+        if request.files:
+            self._files.forget_unused()
+        return ResetCachesResponse()
 
     async def GetEncoderInfo(self, request: GetEncoderInfoRequest, context: _Context) -> GetEncoderInfoResponse:
         self._info.encoded = self._cache.num_computed

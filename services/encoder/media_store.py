@@ -126,6 +126,12 @@ class MediaStore:
         for digest in self._requests.pop(pin, ()):
             self._unpin(digest, pin)
 
+    def forget_unused(self) -> None:
+        """Forget the files that no request pins."""
+        self._expire()
+        for digest in [digest for digest, file in self._files.items() if not file.pins]:
+            self.num_bytes -= len(self._files.pop(digest).data)
+
     def _use(self, digest: bytes, file: MediaFile, owner: FileOwner, request_id: str) -> None:
         self._files.move_to_end(digest)
         if not request_id:

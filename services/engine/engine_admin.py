@@ -149,6 +149,12 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
             )
         return engine_pb2.ResetPrefixCacheResponse()
 
+    async def ResetEncoderCache(
+        self, request: engine_pb2.ResetEncoderCacheRequest, context: Any
+    ) -> engine_pb2.ResetEncoderCacheResponse:
+        await self._core.call("reset_encoder_cache")
+        return engine_pb2.ResetEncoderCacheResponse()
+
     async def Pause(self, request: engine_pb2.PauseRequest, context: Any) -> engine_pb2.PauseResponse:
         await self._pause.begin(request.mode, clear_cache=request.clear_cache)
         return engine_pb2.PauseResponse()

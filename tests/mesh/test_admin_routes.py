@@ -42,6 +42,7 @@ async def test_every_engine_is_asked(mesh: Mesh, http: httpx.AsyncClient) -> Non
         if no:
             assert await ask("POST", "/resume") == done("resumed")
     assert await ask("POST", "/reset_prefix_cache") == {"status": "reset", "engines": NAMES}
+    assert await ask("POST", "/reset_encoder_cache") == {"status": "reset", "engines": NAMES, "encoders": []}
     assert await ask("POST", "/sleep?level=1&mode=wait") == done("asleep")
     assert (await ask("GET", "/is_sleeping"))["is_sleeping"] is True
     await ask("POST", "/wake_up?tags=weights")

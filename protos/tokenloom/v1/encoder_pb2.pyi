@@ -120,6 +120,16 @@ class ReleaseFilesResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ResetCachesRequest(_message.Message):
+    __slots__ = ("files",)
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    files: bool
+    def __init__(self, files: _Optional[bool] = ...) -> None: ...
+
+class ResetCachesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetEncoderInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -56,6 +56,11 @@ class EncoderStub:
                 request_serializer=tokenloom_dot_v1_dot_encoder__pb2.ReleaseFilesRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_encoder__pb2.ReleaseFilesResponse.FromString,
                 _registered_method=True)
+        self.ResetCaches = channel.unary_unary(
+                '/tokenloom.v1.Encoder/ResetCaches',
+                request_serializer=tokenloom_dot_v1_dot_encoder__pb2.ResetCachesRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_encoder__pb2.ResetCachesResponse.FromString,
+                _registered_method=True)
         self.GetEncoderInfo = channel.unary_unary(
                 '/tokenloom.v1.Encoder/GetEncoderInfo',
                 request_serializer=tokenloom_dot_v1_dot_encoder__pb2.GetEncoderInfoRequest.SerializeToString,
@@ -102,6 +107,13 @@ class EncoderServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetCaches(self, request, context):
+        """Forgets the rows that were computed, and on request the files that no request pins; what runs goes on. Callers: operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetEncoderInfo(self, request, context):
         """Returns what callers need to know about the encoder. Callers: gateways, engines.
         """
@@ -131,6 +143,11 @@ def add_EncoderServicer_to_server(servicer, server):
                     servicer.ReleaseFiles,
                     request_deserializer=tokenloom_dot_v1_dot_encoder__pb2.ReleaseFilesRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_encoder__pb2.ReleaseFilesResponse.SerializeToString,
+            ),
+            'ResetCaches': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetCaches,
+                    request_deserializer=tokenloom_dot_v1_dot_encoder__pb2.ResetCachesRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_encoder__pb2.ResetCachesResponse.SerializeToString,
             ),
             'GetEncoderInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetEncoderInfo,
@@ -248,6 +265,33 @@ class Encoder:
             '/tokenloom.v1.Encoder/ReleaseFiles',
             tokenloom_dot_v1_dot_encoder__pb2.ReleaseFilesRequest.SerializeToString,
             tokenloom_dot_v1_dot_encoder__pb2.ReleaseFilesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetCaches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.Encoder/ResetCaches',
+            tokenloom_dot_v1_dot_encoder__pb2.ResetCachesRequest.SerializeToString,
+            tokenloom_dot_v1_dot_encoder__pb2.ResetCachesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,8 @@ class EncoderStub:
     """
     ReleaseFiles: _grpc.UnaryUnaryMultiCallable[_encoder_pb2.ReleaseFilesRequest, _encoder_pb2.ReleaseFilesResponse]
     """Ends what a request pins. A request that is not known has nothing pinned: no error. Callers: gateways."""
+    ResetCaches: _grpc.UnaryUnaryMultiCallable[_encoder_pb2.ResetCachesRequest, _encoder_pb2.ResetCachesResponse]
+    """Forgets the rows that were computed, and on request the files that no request pins; what runs goes on. Callers: operators."""
     GetEncoderInfo: _grpc.UnaryUnaryMultiCallable[_encoder_pb2.GetEncoderInfoRequest, _encoder_pb2.GetEncoderInfoResponse]
     """Returns what callers need to know about the encoder. Callers: gateways, engines."""
 
@@ -79,6 +81,8 @@ class EncoderAsyncStub(EncoderStub):
     """
     ReleaseFiles: _aio.UnaryUnaryMultiCallable[_encoder_pb2.ReleaseFilesRequest, _encoder_pb2.ReleaseFilesResponse]  # type: ignore[assignment]
     """Ends what a request pins. A request that is not known has nothing pinned: no error. Callers: gateways."""
+    ResetCaches: _aio.UnaryUnaryMultiCallable[_encoder_pb2.ResetCachesRequest, _encoder_pb2.ResetCachesResponse]  # type: ignore[assignment]
+    """Forgets the rows that were computed, and on request the files that no request pins; what runs goes on. Callers: operators."""
     GetEncoderInfo: _aio.UnaryUnaryMultiCallable[_encoder_pb2.GetEncoderInfoRequest, _encoder_pb2.GetEncoderInfoResponse]  # type: ignore[assignment]
     """Returns what callers need to know about the encoder. Callers: gateways, engines."""
 
@@ -127,6 +131,14 @@ class EncoderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_encoder_pb2.ReleaseFilesResponse, _abc.Awaitable[_encoder_pb2.ReleaseFilesResponse]]:
         """Ends what a request pins. A request that is not known has nothing pinned: no error. Callers: gateways."""
+
+    @_abc_1.abstractmethod
+    def ResetCaches(
+        self,
+        request: _encoder_pb2.ResetCachesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_encoder_pb2.ResetCachesResponse, _abc.Awaitable[_encoder_pb2.ResetCachesResponse]]:
+        """Forgets the rows that were computed, and on request the files that no request pins; what runs goes on. Callers: operators."""
 
     @_abc_1.abstractmethod
     def GetEncoderInfo(

@@ -337,6 +337,14 @@ class ResetPrefixCacheResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ResetEncoderCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetEncoderCacheResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WatchKVEventsRequest(_message.Message):
     __slots__ = ("from_sequence", "prefix_interval")
     FROM_SEQUENCE_FIELD_NUMBER: _ClassVar[int]

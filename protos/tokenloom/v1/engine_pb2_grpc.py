@@ -140,6 +140,11 @@ class EngineAdminStub:
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.ResetEncoderCache = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/ResetEncoderCache',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.ResetEncoderCacheRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.ResetEncoderCacheResponse.FromString,
+                _registered_method=True)
         self.WatchKVEvents = channel.unary_stream(
                 '/tokenloom.v1.EngineAdmin/WatchKVEvents',
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsRequest.SerializeToString,
@@ -242,6 +247,14 @@ class EngineAdminServicer:
     def ResetPrefixCache(self, request, context):
         """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Leased blocks stay available to
         their readers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetEncoderCache(self, request, context):
+        """Forgets the rows of images and sounds that wait to be computed; requests that still need some ask encoders again. The KV that was computed
+        from rows stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -379,6 +392,11 @@ def add_EngineAdminServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'ResetEncoderCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetEncoderCache,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.ResetEncoderCacheRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.ResetEncoderCacheResponse.SerializeToString,
             ),
             'WatchKVEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchKVEvents,
@@ -560,6 +578,33 @@ class EngineAdmin:
             '/tokenloom.v1.EngineAdmin/ResetPrefixCache',
             tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
             tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetEncoderCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/ResetEncoderCache',
+            tokenloom_dot_v1_dot_engine__pb2.ResetEncoderCacheRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.ResetEncoderCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

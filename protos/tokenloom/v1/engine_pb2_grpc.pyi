@@ -107,6 +107,10 @@ class EngineAdminStub:
     """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Leased blocks stay available to
     their readers.
     """
+    ResetEncoderCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResetEncoderCacheRequest, _engine_pb2.ResetEncoderCacheResponse]
+    """Forgets the rows of images and sounds that wait to be computed; requests that still need some ask encoders again. The KV that was computed
+    from rows stays.
+    """
     WatchKVEvents: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchKVEventsRequest, _engine_pb2.WatchKVEventsResponse]
     """Streams the changes of the prefix cache, one batch per step. FAILED_PRECONDITION if the engine runs without --kv-events. ABORTED, with
     the missing batches named, if the reader was away too long or reads too slowly; it must then rebuild its view of the cache.
@@ -171,6 +175,10 @@ class EngineAdminAsyncStub(EngineAdminStub):
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Leased blocks stay available to
     their readers.
+    """
+    ResetEncoderCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResetEncoderCacheRequest, _engine_pb2.ResetEncoderCacheResponse]  # type: ignore[assignment]
+    """Forgets the rows of images and sounds that wait to be computed; requests that still need some ask encoders again. The KV that was computed
+    from rows stays.
     """
     WatchKVEvents: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchKVEventsRequest, _engine_pb2.WatchKVEventsResponse]  # type: ignore[assignment]
     """Streams the changes of the prefix cache, one batch per step. FAILED_PRECONDITION if the engine runs without --kv-events. ABORTED, with
@@ -257,6 +265,16 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_engine_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_engine_pb2.ResetPrefixCacheResponse]]:
         """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Leased blocks stay available to
         their readers.
+        """
+
+    @_abc_1.abstractmethod
+    def ResetEncoderCache(
+        self,
+        request: _engine_pb2.ResetEncoderCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ResetEncoderCacheResponse, _abc.Awaitable[_engine_pb2.ResetEncoderCacheResponse]]:
+        """Forgets the rows of images and sounds that wait to be computed; requests that still need some ask encoders again. The KV that was computed
+        from rows stays.
         """
 
     @_abc_1.abstractmethod

@@ -3,16 +3,19 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, engine_pb2_grpc
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, encoder_pb2_grpc, engine_pb2_grpc
 
 from .mesh_view import MeshView
+
+if TYPE_CHECKING:
+    from tokenloom.v1.encoder_pb2_grpc import EncoderAsyncStub
 
 _AGAIN_SECONDS = 0.2
 """Between two calls of a coordinator that does not answer."""
@@ -47,8 +50,19 @@ class EngineCalls:
         """
         if not engines:
             raise errors.Unavailable("no engine is known; retry")
-        answers = await asyncio.gather(*(self._ask_one(name, engines[name], send) for name in engines))
-        return dict(zip(engines, answers, strict=True))
+        calls = (self._ask_one(name, engines[name], "engine", _at_engine(send)) for name in engines)
+        return dict(zip(engines, await asyncio.gather(*calls), strict=True))
+
+    async def ask_encoders(
+        self, encoders: Mapping[str, str], send: "Callable[[EncoderAsyncStub], Awaitable[T]]"
+    ) -> dict[str, T | errors.TokenloomError]:
+        """Return each encoder's answer or error, as :meth:`ask` does; nothing without encoders."""
+
+        def at(channel: grpc.aio.Channel) -> Awaitable[T]:
+            return send(encoder_pb2_grpc.EncoderStub(channel))
+
+        calls = (self._ask_one(name, encoders[name], "encoder", at) for name in encoders)
+        return dict(zip(encoders, await asyncio.gather(*calls), strict=True))
 
     async def check(self, engines: Mapping[str, str], send: "Ask[object]") -> None:
         """Ask engines whether they could do something, before all are made to. Raises the first refusal. An engine that
@@ -112,16 +126,22 @@ class EngineCalls:
                         raise wire_errors.from_rpc(failure) from None
                 await asyncio.sleep(_AGAIN_SECONDS)
 
-    async def _ask_one(self, name: str, address: str, send: "Ask[T]") -> T | errors.TokenloomError:
+    async def _ask_one(
+        self, name: str, address: str, service: str, send: Callable[[grpc.aio.Channel], Awaitable[T]]
+    ) -> T | errors.TokenloomError:
         try:
-            async with asyncio.timeout(self.timeout), self.channels.open(address, "engine") as channel:
-                return await send(engine_pb2_grpc.EngineAdminStub(channel))
+            async with asyncio.timeout(self.timeout), self.channels.open(address, service) as channel:
+                return await send(channel)
         except TimeoutError:
-            return errors.DeadlineExceeded(f"{name}: the engine took longer than {self.timeout:g} s")
+            return errors.DeadlineExceeded(f"{name}: the {service} took longer than {self.timeout:g} s")
         except grpc.aio.AioRpcError as failure:
             error = wire_errors.from_rpc(failure)
         error.message = f"{name}: {error.message}"
         return error
+
+
+def _at_engine(send: "Ask[T]") -> Callable[[grpc.aio.Channel], Awaitable[T]]:
+    return lambda channel: send(engine_pb2_grpc.EngineAdminStub(channel))
 
 
 def checked(answers: Mapping[str, T | errors.TokenloomError]) -> dict[str, T]:

@@ -144,9 +144,11 @@ class MeshView:
         self._view = RegistryView()
         self._version = 0  # of the view, when the engines were taken from it
         self._engines: Sequence[coordinator_pb2.EngineEntry] = ()
+        self._encoders: Sequence[coordinator_pb2.EngineEntry] = ()  # the same list as the view's
         self._serving: tuple[types_pb2.Fingerprint, Sequence[coordinator_pb2.EngineEntry]] | None = None
         self._fingerprint: types_pb2.Fingerprint | None = None
         self._lost: dict[str, float] = {}  # loop time at which each engine left; entries are dropped after LOST_SECONDS
+        self._lost_encoders: dict[str, float] = {}  # the same
         self._capacity = Capacity()
         self._on_capacity: Callable[[Capacity], None] | None = None
         self.connected = False
@@ -223,6 +225,13 @@ class MeshView:
         num_lost = sum(now - lost_at < LOST_SECONDS for lost_at in list(self._lost.values()))
         return num_serving, len(ours) - num_draining + num_lost
 
+    def count_encoders(self) -> tuple[int, int]:
+        """Return how many encoders take files, and how many should, as :meth:`count_engines` does."""
+        states = [entry.report.state for entry in self._view.encoders]
+        num_draining, now = states.count(coordinator_pb2.ENGINE_STATE_DRAINING), self._loop.time()
+        num_lost = sum(now - lost_at < LOST_SECONDS for lost_at in list(self._lost_encoders.values()))
+        return states.count(coordinator_pb2.ENGINE_STATE_SERVING), len(states) - num_draining + num_lost
+
     def lost_engines(self) -> dict[str, float]:
         """Return the engines that left without draining within the last ``LOST_SECONDS`` and have not returned, each
         with the seconds since then."""
@@ -260,9 +269,12 @@ class MeshView:
         self._fall_backs.end("old_view", self.address)
         # A coordinator that has just restarted does not know its engines yet: prefer the older, complete view.
         if view.complete or not self._view.complete:
-            is_same, self._view = view is self._view and view.version == self._version, view
+            is_same, before = view is self._view and view.version == self._version, self._encoders
+            self._view = view
             if not is_same:  # most changes are of loads alone
                 self._update_engines(view)
+                self._encoders = view.encoders
+                self._lost_encoders = _note_lost(self._lost_encoders, before, view.encoders)
         self._update_capacity()
         taken, self._taken = self._taken, asyncio.Event()
         taken.set()
@@ -275,20 +287,7 @@ class MeshView:
         before, self._engines = self._engines, view.engines
         self._serving = None
         self._update_limits()
-        self._update_lost(before)
-
-    def _update_lost(self, before: Iterable[coordinator_pb2.EngineEntry]) -> None:
-        """Note the engines that left without draining. ``before``: the engines of the view before this one."""
-        present = {entry.identity.engine_id for entry in self._engines}
-        now = asyncio.get_running_loop().time()
-        for entry in before:
-            if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING:
-                self._lost.setdefault(entry.identity.engine_id, now)
-        self._lost = {
-            name: lost_at
-            for name, lost_at in self._lost.items()
-            if name not in present and now - lost_at < LOST_SECONDS
-        }
+        self._lost = _note_lost(self._lost, before, self._engines)
 
     def _update_capacity(self) -> None:
         if self._fingerprint is None:
@@ -329,6 +328,17 @@ class MeshView:
                 max_media_rows=min(limit.max_media_rows for limit in limits),
                 cross_media_rows=min(limit.cross_media_rows for limit in limits),
             )
+
+
+def _note_lost(lost: dict[str, float], before: Iterable[EngineEntry], after: Iterable[EngineEntry]) -> dict[str, float]:
+    """Return by name the loop time at which each engine left without draining, of those that have not returned.
+
+    ``lost``: those that had left. ``before``, ``after``: the engines of two views.
+    """
+    now, present = asyncio.get_running_loop().time(), {entry.identity.engine_id for entry in after}
+    serving = (each for each in before if each.report.state == coordinator_pb2.ENGINE_STATE_SERVING)
+    left = {each.identity.engine_id: now for each in serving} | lost
+    return {name: at for name, at in left.items() if name not in present and now - at < LOST_SECONDS}
 
 
 def load_of(entries: Iterable[coordinator_pb2.EngineEntry]) -> MeshLoad:

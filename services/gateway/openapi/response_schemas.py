@@ -346,6 +346,14 @@ class EnginesDone(msgspec.Struct):
     engines: Annotated[list[str], Meta(description="Names of the engines.")]
 
 
+class EncodersDone(msgspec.Struct):
+    """The encoders, and all engines where rows are forgotten, have done what was requested."""
+
+    status: Annotated[str, Meta(description="State of the caches now.")]
+    engines: Annotated[list[str], Meta(description="Names of the engines.")]
+    encoders: Annotated[list[str], Meta(description="Names of the encoders.")]
+
+
 class EnginesChanged(msgspec.Struct, omit_defaults=True):
     """What has become of a state that all engines shall be in. The call may be repeated."""
 

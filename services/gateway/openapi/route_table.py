@@ -273,6 +273,20 @@ RESET_PREFIX_CACHE = _route(
     },
     is_admin=True,
 )
+RESET_MM_CACHE = _route(
+    "POST",
+    "/reset_mm_cache",
+    "Forget files of images, and their rows",
+    answers.EncodersDone,
+    is_admin=True,
+)
+RESET_ENCODER_CACHE = _route(
+    "POST",
+    "/reset_encoder_cache",
+    "Forget rows of images",
+    answers.EncodersDone,
+    is_admin=True,
+)
 LOAD_ADAPTER = _route(
     "POST",
     "/v1/load_lora_adapter",

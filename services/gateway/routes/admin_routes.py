@@ -7,14 +7,16 @@ from urllib.parse import parse_qs
 
 from tokenloom.request import errors
 from tokenloom.v1 import engine_pb2 as pb
+from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_DEAD
 from tokenloom.v1.coordinator_pb2 import SetDesiredStateRequest as Wanted
+from tokenloom.v1.encoder_pb2 import ResetCachesRequest
 
 from ..encoding.sse import encode_json
 from ..http.http_exchange import HttpExchange
 from ..http.route import Routes
 from ..mesh.engine_calls import Ask, EngineCalls, alive, checked
 from ..openapi import route_table
-from ..openapi.response_schemas import EnginesChanged
+from ..openapi.response_schemas import EncodersDone, EnginesChanged
 from ..request_log.finished_request import LastRequests, RecentRequests
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
@@ -43,6 +45,8 @@ class AdminRoutes:
             route_table.IS_SLEEPING: self.is_sleeping,
             route_table.RELOAD_WEIGHTS: self.reload_weights,
             route_table.RESET_PREFIX_CACHE: self.reset_prefix_cache,
+            route_table.RESET_MM_CACHE: self.reset_mm_cache,
+            route_table.RESET_ENCODER_CACHE: self.reset_encoder_cache,
             route_table.START_PROFILE: self.start_profile,
             route_table.STOP_PROFILE: self.stop_profile,
         }
@@ -101,6 +105,17 @@ class AdminRoutes:
         request = pb.ResetPrefixCacheRequest(preempt_running=preempt)
         await self._do(exchange, "reset", lambda stub: stub.ResetPrefixCache(request))
 
+    async def reset_mm_cache(self, exchange: HttpExchange) -> None:
+        """Encoders forget rows, and the files that no request needs."""
+        Query(exchange.query)
+        await self._reset_encoders(exchange, [], ResetCachesRequest(files=True))
+
+    async def reset_encoder_cache(self, exchange: HttpExchange) -> None:
+        """Engines forget the rows that wait, encoders those that they keep."""
+        Query(exchange.query)
+        engines = await self._ask(lambda stub: stub.ResetEncoderCache(pb.ResetEncoderCacheRequest()))
+        await self._reset_encoders(exchange, list(engines), ResetCachesRequest())
+
     async def start_profile(self, exchange: HttpExchange) -> None:
         """``profile_prefix``: begins the names of the files."""
         prefix = Query(exchange.query, ("profile_prefix",)).text("profile_prefix", "")
@@ -113,6 +128,21 @@ class AdminRoutes:
     async def _do(self, exchange: HttpExchange, status: str, send: "Ask[object]") -> None:
         engines = list(await self._ask(send))
         await exchange.respond(200, encode_json({"status": status, "engines": engines}))
+
+    async def _reset_encoders(
+        self, exchange: HttpExchange, engines: Sequence[str], request: ResetCachesRequest
+    ) -> None:
+        """Answer when all encoders have reset their caches; a mesh may have none. Raises as :meth:`_ask`."""
+        encoders = {
+            entry.identity.engine_id if self.meshes.is_one else f"{mesh.model}/{entry.identity.engine_id}": (
+                entry.identity.address
+            )
+            for mesh in self.meshes
+            for entry in mesh.view.known_encoders
+            if entry.report.state != ENGINE_STATE_DEAD
+        }
+        done = checked(await self.calls.ask_encoders(encoders, lambda stub: stub.ResetCaches(request)))
+        await exchange.respond(200, encode_json(EncodersDone("reset", list(engines), sorted(done))))
 
     async def _want(
         self,

@@ -8,7 +8,7 @@ from ..encoding.sse import encode_json
 from ..http.http_exchange import HttpExchange
 from ..http.route import Route, Routes
 from ..openapi import route_table
-from ..serving.mesh_health import PARTS, PartState
+from ..serving.mesh_health import PartState
 from ..serving.served_meshes import ServedMeshes
 from .status_routes import get, health_object, model_object, model_of, respond_health
 
@@ -37,7 +37,9 @@ class ModelsRoutes:
         The body has the state of each model, and of each part in all meshes together.
         """
         states = self._meshes.states()
-        parts = {part: _together([parts[part] for parts, _ in states.values()]) for part in PARTS}
+        of_meshes = [parts for parts, _ in states.values()]
+        names = dict.fromkeys(part for parts in of_meshes for part in parts)
+        parts = {part: _together([parts[part] for parts in of_meshes if part in parts]) for part in names}
         fall_backs = dict.fromkeys(each for mesh in self._meshes for each in mesh.health.fall_backs())
         body = health_object(parts, self._meshes.missing(), list(fall_backs))
         models = {name: health_object(*state, fall_backs=()) for name, state in states.items()}

@@ -14,7 +14,9 @@ from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 
 PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine")
-"""The parts of a mesh."""
+"""The parts of every mesh."""
+ENCODER = "encoder"
+"""The part that a mesh has, too, whose model reads images."""
 PUBLISH_SECONDS = 0.25
 """How often gRPC health follows the state of the mesh."""
 
@@ -61,10 +63,11 @@ class MeshHealth:
         return self._mesh.limits
 
     def parts(self) -> Mapping[str, PartState]:
-        """Return the state of every part, by its name in :data:`PARTS`."""
+        """Return the state of every part, by its name in :data:`PARTS`, and that of :data:`ENCODER`, if any is
+        needed."""
         info = self._tokenizers.info
         engines = self._mesh.count_engines(info.fingerprint) if info is not None else (0, 0)
-        return {
+        parts = {
             "gateway": PartState(int(not self.draining), 1),
             "tokenizer": PartState(self._tokenizers.num_alive, self._tokenizers.num_known),
             "output_processor": PartState(self._outputs.num_connected, self._outputs.num_known),
@@ -72,6 +75,13 @@ class MeshHealth:
             "coordinator": PartState(int(self._mesh.connected), 1, is_needed=False),
             "engine": PartState(*engines),
         }
+        limits = self._mesh.limits
+        # Engines with --language-model-only read text, whatever the tokenizer could.
+        if info is not None and info.media_kinds and (limits is None or limits.media_kinds):
+            num_serving, num_known = self._mesh.count_encoders()
+            # At least one is missing if there never was any. Requests of text are answered without.
+            parts[ENCODER] = PartState(num_serving, max(num_known, 1), is_needed=False)
+        return parts
 
     def fall_backs(self) -> list[FallBack]:
         """Return what this gateway and the engines do without; the subjects of the latter are the engines."""

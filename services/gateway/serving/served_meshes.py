@@ -11,7 +11,7 @@ from tokenloom.services.runtime.host.health import Health
 
 from ..records.model_names import LISTING, MAX_QUOTED, NamedAdapter
 from ..settings.mesh_spec import MeshSpec
-from .mesh_health import PARTS, PUBLISH_SECONDS, PartState
+from .mesh_health import ENCODER, PARTS, PUBLISH_SECONDS, PartState
 from .served_mesh import ServedMesh
 
 MAX_NAMED = 16
@@ -134,6 +134,9 @@ class ServedMeshes:
         """Make gRPC health follow whether requests are answered, until cancelled."""
         while True:
             await health.set_answering(not self.missing())
+            states = [(parts[ENCODER], missing) for parts, missing in self.states().values() if ENCODER in parts]
+            if states:
+                await health.set_images(any(part.num_serving and not missing for part, missing in states))
             await asyncio.sleep(PUBLISH_SECONDS)
 
     def cancel(self, request_id: str, tenant: str) -> None:
@@ -181,11 +184,14 @@ class PartGauges:
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Return the gauges now."""
-        text = "1 while no replica of the part answers; requests continue without the coordinator only."
+        text = (
+            "1 while no replica of the part answers; requests continue without the coordinator, and those of text "
+            "without encoders."
+        )
         missing = GaugeMetricFamily("tokenloom_part_missing", text, labels=["part", "model_name"])
         for model, (parts, _) in self.meshes.states().items():
-            for part in PARTS:
-                missing.add_metric([part, model], not parts[part].num_serving)
+            for part, state in parts.items():
+                missing.add_metric([part, model], not state.num_serving)
         yield missing
 
     describe = collect  # the name, so that a second metric with it is refused

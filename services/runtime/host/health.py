@@ -20,6 +20,9 @@ LIVENESS = "liveness"
 READINESS = "readiness"
 """A name that is SERVING while the service takes work. A gateway takes requests while no engine serves: they wait."""
 
+IMAGES = "images"
+"""A name that is SERVING while a gateway answers requests with images. It is not known where no model reads any."""
+
 
 class Health:
     """NOT_SERVING until the service is ready, then SERVING, and NOT_SERVING again while it drains, is not healthy or
@@ -36,6 +39,7 @@ class Health:
         self._is_ready = False
         self._is_healthy = True
         self._is_answering = True
+        self._reads_images: bool | None = None  # None: no model does
         self.serving = False
 
     async def start(self, edge: Edge) -> None:
@@ -73,12 +77,21 @@ class Health:
             self._is_answering = answering
             await self._publish()
 
+    async def set_images(self, answered: bool) -> None:
+        """Set whether requests with images are answered too, under :data:`IMAGES`. Nothing else follows from it:
+        requests of text need no encoder."""
+        if answered != self._reads_images:
+            self._reads_images = answered
+            await self._publish()
+
     async def _publish(self) -> None:
         is_ready = self._is_ready and self._is_healthy
         self.serving = is_ready and self._is_answering
         # Readiness ignores the other parts: requests wait at a gateway while no engine serves. A Service of Kubernetes
         # without a ready pod would refuse them instead.
         await self._servicer.set(READINESS, _status(is_ready))
+        if self._reads_images is not None:
+            await self._servicer.set(IMAGES, _status(self.serving and self._reads_images))
         await asyncio.gather(*(self._servicer.set(name, _status(self.serving)) for name in self._names))
 
     async def close(self) -> None:

@@ -21,6 +21,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     f"{_V1}Tokenizer/": frozenset({"gateway", OPERATOR}),
     f"{_V1}Encoder/": frozenset({"gateway"}),
     f"{_V1}Encoder/Get": frozenset({"engine"}),
+    f"{_V1}Encoder/ResetCaches": frozenset({OPERATOR}),
     f"{_V1}Encoder/GetEncoderInfo": frozenset({"gateway", "engine", OPERATOR}),
     f"{_V1}OutputProcessor/": frozenset({"gateway"}),
     f"{_V1}Engine/": frozenset({"output_processor"}),

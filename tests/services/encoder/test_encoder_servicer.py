@@ -10,7 +10,7 @@ from tests.loop_clock import settle
 from tests.services.encoder.fakes import WIDTH, FakeEncoder, digest_of, item_of
 from tokenloom.request import errors
 from tokenloom.services.encoder import encoder_servicer
-from tokenloom.v1.encoder_pb2 import GetRequest, HasRequest, ReleaseFilesRequest
+from tokenloom.v1.encoder_pb2 import GetRequest, HasRequest, ReleaseFilesRequest, ResetCachesRequest
 from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MediaItem
 
 NO_CONTEXT = cast(Any, None)
@@ -65,6 +65,19 @@ async def test_a_computation_ends_with_the_last_call_that_waits() -> None:
     assert encoder.maker.num_running == 0
     encoder.maker.opened.set()
     assert len(await rows(encoder, item_of(b"image"))) == 4
+
+
+@pytest.mark.parametrize("files", [False, True])
+async def test_caches_are_forgotten_but_not_what_requests_need(files: bool) -> None:
+    encoder = FakeEncoder()
+    await encoder.put(b"image", request_id="r")
+    await encoder.put(b"other")
+    await rows(encoder, item_of(b"image"))
+    await encoder.servicer.ResetCaches(ResetCachesRequest(files=files), NO_CONTEXT)
+    assert await has(encoder, b"image", tenant="t")
+    assert await has(encoder, b"other", tenant="t") is not files
+    await rows(encoder, item_of(b"image"))
+    assert encoder.maker.num_made == 2
 
 
 async def test_not_more_images_are_computed_than_there_are_places() -> None:

@@ -38,6 +38,17 @@ def test_the_longest_unused_file_goes_first() -> None:
     assert [files.has(name, 300) for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
 
 
+def test_files_that_no_request_needs_can_be_forgotten() -> None:
+    files = Store()
+    files.put(b"a", 300)
+    files.put(b"b", 200, request_id="r")
+    files.put(b"c", 100, request_id="ended")
+    files.store.release(Pin("t", "ended"))
+    files.store.forget_unused()
+    assert [files.has(name, size) for name, size in ((b"a", 300), (b"b", 200), (b"c", 100))] == [False, True, False]
+    assert files.store.num_bytes == 200
+
+
 def test_a_pinned_file_stays_until_its_lease_ends() -> None:
     files = Store()
     files.put(b"a", 400, request_id="r")

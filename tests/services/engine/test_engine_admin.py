@@ -6,6 +6,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from tests.ready_channel import ready_channel
+from tests.services.engine.fake_encoder import FakeEncoder, expected_of, make_item, make_media_add, running_encoder
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_service, make_settings, running_engine
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.request.prefix_schedule import block_hashes, specimen_hash
@@ -18,6 +19,7 @@ from tokenloom.v1.engine_pb2 import (
     GetEngineInfoRequest,
     PauseMode,
     PauseRequest,
+    ResetEncoderCacheRequest,
     ResetPrefixCacheRequest,
     ResumeRequest,
     WatchKVEventsRequest,
@@ -61,6 +63,20 @@ async def test_the_prefix_cache_is_forgotten_while_requests_run_if_they_may_be_p
         await admin.ResetPrefixCache(ResetPrefixCacheRequest(preempt_running=True))
         received = await peer.read_until_finished([1])
         assert received.token_ids[1] == expected_tokens([8] * 20, 100, VOCAB_SIZE)
+
+
+async def test_rows_that_wait_are_forgotten_and_asked_for_again(
+    admin: EngineAdminStub, host: Host, socket_dir: Path
+) -> None:
+    encoder = FakeEncoder()
+    async with running_encoder(socket_dir, encoder) as address, Peer(host.address) as peer:
+        encoder.gate.clear()
+        await peer.send(add := make_media_add(1, make_item(4, 10, address)))
+        await encoder.called.wait()
+        await admin.ResetEncoderCache(ResetEncoderCacheRequest())
+        encoder.gate.set()
+        assert (await peer.read_until_finished([1])).token_ids[1] == expected_of(add, VOCAB_SIZE)
+    assert encoder.calls == {b"image": 2}
 
 
 @pytest.mark.parametrize("mode", [PAUSE_MODE_WAIT, PAUSE_MODE_KEEP])

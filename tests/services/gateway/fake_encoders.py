@@ -30,6 +30,7 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
         self.files: dict[tuple[str, bytes, bytes], bytes] = {}  # by tenant, salt and digest
         self.pins: dict[str, list[bytes]] = {}  # digests by request
         self.released: asyncio.Queue[str] = asyncio.Queue()
+        self.resets: list[encoder_pb2.ResetCachesRequest] = []
         self.lost_releases = 0  # of the next ones
         self.puts: list[encoder_pb2.PutHeader] = []
         self.error: errors.TokenloomError | None = None  # of all calls
@@ -83,6 +84,13 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
         self.pins.pop(request.request_id, None)
         self.released.put_nowait(request.request_id)
         return encoder_pb2.ReleaseFilesResponse()
+
+    async def ResetCaches(
+        self, request: encoder_pb2.ResetCachesRequest, context: Any
+    ) -> encoder_pb2.ResetCachesResponse:
+        await self._check(context)
+        self.resets.append(request)
+        return encoder_pb2.ResetCachesResponse()
 
     async def GetEncoderInfo(
         self, request: encoder_pb2.GetEncoderInfoRequest, context: Any

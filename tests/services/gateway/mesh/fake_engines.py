@@ -24,8 +24,15 @@ class FakeEngine(engine_pb2_grpc.EngineAdminServicer):
         self.loaded: dict[str, types_pb2.Adapter] = {}
         self.files: dict[str, bytes] = {}
         self.error: errors.TokenloomError | None = None
+        self.num_resets = 0
         self.may_change = asyncio.Event()
         self.may_change.set()
+
+    async def ResetEncoderCache(
+        self, request: pb.ResetEncoderCacheRequest, context: Any
+    ) -> pb.ResetEncoderCacheResponse:
+        self.num_resets += 1
+        return pb.ResetEncoderCacheResponse()
 
     async def LoadLora(self, request: pb.LoadLoraRequest, context: Any) -> pb.LoadLoraResponse:
         await self._fail(context)

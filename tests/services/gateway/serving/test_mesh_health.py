@@ -1,18 +1,22 @@
 """What /health, /v1/models, /version and /metrics tell."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.loop_clock import pass_time
+from tests.services.gateway.fake_encoders import with_encoders
 from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.process.fall_backs import KINDS
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS
-from tokenloom.services.runtime.host.health import LIVENESS, READINESS
+from tokenloom.services.runtime.host.health import IMAGES, LIVENESS, READINESS
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import coordinator_pb2, inference_pb2, types_pb2
 
@@ -40,6 +44,15 @@ async def grpc_health(mesh: FakeMesh, name: str) -> bool:
 async def until_grpc_health(mesh: FakeMesh, *, serving: bool) -> None:
     async with asyncio.timeout(30):
         while await grpc_health(mesh, "") != serving:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def until_images(mesh: FakeMesh, *, answered: bool) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # the name is not known yet
+                if await grpc_health(mesh, IMAGES) == answered:
+                    return
             await asyncio.sleep(0.01)
 
 
@@ -253,3 +266,49 @@ async def test_load(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.01)
     asking.cancel()
     await asyncio.wait([asking])
+
+
+async def test_a_mesh_whose_model_reads_images_says_that_encoders_are_missing(socket_dir: Path) -> None:
+    mesh = FakeMesh(socket_dir)
+    mesh.outputs.auto = ["x"]
+    async with with_encoders(mesh, 2) as encoders, mesh.gateway(), mesh.http() as http:
+        assert (await until_status(http, "ok"))["parts"]["encoder"] == ok(2)
+        await until_images(mesh, answered=True)
+
+        await mesh.coordinator.set_encoders(**{"encoder-1": mesh.address("encoder-1")})
+        health = await until_status(http, "degraded")
+        assert health["parts"]["encoder"] == {"state": "degraded", "serving": 1, "known": 2}
+        assert await grpc_health(mesh, IMAGES)
+
+        await mesh.coordinator.set_encoders()
+        await until_images(mesh, answered=False)
+        health = (await http.get("/health")).json()
+        assert health["parts"]["encoder"] == {"state": "missing", "serving": 0, "known": 2}
+        assert (health["degraded"], health.get("missing")) == (["encoder"], None)
+        assert 'tokenloom_part_missing{model_name="fake",part="encoder"} 1.0' in (await http.get("/metrics")).text
+        assert await grpc_health(mesh, "")
+        assert await grpc_health(mesh, READINESS)
+        assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+        names = [f"encoder-{index}" for index in range(len(encoders))]
+        await mesh.coordinator.set_encoders(**{name: mesh.address(name) for name in names})
+        await until_status(http, "ok")
+        await until_images(mesh, answered=True)
+
+
+async def test_encoders_that_drain_are_not_missing(socket_dir: Path) -> None:
+    mesh = FakeMesh(socket_dir)
+    async with with_encoders(mesh, 2), mesh.gateway(), mesh.http() as http:
+        await mesh.coordinator.drain_encoder("encoder-0")
+        async with asyncio.timeout(30):
+            while (health := (await http.get("/health")).json())["parts"]["encoder"]["known"] != 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (health["status"], health["parts"]["encoder"]) == ("ok", ok())
+
+
+async def test_a_mesh_for_text_has_no_encoders(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    assert "encoder" not in (await until_status(http, "ok"))["parts"]
+    async with open_channel(mesh.grpc_address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=IMAGES))
+    assert failure.value.code() == grpc.StatusCode.NOT_FOUND

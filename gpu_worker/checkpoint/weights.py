@@ -36,9 +36,22 @@ class Unpackable(Protocol):
         """Return the weight [out, in]; it must not be changed."""
 
 
-Adapt: TypeAlias = Callable[[Linear, Sequence[str], int, Sequence[int], torch.dtype], Linear]
-"""Wraps a layer that consists of the layers of these names, with so many inputs and each with so many outputs of this
-dtype, so that LoRA adapters can change it."""
+class LayerPart(NamedTuple):
+    """Describes one of the layers that a model computes as one, as adapters see it."""
+
+    name: str
+    outputs: int
+    stored: str
+    """What the checkpoint, and thus an adapter, calls the layer that holds its rows."""
+    rows: Tensor | None
+    """[outputs] int64: which of that layer's rows they are; None: all."""
+    total: int
+    """The rows of that layer."""
+
+
+Adapt: TypeAlias = Callable[[Linear, Sequence[LayerPart], int, torch.dtype], Linear]
+"""Wraps a layer that consists of these parts, with so many inputs and outputs of this dtype, so that LoRA adapters can
+change it."""
 
 
 class StoredRows(NamedTuple):
@@ -168,6 +181,13 @@ class Checkpoint:
         self._count_copied(outputs * inputs * stored.bits // 8)
         return stored
 
+    def part(self, name: str, outputs: int) -> LayerPart:
+        """Return what adapters see of the layer ``name``, of so many outputs."""
+        rows = self._rows_of(f"{name}.weight")
+        if rows is not None:
+            return LayerPart(name, outputs, f"{name.rsplit('.', 2)[0]}.{rows.name}", rows.rows, rows.total)
+        return LayerPart(name, outputs, self._renamed(name), None, outputs)
+
     def drop_read(self) -> None:
         """Drop the pages of the files that were read, and freed copies. Pages that are still in use are read again."""
         self._forget_mapped()
@@ -209,9 +229,13 @@ class Checkpoint:
         return found if found is not None and f"{layer}.{found.name}.{kind}" in self else None
 
     def _stored(self, name: str) -> str:
+        name = self._renamed(name)
+        return name.removeprefix(_BASE) if self._is_headless else name
+
+    def _renamed(self, name: str) -> str:
         for plain, stored in self.stored_names:
             name = name.replace(plain, stored)
-        return name.removeprefix(_BASE) if self._is_headless else name
+        return name
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
         name = self._stored(name)

@@ -182,7 +182,8 @@ def load_linear(
         checkpoint.rounded.append((name, sum(map(length, outputs)), length(inputs)))
     layer = _load_linear(checkpoint, names, inputs, outputs, bias, quantization)
     if checkpoint.adapt is not None:
-        return checkpoint.adapt(layer, names, length(inputs), [length(rows) for rows in outputs], checkpoint.dtype)
+        parts = [checkpoint.part(name, length(rows)) for name, rows in zip(names, outputs, strict=True)]
+        return checkpoint.adapt(layer, parts, length(inputs), checkpoint.dtype)
     return _summed(layer, checkpoint, inputs) if sums else layer
 
 

@@ -1,8 +1,10 @@
 """Reads LoRA adapters of the peft library, and arranges their matrices as the products read them."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors
@@ -74,21 +76,28 @@ class Adapter:
     digest: bytes
     rank: int
     layers: Mapping[str, Matrices]
-    """By the names that layers have in checkpoints."""
+    """By the names of the model's layers."""
 
 
 def read_adapter(
-    path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype, layout: Layout
+    path: Path,
+    shapes: Mapping[str, tuple[int, int]],
+    max_rank: int,
+    dtype: torch.dtype,
+    layout: Layout,
+    parts: Mapping[str, Mapping[str, Tensor | None]] = MappingProxyType({}),
 ) -> Adapter:
     """Read the adapter in the directory ``path``.
 
     Raises ``ValueError`` naming what is wrong or not supported.
 
     Args:
-        shapes: (outputs, inputs) of each layer that may have an adapter, by name.
+        shapes: (outputs, inputs) of each layer that may have an adapter, by its name in the checkpoint.
         max_rank: The largest rank to accept.
         dtype: That of the model's activations.
         layout: How the products read the matrices.
+        parts: By the same name: the model's layers that consist of rows of that layer, and which; None: all of its
+            rows. A layer that is not named is the model's own.
     """
     files = read_adapter_files(path)
     try:
@@ -99,10 +108,11 @@ def read_adapter(
     try:
         tensors = safetensors.torch.load(files.weights)
         pairs = _pairs(tensors)
-        layers = {
-            name: _matrices(name, *pair, _shape(name, shapes), rank, scaling, dtype, layout)
-            for name, pair in pairs.items()
-        }
+        layers = dict[str, Matrices]()
+        for name, (a, b) in pairs.items():
+            _check(name, a, b, _shape(name, shapes), rank)
+            for own, rows in parts.get(name, {name: None}).items():
+                layers[own] = layout.arrange(a, (b if rows is None else b[rows]).float() * scaling, dtype)
     except (ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{WEIGHTS}: {error}") from None
     return Adapter(files.digest, rank, layers)
@@ -137,13 +147,18 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
             raise ValueError(f"tensor {key} is not supported; only the matrices A and B of linear layers are")
         layer = text_tensor(name)
         if layer is not None:  # what changes how images are read changes no text
-            pairs.setdefault(layer, {})[kind[0]] = tensor
+            pairs.setdefault(layer_name(layer), {})[kind[0]] = tensor
     if not pairs:
         raise ValueError("holds no matrices")
     for name, pair in pairs.items():
         if len(pair) < 2:
             raise ValueError(f"{name} has only one of its two matrices")
     return {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}
+
+
+def layer_name(name: str) -> str:
+    """Return the name of a layer of text, which Mamba-2's files and classes begin in two ways."""
+    return re.sub(r"^backbone\.", "model.", name)
 
 
 def _shape(name: str, shapes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
@@ -153,20 +168,11 @@ def _shape(name: str, shapes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
     return shapes[name]
 
 
-def _matrices(
-    name: str,
-    a: Tensor,
-    b: Tensor,
-    shape: tuple[int, int],
-    rank: int,
-    scaling: float,
-    dtype: torch.dtype,
-    layout: Layout,
-) -> Matrices:
+def _check(name: str, a: Tensor, b: Tensor, shape: tuple[int, int], rank: int) -> None:
+    """Raise ``ValueError`` unless these are the matrices of a layer of this shape."""
     outputs, inputs = shape
     for kind, tensor, wanted in (("A", a, (rank, inputs)), ("B", b, (outputs, rank))):
         if tuple(tensor.shape) != wanted:
             raise ValueError(f"matrix {kind} of {name} has shape {list(tensor.shape)}; expected {list(wanted)}")
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ValueError(f"matrix {kind} of {name} does not consist of finite numbers")
-    return layout.arrange(a, b.float() * scaling, dtype)

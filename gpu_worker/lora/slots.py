@@ -15,11 +15,11 @@ from tokenloom.engine_core.data.config import LoraConfig
 from tokenloom.engine_core.data.lora import LoraInfo
 
 from ..batch.input_batch import StepInputs
-from ..checkpoint.weights import Linear
+from ..checkpoint.weights import LayerPart, Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
 from ..kernels.library import LoraLayer, LoraPart, LoraRows, load_lora
 from ..kernels.threads import kernel_threads
-from .adapter import Adapter, Layout, Matrices, read_adapter
+from .adapter import Adapter, Layout, Matrices, layer_name, read_adapter
 
 
 class AdaptedRows:
@@ -136,7 +136,10 @@ class LoraLinear:
                 column += outputs
 
 
-_KINDS = frozenset(f"{kind}_proj" for kind in ("q", "k", "v", "o", "qkv", "gate", "up", "gate_up", "down"))
+_KINDS = frozenset(
+    [f"{kind}_proj" for kind in ("q", "k", "v", "o", "qkv", "gate", "up", "gate_up", "down", "in", "out")]
+    + [f"in_proj_{kind}" for kind in ("qkv", "z", "a", "b")]
+)
 """The last parts of the names of layers that may have an adapter."""
 
 
@@ -149,6 +152,8 @@ class LoraSlots:
         self._kernel, self._layout = _load_kernel(device)
         self._current = CurrentRows()
         self._shapes: dict[str, tuple[int, int]] = {}
+        self._parts: dict[str, dict[str, Tensor | None]] = {}
+        """As :func:`.adapter.read_adapter` takes them."""
         # Without references of its own: layers that the model drops give their weights back.
         self._layers: weakref.WeakValueDictionary[str, LoraLinear] = weakref.WeakValueDictionary()
         self._adapters: dict[bytes, Adapter] = {}
@@ -157,15 +162,17 @@ class LoraSlots:
         self._dtype = torch.float32  # of the model's activations
         self._grouped: tuple[list[int], bytes, AdaptedRows] | None = None
 
-    def adapt(
-        self, base: Linear, names: Sequence[str], inputs: int, outputs: Sequence[int], dtype: torch.dtype
-    ) -> Linear:
+    def adapt(self, base: Linear, parts: Sequence[LayerPart], inputs: int, dtype: torch.dtype) -> Linear:
         """Wrap a layer of the model, if adapters may change it (fulfils :data:`..checkpoint.weights.Adapt`)."""
+        names, outputs = [part.name for part in parts], [part.outputs for part in parts]
         if any(name.rpartition(".")[2] not in _KINDS or ".experts." in name for name in names):
             return base
         layer = LoraLinear(base, names, inputs, outputs, len(self._slots), self._current, self._kernel, dtype)
         self._dtype = dtype
-        self._shapes.update((name, (rows, inputs)) for name, rows in zip(names, outputs, strict=True))
+        for part in parts:
+            stored = layer_name(part.stored)
+            self._shapes[stored] = (part.total, inputs)
+            self._parts.setdefault(stored, {})[part.name] = part.rows
         self._layers[names[0]] = layer
         for slot, digest in enumerate(self._slots):
             if digest:
@@ -181,7 +188,8 @@ class LoraSlots:
 
     def load(self, path: Path) -> LoraInfo:
         """Keep an adapter in host memory. Raises ``ValueError`` naming what is wrong or not supported."""
-        adapter = read_adapter(path, self._shapes, self._config.max_lora_rank, self._dtype, self._layout)
+        rank, dtype, layout = self._config.max_lora_rank, self._dtype, self._layout
+        adapter = read_adapter(path, self._shapes, rank, dtype, layout, self._parts)
         self._adapters.setdefault(adapter.digest, adapter)
         return LoraInfo(adapter.digest, adapter.rank)
 

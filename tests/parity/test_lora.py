@@ -10,10 +10,12 @@ import pytest
 import torch
 import transformers
 
-from tests.gpu_worker.lora.random_adapter import merge, save_adapter
+from tests.gpu_worker.lora.random_adapter import KINDS, merge, save_adapter
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tests.parity.reference import compute_case, save_random
+from tests.parity.state_checkpoints import write_model
+from tests.parity.test_states import draw
 from tokenloom.engine_core.data.config import LoraConfig
 from tokenloom.gpu_worker.lora.adapter import Layout
 from tokenloom.request.adapter_names import adapter_salt
@@ -114,3 +116,29 @@ def test_prefix_hits_of_another_adapter_are_never_taken(adapted: Adapted) -> Non
     assert hits[:3] == [0, 0, 0]
     assert hits[3] == 80, "those of the same adapter are"
     assert adapter_salt(b"", digests[0]) != adapter_salt(b"", digests[3])
+
+
+STATEFUL_KINDS = (
+    *KINDS,
+    *("in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
+    *("input_linear", "output_linear", "w1", "w2", "w3"),
+)
+"""What the files of models with states call their linear layers."""
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h"])
+def test_models_with_states(kind: str, tmp_path: Path) -> None:
+    """Gates that are stored with queries, and rows in another order, get those rows of an adapter's matrices."""
+    model = write_model(kind, tmp_path / "model")
+    adapters = [save_adapter(tmp_path / str(seed), model, seed=seed, kinds=STATEFUL_KINDS) for seed in (1, 2)]
+    merged = [merge(model, each, tmp_path / f"merged{each.name}") for each in adapters]
+    prompts = [draw(40, seed=seed) for seed in range(3)]
+    cases = [_case(path, prompt) for path, prompt in zip((*merged, model), prompts, strict=True)]
+    assert len({tuple(_case(path, prompts[0]).tokens) for path in (*merged, model)}) == 3
+    modules = tuple(f"{path.name}={path}" for path in adapters)
+    engine = Engine(model, lora=LoraConfig(enable=True, modules=modules), prefix_caching=True, budget=48)
+    digests = [state.digest for state in engine.core.adapters.answer().adapters]  # type: ignore[union-attr]
+    for _ in range(2):
+        tokens = engine.generate(prompts, [24] * 3, adapters=[*digests, b""])
+        assert tokens == [case.tokens[:24] for case in cases]
+    assert engine.stats.prefix_cache_hits > 0

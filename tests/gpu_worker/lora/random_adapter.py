@@ -21,7 +21,7 @@ def save_adapter(
     tensors = {}
     for name, weight in load_file(checkpoint / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        if layer.rpartition(".")[2] in kinds:
+        if layer.rpartition(".")[2] in kinds and weight.dim() == 2 and ".experts." not in layer:
             outputs, inputs = weight.shape
             a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
             b = torch.randn(outputs, rank, generator=generator) * 0.3

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.models.transformers.test_states import Driver, draw, generate
 from tests.parity.state_checkpoints import SERVED, make_model
-from tokenloom.engine_core.data.config import EngineConfig, KVConfig, LoraConfig, WorkerConfig
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig, WorkerConfig
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.served_how import served_how
@@ -152,11 +152,10 @@ def test_the_text_of_a_vision_checkpoint_is_computed(make: Any, tmp_path: Path) 
     assert row.tokens == generate(reference, prompt, 6)
 
 
-def test_what_moves_kv_adapters_and_several_workers_are_refused_by_name(make: Any, tmp_path: Path) -> None:
+def test_what_moves_kv_is_refused_by_name(make: Any, tmp_path: Path) -> None:
     make("lfm2").save_pretrained(tmp_path)
     worker = WorkerConfig(model=str(tmp_path))
     for options, named in (
-        ({"lora": LoraConfig(enable=True)}, "enable_lora: a model of which layers keep a state"),
         ({"kv": KVConfig(transports=("shm",))}, "do not set kv_transports"),
         ({"kv": KVConfig(role="prefill")}, "do not set role prefill"),
         ({"kv": KVConfig(offload_path="blocks")}, "do not set kv_offload_path"),

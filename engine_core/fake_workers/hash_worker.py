@@ -108,7 +108,7 @@ def read_sizes(path: Path) -> CheckpointSizes:
     if "vocab_size" not in text:
         raise ValueError(f"{path / 'config.json'} must state vocab_size")
     experts = text.get("num_experts_per_tok", 0) * text.get("num_hidden_layers", 1)
-    tower = config.get("vision_config") or {}
+    tower = config.get("vision_config") or config.get("audio_config") or {}
     hidden_size = (config.get("text_config") or config).get("hidden_size") if tower else None
     levels = 1 + len(tower.get("deepstack_visual_indexes") or ())
     return CheckpointSizes(text["vocab_size"], text.get("max_position_embeddings"), experts, hidden_size, levels)

@@ -20,8 +20,8 @@ from tokenloom.v1 import types_pb2
 
 from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
 from .engine_args import engine_config
-from .images import OfflineImages
 from .lora_request import LoRARequests, OfflineLoras
+from .media import OfflineMedia
 from .offline_loop import OfflineLoop, check_failures, start_core
 from .offline_request import OfflineRequest
 from .outputs import (
@@ -113,12 +113,12 @@ class LLM:
             **pooling_limits(ready.pooling),
             **media_limits(ready, config.scheduler),
         )
-        self._images = OfflineImages(path, self._tokenizer, config.worker)
+        self._media = OfflineMedia(path, self._tokenizer, config.worker)
         self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed, config.reasoning.marks)
         self._loras = OfflineLoras(self._client, are_enabled=config.lora.enable)
-        self._loop = OfflineLoop(self._client, self._images)
+        self._loop = OfflineLoop(self._client, self._media)
         self._pooling = OfflinePooling(PoolingPrompts(self._tokenizer, limits, self._info.vector_texts), self._loop)
-        self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name, self._images)
+        self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name, self._media)
 
     def generate(
         self,
@@ -138,8 +138,9 @@ class LLM:
 
         Args:
             prompts: Text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}``, ``{"prompt_embeds": tensor}``, a list of
-                token ids, or a list of these. A text with the model's mark for each image has the images in
-                ``multi_modal_data``: ``{"prompt": "<image> What is it?", "multi_modal_data": {"image": picture}}``.
+                token ids, or a list of these. A text with the model's mark for each image or
+                sound has these in ``multi_modal_data``: ``{"prompt": "<image> What is it?", "multi_modal_data":
+                {"image": picture}}``; a sound is ``{"audio": (samples, rate)}``, or a file.
             sampling_params: One for all, or one for each; None: the model's own (``get_default_sampling_params``).
             use_tqdm: Whether to show a progress bar, or what to make it with.
             lora_request: A LoRA adapter for all, or one or None for each; needs ``enable_lora=True``.
@@ -310,7 +311,7 @@ class LLM:
     def enqueue(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Add one prompt, whose output :meth:`next_finished` returns; return its request id."""
         with _as_value_error():
-            (request,) = self._builder.build([read_prompt(prompt, self._tokenizer, self._images)], sampling_params)
+            (request,) = self._builder.build([read_prompt(prompt, self._tokenizer, self._media)], sampling_params)
         self._loop.enqueue(request)
         return request.output.request_id
 
@@ -342,11 +343,11 @@ class LLM:
         return bool(self._client.call_utility("reset_prefix_cache"))
 
     def reset_mm_cache(self) -> None:
-        """Forget the rows of images that were computed here."""
-        self._images.reset()
+        """Forget the rows of images and sounds that were computed here."""
+        self._media.reset()
 
     def reset_encoder_cache(self) -> None:
-        """Forget the rows of images that wait in the engine; requests that need some get them again."""
+        """Forget the rows of images and sounds that wait in the engine; requests that need some get them again."""
         self._client.call_utility("reset_encoder_cache")
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -380,7 +381,7 @@ class LLM:
         with _as_value_error():
             directory = self._path if path is None else resolve(str(path))
         self._client.call_utility("reload_weights", str(directory))
-        self._images.use_weights(directory)
+        self._media.use_weights(directory)
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start recording what the workers compute, which slows them down; needs ``profiler_dir``.
@@ -435,7 +436,7 @@ class LLM:
                 live = left
 
     def _read(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenizedPrompt]:
-        return read_each(as_prompts(prompts), lambda prompt: read_prompt(prompt, self._tokenizer, self._images))
+        return read_each(as_prompts(prompts), lambda prompt: read_prompt(prompt, self._tokenizer, self._media))
 
     def _requests(
         self,

@@ -19,7 +19,7 @@ from tokenloom.gpu_worker.checkpoint.served_how import served_how
 from tokenloom.preflight.host import may_have_gpu
 from tokenloom.services.engine.core.workers import CORE_COMMAND, WORKER_COMMAND, make_worker
 
-from .images import OfflineImages, PromptImages
+from .media import OfflineMedia, PromptMedia
 from .offline_request import CoreRefusal, OfflineRequest
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ class InFlight(Protocol):
         """Return the number of output tokens of all samples so far."""
 
     @property
-    def images(self) -> PromptImages | None:
-        """Return the images of the prompt; None if it has none."""
+    def media(self) -> PromptMedia | None:
+        """Return the images and sounds of the prompt; None if it has none."""
 
     @property
     def error(self) -> Exception | None:
@@ -85,10 +85,10 @@ def start_core(config: EngineConfig, *, has_own_process: bool) -> CoreClient:
 class OfflineLoop:
     """Holds the requests in flight. They may belong to several calls: a call may begin while a stream is being read."""
 
-    def __init__(self, client: CoreClient, images: OfflineImages) -> None:
-        """``images``: computes the rows that the core asks for."""
+    def __init__(self, client: CoreClient, media: OfflineMedia) -> None:
+        """``media``: computes the rows that the core asks for."""
         self._client = client
-        self._images = images
+        self._media = media
         self._live: dict[str, tuple[InFlight, Any]] = {}
         self._enqueued: list[OfflineRequest] = []
 
@@ -191,17 +191,17 @@ class OfflineLoop:
         return ended
 
     def _bring_rows(self, wanted: Sequence[RowsWanted]) -> list[InFlight]:
-        """Compute the rows of images that the core asks for. Returns the requests whose images cannot be computed; they
-        have ended."""
+        """Compute the rows of images and sounds that the core asks for. Returns the requests of which some cannot be
+        computed; they have ended."""
         failed, brought = list[InFlight](), set[int]()
         for each in wanted:
             if each.number in brought or (live := self._live.get(each.request_id)) is None:
                 continue
             request, _ = live
-            assert request.images is not None, "the core asks for images that a prompt does not have"
+            assert request.media is not None, "the core asks for what a prompt does not have"
             try:
-                rows = self._images.rows(request.images, each.key)
-            except ValueError as error:  # a fault of this image: other requests go on
+                rows = self._media.rows(request.media, each.key)
+            except ValueError as error:  # a fault of this image or sound: other requests go on
                 self._abort([request], error)
                 failed.append(request)
                 continue

@@ -10,7 +10,7 @@ from tokenloom.request.routed_rows import RoutedRows, to_array
 from tokenloom.services.output_processor.text.detokenizer import OutputText, StopMatch
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
-from .images import PromptImages
+from .media import PromptMedia
 from .outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
 
 
@@ -206,12 +206,12 @@ class OfflineRequest:
         *,
         output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
         stream_interval: int = 1,
-        images: PromptImages | None = None,
+        media: PromptMedia | None = None,
     ) -> None:
-        """``output_kind`` and ``stream_interval``, in tokens, decide what :meth:`news` yields, and when. ``images``:
-        those of the prompt."""
+        """``output_kind`` and ``stream_interval``, in tokens, decide what :meth:`news` yields, and when. ``media``: the
+        prompt's images and sounds."""
         self.samples = samples
-        self.images = images
+        self.media = media
         self.error: Exception | None = None
         self._output_kind = output_kind
         self._stream_interval = stream_interval

@@ -44,7 +44,7 @@ class OfflinePooledRequest:
     def __init__(self, core_request: EngineCoreRequest) -> None:
         self._sample = PooledSample(core_request)
         self.samples: Sequence[PooledSample] = [self._sample]
-        self.images = None
+        self.media = None
         self._result: EngineCoreOutput | None = None
         self.error: Exception | None = None
 

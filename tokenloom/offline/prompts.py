@@ -19,11 +19,11 @@ from tokenloom.services.tokenizer.spelled_tokens import PlainTextEncoder, Render
 from tokenloom.services.tokenizer.template_probe import probe_forms
 from tokenloom.v1 import types_pb2
 
-from .images import OfflineImages, PromptImages, images_of, take_images
+from .media import MARKS, GivenMedia, OfflineMedia, PromptMedia, media_of, take_media
 
 
 class TextPrompt(TypedDict, total=False):
-    """A text: ``{"prompt": …}``, with the images that its marks stand for in ``multi_modal_data``."""
+    """A text: ``{"prompt": …}``, with the images or sounds that its marks stand for in ``multi_modal_data``."""
 
     prompt: str
     cache_salt: str
@@ -62,7 +62,7 @@ class TokenizedPrompt:
     token_ids: list[int]
     cache_salt: bytes = b""
     embeds: Sequence[types_pb2.PromptEmbeds] = ()
-    images: PromptImages | None = None
+    media: PromptMedia | None = None
     """None: it has none."""
     adapter: bytes = b""
     """The digest of its LoRA adapter; empty: the base model."""
@@ -106,19 +106,19 @@ def read_each(prompts: Iterable[T], read: Callable[[T], TokenizedPrompt]) -> lis
     return list(map(read_or_refuse, prompts))
 
 
-def read_prompt(prompt: object, tokenizer: Tokenizer, images: OfflineImages | None = None) -> TokenizedPrompt:
-    """Encode a prompt unless it holds token ids. ``images``: reads those of prompts; None: they have none.
+def read_prompt(prompt: object, tokenizer: Tokenizer, media: OfflineMedia | None = None) -> TokenizedPrompt:
+    """Encode a prompt unless it holds token ids. ``media``: reads that of prompts; None: they have none.
 
     Raises ``ValueError`` or ``InvalidArgument`` for any other form.
     """
     if isinstance(prompt, str):
         return TokenizedPrompt(prompt, tokenizer.encode(whole_text("the prompt", prompt)).ids)
     if isinstance(prompt, Mapping):
-        return _read_mapping(prompt, tokenizer, images)
+        return _read_mapping(prompt, tokenizer, media)
     return TokenizedPrompt(None, narrow_token_ids("prompt", prompt))
 
 
-def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer, images: OfflineImages | None) -> TokenizedPrompt:
+def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer, media: OfflineMedia | None) -> TokenizedPrompt:
     for key in prompt:
         if key not in _KEYS:
             raise ValueError(f"prompt: {key!r} is not supported; expected {', '.join(_KEYS)}")
@@ -128,10 +128,10 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer, images: Offli
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{key} must be a string, not {type(value).__name__}")
         whole_text("the prompt" if key == "prompt" else key, value or "")
-    if (data := prompt.get("multi_modal_data")) and (files := images_of(data)):
-        if images is None or text is None or len(prompt.keys() - {"cache_salt"}) > 2:
-            raise ValueError("multi_modal_data needs a prompt of text with the model's mark for each image")
-        return _with_images(text, files, salt.encode(), tokenizer, images)
+    if (data := prompt.get("multi_modal_data")) and (given := media_of(data)):
+        if media is None or text is None or len(prompt.keys() - {"cache_salt"}) > 2:
+            raise ValueError("multi_modal_data needs a prompt of text with the model's mark for each image or sound")
+        return _with_media(text, given, salt.encode(), tokenizer, media)
     if (embeds := prompt.get("prompt_embeds")) is not None:
         if text is not None or token_ids is not None:
             raise ValueError(
@@ -145,13 +145,13 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer, images: Offli
     return TokenizedPrompt(text, narrow_token_ids("prompt_token_ids", token_ids), salt.encode())
 
 
-def _with_images(
-    text: str, files: Sequence[bytes], salt: bytes, tokenizer: Tokenizer, images: OfflineImages
+def _with_media(
+    text: str, given: Sequence[GivenMedia], salt: bytes, tokenizer: Tokenizer, media: OfflineMedia
 ) -> TokenizedPrompt:
-    rendered, expanded = images.expand(Rendered(text), files, salt)
+    rendered, expanded = media.expand(Rendered(text), given, salt)
     ids = tokenizer.encode(rendered.text).ids
-    images.place(expanded, ids)
-    return TokenizedPrompt(text, ids, salt, images=expanded)
+    media.place(expanded, ids)
+    return TokenizedPrompt(text, ids, salt, media=expanded)
 
 
 def _join(parts: Sequence[object]) -> TokenizedPrompt:
@@ -181,10 +181,6 @@ def _as_rows(part: object) -> torch.Tensor:
         raise ValueError(f"{wanted}, not {type(part).__name__}: {error}") from None
 
 
-_MARK = {"type": "image"}
-"""Of an image, as :func:`.images.take_images` leaves it."""
-
-
 def plain_message(message: Message) -> dict[str, Any]:
     """Return a turn for chat templates, with parts of text joined by line breaks (vLLM), and arguments of past calls as
     objects. Raises ``ValueError``."""
@@ -199,8 +195,9 @@ def plain_message(message: Message) -> dict[str, Any]:
         return turn
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise ValueError(f"content must be a string or a list of parts of type text, not {type(content).__name__}")
-    if _MARK in content:  # the template puts each part in its place
-        parts = [_MARK if part == _MARK else {"type": "text", "text": _part(part)} for part in content]
+    marks = MARKS.values()  # as ``take_media`` leaves them
+    if any(part in marks for part in content):  # the template puts each part in its place
+        parts = [part if part in marks else {"type": "text", "text": _part(part)} for part in content]
         return {**turn, "content": parts}
     return {**turn, "content": "\n".join(_part(part) for part in content)}
 
@@ -226,7 +223,7 @@ def _part(part: object) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise ValueError("content must be a string, or a list of parts of type text or image_url")
+        raise ValueError("content must be a string, or a list of parts of type text, image_url or audio_url")
     return str(part["text"])
 
 
@@ -234,11 +231,11 @@ class ChatPrompts:
     """Renders conversations with the checkpoint's chat template, or with another one."""
 
     def __init__(
-        self, info: CheckpointInfo, tokenizer: Tokenizer, model_name: str, images: OfflineImages | None = None
+        self, info: CheckpointInfo, tokenizer: Tokenizer, model_name: str, media: OfflineMedia | None = None
     ) -> None:
-        """``images``: reads those of conversations; None: they have none."""
+        """``media``: reads that of conversations; None: they have none."""
         self._info = info
-        self._images = images
+        self._media = media
         self._tokenizer = tokenizer
         self._model_name = model_name
 
@@ -261,18 +258,18 @@ class ChatPrompts:
         masking = MaskingTemplate(template, controls, PARSED_MARKS)
 
         def encode(messages: Sequence[Message]) -> TokenizedPrompt:
-            files = list[bytes]()
-            turns = [plain_message(take_images(message, files)) for message in messages]
+            given = list[GivenMedia]()
+            turns = [plain_message(take_media(message, given)) for message in messages]
             rendered = masking.render(turns, tools, template_kwargs, None, **options)
             whole_text("the conversation", rendered.text)
-            if not files:
+            if not given:
                 return self._encode(rendered)
-            if self._images is None:
+            if self._media is None:
                 raise ValueError("this model reads text only")
-            rendered, images = self._images.expand(rendered, files)
+            rendered, expanded = self._media.expand(rendered, given)
             prompt = self._encode(rendered)
-            self._images.place(images, prompt.token_ids)
-            return replace(prompt, images=images)
+            self._media.place(expanded, prompt.token_ids)
+            return replace(prompt, media=expanded)
 
         return read_each(conversations, encode)
 

@@ -128,8 +128,8 @@ class RequestBuilder:
         if prompt.embeds:
             check_embeds(types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds), wire, self.limits)
         media: list[MediaSpan] = []
-        if prompt.images is not None:
-            media = to_media(types_pb2.Prompt(token_ids=prompt.token_ids, media=prompt.images.items), self.limits)
+        if prompt.media is not None:
+            media = to_media(types_pb2.Prompt(token_ids=prompt.token_ids, media=prompt.media.items), self.limits)
         request_id, stops = next(self._request_ids), frozenset(wire.stop_token_ids)
         return OfflineRequest(
             request_id,
@@ -140,7 +140,7 @@ class RequestBuilder:
             ],
             output_kind=params.output_kind,
             stream_interval=params.stream_interval,
-            images=prompt.images,
+            media=prompt.media,
         )
 
     def _samples(

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenloom.model_files.checkpoint import digest_of
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1.tokenizer_pb2 import MediaSize
-from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem, MediaRun
+from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem, MediaKind, MediaRun
 
 from .media_text import OPTIONS_FIELD, Entries, MediaFamily, MediaText, ShownMedia
 from .scaled import Gemma4, Pixtral, Qwen
@@ -205,10 +205,14 @@ class MediaReader:
         where = f"{self._name} {index + 1} of the conversation"
         return InvalidArgument(f"{where} cannot be read by this model: {reason}", f"media[{index}]")
 
-    def _size(self, index: int, image: MediaSize) -> ShownMedia:
-        if image.kind != self.family.kind:
-            other = _NAMES.get(image.kind, "medium")
+    def check_kind(self, index: int, kind: MediaKind) -> None:
+        """Raise ``InvalidArgument`` if the model does not read what has this place among a prompt's media."""
+        if kind != self.family.kind:
+            other = _NAMES.get(kind, "medium")
             raise InvalidArgument(f"this model reads text and {self._name}s, and no {other}s", f"media[{index}]")
+
+    def _size(self, index: int, image: MediaSize) -> ShownMedia:
+        self.check_kind(index, image.kind)
         if not (image.samples if image.kind == MEDIA_KIND_AUDIO else image.width and image.height):
             raise self._refused(index, "it is empty")
         options: Mapping[str, Any] = json.loads(image.options_json) if image.options_json else {}

@@ -1,24 +1,31 @@
-"""Images in the offline API: in any form, in chats and in prompts, over the hash worker and a real tower."""
+"""Images and sounds in the offline API: in any form, in chats and in prompts, over the hash worker and real towers."""
 
 import base64
 import io
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 from PIL import Image
 
+from tests.checkpoints.whole_sound import RATE, sound, write_whole_sound
 from tests.checkpoints.whole_vision import write_whole_vision
 from tokenloom import LLM, SamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.fake_workers.hash_row import embeds_ids
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.gpu_worker.towers.processor import Processor
+from tokenloom.gpu_worker.towers.sound_processor import SoundProcessor
+from tokenloom.gpu_worker.towers.sound_tower import SoundTower
 from tokenloom.gpu_worker.towers.tower import Tower
-from tokenloom.offline.images import read_image, take_images
+from tokenloom.offline.media import GivenMedia, read_image, take_media
 
+Samples = npt.NDArray[np.float32]
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"worker": "hash", "num_gpu_blocks_override": 400, "block_size": 4, "dtype": "float32"}
 
@@ -94,7 +101,7 @@ def test_a_second_turn_computes_no_rows(llm: LLM) -> None:
     (second,) = llm.chat(turns, PARAMS, use_tqdm=False)
     assert second.num_cached_tokens is not None
     assert second.num_cached_tokens >= first.prompt_token_ids.count(llm.get_tokenizer().token_to_id("<image>"))
-    assert not llm._images._rows
+    assert not llm._media._rows
 
 
 def test_a_prompt_of_text_has_images_at_its_marks(llm: LLM, path: Path) -> None:
@@ -129,7 +136,10 @@ def test_samples_and_preempted_requests_get_their_rows(path: Path) -> None:
     [
         ({"prompt": "no mark", "multi_modal_data": {"image": b"x"}}, "header|not a PNG"),
         ({"prompt": "no mark", "multi_modal_data": {"image": picture(0)}}, "0 marks <image> for 1 images"),
-        ({"prompt": "<image>", "multi_modal_data": {"audio": 1}}, "a mapping with image, and nothing else"),
+        (
+            {"prompt": "<image>", "multi_modal_data": {"video": 1}},
+            "with image or audio, and nothing else: no video",
+        ),
         ({"prompt": "<image>", "multi_modal_data": {"image": 3}}, "must be a picture of PIL, a path"),
         ({"prompt": "<image>", "multi_modal_data": {"image": "/no/such/file"}}, "cannot be read"),
         ({"prompt": "<image>", "multi_modal_data": {"image": "https://example.com/a.png"}}, "URLs are not fetched"),
@@ -160,7 +170,7 @@ def test_limits_and_models_of_text_refuse_images(path: Path) -> None:
 
 
 def test_parts_become_marks_in_their_order() -> None:
-    files: list[bytes] = []
+    media: list[GivenMedia] = []
     message = {
         "role": "user",
         "content": [
@@ -171,15 +181,125 @@ def test_parts_become_marks_in_their_order() -> None:
             {"type": "image_pil", "image_pil": b"3"},
         ],
     }
-    taken = take_images(message, files)
+    taken = take_media(message, media)
     mark = {"type": "image"}
     assert taken["content"] == ["a", mark, {"type": "text", "text": "b"}, mark, mark]
-    assert files == [b"1", b"2", b"3"]
+    assert [each.file for each in media] == [b"1", b"2", b"3"]
     plain = {"role": "user", "content": "a"}
-    assert take_images(plain, files) is plain
+    assert take_media(plain, media) is plain
 
 
 @pytest.mark.parametrize("url", ["data:image/png,abc", "data:image/png;base64", "data:image/png;base64,%%"])
 def test_data_urls_are_base64(url: str) -> None:
     with pytest.raises(ValueError, match="a data: URL"):
         read_image(url)
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    llm = LLM(str(write_whole_sound("qwen2_audio", tmp_path_factory.mktemp("sound"))), **OPTIONS)
+    yield llm
+    llm.close()
+
+
+def wav(samples: Samples, rate: int = RATE) -> bytes:
+    """Return a file whose samples are exactly those of 16 bits."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as written:
+        written.setnchannels(1)
+        written.setsampwidth(2)
+        written.setframerate(rate)
+        written.writeframes((samples * 32768).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def rounded(samples: Samples) -> Samples:
+    return (samples * 32768).astype("<i2").astype(np.float32) / 32768
+
+
+def heard(*parts: dict[str, Any], text: str = "What is it?") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def expected_of_sounds(llm: LLM, prompt_ids: list[int], *sounds: Samples) -> list[int]:
+    """Return what the hash worker makes of a prompt whose rows are those of the checkpoint's tower."""
+    tower, processor = SoundTower(llm._path, "float32"), SoundProcessor(llm._path)
+    rows = [row for each in sounds for row in tower.rows(processor.features(each))]
+    ids = embeds_ids(EmbedsSpan(0, np.stack(rows)))
+    token = llm.get_tokenizer().token_to_id("<|AUDIO|>")
+    assert prompt_ids.count(token) == len(ids)
+    hashed = iter(ids)
+    return expected_tokens([next(hashed) if each == token else each for each in prompt_ids], 6, vocab_size(llm))
+
+
+def test_a_sound_of_any_form_is_the_same(hearing: LLM, tmp_path: Path) -> None:
+    samples = rounded(sound(1.0))
+    (tmp_path / "a.wav").write_bytes(wav(samples))
+    data = base64.b64encode(wav(samples)).decode()
+    parts: list[dict[str, Any]] = [
+        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{data}"}},
+        {"type": "audio_url", "audio_url": f"file://{tmp_path}/a.wav"},
+        *({"type": "audio", "audio": form} for form in (samples, (samples, RATE), samples.tolist(), wav(samples))),
+        {"type": "audio", "audio": np.stack([samples, samples])},  # channels
+        {"type": "audio", "audio": torch.from_numpy(samples)},
+    ]
+    outputs = hearing.chat([heard(part) for part in parts], PARAMS, use_tqdm=False)
+    wanted = expected_of_sounds(hearing, outputs[0].prompt_token_ids, samples)
+    assert [output.error for output in outputs] == [None] * len(parts)
+    assert [output.outputs[0].token_ids for output in outputs] == [wanted] * len(parts)
+
+
+def test_a_prompt_of_text_has_sounds_at_its_marks(hearing: LLM) -> None:
+    one, two = sound(0.5, 1), sound(0.7, 2)
+    given: list[Any] = [one, (one, RATE), [one, (two, RATE)], []]
+    mark = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    prompts = [
+        {"prompt": f"{mark * max(count, 0)} what?", "multi_modal_data": {"audio": each}}
+        for each, count in zip(given, (1, 1, 2, 0), strict=True)
+    ]
+    outputs = hearing.generate(prompts, PARAMS, use_tqdm=False)
+    for output, sounds in zip(outputs, ([one], [one], [one, two]), strict=False):
+        assert output.outputs[0].token_ids == expected_of_sounds(hearing, output.prompt_token_ids, *sounds)
+    assert outputs[3].outputs[0].token_ids == expected_tokens(outputs[3].prompt_token_ids, 6, vocab_size(hearing))
+
+
+def test_a_sound_is_brought_to_the_rate_of_the_model(hearing: LLM) -> None:
+    low = sound(1.0)[::2].copy()
+    (output,) = hearing.chat(heard({"type": "audio", "audio": (low, RATE // 2)}), PARAMS, use_tqdm=False)
+    token = hearing.get_tokenizer().token_to_id("<|AUDIO|>")
+    assert output.prompt_token_ids.count(token) == 25, "a second"
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ("no file", "the file of a sound 'no file' cannot be read"),
+        (b"no sound", "not one of wav"),
+        (3, "an array of floating point samples"),
+        (np.zeros(9, np.int16), "an array of floating point samples"),
+        ((np.zeros(9), 16000.5), "a whole number of samples a second"),
+        ((np.zeros(9), -1), "a whole number of samples a second"),
+        (np.full(9999, np.nan), "finite numbers"),
+        (np.zeros(480_001), "lasts 30.00 s, and 30 s are the most"),
+        ("https://example.com/a.wav", "URLs are not fetched"),
+        ({"data": "%%"}, "is not base64"),
+    ],
+)
+def test_what_cannot_be_a_sound_is_refused(hearing: LLM, given: object, error: str) -> None:
+    prompt: Any = {"prompt": "<|AUDIO|>", "multi_modal_data": {"audio": given}}
+    with pytest.raises(ValueError, match=error):
+        hearing.generate(prompt, PARAMS, use_tqdm=False)
+
+
+def test_models_of_the_other_kind_refuse_by_name(hearing: LLM, llm: LLM) -> None:
+    with pytest.raises(ValueError, match="reads text and sounds, and no images"):
+        hearing.chat(question(picture(0)), PARAMS, use_tqdm=False)
+    with pytest.raises(ValueError, match="reads text and images, and no sounds"):
+        llm.chat(heard({"type": "audio", "audio": sound(1.0)}), PARAMS, use_tqdm=False)
+
+
+@pytest.mark.parametrize("kind", ["video_url", "video", "input_video"])
+def test_videos_are_refused_by_name(hearing: LLM, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"type {kind}: videos are not read"):
+        hearing.chat(heard({"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}), PARAMS, use_tqdm=False)

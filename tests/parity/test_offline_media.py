@@ -1,10 +1,13 @@
-"""Images of callers of the offline API get the tokens of transformers' whole classes: text to rows to tokens."""
+"""Images and sounds of callers of the offline API get the tokens of transformers' whole classes: text to rows to
+tokens."""
 
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.sound_prompts import SoundModel
 from tests.checkpoints.vision_prompts import UNWRITTEN, VisionModel, picture
+from tests.checkpoints.whole_sound import sound, write_whole_sound
 from tests.checkpoints.whole_vision import FAMILIES, write_whole_vision
 from tests.parity.vision_checkpoints import load_vision
 from tokenloom import LLM, SamplingParams
@@ -47,4 +50,34 @@ def test_prompts_with_images(kind: str, tmp_path: Path) -> None:
         assert [output.prompt_token_ids for output in outputs] == [case.prompt for case in wanted]
         assert [output.outputs[0].token_ids for output in outputs] == [case.tokens for case in wanted]
     assert len({tuple(case.tokens) for case in wanted}) > 1
+    llm.close()
+
+
+def test_chats_and_prompts_with_sounds(tmp_path: Path) -> None:
+    path = write_whole_sound("qwen2_audio", tmp_path)
+    model, sounds = SoundModel(path), [sound(1.0), sound(2.345, 1), sound(1.0, 2)]
+    question = {"type": "text", "text": "What is it?"}
+    chats = [
+        [{"role": "user", "content": [*({"type": "audio", "audio": each} for each in given), question]}]
+        for given in (sounds[:1], sounds[1:], sounds[2:])
+    ]
+    texts = [model.text(chat) for chat in chats]
+    wanted = [
+        model.generate(model.prompt(text, given), NUM_TOKENS)
+        for text, given in zip(texts, (sounds[:1], sounds[1:], sounds[2:]), strict=True)
+    ]
+    assert wanted[0].tokens != wanted[2].tokens
+    llm = LLM(str(path), dtype="float32", num_gpu_blocks_override=300, num_threads=1)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    prompts = [
+        {"prompt": text, "multi_modal_data": {"audio": given}}
+        for text, given in zip(texts, (sounds[:1], sounds[1:], sounds[2:]), strict=True)
+    ]
+    for outputs in (
+        llm.chat(chats, params, use_tqdm=False),
+        llm.generate(prompts, params, use_tqdm=False),
+    ):  # the second time most of each prompt is in the prefix cache
+        assert [output.error for output in outputs] == [None] * len(wanted)
+        assert [output.prompt_token_ids for output in outputs] == [case.prompt for case in wanted]
+        assert [output.outputs[0].token_ids for output in outputs] == [case.tokens for case in wanted]
     llm.close()

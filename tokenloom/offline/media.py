@@ -1,0 +1,315 @@
+"""Images and sounds in prompts of the offline API: reads what callers give, and computes rows in this process, as an
+encoder does for a mesh."""
+
+import base64
+import binascii
+import io
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+
+from tokenloom.engine_core.data.config import WorkerConfig
+from tokenloom.engine_core.data.embedding_rows import RowsKey
+from tokenloom.request.errors import TokenloomError
+from tokenloom.services.tokenizer.media.media_reader import MediaReader
+from tokenloom.services.tokenizer.spelled_tokens import Rendered
+from tokenloom.v1.tokenizer_pb2 import MediaSize
+from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem, MediaKind
+
+if TYPE_CHECKING:  # transformers, which few callers need
+    from tokenloom.gpu_worker.towers.processor import Pixels, Processor
+    from tokenloom.gpu_worker.towers.sound_processor import SoundProcessor
+    from tokenloom.gpu_worker.towers.sound_tower import SoundTower
+    from tokenloom.gpu_worker.towers.tower import Tower
+
+Samples: TypeAlias = npt.NDArray[np.float32]
+_KEPT_BYTES: Final = 256 << 20
+"""Rows that stay after they were computed, for prompts whose KV was lost."""
+_DATA_URL: Final = "data:"
+_IMAGE_KEYS: Final = {"image_url": "image_url", "image": "image", "image_pil": "image_pil", "input_image": "image_url"}
+_SOUND_KEYS: Final = {"audio_url": "audio_url", "audio": "audio", "input_audio": "input_audio"}
+"""The types of parts that hold an image or a sound, with the key of what it is."""
+_VIDEO_PARTS: Final = ("video_url", "video", "input_video")
+MARKS: Final = {MEDIA_KIND_IMAGE: {"type": "image"}, MEDIA_KIND_AUDIO: {"type": "audio", "audio": ""}}
+"""What chat templates read in place of a part. The published one of Qwen2-Audio looks for the key alone."""
+
+
+@dataclass(frozen=True)
+class GivenMedia:
+    """Holds an image or a sound of a caller.
+
+    Attributes:
+        file: Empty if ``samples`` are set.
+        samples: Of a sound, [n] or [channels, n].
+        rate: Samples a second; 0: as many as the model reads.
+    """
+
+    kind: MediaKind
+    file: bytes = b""
+    samples: Samples | None = None
+    rate: int = 0
+
+
+@dataclass(frozen=True)
+class PromptMedia:
+    """Holds the images and sounds of one prompt until it has ended."""
+
+    items: Sequence[MediaItem] = ()
+    """With the places of their rows; none before the prompt's tokens are known."""
+    files: Mapping[bytes, bytes | Samples] = field(default_factory=dict)
+    """By digest: files of images, and samples of sounds at the rate that the model reads."""
+
+    @cached_property
+    def by_rows(self) -> dict[RowsKey, MediaItem]:
+        """The items by the names of their rows in the core."""
+        return {RowsKey(item.key, item.num_rows, item.levels): item for item in self.items}
+
+
+def read_image(image: object) -> GivenMedia:
+    """Return an image: a picture of PIL, the path of a file, a data: URL, or the bytes of a file. Raises
+    ``ValueError`` for anything else."""
+    if (file := _file_of("an image", image)) is not None:
+        return GivenMedia(MEDIA_KIND_IMAGE, file)
+    if hasattr(image, "save") and hasattr(image, "mode"):
+        written = io.BytesIO()
+        image.save(written, "PNG")  # which loses nothing
+        return GivenMedia(MEDIA_KIND_IMAGE, written.getvalue())
+    raise ValueError(f"an image must be a picture of PIL, a path, a data: URL or bytes, not {type(image).__name__}")
+
+
+def read_sound(sound: Any) -> GivenMedia:
+    """Return a sound: samples, alone or in a pair with their rate, the path of a file, a data: URL, or the bytes of a
+    file. Raises ``ValueError`` for anything else."""
+    if isinstance(sound, Mapping) and "data" in sound:  # as OpenAI's input_audio has it
+        return GivenMedia(MEDIA_KIND_AUDIO, _of_base64("the data of a sound", sound["data"]))
+    if (file := _file_of("a sound", sound)) is not None:
+        return GivenMedia(MEDIA_KIND_AUDIO, file)
+    if not _is_pair(sound):
+        return GivenMedia(MEDIA_KIND_AUDIO, samples=_samples(sound))
+    samples, rate = sound
+    if rate != int(rate) or rate <= 0:
+        raise ValueError(f"the rate of a sound must be a whole number of samples a second, not {rate}")
+    return GivenMedia(MEDIA_KIND_AUDIO, samples=_samples(samples), rate=int(rate))
+
+
+def _is_pair(sound: object) -> bool:
+    return isinstance(sound, tuple) and len(sound) == 2 and isinstance(sound[1], (int, float, np.number))
+
+
+def _samples(sound: object) -> Samples:
+    try:
+        samples = np.asarray(sound)
+    except (TypeError, ValueError, RuntimeError):  # a list of lists of several lengths, or a tensor on a device
+        samples = np.asarray(None)
+    if samples.dtype.kind != "f":
+        raise ValueError(
+            "a sound must be an array of floating point samples between -1 and 1, alone or with its rate as (array, "
+            f"rate), a path, a data: URL or bytes, not {type(sound).__name__}"
+        )
+    return samples.astype(np.float32)
+
+
+def _file_of(what: str, given: object) -> bytes | None:
+    """Return the file that a caller names or gives; None: it is none. Raises ``ValueError``."""
+    if isinstance(given, bytes):
+        return given
+    if isinstance(given, str) and given.startswith(_DATA_URL):
+        return _of_data_url(what, given)
+    if isinstance(given, str) and given.startswith(("http://", "https://")):
+        raise ValueError(f"{what} must be given, as a file or a data: URL for example; URLs are not fetched")
+    if isinstance(given, (str, Path)):
+        try:
+            return Path(str(given).removeprefix("file://")).read_bytes()
+        except OSError as error:
+            raise ValueError(f"the file of {what} {str(given)!r} cannot be read: {error.strerror}") from None
+    return None
+
+
+def _of_data_url(what: str, url: str) -> bytes:
+    head, comma, data = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise ValueError(f"a data: URL of {what} must have ;base64")
+    return _of_base64(f"a data: URL of {what}", data)
+
+
+def _of_base64(what: str, data: object) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)  # type: ignore[arg-type]
+    except (TypeError, binascii.Error, ValueError):
+        raise ValueError(f"{what} is not base64") from None
+
+
+def take_media(message: Mapping[str, Any], media: list[GivenMedia]) -> Mapping[str, Any]:
+    """Return a turn whose images and sounds have become marks for the chat template; adds them to ``media``. Turns
+    without any are as they were. Raises ``ValueError``."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, Sequence) or isinstance(content, (str, bytes)):
+        return message
+    num_before, parts = len(media), [_marked(part, media) for part in content]
+    return {**message, "content": parts} if len(media) > num_before else message
+
+
+def _marked(part: object, media: list[GivenMedia]) -> object:
+    """Return the mark of an image or a sound, which is added to ``media``, or another part as it is."""
+    if not isinstance(part, Mapping):
+        return part
+    kind = str(part.get("type"))
+    if kind in _VIDEO_PARTS:
+        raise ValueError(f"a part of type {kind}: videos are not read; give images of it")
+    if (key := _IMAGE_KEYS.get(kind) or _SOUND_KEYS.get(kind)) is None:
+        return part
+    value = part.get(key)
+    value = value["url"] if isinstance(value, Mapping) and "url" in value else value
+    media.append(read_sound(value) if kind in _SOUND_KEYS else read_image(value))
+    return MARKS[media[-1].kind]
+
+
+def media_of(data: object) -> list[GivenMedia]:
+    """Return what ``multi_modal_data`` holds: an image or a list under ``image``, a sound or a list under ``audio``.
+    Raises ``ValueError``."""
+    if not isinstance(data, Mapping) or data.keys() - {"image", "audio"}:
+        raise ValueError("multi_modal_data must be a mapping with image or audio, and nothing else: no video")
+    images, sounds = data.get("image"), data.get("audio")
+    several = images if isinstance(images, (list, tuple)) else () if images is None else (images,)
+    return [*map(read_image, several), *map(read_sound, _sounds(sounds))]
+
+
+def _sounds(given: object) -> Iterable[object]:
+    """Return one sound or several as several. A list of numbers is one."""
+    if given is None:
+        return ()
+    is_list = isinstance(given, (list, tuple)) and not _is_pair(given)
+    if not is_list or isinstance(next(iter(given), None), (int, float)):  # type: ignore[call-overload]
+        return (given,)
+    return given  # type: ignore[return-value]
+
+
+class OfflineMedia:
+    """Expands the images or sounds of prompts for one model, and computes their rows. The first one loads the tower."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, worker: WorkerConfig) -> None:
+        """``path``: the checkpoint's directory. ``worker``: says where and how numbers are computed."""
+        self._path = path
+        self._tokenizer = tokenizer
+        self._worker = worker
+        self._rows: OrderedDict[RowsKey, Samples] = OrderedDict()  # the least recently used first
+        self._num_bytes = 0
+
+    def expand(
+        self, rendered: Rendered, given: Sequence[GivenMedia], salt: bytes = b""
+    ) -> tuple[Rendered, PromptMedia]:
+        """Return the text of a prompt with the tokens of its media, which have no places yet. Raises ``ValueError``,
+        or ``InvalidArgument`` for what the model does not take."""
+        if self._reader is None:
+            raise ValueError("this model reads text only")
+        files: dict[bytes, bytes | Samples] = {}
+        for index, each in enumerate(given):
+            self._reader.check_kind(index, each.kind)
+        sizes = [(self._sound if each.kind == MEDIA_KIND_AUDIO else _image)(each, files) for each in given]
+        text, items = self._reader.expand(rendered.text, sizes, salt)
+        return replace(rendered, text=text), PromptMedia(items, files)
+
+    def place(self, media: PromptMedia, token_ids: list[int]) -> None:
+        """Give images and sounds their places in a prompt's tokens. Raises ``InvalidArgument``."""
+        assert self._reader is not None, "expanded by a reader"
+        self._reader.place(media.items, token_ids)
+
+    def rows(self, media: PromptMedia, key: RowsKey) -> Samples:
+        """Return the rows of one of a prompt's images or sounds, [num_rows, levels * hidden_size]. Raises
+        ``ValueError`` for one that cannot be computed."""
+        if (rows := self._rows.get(key)) is not None:
+            self._rows.move_to_end(key)
+            return rows
+        item = media.by_rows[key]
+        try:
+            rows = self._tower.rows(self._prepared(item, media.files[item.digest]))
+            if len(rows) != item.num_rows:
+                raise ValueError(f"the tower makes {len(rows)} rows where the prompt has {item.num_rows} tokens")
+        except (ValueError, TokenloomError) as error:
+            name = "sound" if item.kind == MEDIA_KIND_AUDIO else "image"
+            raise ValueError(f"{name} {item.index + 1} of the prompt cannot be read: {error}") from None
+        self._keep(key, rows)
+        return rows
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._rows.clear()
+        self._num_bytes = 0
+
+    def use_weights(self, path: Path) -> None:
+        """Compute rows with the weights of another checkpoint of the same model from now on."""
+        self.reset()
+        self._path = path
+        self.__dict__.pop("_tower", None)  # the next image or sound loads it
+
+    @cached_property
+    def _reader(self) -> MediaReader | None:
+        return None if self._worker.language_model_only else MediaReader.of_checkpoint(self._path, self._tokenizer)
+
+    @cached_property
+    def _processor(self) -> "Processor":
+        from tokenloom.gpu_worker.towers.processor import Processor
+
+        return Processor(self._path)
+
+    @cached_property
+    def _sound_processor(self) -> "SoundProcessor":
+        from tokenloom.gpu_worker.towers.sound_processor import SoundProcessor
+
+        return SoundProcessor(self._path)
+
+    @cached_property
+    def _tower(self) -> "Tower | SoundTower":
+        from tokenloom.gpu_worker.towers.sound_tower import SoundTower
+        from tokenloom.gpu_worker.towers.tower import Tower
+
+        device = self._worker.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        assert self._reader is not None, "expanded by a reader"
+        made = SoundTower if self._reader.family.kind == MEDIA_KIND_AUDIO else Tower
+        return made(self._path, self._worker.dtype, device)
+
+    def _sound(self, given: GivenMedia, files: dict[bytes, bytes | Samples]) -> MediaSize:
+        """Return what the reader has to know of a sound, whose samples are added to ``files``."""
+        from tokenloom.gpu_worker.towers.sound_file import read_sound as decoded
+        from tokenloom.gpu_worker.towers.sound_file import resampled
+
+        rate = self._sound_processor.sampling_rate
+        if given.samples is None:
+            samples = decoded(given.file, rate)
+        else:
+            samples = resampled(given.samples, given.rate or rate, rate)
+        digest = sha256(samples.tobytes()).digest()
+        files[digest] = samples
+        return MediaSize(digest=digest, kind=MEDIA_KIND_AUDIO, samples=len(samples))
+
+    def _prepared(self, item: MediaItem, file: bytes | Samples) -> "Pixels":
+        if isinstance(file, bytes):
+            return self._processor.pixels(file, num_in_prompt=item.num_in_prompt)
+        return self._sound_processor.features(file)
+
+    def _keep(self, key: RowsKey, rows: Samples) -> None:
+        self._rows[key] = rows
+        self._num_bytes += rows.nbytes
+        while self._num_bytes > _KEPT_BYTES:
+            _, dropped = self._rows.popitem(last=False)
+            self._num_bytes -= dropped.nbytes
+
+
+def _image(given: GivenMedia, files: dict[bytes, bytes | Samples]) -> MediaSize:
+    """Return what the reader has to know of an image, whose file is added to ``files``."""
+    from tokenloom.gpu_worker.towers.image_file import image_size
+
+    size, digest = image_size(given.file), sha256(given.file).digest()
+    files[digest] = given.file
+    return MediaSize(digest=digest, kind=MEDIA_KIND_IMAGE, width=size.width, height=size.height)

@@ -46,7 +46,7 @@ from .request_log.finished_request import RecentRequests
 from .responses.mcp_servers import McpServers
 from .responses.response_store import ResponseStore
 from .routes.admin_routes import AdminRoutes, request_routes
-from .routes.api_routes import ERROR_FORMS, READ_FIELDS, api_routes, status_routes
+from .routes.api_routes import ERROR_FORMS, READ_FIELDS, api_routes, status_routes, transcription_routes
 from .routes.lora_routes import LoraRoutes
 from .routes.models_routes import ModelsRoutes
 from .serving.mesh_gauges import ModelRegistries
@@ -196,6 +196,7 @@ def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
         max_sessions=MAX_SESSIONS,
         max_message_bytes=settings.max_body_bytes_in_flight,
         max_media_bytes=settings.max_media_bytes_in_flight,
+        max_sound_bytes=settings.max_sound_bytes_in_flight,
         clock=lambda: loop.time(),
     )
 
@@ -273,6 +274,7 @@ async def open_servers(
     else:
         router = ModelRouter(meshes, routes_of, max_body_bytes=settings.max_body_bytes, files_of=files_of)
         routes = {**router.routes(), **ModelsRoutes(meshes).routes()}
+    routes = {**routes, **transcription_routes(settings, meshes, shares)}
     routes = {**status_routes(settings, host, meshes, counts), **routes, **batch_routes}
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
     routes |= await _admin_routes(settings, host, meshes, finished.recent)

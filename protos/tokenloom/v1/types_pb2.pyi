@@ -50,6 +50,7 @@ class PoolingTask(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOLING_TASK_SCORE: _ClassVar[PoolingTask]
     POOLING_TASK_TOKEN_EMBED: _ClassVar[PoolingTask]
     POOLING_TASK_TOKEN_CLASSIFY: _ClassVar[PoolingTask]
+    POOLING_TASK_ALIGN: _ClassVar[PoolingTask]
 
 class ReasoningMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -82,6 +83,7 @@ POOLING_TASK_CLASSIFY: PoolingTask
 POOLING_TASK_SCORE: PoolingTask
 POOLING_TASK_TOKEN_EMBED: PoolingTask
 POOLING_TASK_TOKEN_CLASSIFY: PoolingTask
+POOLING_TASK_ALIGN: PoolingTask
 REASONING_MODE_UNSPECIFIED: ReasoningMode
 REASONING_MODE_CONSTRAINED: ReasoningMode
 REASONING_MODE_FREE: ReasoningMode
@@ -314,20 +316,22 @@ class Adapter(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., name: _Optional[str] = ..., pinned: _Optional[bool] = ..., path: _Optional[str] = ...) -> None: ...
 
 class PoolingParams(_message.Message):
-    __slots__ = ("task", "dimensions", "use_activation", "first_part_tokens", "late_interaction", "skipped_tokens")
+    __slots__ = ("task", "dimensions", "use_activation", "first_part_tokens", "late_interaction", "skipped_tokens", "aligned_rows")
     TASK_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     FIRST_PART_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LATE_INTERACTION_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ALIGNED_ROWS_FIELD_NUMBER: _ClassVar[int]
     task: PoolingTask
     dimensions: int
     use_activation: bool
     first_part_tokens: int
     late_interaction: LateInteraction
     skipped_tokens: int
-    def __init__(self, task: _Optional[_Union[PoolingTask, str]] = ..., dimensions: _Optional[int] = ..., use_activation: _Optional[bool] = ..., first_part_tokens: _Optional[int] = ..., late_interaction: _Optional[_Union[LateInteraction, _Mapping]] = ..., skipped_tokens: _Optional[int] = ...) -> None: ...
+    aligned_rows: int
+    def __init__(self, task: _Optional[_Union[PoolingTask, str]] = ..., dimensions: _Optional[int] = ..., use_activation: _Optional[bool] = ..., first_part_tokens: _Optional[int] = ..., late_interaction: _Optional[_Union[LateInteraction, _Mapping]] = ..., skipped_tokens: _Optional[int] = ..., aligned_rows: _Optional[int] = ...) -> None: ...
 
 class LateInteraction(_message.Message):
     __slots__ = ("query_id", "num_documents")

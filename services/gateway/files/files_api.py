@@ -5,6 +5,7 @@ import logging
 import os
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,7 +15,7 @@ from ..encoding.sse import encode_json
 from ..http.http_exchange import HttpExchange, UnsupportedEncoding
 from ..http.route import Routes
 from ..openapi import route_table
-from .disk import Disk
+from .disk import Disk, write_all
 from .file_store import MAX_NAME, FileRoom, FileStore, StoredFile, new_file_id
 from .multipart import Upload, boundary_of
 from .page_query import MAX_ITEMS, PageQuery
@@ -127,13 +128,14 @@ class FilesApi:
             # first ones then arrive, instead of all being refused when their parts fill the disk.
             self.store.grow(room, exchange.tenant.name, max(length - FORM_BYTES, 0))
         async with self._opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-            upload = Upload(boundary, descriptor)
+            upload = Upload(boundary, partial(write_all, descriptor))
             # Written as it arrives: an upload may be larger than the budget of all bodies, of which it holds only one
             # piece.
             async for piece in exchange.body.stream(limit, length):
                 await self.disk.run(lambda piece=piece: upload.write(piece))  # type: ignore[misc]
                 self.store.grow(room, exchange.tenant.name, upload.size)
-            await self.disk.run(upload.close)
+            upload.close()
+            await self.disk.run(lambda: os.fsync(descriptor))
         return upload
 
     def _opened(self, path: Path, flags: int) -> AbstractAsyncContextManager[int]:

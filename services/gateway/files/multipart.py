@@ -1,6 +1,6 @@
 """Reads an upload's body, ``multipart/form-data``, piece by piece: the file goes to disk, the fields are kept."""
 
-import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from python_multipart.exceptions import FormParserError
@@ -9,17 +9,17 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from tokenloom.request.errors import InvalidArgument
 
 from ..http.http_exchange import UnsupportedMediaType
-from .disk import write_all
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-MAX_PARTS = 16
-"""Limits the parts of a body: OpenAI's uploads have four."""
+MAX_PARTS = 32
+"""Limits the parts of a body: OpenAI's uploads have four, and its transcriptions up to a dozen."""
 MAX_HEAD_BYTES = 8 << 10
 """Limits the headers of each part."""
 MAX_FIELD_BYTES = 4 << 10
 """Limits the value of each part but the file."""
+_LIST = "[]"
 MAX_BOUNDARY = 70
 """Limits the boundary, as RFC 2046 does."""
 
@@ -40,16 +40,18 @@ class Upload:
 
     Attributes:
         fields: The values of the parts that are no file, by name.
+        lists: Those whose names end with brackets, as names of lists do, without the brackets.
         file_name: The client's name for the file; None: no file has arrived.
         size: Bytes of the file so far.
     """
 
-    def __init__(self, boundary: bytes, descriptor: int) -> None:
-        """``descriptor``: where the file is written."""
+    def __init__(self, boundary: bytes, write: Callable[[bytes], object]) -> None:
+        """``write``: takes the file's bytes."""
         self.fields: dict[str, str] = {}
+        self.lists: dict[str, list[str]] = {}
         self.file_name: str | None = None
         self.size = 0
-        self._descriptor = descriptor
+        self._write = write
         self._num_parts = 0
         self._is_whole = False
         self._in_file = False
@@ -77,12 +79,11 @@ class Upload:
             raise InvalidArgument(f"the body is not valid multipart/form-data: {error}") from None
 
     def close(self) -> None:
-        """Complete the file, durably. Raises ``InvalidArgument`` if the body has ended early or has no file."""
+        """Check that the form is whole. Raises ``InvalidArgument`` if the body has ended early or has no file."""
         if not self._is_whole:
             raise InvalidArgument("the body ends before the last boundary")
         if self.file_name is None:
             raise InvalidArgument("the form has no file", "file")
-        os.fsync(self._descriptor)
 
     def _begin(self) -> None:
         self._num_parts += 1
@@ -115,6 +116,8 @@ class Upload:
             raise InvalidArgument("each part must have Content-Disposition: form-data with a name")
         self._part = name
         if name != "file":
+            if name.endswith(_LIST):
+                return
             if name in self.fields:
                 raise InvalidArgument(f"the field {name[:64]!r} is given twice", name[:64])
             self.fields[name] = ""
@@ -127,14 +130,16 @@ class Upload:
     def _add(self, data: bytes, start: int, end: int) -> None:
         if self._in_file:
             self.size += end - start
-            write_all(self._descriptor, data[start:end])
+            self._write(data[start:end])
             return
         self._value += data[start:end]
         if len(self._value) > MAX_FIELD_BYTES:
             raise InvalidArgument(f"the field {self._part[:64]!r} has more than {MAX_FIELD_BYTES} bytes")
 
     def _end(self) -> None:
-        if not self._in_file:
+        if self._part.endswith(_LIST):
+            self.lists.setdefault(self._part.removesuffix(_LIST), []).append(_text(self._value))
+        elif not self._in_file:
             self.fields[self._part] = _text(self._value)
 
     def _finish(self) -> None:

@@ -5,7 +5,8 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from random import Random, SystemRandom
 from typing import Final, Self
@@ -197,7 +198,7 @@ class RequestAdmission:
         Raises ``Unavailable`` while the gateway drains, ``ResourceExhausted`` when the request would wait for too long,
         ``RateLimitExceeded`` when the tenant is at a limit, ``InvalidArgument`` for too many prompts or samples.
         """
-        if self._draining:
+        if self._draining and not request.is_continued:
             raise errors.Unavailable(_SHUTTING_DOWN)
         share, estimator = self._shares.of(request.tenant), self._estimator
         if most_at_once:
@@ -234,6 +235,19 @@ class RequestAdmission:
         """Raise ``Unavailable`` while the gateway drains."""
         if self._draining:
             raise errors.Unavailable(_SHUTTING_DOWN)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold a call that makes several requests, one after the other, so that a drain waits for its last one. Raises
+        ``Unavailable`` while the gateway drains."""
+        self.check_open()
+        self._idle.clear()
+        self._num_admitted += 1
+        is_new = self._num_old is not None
+        try:
+            yield
+        finally:
+            self._leave(0, 0, is_new=is_new)
 
     async def drain(self) -> None:
         """Refuse new requests, and return when none is in work."""

@@ -11,7 +11,7 @@ from tokenloom.request.prompt_embeds import join_parts
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 from ..mesh.tokenizer_client import TokenizerClient
-from ..records.generate_request import Chat, EmbeddedPrompt, GenerateRequest
+from ..records.generate_request import Chat, EmbeddedPrompt, GenerateRequest, SoundPrompt
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
 """The latter for prompts with embeddings."""
@@ -28,12 +28,14 @@ TOKENS_PER_TURN = 1 << 14
 
 
 def read_ids(
-    prompt: str | Sequence[object] | EmbeddedPrompt, keep: int | None, field: str, limits: types_pb2.ModelLimits
+    prompt: Sequence[object] | EmbeddedPrompt | SoundPrompt, keep: int | None, field: str, limits: types_pb2.ModelLimits
 ) -> EncodedPrompt:
-    """Return a prompt that the client has sent as ids or embeddings. ``keep``: how many ids are kept; None: all.
+    """Return a prompt that is no text any more, or never was. ``keep``: how many ids are kept; None: all.
 
     Raises ``InvalidArgument``, and ``ContextLengthExceeded`` for too many.
     """
+    if isinstance(prompt, SoundPrompt):
+        return prompt.prompt
     if not isinstance(prompt, EmbeddedPrompt):
         return _token_ids(prompt if keep is None else prompt[-keep:], field, limits)
     if keep is not None:
@@ -110,7 +112,7 @@ async def add_hashes(prompts: Iterable[EncodedPrompt], block_size: int, salt: by
         prompt.block_hash_prefixes.extend(shortened(hashes))
 
 
-def estimated_tokens(prompt: str | Sequence[object] | EmbeddedPrompt) -> int:
+def estimated_tokens(prompt: str | Sequence[object] | EmbeddedPrompt | SoundPrompt) -> int:
     if isinstance(prompt, str):
         return len(prompt) // BYTES_PER_TOKEN + 1
     if isinstance(prompt, EmbeddedPrompt):
@@ -132,7 +134,7 @@ def check_copies(sampling: types_pb2.SamplingParams, num_prompts: int) -> None:
 async def encode_prompts(
     tokenizers: TokenizerClient,
     request: GenerateRequest,
-    prompts: Sequence[str | Sequence[object] | EmbeddedPrompt],
+    prompts: Sequence[str | Sequence[object] | EmbeddedPrompt | SoundPrompt],
     keep: int | None,
     salt: bytes,
     limits: types_pb2.ModelLimits,

@@ -1,8 +1,8 @@
 """Runs requests, whichever API they came through: admits them, prepares them and submits them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from tokenloom.v1 import tokenizer_pb2, types_pb2
 from ..mesh.mesh_view import MeshLoad
 from ..mesh.tokenizer_client import limited
 from ..metrics.gateway_metrics import GatewayMetrics
-from ..records.generate_request import Chat, GenerateRequest
+from ..records.generate_request import Chat, GenerateRequest, sound_of
 from ..records.pooling_input import PoolingInput, task_name
 from ..records.request_ids import NEW, ResumeToken
 from ..request_log.request_record import record_generation
@@ -33,7 +33,7 @@ from .running_pooling import MOST_AT_ONCE, PoolingStage, RunningPooling, check_t
 
 if TYPE_CHECKING:
     from ..mesh.encoder_client import RequestMedia
-    from ..records.media import HeldFiles
+    from ..records.media import HeldFiles, MediaPart
 
 _CONNECTION_ENDED = (asyncio.CancelledError, grpc.aio.BaseError)
 """Raised within a call whose client has gone: a gateway cannot distinguish a lost connection from a cancelled call."""
@@ -191,7 +191,8 @@ class Generator:
             admitted = self._admission.admit(request, call.timeout, most_at_once=MOST_AT_ONCE)
             call.held.callback(admitted.close)
             prompts = await encode(pooling, self._links.tokenizers, limits)
-            await add_hashes(prompts, self._links.view.block_size, cache_salt(request))
+            if sound_of(request.prompts) is None:  # its blocks are found by no other
+                await add_hashes(prompts, self._links.view.block_size, cache_salt(request))
             priority = self._context.priority_of(request, limits)
             running = RunningPooling(pooling, prompts, self._context, priority, self._pooling)
             admitted.num_used = running.usage.prompt_tokens
@@ -206,6 +207,25 @@ class Generator:
             finally:
                 record_generation(running)
                 running.close()
+
+    @contextmanager
+    def hear(self, part: "MediaPart", request: GenerateRequest) -> "Iterator[RequestMedia]":
+        """Hold a call that makes several requests of one sound, and the sound at encoders. Each of these requests is
+        admitted by itself, also while the gateway drains.
+
+        ``request``: like all of them, without prompts. Raises ``Unavailable`` while the gateway drains.
+        """
+        encoders = self._links.encoders
+        assert encoders is not None, "a model that transcribes has encoders"
+        with self._admission.hold():
+            sound = encoders.open([part], {}, encoders.owner(request.tenant.name, cache_salt(request)))
+            try:
+                yield sound
+            except errors.InvalidArgument as error:
+                sound.name(error)
+                raise
+            finally:
+                sound.release()
 
     async def tokenize(
         self, chat: Chat, tenant: Tenant, files: "HeldFiles | None" = None, *, want_token_strings: bool = False

@@ -21,7 +21,9 @@ from ..records.generate_request import (
     Chat,
     Encode,
     GenerateRequest,
+    RestorableMedia,
     session_digest,
+    sound_of,
 )
 from ..records.pooling_input import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
@@ -88,8 +90,8 @@ class Prepared:
     """How to search; None: the outputs are sampled."""
     turn: OpenTurn | None = None
     """How the prompt differs from the turn before it; None: it is no turn of a conversation."""
-    media: "RequestMedia | None" = None
-    """Its images; None: it has none."""
+    media: RestorableMedia | None = None
+    """Its images, or its sound; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +149,8 @@ class Preparer:
         from ..records.media import check_parts, check_used  # here: most requests have none
 
         assert isinstance(request.prompts, Chat)
+        if (info := self._tokenizers.info) is not None and info.HasField("transcript"):
+            raise _only_transcribes(request, self._context.model)
         chat, files, encoders = request.prompts, request.files, self._links.encoders
         check_parts(chat.media, self._links.view.limits, self._context.model, is_able=encoders is not None)
         for name, is_set in (
@@ -171,6 +175,8 @@ class Preparer:
         started_ns = context.clock()
         limits, info = view.limits or await view.wait_limits(), self._tokenizers.info
         assert info is not None, "without it there are no limits"
+        if info.HasField("transcript") and sound_of(request.prompts) is None:
+            raise _only_transcribes(request, context.model)
         if limits.HasField("generates") and not limits.generates:
             raise errors.InvalidArgument(NO_GENERATION.format(task_names(limits)), "model")
         sampling = _resolve(request, info, limits, context.random)
@@ -182,6 +188,7 @@ class Preparer:
         # A chat's call is awaited here, and not in a coroutine of its own: each coroutine between the request's task
         # and the call runs whenever the task wakes.
         prompts: list[EncodedPrompt]
+        sound: RestorableMedia | None = None
         turn: OpenTurn | None = None
         is_compared = request.compared is not None or request.keep_seconds
         if isinstance(request.prompts, Chat):
@@ -201,11 +208,13 @@ class Preparer:
                 turn = await self._open_turn(request, chat, rendered, packed, salt, info.eos_token_ids)
         else:
             prompts = await encode_prompts(self._tokenizers, request, request.prompts, keep, salt, limits)
+            sound = sound_of(request.prompts)
         if keep is not None:
             prompts = [truncated(prompt, keep) for prompt in prompts]
         if request.before:
             prompts = [continued(request.before, prompt) for prompt in prompts]
-        if turn is not None or keep is not None or request.before or not isinstance(request.prompts, Chat):
+        is_hashed = isinstance(request.prompts, Chat) or sound is not None  # a sound's blocks are found by no other
+        if turn is not None or keep is not None or request.before or not is_hashed:
             await add_hashes(prompts, view.block_size, salt)  # otherwise the tokenizer has done it
         if turn is not None:
             turn.hashes = rendered.block_hash_prefixes
@@ -224,6 +233,8 @@ class Preparer:
             submit = _submit(request, prompt, sampling, limits, default, priority, cost, salt)
             if media is not None:
                 _add_media(submit, prompt, chat, limits)
+            elif sound is not None:
+                submit.prompt.media.extend(prompt.media)
             submits.append(submit)
             num_prompt += len(prompt.token_ids)
             num_output += request.num_samples * submit.sampling_params.max_tokens
@@ -241,7 +252,7 @@ class Preparer:
             clock=context.clock,
             beams=beams,
             turn=turn,
-            media=media,
+            media=media or sound,
         )
 
     def _encoder(self, salt: bytes, tenant: str, whole: Chat, sizes: Sequence[tokenizer_pb2.MediaSize]) -> Encode:
@@ -277,6 +288,11 @@ class Preparer:
         turn = await self._turns.open(chat, prompt, packed, tenant, keys, block_size, ends, decode, named)
         turn.is_kept = request.keep_seconds > 0
         return turn
+
+
+def _only_transcribes(request: GenerateRequest, model: str) -> errors.InvalidArgument:
+    message = f"the model {model!r} reads sounds only: send them to /v1/audio/transcriptions or /v1/audio/translations"
+    return errors.InvalidArgument(message, request.prompt_field)
 
 
 def _resolve(

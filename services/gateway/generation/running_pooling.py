@@ -13,7 +13,7 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, typ
 from ..mesh.output_pool import Cancel, OutputPool
 from ..mesh.pooled_outputs import PooledOutputs, PooledResult
 from ..mesh.tokenizer_client import MAX_WAITING, TokenizerClient
-from ..records.generate_request import Chat, EmbeddedPrompt
+from ..records.generate_request import Chat, EmbeddedPrompt, SoundPrompt, sound_of
 from ..records.pooling_input import PoolingInput, task_name, task_names
 from .admission import POOLED_AT_ONCE, AdmittedRequest
 from .encoded_prompt import unpack
@@ -89,6 +89,7 @@ class RunningPooling:
             ),
             trace_headers=CURRENT.get(),
         )
+        self._sound = sound_of(request.prompts)
         self._draw_id = context.draw_id
         self._stage = stage
         self._outputs = PooledOutputs(len(prompts), MAX_RESULT_BYTES, self._note_end, self._leave)
@@ -199,7 +200,7 @@ class RunningPooling:
                 late = submit.pooling_params.late_interaction
                 late.query_id, late.num_documents = query_id, num_documents
             self._outputs.num_live += 1
-            self._cancels[index] = pool.submit(submit, self._outputs, index)
+            self._cancels[index] = pool.submit(submit, self._outputs, index, self._sound)
             if number % _SENT_AT_ONCE == _SENT_AT_ONCE - 1:
                 await asyncio.sleep(0)
         await self._outputs.wait(0)
@@ -210,6 +211,8 @@ class RunningPooling:
         submit.CopyFrom(self._common)
         submit.request_id = f"{self.request_id}-{index}"
         submit.prompt.token_ids.extend(prompt.token_ids)
+        if self._sound is not None:
+            submit.prompt.media.extend(prompt.media)
         submit.block_hash_prefixes.extend(prompt.block_hash_prefixes)
         submit.pooling_params.first_part_tokens = prompt.first_part_tokens
         submit.pooling_params.skipped_tokens = prompt.skipped_tokens
@@ -276,6 +279,8 @@ async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int)
     for number, prompt in enumerate(request.prompts):
         if isinstance(prompt, str):
             texts.append(prompt)
+        elif isinstance(prompt, SoundPrompt):
+            lists.append(prompt.prompt)
         elif isinstance(prompt, EmbeddedPrompt):
             raise errors.InvalidArgument(f"{EMBEDS_FIELD} is not supported for pooling", EMBEDS_FIELD)
         else:

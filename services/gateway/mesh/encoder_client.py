@@ -17,7 +17,7 @@ from tokenloom.services.runtime.liveness import answered
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget, RetryDebt, cause_of
 from tokenloom.services.runtime.tasks import Tasks
-from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, output_processor_pb2, types_pb2
+from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, output_processor_pb2
 from tokenloom.v1.tokenizer_pb2 import MediaSize
 
 from ..records.media import ClientFile, KeptFiles, MediaPart
@@ -174,7 +174,7 @@ class EncoderClient:
         header = encoder_pb2.PutHeader(
             tenant=owner.tenant,
             cache_salt=owner.salt,
-            kind=types_pb2.MEDIA_KIND_IMAGE,
+            kind=part.kind,
             digest=digest,
             num_bytes=0 if file is None else file.num_bytes,
             request_id=owner.request_id,
@@ -251,7 +251,7 @@ class RequestMedia:
             sizes.append(
                 MediaSize(
                     digest=response.digest,
-                    kind=types_pb2.MEDIA_KIND_IMAGE,
+                    kind=part.kind,
                     width=response.width,
                     height=response.height,
                     samples=response.samples,
@@ -306,9 +306,9 @@ class RequestMedia:
 
 async def _messages(header: encoder_pb2.PutHeader, file: ClientFile | None) -> AsyncIterator[encoder_pb2.PutRequest]:
     yield encoder_pb2.PutRequest(header=header)
-    for piece in () if file is None else file.pieces:
-        for start in range(0, len(piece), PIECE_BYTES):
-            yield encoder_pb2.PutRequest(data=piece[start : start + PIECE_BYTES])
+    if file is not None:
+        async for data in file.parts(PIECE_BYTES):
+            yield encoder_pb2.PutRequest(data=data)
 
 
 async def _answer(stub: _Stub, call: Awaitable[T]) -> T:

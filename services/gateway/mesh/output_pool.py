@@ -18,7 +18,8 @@ from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN, INITIAL
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
-from .pending_request import PendingRequest, RestorableMedia, Sink
+from ..records.generate_request import RestorableMedia
+from .pending_request import PendingRequest, Sink
 from .process_stream import UNKNOWN_MARK, OutputLink, ProcessStream, mark_in
 
 Cancel: TypeAlias = Callable[[], None]

@@ -12,6 +12,8 @@ from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, Re
 from tokenloom.v1 import output_processor_pb2, types_pb2
 from tokenloom.v1 import output_processor_pb2 as pb
 
+from ..records.generate_request import RestorableMedia
+
 
 class Sink(Protocol):
     """Receives the output of one client request, by index. Its methods are called by streams and never wait."""
@@ -53,16 +55,6 @@ class Sink(Protocol):
 
     def fail(self, error: errors.TokenloomError) -> None:
         """End the request. Only the first error counts."""
-
-
-class RestorableMedia(Protocol):
-    """Puts the files of a request at encoders."""
-
-    async def restore(self, submit: pb.Submit) -> None:
-        """Put them again, and write into the request where they are now."""
-
-    def name(self, error: errors.TokenloomError) -> None:
-        """Name the client's field in an error of one of them."""
 
 
 MAX_LOSSES_ALONE = 3

@@ -175,6 +175,12 @@ class GatewayMetrics:
             buckets=process_metrics.REQUEST_SECONDS,
             registry=registry,
         )
+        self.sound_seconds = Counter(
+            "tokenloom_gateway_sound_seconds",
+            "Seconds of the sounds that were transcribed or translated.",
+            ["model_name"],
+            registry=registry,
+        ).labels(model_name)
         self.missed_tokens: dict[str, int] = {}  # by cause, for the page
         self._misses, self._missed_tokens = (
             Counter(f"tokenloom_gateway_cache_{name}", text, ["model_name", "cause"], registry=registry)

@@ -17,6 +17,7 @@ from . import ollama_schemas as ollama
 from . import pooling_schemas as pooling
 from . import request_schemas as bodies
 from . import response_schemas as answers
+from . import transcription_schemas as transcription
 from .request_schemas import CountTokensRequest, MessagesRequest, ResponsesRequest
 
 _Fields = ParamSpec("_Fields")
@@ -95,6 +96,23 @@ COMPACT_RESPONSE = _route(
     "Summarize a conversation, for later requests in its place",
     answers.Compaction,
     _RESPONSES,
+)
+TRANSCRIBE = _route(
+    "POST",
+    "/v1/audio/transcriptions",
+    "What is said in a sound",
+    transcription.Transcript,
+    transcription.TranscriptionForm,
+    is_form=True,
+    streams=True,
+)
+TRANSLATE = _route(
+    "POST",
+    "/v1/audio/translations",
+    "What is said in a sound, in English",
+    transcription.Transcript,
+    transcription.TranslationForm,
+    is_form=True,
 )
 _PAGE: Mapping[str, Mapping[str, Any]] = {
     "after": {"type": "string", "description": "Id of the last object of the page before."},

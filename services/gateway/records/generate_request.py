@@ -5,9 +5,9 @@ import binascii
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
-from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.errors import InvalidArgument, TokenloomError
 from tokenloom.request.prompt_embeds import FIELD, Part
 from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 
@@ -43,6 +43,16 @@ Encode = Callable[[Chat], Awaitable[tokenizer_pb2.TokenizedPrompt]]
 """Renders a conversation and returns its tokens."""
 
 
+class RestorableMedia(Protocol):
+    """Puts the files of a request at encoders."""
+
+    async def restore(self, submit: output_processor_pb2.Submit) -> None:
+        """Put them again, and write into the request where they are now."""
+
+    def name(self, error: TokenloomError) -> None:
+        """Name the client's field in an error of one of them."""
+
+
 class PromptEdits(Protocol):
     """Describes what shortens a conversation, once the number of its tokens is known."""
 
@@ -58,6 +68,28 @@ class EmbeddedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class SoundPrompt:
+    """The prompt of a piece of a sound, which a tokenizer has written already."""
+
+    prompt: tokenizer_pb2.TokenizedPrompt
+    sound: RestorableMedia
+
+    def __len__(self) -> int:
+        return len(self.prompt.token_ids)
+
+
+Prompts: TypeAlias = Chat | Sequence[str | Sequence[object] | EmbeddedPrompt | SoundPrompt]
+"""A conversation, texts, lists of what should be token ids, or prompts with embeddings or beside a sound."""
+
+
+def sound_of(prompts: Prompts) -> RestorableMedia | None:
+    """Return the sound of a request; None: it has none."""
+    if isinstance(prompts, Chat) or len(prompts) != 1 or not isinstance(prompts[0], SoundPrompt):
+        return None
+    return prompts[0].sound
+
+
+@dataclass(frozen=True, slots=True)
 class BeamOptions:
     """How to search for the likeliest outputs instead of sampling."""
 
@@ -69,8 +101,7 @@ class BeamOptions:
 class GenerateRequest:
     """A request whose form has been checked, but not yet its values against the model's limits."""
 
-    prompts: Chat | Sequence[str | Sequence[object] | EmbeddedPrompt]
-    """A conversation, texts, lists of what should be token ids, or prompts with embeddings."""
+    prompts: Prompts
     prompt_field: str
     """The client's name for them, for errors."""
     sampling: types_pb2.SamplingParams
@@ -122,6 +153,8 @@ class GenerateRequest:
     compare a later turn with this one."""
     files: "HeldFiles | None" = None
     """Files of the request's body; None: it has none, or small ones, which are in the parts."""
+    is_continued: bool = False
+    """Whether it belongs to a call that the admission holds, and so may begin while the gateway drains."""
     keeps_files: bool = False
     """Whether later requests of the tenant may name its images by digest, because its conversation is stored."""
 

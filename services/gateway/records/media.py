@@ -5,7 +5,7 @@ import binascii
 import hashlib
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tokenloom.request.errors import Internal, InvalidArgument, Unavailable
@@ -37,6 +37,12 @@ class ClientFile:
         """Return a file that is held in one piece."""
         return cls((data,), len(data), hashlib.sha256(data).digest())
 
+    async def parts(self, size: int) -> AsyncIterator[bytes]:
+        """Yield its bytes, at most ``size`` at a time."""
+        for piece in self.pieces:
+            for start in range(0, len(piece), size):
+                yield piece[start : start + size]
+
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
@@ -51,6 +57,7 @@ class MediaPart:
     """Where the encoder fetches it."""
     name: str = ""
     """By which the tenant may name it in later requests; empty: it has none."""
+    kind: types_pb2.MediaKind = types_pb2.MEDIA_KIND_IMAGE
 
 
 class HeldFiles:

@@ -52,12 +52,14 @@ from ..responses.responses_endpoint import Conversations, ResponsesEndpoint
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..settings.gateway_settings import GatewaySettings
+from ..tenants.tenant_shares import TenantShares
 from .ollama_routes import ollama_routes, ollama_status_routes
 from .status_routes import StatusRoutes
 from .tokenize_routes import TokenizeRoutes
 
 if TYPE_CHECKING:
     from ..http.body_files import BodyFiles
+    from ..openai.transcriptions import TranscriptionsApi
 
 ERROR_FORMS: Mapping[Route, ErrorForm] = {
     route_table.MESSAGES: ANTHROPIC,
@@ -139,6 +141,27 @@ def api_routes(
         **tokenize.routes(),
         **pooling_routes(mesh, parser, reader, limit),
     }
+
+
+def transcription_routes(settings: GatewaySettings, meshes: ServedMeshes, shares: TenantShares) -> Routes:
+    """Return the routes of sounds, which read a form, and after it know of which model."""
+
+    @cache
+    def api() -> "TranscriptionsApi":
+        from ..files.sound_uploads import SoundUploads  # here: most gateways transcribe nothing
+        from ..openai.transcriptions import TranscriptionsApi
+
+        uploads = SoundUploads(settings.max_sound_bytes, shares.sounds)
+        alone = meshes.first if meshes.is_one else None
+        return TranscriptionsApi(meshes.pick, alone, uploads, shares, settings.strict)
+
+    async def transcribe(exchange: HttpExchange) -> None:
+        await api().transcribe(exchange)
+
+    async def translate(exchange: HttpExchange) -> None:
+        await api().translate(exchange)
+
+    return {route_table.TRANSCRIBE: transcribe, route_table.TRANSLATE: translate}
 
 
 def pooling_routes(mesh: ServedMesh, parser: BodyParser, reader: BodyReader, max_body_bytes: int) -> Routes:

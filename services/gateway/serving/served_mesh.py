@@ -126,8 +126,9 @@ async def connect(
         tracer=host.tracer,
         replays_ids=settings.replay_ids,
     )
+    has_files = info.media_kinds or info.HasField("transcript")
     generator = Generator(
-        MeshLinks(tokenizers, view, outputs, _encoders(view, host, context, settings) if info.media_kinds else None),
+        MeshLinks(tokenizers, view, outputs, _encoders(view, host, context, settings) if has_files else None),
         context,
         counts,
         RequestAdmission(shares, estimator, settings.most_urgent_priority),

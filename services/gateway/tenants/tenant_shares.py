@@ -20,6 +20,7 @@ MAX_SESSIONS: Final = "max_sessions"
 MAX_QUEUE_SECONDS: Final = "max_queue_seconds"
 MAX_BODY_BYTES_IN_FLIGHT: Final = "max_body_bytes_in_flight"
 MAX_MEDIA_BYTES_IN_FLIGHT: Final = "max_media_bytes_in_flight"
+MAX_SOUND_BYTES_IN_FLIGHT: Final = "max_sound_bytes_in_flight"
 """Names of the gateway's own limits, for the counts of refused requests."""
 LIMITS = (
     *TenantLimits.__struct_fields__,
@@ -28,6 +29,7 @@ LIMITS = (
     MAX_MEDIA_BYTES_IN_FLIGHT,
     MAX_QUEUE_SECONDS,
     MAX_SESSIONS,
+    MAX_SOUND_BYTES_IN_FLIGHT,
 )
 """Values of the label ``limit``: a tenant's limits by their names in the key file, and the gateway's own."""
 _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
@@ -62,6 +64,7 @@ class TenantShare:
         self._bytes = AdmissionLimit(limits.body_bytes)
         self._messages = AdmissionLimit(None)  # of these bytes, those of the gRPC API
         self._media = AdmissionLimit(None)
+        self._sounds = AdmissionLimit(None)
         self._grammars: Counter[bytes] = Counter()  # pending requests by grammar; bounded by the live outputs
 
     @property
@@ -156,6 +159,20 @@ class TenantShare:
             raise ResourceExhausted(f"{state}; retry", retry_after=1.0)
         return take_of_all(size, self._media, room)
 
+    def take_sound(self, size: int, room: DividedLimit) -> Reservation:
+        """Take room for ``size`` bytes of an uploaded sound on disk. ``room``: the gateway's. Raises
+        ``ResourceExhausted``."""
+        if not room.can_take(size, self._sounds.taken):
+            self.refused[MAX_SOUND_BYTES_IN_FLIGHT] += 1
+            state = f"the gateway holds {room.taken} of {room.size} bytes of sounds of requests in work"
+            raise ResourceExhausted(f"{state}; retry", retry_after=1.0)
+        return take_of_all(size, self._sounds, room)
+
+    @property
+    def sound_bytes(self) -> int:
+        """Bytes of uploaded sounds of requests in work."""
+        return self._sounds.taken
+
     @property
     def media_bytes(self) -> int:
         """Bytes of images and sounds of requests in work."""
@@ -212,6 +229,7 @@ class TenantShares:
         sessions: Its places for open sessions.
         messages: Its room for the bytes of gRPC messages that are not answered.
         media: Its room for the bytes of images and sounds of requests in work.
+        sounds: Its room on disk for the sounds of requests that transcribe them.
         is_shared: Whether the gateway has several tenants.
     """
 
@@ -224,6 +242,7 @@ class TenantShares:
         max_sessions: int,
         max_message_bytes: int,
         max_media_bytes: int = 0,
+        max_sound_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
@@ -233,6 +252,7 @@ class TenantShares:
         max_sessions: Sessions that may be open.
         max_message_bytes: Bytes of gRPC messages that may be held until they are answered.
         max_media_bytes: Bytes of images and sounds that may be held while their requests run.
+        max_sound_bytes: Bytes of uploaded sounds that may be on disk while their requests run.
         clock: Seconds, for the tokens per second.
         """
         self.is_shared = is_shared
@@ -240,6 +260,7 @@ class TenantShares:
         self.sessions = DividedLimit(max_sessions, is_divided=is_shared)
         self.messages = DividedLimit(max_message_bytes, is_divided=is_shared)
         self.media = DividedLimit(max_media_bytes, is_divided=is_shared)
+        self.sounds = DividedLimit(max_sound_bytes, is_divided=is_shared)
         self._defaults = defaults
         self._clock = clock
         self._shares: dict[str, TenantShare] = {}  # bounded by the tenants of the key file
@@ -273,6 +294,7 @@ class TenantMetrics:
             ("pending_grammars", "Different grammars of the tenant's requests that wait for their first token."),
             ("body_bytes", "Bytes of the tenant's request bodies that the gateway holds."),
             ("media_bytes", "Bytes of the tenant's images that the gateway holds while their requests run."),
+            ("sound_bytes", "Bytes of the tenant's uploaded sounds on the gateway's disk while their requests run."),
         ):
             gauge = GaugeMetricFamily(f"tokenloom_tenant_{name}", text, labels=["tenant"])
             for share in self.shares:

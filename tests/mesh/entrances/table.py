@@ -69,6 +69,15 @@ _ADMIN_BODY = _row(_OPERATOR, key=Probed(), idle=Probed())
 _TOKENIZES = _row(_NO_ENGINE, key=Probed(), bytes_=Probed(), deadline=Probed(), idle=Probed())
 _STORES = _row(_NO_ENGINE, key=Probed(), deadline=_DISK, bytes_=Probed(), idle=Probed())
 _UPLOAD = _row(_NO_ENGINE, key=Probed(), deadline=_DISK, bytes_=Shown(_FILES), idle=Probed())
+_TRANSCRIBES = "tests/services/gateway/openai/test_transcription_limits.py::"
+_SOUND: Row = {  # the model of the mesh here reads texts, and refuses sounds before it reads them
+    **_row(Shown(_TRANSCRIBES + "test_limits_of_a_tenant"), key=Probed()),
+    OUTPUTS: Shown(_TRANSCRIBES + "test_a_full_gateway"),
+    KEPT: Shown("tests/services/gateway/mesh/test_moved_requests.py::test_a_prompt_beyond_the_budget_is_not_kept"),
+    DEADLINE: Shown(_TRANSCRIBES + "test_a_piece_that_takes_too_long"),
+    IDLE: Shown(_TRANSCRIBES + "test_an_upload_that_stops"),
+    CHARGE: Shown(_TRANSCRIBES + "test_tokens_are_charged_once"),
+}
 _STORED = _row(_NO_ENGINE, key=Probed(), deadline=_DISK, bytes_=_NO_BODY, idle=_NO_BODY)
 _KEEPS = _row(_MEMORY, key=Probed(), bytes_=_NO_BODY)
 _KEEPS_BODY = _row(_MEMORY, key=Probed(), bytes_=Probed(), idle=Probed())
@@ -107,6 +116,7 @@ TABLE: Mapping[str, Row] = {
     **dict.fromkeys(TOKENIZING, _TOKENIZES),
     "POST /v1/batches": _STORES,
     "POST /v1/files": _UPLOAD,
+    **_each("POST /v1/audio/transcriptions, POST /v1/audio/translations", _SOUND),
     **_each("GET /v1/files, GET /v1/files/*, DELETE /v1/files/*, GET /v1/files/*/content", _STORED),
     **_each("GET /v1/batches, GET /v1/batches/*, POST /v1/batches/*/cancel", _STORED),
     **_each("GET /v1/responses/*, DELETE /v1/responses/*, POST /v1/responses/*/cancel", _KEEPS),

@@ -17,6 +17,8 @@ from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
 from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, tokenizer_pb2, types_pb2
 
 KIND = types_pb2.MEDIA_KIND_IMAGE
+SOUND = b"sound "
+"""Before the number of samples in the file of a sound."""
 
 
 def data_url(data: bytes) -> str:
@@ -24,7 +26,7 @@ def data_url(data: bytes) -> str:
 
 
 class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
-    """Every file is an image of 20 x 10."""
+    """Every file is an image of 20 x 10, or a sound."""
 
     def __init__(self) -> None:
         self.files: dict[tuple[str, bytes, bytes], bytes] = {}  # by tenant, salt and digest
@@ -105,6 +107,10 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
 
 
 def _facts(digest: bytes, data: bytes) -> encoder_pb2.PutResponse:
+    if data.startswith(SOUND):
+        return encoder_pb2.PutResponse(
+            digest=digest, samples=int(data.removeprefix(SOUND).split()[0]), num_bytes=len(data)
+        )
     return encoder_pb2.PutResponse(digest=digest, width=20, height=10, num_bytes=len(data))
 
 

@@ -63,6 +63,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.tool_format_json = b""
         self.max_sentence_tokens = self.skipped_tokens = 0
         self.media_kinds: Sequence[types_pb2.MediaKind] = ()
+        self.transcript: tokenizer_pb2.TranscriptTraits | None = None
+        self.transcripts: list[tokenizer_pb2.EncodeTranscriptRequest] = []
         self.calls = 0
         self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
         self.prompts: list[tokenizer_pb2.EncodeRequest] = []
@@ -99,6 +101,25 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             )
         return tokenizer_pb2.EncodeChatResponse(prompt=prompt)
 
+    async def EncodeTranscript(self, request: tokenizer_pb2.EncodeTranscriptRequest, context: Any) -> Any:
+        """The prompt is the text before, the language and the task, each byte a token."""
+        await self._count(context)
+        self.transcripts.append(request)
+        text = f"{request.previous_text}^{request.language}{request.task or ''}"
+        prompt = tokenizer_pb2.TokenizedPrompt(token_ids=text.encode())
+        options = b"%d+%d" % (request.start, request.samples)
+        prompt.media.add(
+            key=options,
+            kind=request.sound.kind,
+            num_rows=1500,
+            levels=1,
+            encoder=request.sound.encoder,
+            digest=request.sound.digest,
+            options_json=options,
+            num_in_prompt=1,
+        )
+        return tokenizer_pb2.EncodeTranscriptResponse(prompt=prompt)
+
     async def Decode(self, request: tokenizer_pb2.DecodeRequest, context: Any) -> tokenizer_pb2.DecodeResponse:
         return tokenizer_pb2.DecodeResponse(text=bytes(request.token_ids).decode())
 
@@ -117,6 +138,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             tool_format_json=self.tool_format_json,
             max_sentence_tokens=self.max_sentence_tokens,
             media_kinds=self.media_kinds,
+            transcript=self.transcript,
         )
 
     async def _count(self, context: Any) -> None:

@@ -32,7 +32,9 @@ class Pool:
     def __init__(self) -> None:
         self.live: list[tuple[str, PooledOutputs, int]] = []
 
-    def submit(self, submit: output_processor_pb2.Submit, outputs: PooledOutputs, index: int) -> Callable[[], None]:
+    def submit(
+        self, submit: output_processor_pb2.Submit, outputs: PooledOutputs, index: int, media: None
+    ) -> Callable[[], None]:
         self.live.append((submit.tenant, outputs, index))
         return lambda: None
 

@@ -1,0 +1,146 @@
+"""Takes the sounds that clients upload: they stand on disk while their requests run, and never whole in memory."""
+
+import asyncio
+import hashlib
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.limits import DividedLimit
+
+from ..http.http_exchange import HttpExchange, UnsupportedEncoding
+from ..http.request_body import too_large
+from ..records.media import ClientFile
+from ..tenants.tenant_shares import TenantShare
+from .files_api import FORM_BYTES, storage_fails
+from .multipart import Upload, boundary_of
+
+STEP_BYTES: Final = 1 << 20
+"""Of a body without a length, room is taken in such steps."""
+WRITE_BYTES: Final = 256 << 10
+"""Written at a time, in a thread."""
+
+
+class SpooledFile:
+    """A temporary file without a name: whatever ends the process ends the file too. Several threads may use it.
+
+    Attributes:
+        size: Bytes so far.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed by `close`)
+        self._lock = threading.Lock()
+        self._digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes) -> None:
+        """Add bytes. Raises ``OSError``."""
+        with self._lock:
+            self._file.seek(0, 2)
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        self._digest.update(data)
+        self.size += len(data)
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return bytes. Raises ``OSError``, and ``ValueError`` after :meth:`close`."""
+        with self._lock:  # the place at which a file is read belongs to the file
+            self._file.seek(start)
+            return self._file.read(size) or b""
+
+    def digest(self) -> bytes:
+        """Return the SHA-256 over its bytes."""
+        return self._digest.digest()
+
+    def close(self) -> None:
+        """Remove the file."""
+        with self._lock:
+            self._file.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DiskFile(ClientFile):
+    """A file on disk, as it is sent to an encoder."""
+
+    spooled: SpooledFile
+
+    async def parts(self, size: int) -> AsyncIterator[bytes]:
+        for start in range(0, self.num_bytes, size):
+            yield await asyncio.to_thread(self.spooled.read, start, size)
+
+
+@dataclass(frozen=True, slots=True)
+class SoundForm:
+    """A form with a sound."""
+
+    upload: Upload
+    """What stands in its other parts."""
+    file: DiskFile
+
+
+@dataclass(frozen=True, slots=True)
+class SoundUploads:
+    """Receives forms.
+
+    Attributes:
+        max_bytes: Of one sound.
+        room: For the bytes of all sounds of the gateway.
+    """
+
+    max_bytes: int
+    room: DividedLimit
+
+    @asynccontextmanager
+    async def receive(self, exchange: HttpExchange, share: TenantShare) -> AsyncIterator[SoundForm]:
+        """Read a form to its end, and hold its sound for the length of the ``async with``.
+
+        Raises ``InvalidArgument``, ``PayloadTooLarge``, ``ResourceExhausted`` if the sounds of other requests take all
+        room, ``Unavailable`` if the disk fails, and what :meth:`RequestBody.stream` raises.
+        """
+        boundary = boundary_of(exchange.headers.get(b"content-type", b""))
+        if exchange.headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+            raise UnsupportedEncoding("Content-Encoding is not supported; send the body uncompressed")
+        digits = exchange.headers.get(b"content-length", b"")
+        length, limit = int(digits) if digits.isdigit() else None, self.max_bytes + FORM_BYTES
+        if length is not None and length > limit:
+            raise too_large(limit)
+        # All at once where the length is known: otherwise several uploads would each fill a part of the room, and all
+        # of them would be refused in the middle.
+        with ExitStack() as held:
+            held.callback(share.take_sound(STEP_BYTES if length is None else length, self.room).release)
+            try:
+                spooled = SpooledFile()
+            except OSError as error:
+                raise storage_fails(error) from error
+            held.callback(spooled.close)
+            upload = Upload(boundary, spooled.write)
+            await self._fill(exchange, upload, share, held, length)
+            if not spooled.size:
+                raise InvalidArgument("the file is empty", "file")
+            yield SoundForm(upload, DiskFile((), spooled.size, spooled.digest(), spooled))
+
+    async def _fill(
+        self, exchange: HttpExchange, upload: Upload, share: TenantShare, held: ExitStack, length: int | None
+    ) -> None:
+        gathered, num_bytes, room = bytearray(), 0, STEP_BYTES if length is None else length
+        try:
+            async for piece in exchange.body.stream(self.max_bytes + FORM_BYTES, length):
+                gathered += piece
+                num_bytes += len(piece)
+                while num_bytes > room:
+                    held.callback(share.take_sound(STEP_BYTES, self.room).release)
+                    room += STEP_BYTES
+                if len(gathered) >= WRITE_BYTES:
+                    data = bytes(gathered)
+                    gathered.clear()
+                    await asyncio.to_thread(upload.write, data)
+            await asyncio.to_thread(upload.write, bytes(gathered))
+        except OSError as error:
+            raise storage_fails(error) from error
+        upload.close()

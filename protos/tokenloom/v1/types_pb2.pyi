@@ -406,7 +406,7 @@ class Timeline(_message.Message):
     def __init__(self, placement_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., detokenize_ns: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., tokenize_ns: _Optional[int] = ..., drafts: _Optional[_Union[DraftCounts, _Mapping]] = ..., past_tokens: _Optional[int] = ..., kv_elsewhere: _Optional[bool] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
-    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank", "class_labels", "media_kinds", "max_media_per_prompt", "max_media_rows", "cross_media_rows")
+    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank", "class_labels", "media_kinds", "max_images_per_prompt", "max_media_rows", "cross_media_rows", "max_sounds_per_prompt")
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -420,9 +420,10 @@ class ModelLimits(_message.Message):
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
     CLASS_LABELS_FIELD_NUMBER: _ClassVar[int]
     MEDIA_KINDS_FIELD_NUMBER: _ClassVar[int]
-    MAX_MEDIA_PER_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGES_PER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_MEDIA_ROWS_FIELD_NUMBER: _ClassVar[int]
     CROSS_MEDIA_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SOUNDS_PER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     max_model_len: int
     vocab_size: int
     max_logprobs: int
@@ -436,10 +437,11 @@ class ModelLimits(_message.Message):
     max_lora_rank: int
     class_labels: _containers.RepeatedScalarFieldContainer[str]
     media_kinds: _containers.RepeatedScalarFieldContainer[MediaKind]
-    max_media_per_prompt: int
+    max_images_per_prompt: int
     max_media_rows: int
     cross_media_rows: int
-    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ..., pooling_tasks: _Optional[_Iterable[_Union[PoolingTask, str]]] = ..., generates: _Optional[bool] = ..., matryoshka: _Optional[bool] = ..., max_lora_rank: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ..., media_kinds: _Optional[_Iterable[_Union[MediaKind, str]]] = ..., max_media_per_prompt: _Optional[int] = ..., max_media_rows: _Optional[int] = ..., cross_media_rows: _Optional[int] = ...) -> None: ...
+    max_sounds_per_prompt: int
+    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ..., pooling_tasks: _Optional[_Iterable[_Union[PoolingTask, str]]] = ..., generates: _Optional[bool] = ..., matryoshka: _Optional[bool] = ..., max_lora_rank: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ..., media_kinds: _Optional[_Iterable[_Union[MediaKind, str]]] = ..., max_images_per_prompt: _Optional[int] = ..., max_media_rows: _Optional[int] = ..., cross_media_rows: _Optional[int] = ..., max_sounds_per_prompt: _Optional[int] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("start", "num_layers", "top_k", "id_bytes", "expert_ids")

@@ -128,11 +128,7 @@ def to_media(prompt: types_pb2.Prompt, limits: types_pb2.ModelLimits) -> list[Me
     """Return the images and sounds of a prompt for the core, in order. Raises ``InvalidArgument``."""
     if prompt.embeds:
         raise InvalidArgument("a prompt has either embeddings or images and sounds", "media")
-    if len(prompt.media) > limits.max_media_per_prompt and limits.media_kinds:
-        raise InvalidArgument(
-            f"the prompt has {len(prompt.media)} images and sounds; at most {limits.max_media_per_prompt} are allowed",
-            "media",
-        )
+    _check_counts(prompt, limits)
     spans = sorted((span for item in prompt.media for span in _runs(item, limits)), key=lambda span: span.position)
     end = 0
     for span in spans:
@@ -140,6 +136,16 @@ def to_media(prompt: types_pb2.Prompt, limits: types_pb2.ModelLimits) -> list[Me
             raise InvalidArgument("images and sounds overlap, or lie outside the prompt", "media")
         end = span.end
     return spans
+
+
+def _check_counts(prompt: types_pb2.Prompt, limits: types_pb2.ModelLimits) -> None:
+    for kind, name, most in (
+        (types_pb2.MEDIA_KIND_IMAGE, "images", limits.max_images_per_prompt),
+        (types_pb2.MEDIA_KIND_AUDIO, "sounds", limits.max_sounds_per_prompt),
+    ):
+        count = sum(item.kind == kind for item in prompt.media)
+        if count > most and kind in limits.media_kinds:
+            raise InvalidArgument(f"the prompt has {count} {name}; at most {most} are allowed", "media")
 
 
 def _runs(item: types_pb2.MediaItem, limits: types_pb2.ModelLimits) -> Iterator[MediaSpan]:

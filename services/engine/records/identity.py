@@ -126,7 +126,8 @@ def media_limits(ready: CoreReady, config: SchedulerConfig) -> dict[str, Any]:
     row_bytes = 4 * ready.hidden_size * media.levels
     return {
         "media_kinds": [kinds[kind] for kind in allowed],
-        "max_media_per_prompt": sum(most[kind] for kind in allowed),
+        "max_images_per_prompt": limits.image,
+        "max_sounds_per_prompt": limits.audio,
         "max_media_rows": min(media.cross_rows or ready.max_model_len, config.rows_cache_bytes // row_bytes),
         "cross_media_rows": media.cross_rows,
     }

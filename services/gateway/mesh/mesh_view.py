@@ -324,7 +324,8 @@ class MeshView:
                 class_labels=limits[0].class_labels,
                 max_lora_rank=max(limit.max_lora_rank for limit in limits),
                 media_kinds=_common_kinds(limits),
-                max_media_per_prompt=min(limit.max_media_per_prompt for limit in limits),
+                max_images_per_prompt=min(limit.max_images_per_prompt for limit in limits),
+                max_sounds_per_prompt=min(limit.max_sounds_per_prompt for limit in limits),
                 max_media_rows=min(limit.max_media_rows for limit in limits),
                 cross_media_rows=min(limit.cross_media_rows for limit in limits),
             )

@@ -245,7 +245,7 @@ def check_parts(parts: Sequence[MediaPart], limits: types_pb2.ModelLimits | None
         raise InvalidArgument(f"{field}: the model {model!r} reads text only", field)
     if limits is None:
         raise Unavailable("no engine is serving yet; retry")
-    if (most := limits.max_media_per_prompt) and len(parts) > most:
+    if (most := limits.max_images_per_prompt) and len(parts) > most:
         raise InvalidArgument(f"{field}: a prompt may have {most} images, not {len(parts)}", field)
 
 

@@ -140,7 +140,7 @@ class Vision:
 async def with_encoders(mesh: FakeMesh, count: int = 1) -> AsyncIterator[list[FakeEncoder]]:
     """Let a mesh, whose gateway has not started yet, read images."""
     mesh.tokenizer.media_kinds = mesh.second_tokenizer.media_kinds = [KIND]
-    limits = types_pb2.ModelLimits(media_kinds=[KIND], max_media_per_prompt=4, max_media_rows=100)
+    limits = types_pb2.ModelLimits(media_kinds=[KIND], max_images_per_prompt=4, max_media_rows=100)
     limits.MergeFrom(mesh.coordinator.limits)
     mesh.coordinator.limits = limits
     async with AsyncExitStack() as stack:

@@ -68,7 +68,8 @@ WITH_MEDIA = types_pb2.ModelLimits(
     vocab_size=100,
     max_logprobs=20,
     media_kinds=[types_pb2.MEDIA_KIND_IMAGE],
-    max_media_per_prompt=2,
+    max_images_per_prompt=2,
+    max_sounds_per_prompt=1,
     max_media_rows=12,
 )
 
@@ -118,13 +119,24 @@ def test_images_reach_the_core_in_order_of_position() -> None:
         ),
         ([item((0, 4, 0), grid_t=1, grid_h=2, grid_w=3)], "4 tokens in a grid of 1 x 2 x 3"),
         ([item((0, 4, 0), grid_h=2, grid_w=2)], "in a grid of 0 x 2 x 2"),
-        ([item((4 * index, 4, 0)) for index in range(3)], "3 images and sounds; at most 2"),
+        ([item((4 * index, 4, 0)) for index in range(3)], "3 images; at most 2"),
     ],
 )
 def test_images_that_cannot_be_computed_are_refused(items: list[types_pb2.MediaItem], error: str) -> None:
     with pytest.raises(InvalidArgument, match=error) as caught:
         to_core_request(with_media(*items), "key", WITH_MEDIA, Random(0))
     assert caught.value.field == "media"
+
+
+def test_images_and_sounds_are_counted_by_themselves() -> None:
+    both = types_pb2.ModelLimits()
+    both.CopyFrom(WITH_MEDIA)
+    both.media_kinds.append(types_pb2.MEDIA_KIND_AUDIO)
+    images = [item((4 * index, 4, 0)) for index in range(2)]
+    sounds = [item((4 * index, 4, 0), kind=types_pb2.MEDIA_KIND_AUDIO) for index in range(2, 4)]
+    assert len(to_core_request(with_media(*images, sounds[0]), "key", both, Random(0)).media) == 3
+    with pytest.raises(InvalidArgument, match="2 sounds; at most 1"):
+        to_core_request(with_media(*images, *sounds), "key", both, Random(0))
 
 
 def test_a_model_of_text_takes_no_images() -> None:

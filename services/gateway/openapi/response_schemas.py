@@ -406,7 +406,7 @@ class MeshState(msgspec.Struct):
     model: Annotated[str, Meta(description="The model that is described.")]
     max_model_len: Annotated[int | None, Meta(description="Limit of prompt and output tokens.")]
     max_logprobs: Annotated[int | None, Meta(description="Limit of log probabilities per token.")]
-    reads_images: Annotated[bool, Meta(description="Whether the model reads images.")]
+    reads_images: Annotated[bool, Meta(description="Whether the model and an encoder read images.")]
     missing: Annotated[list[str], Meta(description="Services without which requests are not answered now.")]
     live: Annotated[int, Meta(description="Outputs in progress at this gateway.")]
     placement: Annotated[str | None, Meta(description="Rule by which engines are chosen.")]

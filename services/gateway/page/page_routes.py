@@ -35,7 +35,7 @@ def mesh_state(mesh: ServedMesh) -> dict[str, object]:
         "model": mesh.model,
         "max_model_len": limits.max_model_len if limits else None,
         "max_logprobs": limits.max_logprobs if limits else None,
-        "reads_images": limits is not None and MediaKind.MEDIA_KIND_IMAGE in limits.media_kinds,
+        "reads_images": _reads_images(mesh),
         "missing": missing,
         "live": mesh.generator.num_live,
         "placement": mesh.view.placement,
@@ -43,6 +43,13 @@ def mesh_state(mesh: ServedMesh) -> dict[str, object]:
         "engines": list(_engines(mesh)),
         "kv_links": _links(mesh.metrics.kv_flow),
     }
+
+
+def _reads_images(mesh: ServedMesh) -> bool:
+    """Return whether the model reads images and there is, or was, an encoder for them."""
+    limits = mesh.health.limits()
+    reads = limits is not None and MediaKind.MEDIA_KIND_IMAGE in limits.media_kinds
+    return reads and bool(mesh.view.known_encoders)
 
 
 def _parts(mesh: ServedMesh) -> Iterator[dict[str, object]]:

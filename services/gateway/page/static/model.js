@@ -10,7 +10,7 @@ let offerImages = () => {};
 /** Call a function when another model was chosen. */
 export const onModel = (listener) => listeners.add(listener);
 
-/** Call a function with whether the model reads images, whenever the gateway reports it. */
+/** Call a function with whether the mesh reads images, whenever the gateway reports it. */
 export const onImages = (listener) => {
   offerImages = listener;
 };

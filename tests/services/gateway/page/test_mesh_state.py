@@ -38,7 +38,9 @@ async def test_whether_the_model_reads_images(mesh: FakeMesh, http: httpx.AsyncC
     assert not (await until(http, "engine-0", "serving"))["reads_images"]
     mesh.coordinator.limits = types_pb2.ModelLimits(max_model_len=512, media_kinds=[types_pb2.MEDIA_KIND_IMAGE])
     await mesh.coordinator.set_engines("engine-5")
-    assert (await until(http, "engine-5", "serving"))["reads_images"]
+    assert not (await until(http, "engine-5", "serving"))["reads_images"]
+    await mesh.coordinator.set_encoders(encoder="unix:/a")
+    assert (await until(http, "encoder", "serving"))["reads_images"]
 
 
 async def test_a_lost_engine_is_named_until_it_returns(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

@@ -28,7 +28,7 @@ const problemOf = (file) => {
 export class Pictures {
   constructor() {
     this.chosen = []; // {name, url}, each a data: URL
-    this.isRead = false; // whether the model reads images
+    this.isRead = false; // whether the mesh reads images
     this.list = byId("pictures");
     this.note = byId("picture-note");
     this.input = byId("picture-files");
@@ -38,18 +38,19 @@ export class Pictures {
     });
     byId("add-pictures").addEventListener("click", () => this.input.click());
     byId("draft").addEventListener("paste", (event) => this.take(event, event.clipboardData));
-    this.acceptDrops(byId("playground"));
+    this.acceptDrops();
   }
 
-  acceptDrops(area) {
-    const mark = (isOver) => area.classList.toggle("drop", isOver);
-    area.addEventListener("dragover", (event) => {
+  /** Take what is dropped anywhere: elsewhere than here, the browser would leave the page and open the file. */
+  acceptDrops() {
+    const mark = (isOver) => byId("playground").classList.toggle("drop", isOver);
+    document.addEventListener("dragover", (event) => {
       if (!event.dataTransfer.types.includes("Files")) return;
-      event.preventDefault(); // otherwise the browser leaves the page and opens the file
+      event.preventDefault();
       mark(true);
     });
-    area.addEventListener("dragleave", (event) => mark(area.contains(event.relatedTarget)));
-    area.addEventListener("drop", (event) => {
+    document.addEventListener("dragleave", (event) => mark(event.relatedTarget !== null));
+    document.addEventListener("drop", (event) => {
       mark(false);
       this.take(event, event.dataTransfer);
     });
@@ -64,14 +65,13 @@ export class Pictures {
 
   /** Let the next message show these files, and say which cannot be shown. */
   async add(files) {
-    const all = [...files];
-    const problems = this.isRead ? all.map(problemOf) : ["This model reads no images."];
-    const usable = this.isRead ? all.filter((_, index) => !problems[index]) : [];
-    for (const each of await Promise.allSettled(usable.map(read))) {
-      if (each.status === "fulfilled") this.chosen.push(each.value);
-      else problems.push(each.reason.message);
+    const problems = new Set();
+    for (const file of [...files]) {
+      const problem = this.isRead ? problemOf(file) : "No images are read here.";
+      if (problem) problems.add(problem);
+      else await read(file).then((picture) => this.chosen.push(picture), (error) => problems.add(error.message));
     }
-    setText(this.note, problems.filter(Boolean).join(" "));
+    setText(this.note, [...problems].join(" "));
     this.show();
     byId("draft").focus();
   }
@@ -96,7 +96,7 @@ export class Pictures {
     this.list.replaceChildren(...pictureList(this.chosen, (each) => this.remove(each)));
   }
 
-  /** Offer images only if the model reads them. */
+  /** Offer images only if the mesh reads them. */
   allow(isRead) {
     this.isRead = isRead;
     byId("add-pictures").hidden = !isRead;

@@ -435,7 +435,8 @@ class EngineCore:
         # Shared memory has no huge pages on most kernels, so a pool is shared only if others read from it. An engine
         # of role `both` therefore moves no KV unless --kv-transports asks for it.
         is_shared = bool(config.kv.transports) and config.kv.role != "decode"
-        pool = PoolSpec(kv_cache.num_blocks * model.block_bytes(config.cache.block_size), is_shared)
+        nbytes = model.pool_bytes(config.cache.block_size, kv_cache.num_blocks, kv_cache.num_state_slots)
+        pool = PoolSpec(nbytes, is_shared)
         warm_up = self.executor.initialize_kv_cache(kv_cache, pool)
         self._connector.register_kv_caches(self.executor.kv_pool())
         return warm_up

@@ -80,6 +80,11 @@ def check_states(config: EngineConfig, model: ModelInfo) -> None:
     if not model.state_bytes:
         return
     config.check_states(model.state_chunk)
+    if config.kv.transports and not model.pool_is_on_host:
+        raise ValueError(
+            "layers of this model keep a state between tokens, which moves between pools of hosts only; do not set "
+            "kv_transports"
+        )
     if model.kv_groups:
         raise ValueError(
             "layers of this model keep a state between tokens, and others attend to a window; set "

@@ -13,7 +13,7 @@ from tokenloom.engine_core.data.core_params import ModelPooling
 from tokenloom.engine_core.data.handshake import WarmUp
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig, KVGroup, model_groups
 from tokenloom.engine_core.data.lora import LoraInfo
-from tokenloom.engine_core.data.model_info import FreedMemory, MediaTraits, ModelInfo
+from tokenloom.engine_core.data.model_info import FreedMemory, MediaTraits, ModelInfo, slots_offset
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
@@ -25,7 +25,7 @@ from .attention.attention_backends import make_attention_backend
 from .attention.cache import make_kv_pool
 from .attention.context_backend import ContextBackend
 from .attention.grouped_backend import PoolLayers
-from .attention.states import StateSlots
+from .attention.states import StateSlots, state_regions
 from .batch.input_batch import InputBatch
 from .checkpoint.local_config import check_kv_dtype, check_options, num_sharing
 from .checkpoint.model_config import ModelConfig
@@ -213,17 +213,26 @@ class ModelWorker:
         layers, block_size = self._pool_layers, self._config.cache.block_size
         if memory is None and self._platform.pool_is_on_host:
             pooled = layers.config.kv_bytes_per_token if layers.groups else self._kv_bytes_per_token
-            memory = PoolMemory.allocate(num_blocks * block_size * pooled, shared=False)
+            blocks_bytes = num_blocks * block_size * pooled
+            slots_bytes = (self._num_states + 1) * layers.config.state_bytes
+            memory = PoolMemory.allocate(slots_offset(blocks_bytes) + slots_bytes, shared=False)
         if memory is not None:
             own_size = block_size // layers.config.shard.context_size
             self._pool = make_kv_pool(layers.config, num_blocks, own_size, memory, layers.layout(block_size))
             if self._drafting is not None:
                 self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
+            if self._num_states:
+                regions = state_regions(layers.config, self._num_states + 1, self._slots_at(num_blocks))
+                self._pool = replace(self._pool, regions=self._pool.regions + regions, num_slots=self._num_states)
         self._runner = self._make_runner(num_blocks, memory)
         if memory is None and self._config.kv.transports:
             caches, layout = self._runner.kv_caches, layers.layout(block_size)
             self._pool = self._platform.device_pool(caches, num_blocks, layout)
         self._runner.record_ahead()
+
+    def _slots_at(self, num_blocks: int) -> int:
+        """Return where the slots lie in the memory of a pool: behind its blocks."""
+        return slots_offset(num_blocks * self._config.cache.block_size * self._kv_bytes_per_token)
 
     def _run_largest_step(self, lengths: list[int]) -> LargestStep:
         """Compute prompts of these lengths, in a pool of their own, and measure what that takes.
@@ -421,6 +430,10 @@ class ModelWorker:
             proposer, rejection = self._drafting.make(
                 batch, self._make_backend, num_blocks, block_size, memory, records=records
             )
+        states = None
+        if self._kv_config.states is not None:
+            slots_memory = None if memory is None else memory.buffer[self._slots_at(num_blocks) :]
+            states = StateSlots(self._kv_config, self._num_states, self._device, slots_memory)
         parts = RunnerParts(
             device=self._device,
             device_sampler=self._platform.make_sampler(),
@@ -430,7 +443,7 @@ class ModelWorker:
             loras=self._loras,
             pooler=self._pooler,
             ranks=self._ranks,
-            states=StateSlots(self._kv_config, self._num_states, self._device) if self._kv_config.states else None,
+            states=states,
         )
         return ModelRunner(
             self._model,

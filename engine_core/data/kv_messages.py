@@ -16,7 +16,8 @@ class KVTarget(msgspec.Struct, array_like=True, gc=False):
     endpoint: bytes
     """The owner's endpoint for that transport."""
     block_ids: list[int]
-    """[n] blocks of the owner's pool, in token order from the first token."""
+    """[n] blocks of the owner's pool, in token order from the first token. If layers of the model keep a state, behind
+    them the slot with the state after the last token, as the owner's number of blocks plus its own."""
     generations: list[int]
     """[n] generations of those blocks."""
     num_tokens: int

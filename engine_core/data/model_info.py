@@ -58,6 +58,17 @@ class ModelInfo(msgspec.Struct, frozen=True):
         num_layers = sum(len(group.layers) for group in self.kv_groups)
         return block_size * self.kv_bytes_per_token // num_layers * layers_per_group(self.kv_groups)
 
+    def pool_bytes(self, block_size: int, num_blocks: int, num_state_slots: int) -> int:
+        """Return the size of the memory in which a worker lays out its blocks and, behind them, its slots: those of
+        requests, and one for dummy steps."""
+        nbytes = num_blocks * self.block_bytes(block_size)
+        return nbytes if not num_state_slots else slots_offset(nbytes) + (num_state_slots + 1) * self.state_bytes
+
+
+def slots_offset(nbytes: int) -> int:
+    """Return where the slots begin in the memory of a pool whose blocks take ``nbytes``: at a line of the cache."""
+    return -(-nbytes // 64) * 64
+
 
 class FreedMemory(msgspec.Struct, frozen=True):
     """Reports what falling asleep released, in bytes."""

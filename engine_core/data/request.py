@@ -119,7 +119,7 @@ class SessionReturn(NamedTuple):
 class RequestState:
     """Holds the slot of a request, which has the state after all of its computed tokens."""
 
-    __slots__ = ("draft_slot", "fork", "hit", "is_kept", "slot")
+    __slots__ = ("draft_slot", "fork", "hit", "is_kept", "lent_slot", "slot")
 
     def __init__(self) -> None:
         self.slot = -1
@@ -128,6 +128,9 @@ class RequestState:
         """Whether the slot must stay as it is, because it may be hit: the next step writes to another one."""
         self.draft_slot = -1
         """The slot that takes the state after the drafts of the step in work; -1: it has none."""
+        self.lent_slot = -1
+        """The slot that takes the state after all known tokens, because another engine will read it; -1: none does, or
+        it has it by now."""
         self.hit = b""
         """The hash under which the state was found that the request began with; empty: it began from zero."""
         self.fork = 0

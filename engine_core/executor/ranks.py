@@ -31,6 +31,8 @@ class RankPool(msgspec.Struct, frozen=True):
     num_blocks: int
     layout: str
     """``ModelInfo.kv_layout`` of this rank."""
+    num_slots: int = 0
+    """As in :class:`..kv_transfer.kv_transport.KVPool`."""
     warm_up: WarmUp = WarmUp()
     """What the rank computed after it had made the pool."""
 
@@ -39,7 +41,7 @@ def make_rank_pool(worker: Worker, kv_cache: KVCacheConfig, memory: PoolMemory) 
     """Make the pool of a rank in its part of the memory, and return where its blocks are."""
     warm_up = worker.initialize_kv_cache(kv_cache, memory)
     pool = worker.kv_pool()
-    return RankPool(list(pool.regions), pool.num_blocks, pool.layout, warm_up)
+    return RankPool(list(pool.regions), pool.num_blocks, pool.layout, pool.num_slots, warm_up)
 
 
 class RankPools:
@@ -69,18 +71,19 @@ class RankPools:
     def merge(self, parts: Sequence[RankPool]) -> KVPool:
         """Return the pool that consists of what the ranks have registered, in order of their ranks.
 
-        Raises ``ValueError`` if the ranks differ in their number of blocks.
+        Raises ``ValueError`` if the ranks differ in their number of blocks or slots.
         """
         assert self._memory is not None, "allocate comes first"
-        counts = {part.num_blocks for part in parts}
+        counts = {(part.num_blocks, part.num_slots) for part in parts}
         if len(counts) != 1:
-            raise ValueError(f"the ranks' KV pools have {sorted(counts)} blocks; all need the same number")
+            raise ValueError(f"the ranks' KV pools have {sorted(counts)} blocks and slots; all need the same numbers")
         regions = tuple(
-            KVRegion(rank * self._part_bytes + region.offset, region.block_bytes)
+            KVRegion(rank * self._part_bytes + region.offset, region.block_bytes, region.is_state)
             for rank, part in enumerate(parts)
             for region in part.regions
         )
-        return KVPool(self._memory, regions, counts.pop(), merged_layout([part.layout for part in parts]))
+        num_blocks, num_slots = counts.pop()
+        return KVPool(self._memory, regions, num_blocks, merged_layout([part.layout for part in parts]), num_slots)
 
     def close(self) -> None:
         """Close the descriptors; views of the memory stay valid. Idempotent."""

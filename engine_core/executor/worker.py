@@ -26,8 +26,8 @@ class Worker(Protocol):
 
         Args:
             kv_cache: The number of blocks, and the context length that was fitted to them.
-            memory: Memory for the pool, of at least ``num_blocks * ModelInfo.block_bytes`` bytes. If None, the worker
-                allocates its own, which no other process can map.
+            memory: Memory for the pool, of at least ``ModelInfo.pool_bytes``. If None, the worker allocates its own,
+                which no other process can map.
         """
 
     def kv_pool(self) -> KVPool:

@@ -15,6 +15,8 @@ from ..data.scheduler_output import SchedulerOutput, StateRun
 from .hash_row import HashRow
 
 STATE_BYTES = 16
+_EMPTY = 0xEE
+"""Each byte of a slot that holds nothing which a request may read."""
 _ALONE = b"alone"
 """Marks a single token that follows a state, which kernels compute in another form than a chunk of one token."""
 
@@ -30,17 +32,24 @@ def hash_run(state: bytes, tokens: npt.NDArray[np.int32], chunk: int) -> bytes:
 
 
 class HashStates:
-    """Holds the slots."""
+    """Holds the slots, of which each begins with a hash."""
 
-    def __init__(self, chunk: int) -> None:
-        """``chunk``: as in ``ModelInfo.state_chunk``."""
+    def __init__(self, chunk: int, nbytes: int = STATE_BYTES) -> None:
+        """``chunk`` and ``nbytes``: as in ``ModelInfo.state_chunk`` and ``ModelInfo.state_bytes``."""
         self.chunk = chunk
-        self.slots: list[bytes] = []
+        self.nbytes = nbytes
+        self.slots: npt.NDArray[np.uint8] = np.empty((0, nbytes), dtype=np.uint8)
+        """[num_slots, nbytes]."""
         self._last: dict[str, list[bytes]] = {}  # of each request of the step: after its last known token, and drafts
 
-    def allocate(self, num_slots: int) -> None:
-        """Make slots, which hold nothing that a request may read."""
-        self.slots = [b"empty"] * num_slots
+    def allocate(self, num_slots: int, memory: memoryview | None = None) -> None:
+        """Make slots, which hold nothing that a request may read, in ``memory`` if it is given."""
+        shape = (num_slots, self.nbytes)
+        if memory is None:
+            self.slots = np.empty(shape, dtype=np.uint8)
+        else:
+            self.slots = np.frombuffer(memory, dtype=np.uint8, count=num_slots * self.nbytes).reshape(shape)
+        self.slots[:] = _EMPTY
 
     def of(self, row: HashRow, num_drafts: int = 0) -> bytes:
         """Return the state of a request of the latest step after the last token that was known, and so many drafts."""
@@ -66,12 +75,12 @@ class HashStates:
 
     def _compute_run(self, run: StateRun, tokens: npt.NDArray[np.int32]) -> list[bytes]:
         """Return the states after each chunk of a run."""
-        state = self.slots[run.read] if run.read >= 0 else b""
+        state = self.slots[run.read, :STATE_BYTES].tobytes() if run.read >= 0 else b""
         if self.chunk == 1:
             states = list(accumulate(tokens, lambda state, token: hash_run(state, token[None], 1), initial=state))[1:]
         else:
             states = [hash_run(state, tokens, self.chunk)]
-        self.slots[run.written] = states[-1]
+        self.slots[run.written, :STATE_BYTES] = np.frombuffer(states[-1], dtype=np.uint8)
         return states
 
 

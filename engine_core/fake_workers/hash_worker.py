@@ -27,7 +27,7 @@ from ..data.handshake import WarmUp
 from ..data.kv_groups import NULL_BLOCK, KVCacheConfig
 from ..data.lora import LoraConfig, LoraInfo, read_adapter_files, read_rank
 from ..data.messages import Logprobs
-from ..data.model_info import FreedMemory, MediaTraits, ModelInfo
+from ..data.model_info import FreedMemory, MediaTraits, ModelInfo, slots_offset
 from ..data.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
@@ -149,7 +149,7 @@ class HashWorker:
         self._max_model_len = max_model_len
         self._experts_per_token = experts_per_token
         self._hidden_size, self._levels = HIDDEN_SIZE, 1
-        self._states = HashStates(state_chunk) if state_chunk else None
+        self._states = HashStates(state_chunk, state_bytes) if state_chunk else None
         self._state_bytes = state_bytes if state_chunk else 0
         self._rows: dict[str, HashRow] = {}
         self._embeds: dict[str, list[EmbedsSpan]] = {}
@@ -189,24 +189,32 @@ class HashWorker:
 
     @property
     def _kv_layout(self) -> str:
-        return f"hash/int32/2/{self._block_size}"
+        states = f"/state/{self._state_bytes}" if self._states is not None else ""
+        return f"hash/int32/2/{self._block_size}{states}"
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
         num_slots = kv_cache.num_blocks * self._block_size
-        self._memory = memory or PoolMemory.allocate(num_slots * _BYTES_PER_TOKEN, shared=False)
+        behind = slots_offset(num_slots * _BYTES_PER_TOKEN)
+        nbytes = behind + kv_cache.num_state_slots * self._state_bytes
+        self._memory = memory or PoolMemory.allocate(nbytes, shared=False)
         # No token has the id -1, so a slot that is read before it was written changes the hash, and with it all later
         # tokens.
         self._cache = np.frombuffer(self._memory.buffer, dtype=np.int32, count=2 * num_slots).reshape(num_slots, 2)
         self._cache[:] = -1
         if self._states is not None:
-            self._states.allocate(kv_cache.num_state_slots)
+            self._states.allocate(kv_cache.num_state_slots, self._memory.buffer[behind:])
         return WarmUp()
 
     def kv_pool(self) -> KVPool:
         assert self._memory is not None, "initialize_kv_cache comes first"
         block_bytes = self._block_size * _BYTES_PER_TOKEN
         num_blocks = len(self._cache) // self._block_size
-        return KVPool(self._memory, (KVRegion(0, block_bytes),), num_blocks, self._kv_layout)
+        regions: tuple[KVRegion, ...] = (KVRegion(0, block_bytes),)
+        num_slots = 0
+        if self._states is not None:
+            num_slots = len(self._states.slots)
+            regions += (KVRegion(slots_offset(num_blocks * block_bytes), self._state_bytes, is_state=True),)
+        return KVPool(self._memory, regions, num_blocks, self._kv_layout, num_slots)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._wait(scheduler_output)

@@ -39,6 +39,10 @@ class _PooledKV(ABC):
         """Return how many tokens the blocks of a found table hold."""
         return len(hits) // self.num_groups * self.block_size
 
+    def load_table(self, request: RequestKV, num_tokens: int) -> list[int]:
+        """Return where a request that loads its first ``num_tokens`` tokens has them."""
+        return request.block_ids
+
     def finish_load(self, request: RequestKV, num_tokens: int) -> None:
         """Count the first ``num_tokens`` tokens, which were loaded, as computed; full blocks can be hit from now on."""
         request.num_computed_tokens = num_tokens
@@ -136,16 +140,17 @@ class KVCacheManager(_PooledKV):
         request.num_computed_tokens = len(hits) * self.block_size
 
     def reserve(self, request: RequestKV) -> list[int]:
-        """Allocate blocks for all tokens of an admitted request that another engine will read. Returns its table."""
+        """Allocate blocks for all tokens of an admitted request that another engine will read. Returns its table of
+        these."""
         num_missing = -(-len(request.all_token_ids) // self.block_size) - len(request.block_ids)
         # A reader pulls while the prefill runs, so it has to know all ids with the first chunk, not one chunk at a
         # time.
         request.block_ids += self.pool.allocate(num_missing)
-        return request.block_ids
+        return request.block_ids[: -(-len(request.all_token_ids) // self.block_size)]
 
     def reserve_load(self, request: RequestKV, num_external_tokens: int) -> None:
         """Allocate blocks for all tokens of an admitted request, of which ``num_external_tokens`` will be loaded."""
-        self.reserve(request)
+        KVCacheManager.reserve(self, request)
 
     def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
         """Make room for a request's next tokens. Returns the blocks added, or None if too few are free."""

@@ -46,10 +46,15 @@ class KVManager(Protocol):
         """Start the block table of a request with what it shares."""
 
     def reserve(self, request: RequestKV) -> list[int]:
-        """Choose the blocks of an admitted request that another engine will read. Returns its table of these."""
+        """Choose the blocks of an admitted request that another engine will read, and the slot. Returns its table of
+        these."""
 
     def reserve_load(self, request: RequestKV, num_external_tokens: int) -> None:
         """Allocate the blocks that an admitted request loads after its hits."""
+
+    def load_table(self, request: RequestKV, num_tokens: int) -> list[int]:
+        """Return where a request that loads its first ``num_tokens`` tokens has them: its blocks, and behind them its
+        slot."""
 
     def finish_load(self, request: RequestKV, num_tokens: int) -> None:
         """Count the first ``num_tokens`` tokens, which were loaded, as computed."""

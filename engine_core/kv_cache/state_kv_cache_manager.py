@@ -48,7 +48,8 @@ class StateKVCacheManager(KVCacheManager):
     ) -> bool:
         """Return whether a waiting request gets a slot and blocks; the arguments are those of
         :meth:`.KVCacheManager.can_admit`. One whose beginning another request computes waits for its state."""
-        return self.states.can_begin(request, self.num_hit_tokens(hits)) and super().can_admit(
+        num_here = self.num_hit_tokens(hits) + num_external_tokens
+        return self.states.can_begin(request, num_here, loads=num_external_tokens > 0) and super().can_admit(
             request, hits, num_tokens, num_spare, num_external_tokens
         )
 
@@ -58,6 +59,30 @@ class StateKVCacheManager(KVCacheManager):
         super().admit(request, hits)
         self.states.begin(request, len(hits), len(hits) + len(more))
 
+    def reserve(self, request: RequestKV) -> list[int]:
+        """Choose the blocks of an admitted request that another engine will read, and the slot for the state after
+        all of its tokens. Returns its table of these."""
+        return [*super().reserve(request), self.pool_id(self.states.lend(request))]
+
+    def reserve_load(self, request: RequestKV, num_external_tokens: int) -> None:
+        """Allocate the blocks that an admitted request loads after its hits, and a slot."""
+        super().reserve_load(request, num_external_tokens)
+        self.states.begin_load(request, request.num_computed_tokens + num_external_tokens)
+
+    def load_table(self, request: RequestKV, num_tokens: int) -> list[int]:
+        """Return where a request that loads its first ``num_tokens`` tokens has them: its blocks, and its slot."""
+        assert request.state is not None, "it was admitted"
+        return [*request.block_ids[: -(-num_tokens // self.block_size)], self.pool_id(request.state.slot)]
+
+    def pool_id(self, slot: int) -> int:
+        """Return the id of a slot in transfers, as in :class:`.KVPool`."""
+        return len(self.pool.ref_counts) + slot
+
+    def finish_load(self, request: RequestKV, num_tokens: int) -> None:
+        """Count the first ``num_tokens`` tokens, which were loaded, as computed."""
+        super().finish_load(request, num_tokens)
+        self.states.finish_load(request)
+
     def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
         """Make room for a request's next tokens, and plan which slots they use. Returns the blocks added, or None if
         there is no room. Called once in a step for each of its requests."""
@@ -66,7 +91,7 @@ class StateKVCacheManager(KVCacheManager):
         end = request.num_computed_tokens + num_new_tokens
         # Not only a decoded token comes alone: a prompt behind a longer one gets what that one leaves of a step.
         keeps_none = end % states.boundary or (end > request.num_prompt_tokens and not states.keeps_all)
-        if num_new_tokens == 1 and not state.is_kept and keeps_none:
+        if num_new_tokens == 1 and not state.is_kept and keeps_none and state.lent_slot < 0:
             new_block_ids = super().allocate(request, 1)
             if new_block_ids is not None:
                 states.add_decode(request, state.slot)

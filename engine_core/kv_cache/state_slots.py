@@ -109,12 +109,13 @@ class StateSlotPool:
         for stop in sorted({*kept, *self._replayed(request, position, end), end}):
             # A slot for what is kept is no reason to stop another request, or this one.
             is_kept = stop in kept and (stop == end or self.pool.num_free > 1)
-            if state.is_kept:
-                read, state.slot = state.slot, self._take(state.slot)
-                if read >= 0 and read != state.slot:
-                    self._read.append(read)
-            else:
-                read = state.slot
+            read = state.slot
+            if state.lent_slot >= 0 and stop == request.num_tokens:
+                state.slot, state.lent_slot = state.lent_slot, -1
+            elif state.is_kept:
+                state.slot = self._take(read)
+            if read >= 0 and read != state.slot:
+                self._read.append(read)
             self.runs.append(StateRun(request.request_id, stop - position, read, state.slot))
             state.is_kept, position = is_kept, stop
             if is_kept:
@@ -201,10 +202,13 @@ class StateSlotPool:
                 return count
         return 0
 
-    def can_begin(self, request: RequestKV, num_hit_tokens: int) -> bool:
-        """Return whether a waiting request gets a slot, and no other request is about to keep a state that it would
-        rather begin with."""
-        return self.pool.num_free > 0 and not self._is_coming(request, num_hit_tokens)
+    def can_begin(self, request: RequestKV, num_hit_tokens: int, *, loads: bool = False) -> bool:
+        """Return whether a waiting request gets a slot, and another one if it lends its last state, and whether no
+        other request is about to keep a state that it would rather begin with. ``loads``: it loads one."""
+        num_needed = int(request.remote is not None and bool(request.remote.lease_id))
+        if (state := request.state) is not None:  # it has loaded one
+            return self.pool.num_free >= num_needed + (state.is_kept and not self._is_alone(state.slot))
+        return self.pool.num_free > num_needed and (loads or not self._is_coming(request, num_hit_tokens))
 
     def begin(self, request: RequestKV, num_hits: int, num_found: int) -> None:
         """Give an admitted request the state after its ``num_hits`` cached blocks. ``num_found``: blocks whose KV was
@@ -222,12 +226,44 @@ class StateSlotPool:
         if (last := self._last_boundary(request)) > num_hits * self._block_size:
             self._prompts[request.request_id] = (request, last)
 
+    def lend(self, request: RequestKV) -> int:
+        """Choose the slot for the state after all tokens of an admitted request, which another engine will read.
+
+        The reader learns it when the prefill begins; only the last run of the prefill writes to it.
+        """
+        assert request.state is not None, "it was admitted"
+        [slot] = self.pool.allocate(1)
+        request.state.lent_slot = slot
+        return slot
+
+    def begin_load(self, request: RequestKV, num_tokens: int) -> None:
+        """Give an admitted request a slot for the state after its first ``num_tokens`` tokens, which it loads."""
+        state = request.state
+        assert state is not None, "it was admitted"
+        if state.slot >= 0:
+            self.pool.release([state.slot])
+        [state.slot] = self.pool.allocate(1)
+        state.is_kept, state.hit = False, b""
+        if num_tokens >= self._last_boundary(request):
+            self._prompts.pop(request.request_id, None)
+
+    def finish_load(self, request: RequestKV) -> None:
+        """Let the state that a request has loaded be hit from the next step on, if it is one that is kept."""
+        state, num_tokens = request.state, request.num_computed_tokens
+        assert state is not None, "it was admitted"
+        # Accepted tokens of another engine were decoded, which strict states are not kept of.
+        most = request.num_prompt_tokens if self.is_strict else num_tokens
+        if self._keeps_any and num_tokens and num_tokens % self.boundary == 0 and num_tokens <= most:
+            state.is_kept = True
+            self.pool.share([state.slot])
+            self._kept.append(_Kept(state.slot, request, num_tokens, state))
+
     def give_back(self, request: RequestKV) -> None:
-        """Take the slot of a request back, if it has one."""
+        """Take the slots of a request back, if it has any."""
         self._prompts.pop(request.request_id, None)
         state, request.state = request.state, None
         if state is not None:
-            self.pool.release([slot for slot in (state.slot, state.draft_slot) if slot >= 0])
+            self.pool.release([slot for slot in (state.slot, state.draft_slot, state.lent_slot) if slot >= 0])
 
     def forget(self, block_hash: bytes) -> None:
         """Let the state with this hash not be found any more."""

@@ -38,9 +38,9 @@ class MultiConnector:
 
     # Scheduler side
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
+    def bind_block_pool(self, pool: BlockPool, slots: BlockPool | None = None) -> None:
         for connector in self._connectors:
-            connector.bind_block_pool(pool)
+            connector.bind_block_pool(pool, slots)
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         for index, connector in enumerate(self._connectors):

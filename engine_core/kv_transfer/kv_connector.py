@@ -16,7 +16,7 @@ blocks that were freed since it was planned, and what it computes can already be
   of the worker side names its step by passing the step's metadata.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -41,10 +41,10 @@ class KVConnectorStats(msgspec.Struct):
     failures: dict[str, str] = {}
     """Reasons of failed loads by request, each one of ``LEASE_ENDS``."""
 
-    def add_received(self, transport: str, num_blocks: int, block_bytes: int) -> None:
-        """Count a load that used ``transport``."""
-        self.blocks_received += num_blocks
-        self.bytes_received[transport] = self.bytes_received.get(transport, 0) + num_blocks * block_bytes
+    def add_received(self, transport: str, ids: Sequence[int], pool: KVPool) -> None:
+        """Count a load into these blocks and slots that used ``transport``."""
+        self.blocks_received += sum(each < pool.num_blocks for each in ids)
+        self.bytes_received[transport] = self.bytes_received.get(transport, 0) + pool.nbytes_of(ids)
 
 
 class KVConnectorOutput(msgspec.Struct):
@@ -62,8 +62,9 @@ class KVConnectorOutput(msgspec.Struct):
 class KVConnectorScheduler(Protocol):
     """The side of the connector that decides. Called from the thread that steps."""
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
-        """Called first: gives the pool whose block generations and evictions the connector may follow."""
+    def bind_block_pool(self, pool: BlockPool, slots: BlockPool | None = None) -> None:
+        """Called first: gives the pool whose block generations and evictions the connector may follow, and that of
+        the slots of states; None: no layer keeps one."""
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first ``num_computed_tokens`` (cache hits) can be loaded, and whether they
@@ -74,7 +75,8 @@ class KVConnectorScheduler(Protocol):
         """
 
     def update_state_after_alloc(self, request: RequestKV, block_ids: list[int], num_external_tokens: int) -> None:
-        """Called with the whole block table of a request that loads (``num_external_tokens`` > 0) or starts to run."""
+        """Called with the whole block table of a request that loads (``num_external_tokens`` > 0) or starts to run, and
+        behind it with its slot: the ids are those of transfers, as in :class:`.KVPool`."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
         """Return the data for the worker side; None if there is nothing to do. Called once per step, even if empty."""

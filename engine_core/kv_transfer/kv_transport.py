@@ -1,8 +1,11 @@
-"""Transports that move KV blocks between the pools of two engines: their protocols and plain data.
+"""Transports that move KV blocks, and slots of states, between the pools of two engines: their protocols and data.
 
 The owner of blocks serves its pool and publishes an endpoint; a reader opens the endpoint and copies blocks into its
 own pool (a pull). Transports do not know which blocks may be read, and until when: leases decide that, and the reader
 asks the owner again after the copy.
+
+A slot, which holds the states of the layers that keep one, moves as a block does. It lies in regions of its own. Its id
+is the number of blocks of its pool plus its own number.
 """
 
 import zlib
@@ -10,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from mmap import mmap
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -41,19 +44,23 @@ class KVTransferError(Exception):
 
 
 class KVRegion(msgspec.Struct, frozen=True, array_like=True):
-    """Describes one range of a pool in which blocks follow each other, such as the keys or the values of a layer."""
+    """Describes one range of a pool in which blocks follow each other, such as the keys or the values of a layer, or
+    slots, such as one kind of state of a layer."""
 
     offset: int
     """Start in bytes, relative to the memory."""
     block_bytes: int
-    """Bytes of one block in this region."""
+    """Bytes of one block, or of one slot, in this region."""
+    is_state: bool = False
+    """Whether slots lie here, and no blocks."""
 
 
 @dataclass(frozen=True)
 class KVPool:
-    """Describes a worker's KV cache for transports: block i is the i-th piece of every region.
+    """Describes a worker's KV cache for transports: block i is the i-th piece of every region of blocks, and slot i the
+    i-th piece of every region of states.
 
-    Its bytes lie in memory of the host, or of a device. Regions of a device have equal sizes.
+    Its bytes lie in memory of the host, or of a device. Regions of a device have equal sizes, and hold no states.
     """
 
     memory: PoolMemory | DeviceMemory
@@ -62,22 +69,39 @@ class KVPool:
     num_blocks: int
     layout: str
     """``ModelInfo.kv_layout``."""
+    num_slots: int = 0
+    """Slots of states; 0: no layer keeps one."""
 
     def __post_init__(self) -> None:
         for region in self.regions:
-            end = region.offset + region.block_bytes * self.num_blocks
+            count = self.num_slots if region.is_state else self.num_blocks
+            end = region.offset + region.block_bytes * count
             if region.offset < 0 or region.block_bytes <= 0 or end > self.memory.nbytes:
                 raise ValueError(f"a KV region ends at byte {end} of a pool of {self.memory.nbytes} bytes")
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all regions."""
-        return sum(self.region_bytes)
+        """Bytes of one block over all its regions; 0 if no layer attends."""
+        return sum(region.block_bytes for region in self.regions_of(is_state=False))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot over all its regions."""
+        return sum(region.block_bytes for region in self.regions_of(is_state=True))
 
     @property
     def region_bytes(self) -> list[int]:
-        """Bytes of one block in each region."""
+        """Bytes of one block, or of one slot, in each region."""
         return [region.block_bytes for region in self.regions]
+
+    def regions_of(self, *, is_state: bool) -> tuple[KVRegion, ...]:
+        """Return the regions of blocks, or those of slots."""
+        return regions_of(self.regions, is_state=is_state)
+
+    def nbytes_of(self, ids: Sequence[int]) -> int:
+        """Return the size of these blocks and slots."""
+        num_slots = sum(each >= self.num_blocks for each in ids)
+        return (len(ids) - num_slots) * self.block_bytes + num_slots * self.slot_bytes
 
     @property
     def device(self) -> DeviceMemory | None:
@@ -93,25 +117,42 @@ class KVPool:
 
     @cached_property
     def views(self) -> tuple[Bytes, ...]:
-        """One writable array per region: [num_blocks, block_bytes] bytes. Raises as :attr:`host`."""
+        """One writable array per region of blocks: [num_blocks, block_bytes] bytes. Raises as :attr:`host`."""
         return tuple(view for plane in self.planes for view in plane)
 
     @cached_property
     def planes(self) -> tuple[Bytes, ...]:
-        """Writable arrays [regions, num_blocks, block_bytes], each over regions of equal size at equal distances.
+        """Writable arrays [regions, num_blocks, block_bytes] of the blocks, each over regions of equal size at equal
+        distances.
 
         Raises as :attr:`host`.
         """
-        return region_planes(self.host.buffer, self.regions, self.num_blocks)
+        return region_planes(self.host.buffer, self.regions_of(is_state=False), self.num_blocks)
+
+    @cached_property
+    def state_planes(self) -> tuple[Bytes, ...]:
+        """Arrays [regions, num_slots, bytes] of the slots, as those of :attr:`planes`."""
+        return region_planes(self.host.buffer, self.regions_of(is_state=True), self.num_slots)
+
+    def planes_of(self, *, is_state: bool) -> tuple[Bytes, ...]:
+        """Return :attr:`state_planes` or :attr:`planes`."""
+        return self.state_planes if is_state else self.planes
+
+    def rows(self, block_id: int) -> list[Bytes]:
+        """Return the writable pieces of a block, or of a slot, region by region. Raises as :attr:`host`."""
+        if block_id < self.num_blocks:
+            return [view[block_id] for view in self.views]
+        return [view[block_id - self.num_blocks] for plane in self.state_planes for view in plane]
 
     def checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         """Return the ids as an array [n]. Raises :class:`KVTransferError` (``transport``) outside of this pool."""
-        return checked_ids(block_ids, self.num_blocks)
+        return checked_ids(block_ids, self.num_blocks + self.num_slots)
 
     def checksums(self, block_ids: BlockIds) -> list[int]:
-        """Return the CRC-32 of each block over all regions in order. Releases the interpreter lock for large blocks."""
+        """Return the CRC-32 of each block or slot over its regions in order. Releases the interpreter lock for large
+        ones."""
         if self.device is None:
-            return [_checksum([view[block_id] for view in self.views]) for block_id in block_ids]
+            return [_checksum(self.rows(block_id)) for block_id in block_ids]
         sums = []
         for block_id in self.checked(block_ids):  # one at a time, to bound the copy on the host
             sums.append(_checksum(self._device_block(self.device, block_id)))
@@ -120,7 +161,8 @@ class KVPool:
     def damage(self, block_id: int) -> None:
         """Change the last byte of a block, for tests of what notices that."""
         if self.device is None:
-            self.views[-1][block_id, -1] ^= 0xFF
+            if rows := self.rows(block_id):
+                rows[-1][-1] ^= 0xFF
             return
         packed = self._device_block(self.device, block_id)
         packed[-1, -1] ^= 0xFF
@@ -145,6 +187,11 @@ def _checksum(pieces: Iterable[Bytes]) -> int:
     return crc
 
 
+def regions_of(regions: Iterable[KVRegion], *, is_state: bool) -> tuple[KVRegion, ...]:
+    """Return those of the regions that hold blocks, or those that hold slots."""
+    return tuple(region for region in regions if region.is_state == is_state)
+
+
 def checked_ids(block_ids: BlockIds, num_blocks: int) -> npt.NDArray[np.int64]:
     """Return the ids as an array [n]. Raises :class:`KVTransferError` for one outside of ``num_blocks`` blocks."""
     try:
@@ -156,14 +203,33 @@ def checked_ids(block_ids: BlockIds, num_blocks: int) -> npt.NDArray[np.int64]:
     return ids
 
 
+class ReadPairs(NamedTuple):
+    """Holds the sources [n] and the targets [n] of a read: numbers of blocks, or of slots."""
+
+    is_state: bool
+    source: IntArray
+    target: IntArray
+
+
 def checked_pairs(
-    source_block_ids: BlockIds, num_source_blocks: int, target_block_ids: BlockIds, pool: KVPool
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return sources [n] and targets [n] of a read. Raises :class:`KVTransferError` (``transport``)."""
-    source, target = checked_ids(source_block_ids, num_source_blocks), pool.checked(target_block_ids)
+    source_ids: BlockIds, num_source_blocks: int, target_ids: BlockIds, pool: KVPool, num_source_slots: int = 0
+) -> list[ReadPairs]:
+    """Return the blocks of a read and its slots, as far as it has any. Raises :class:`KVTransferError`
+    (``transport``)."""
+    source, target = checked_ids(source_ids, num_source_blocks + num_source_slots), pool.checked(target_ids)
     if len(source) != len(target):
         raise KVTransferError("transport", f"cannot read {len(source)} blocks into {len(target)}")
-    return source, target
+    if ((source >= num_source_blocks) != (target >= pool.num_blocks)).any():
+        raise KVTransferError("transport", "a slot cannot be read into a block, nor a block into a slot")
+    pairs = zip((False, True), divided(source, num_source_blocks), divided(target, pool.num_blocks), strict=True)
+    return [ReadPairs(is_state, part, other) for is_state, part, other in pairs if len(part)]
+
+
+def divided(ids: IntArray, num_blocks: int) -> tuple[IntArray, IntArray]:
+    """Return the blocks among the ids of a pool of ``num_blocks`` blocks, and the numbers of the slots, each in
+    order."""
+    are_slots = ids >= num_blocks
+    return ids[~are_slots], ids[are_slots] - num_blocks
 
 
 def region_planes(buffer: Buffer, regions: Sequence[KVRegion], num_blocks: int) -> tuple[Bytes, ...]:

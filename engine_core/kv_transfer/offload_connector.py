@@ -120,7 +120,7 @@ class OffloadConnector:
 
     # Scheduler side
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
+    def bind_block_pool(self, pool: BlockPool, slots: BlockPool | None = None) -> None:
         self._blocks = pool
         pool.listeners.append(self)
         pool.kept.unsaved = OrderedDict()

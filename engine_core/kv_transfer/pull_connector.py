@@ -1,6 +1,7 @@
 """The connector for disaggregated prefill and decode: the reader pulls blocks that their owner has leased to it."""
 
 from collections.abc import Callable, Sequence
+from typing import overload
 
 from ..data.embedding_rows import content_salt
 from ..data.kv_groups import NULL_BLOCK
@@ -24,6 +25,28 @@ class PullMetadata(KVConnectorMetadata):
     """Leases of the requests in this step, and how many of their tokens are computed when it is done."""
 
 
+class _Generations(Sequence[int]):
+    """Shows those of blocks and slots by their ids in transfers. Other threads read them."""
+
+    def __init__(self, blocks: BlockPool, slots: BlockPool) -> None:
+        self._blocks, self._slots = blocks.generations, slots.generations
+
+    def __len__(self) -> int:
+        return len(self._blocks) + len(self._slots)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return [*self._blocks, *self._slots][index]
+        num_blocks = len(self._blocks)
+        return self._blocks[index] if index < num_blocks else self._slots[index - num_blocks]
+
+
 class PullConnector:
     """Implements :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` with a :class:`KVService`."""
 
@@ -42,8 +65,8 @@ class PullConnector:
 
     # Scheduler side
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
-        self._leases.generations = pool.generations
+    def bind_block_pool(self, pool: BlockPool, slots: BlockPool | None = None) -> None:
+        self._leases.generations = pool.generations if slots is None else _Generations(pool, slots)
         self._num_groups = pool.num_groups
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -64,8 +87,7 @@ class PullConnector:
             # At the start of the prefill and not at its end: the reader acquires the lease while the prompt is still
             # computed.
             digest = prompt_digest(request.all_token_ids, salt)
-            blocks = block_ids[: -(-request.num_tokens // self._block_size) * self._num_groups]
-            lease = self._leases.grant(remote.lease_id, request.request_id, blocks, request.num_tokens, digest)
+            lease = self._leases.grant(remote.lease_id, request.request_id, block_ids, request.num_tokens, digest)
             self._prefills[request.request_id] = request, lease
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PullMetadata | None:
@@ -149,10 +171,9 @@ class PullConnector:
 
     def get_kv_connector_stats(self) -> KVConnectorStats:
         stats = KVConnectorStats()
-        block_bytes = 0 if self._pool is None else self._pool.block_bytes
         for result in self._results:
-            if result.failure is None:
-                stats.add_received(result.transport, len(result.block_ids), block_bytes)
+            if result.failure is None and self._pool is not None:
+                stats.add_received(result.transport, result.block_ids, self._pool)
             elif result.failure:
                 stats.failures[result.request_id] = result.failure
         return stats

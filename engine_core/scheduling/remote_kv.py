@@ -25,7 +25,7 @@ class RemoteKV:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """``policy``: as in ``KVConfig``."""
-        connector.bind_block_pool(kv.pool)
+        connector.bind_block_pool(kv.pool, None if kv.states is None else kv.states.pool)
         self.connector = connector
         self._kv = kv
         self._fail = policy == "fail"
@@ -52,6 +52,11 @@ class RemoteKV:
         """Whether waiting requests or loads hold blocks that will be freed."""
         return bool(self._loading) or any(request.kv.block_ids for request in self._waiting.values())
 
+    @property
+    def num_holders(self) -> int:
+        """How many requests load, or have ended and are read by other engines."""
+        return len(self._loading) + len(self._held)
+
     # On the way in
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
@@ -65,7 +70,8 @@ class RemoteKV:
         self._kv.reserve_load(request.kv, num_external_tokens)
         self._loading[request.request_id] = request
         self.wait(request)
-        self.connector.update_state_after_alloc(request.kv, request.kv.block_ids, num_external_tokens)
+        table = self._kv.load_table(request.kv, request.kv.num_computed_tokens + num_external_tokens)
+        self.connector.update_state_after_alloc(request.kv, table, num_external_tokens)
 
     def wait(self, request: Request) -> None:
         """Make a request wait for its blocks or for its first tokens."""
@@ -176,11 +182,12 @@ class RemoteKV:
 
     def _num_valid_tokens(self, request: Request, remote: RemoteKVState, invalid_block_ids: set[int]) -> int:
         num_tokens = request.kv.num_computed_tokens + remote.num_external_tokens
-        for index, block_id in enumerate(request.kv.block_ids):
+        for index, block_id in enumerate(self._kv.load_table(request.kv, num_tokens)):
             if block_id in invalid_block_ids:
                 # Blocks behind the first bad one may be good, and are of no use: attention needs every token before
-                # them.
-                return min(num_tokens, index // self._kv.pool.num_groups * self._kv.block_size)
+                # them. A state is of no use without all of its tokens, nor are they without it.
+                is_partial = self._kv.states is None
+                return min(num_tokens, index // self._kv.pool.num_groups * self._kv.block_size) if is_partial else 0
         return num_tokens
 
     def _resume(self, request: Request) -> None:
@@ -192,7 +199,10 @@ class RemoteKV:
         elif request.kv.block_ids:
             # The last token is always computed here, because its logits give the next token.
             num_tokens = request.kv.num_computed_tokens + remote.num_external_tokens
-            self._kv.finish_load(request.kv, min(num_tokens, request.num_tokens - 1))
+            if num_tokens < request.num_tokens or self._kv.states is None:
+                self._kv.finish_load(request.kv, min(num_tokens, request.num_tokens - 1))
+            else:
+                self._kv.free(request.kv)  # the state after the last token does not tell its logits
         del self._waiting[request.request_id]
         remote.is_waiting = False
         remote.wait_ns += self._clock() - remote.waiting_since_ns

@@ -366,9 +366,11 @@ class Scheduler:
     def _fill_stats(self, stats: SchedulerStats) -> None:
         """Add the figures of images and states."""
         if (states := self._states) is not None:
-            # A slot for each request that runs. What the last step read or wrote is held a step longer.
-            stats.num_free_state_slots = states.pool.num_blocks - len(self.running)
-            stats.kv_usage = max(stats.kv_usage, len(self.running) / states.pool.num_blocks)
+            # A slot for each request that runs or loads, and for each lease. What the last step read or wrote is held a
+            # step longer.
+            num_held = len(self.running) + (0 if self._remote is None else self._remote.num_holders)
+            stats.num_free_state_slots = states.pool.num_blocks - num_held
+            stats.kv_usage = max(stats.kv_usage, num_held / states.pool.num_blocks)
         if self.media is not None and self.media.num_asked:
             self.media.fill_stats(stats)
 

@@ -6,12 +6,14 @@ reads and the one that it writes, so that a snapshot, a fork and a hit copy noth
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenloom.engine_core.data.scheduler_output import StateRun
+from tokenloom.engine_core.kv_transfer.kv_transport import KVRegion
 
 from ..checkpoint.model_config import ModelConfig
 
@@ -28,19 +30,53 @@ class LayerStates(NamedTuple):
     """[num_slots, ...] float32, as ``StateShape.recurrent``; None: the layer has no recurrence."""
 
 
-def allocate_states(config: ModelConfig, num_slots: int, device: torch.device) -> list[LayerStates | None]:
-    """Allocate slots of zeros, for each layer of ``config.states``; empty if the model keeps no states."""
+def allocate_states(
+    config: ModelConfig, num_slots: int, device: torch.device, memory: memoryview | None = None
+) -> list[LayerStates | None]:
+    """Allocate slots of zeros, for each layer of ``config.states``; empty if the model keeps no states. ``memory``:
+    fresh memory of the host to lay them in; None: torch's own."""
+
+    def zeros(begin: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        if memory is None:
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+        end = begin + num_slots * prod(shape) * dtype.itemsize
+        return torch.frombuffer(memory[begin:end], dtype=dtype).view(num_slots, *shape)
+
     found = list[LayerStates | None]()
+    places = iter(_places(config, num_slots))
     for shape in config.states.layers if config.states else ():
         if shape is None:
             found.append(None)
             continue
-        conv = torch.zeros(num_slots, shape.taps, shape.channels, dtype=config.dtype, device=device)
-        recurrent = None
-        if shape.recurrent is not None:
-            recurrent = torch.zeros(num_slots, *shape.recurrent, dtype=torch.float32, device=device)
+        conv = zeros(next(places).begin, config.dtype, shape.taps, shape.channels)
+        recurrent = zeros(next(places).begin, torch.float32, *shape.recurrent) if shape.recurrent else None
         found.append(LayerStates(conv, recurrent))
     return found
+
+
+def state_regions(config: ModelConfig, num_slots: int, offset: int) -> tuple[KVRegion, ...]:
+    """Describe slots to transports that :func:`allocate_states` lays out in a memory from ``offset`` on."""
+    return tuple(KVRegion(offset + place.begin, place.nbytes, is_state=True) for place in _places(config, num_slots))
+
+
+class _Place(NamedTuple):
+    begin: int
+    """Of a tensor, in bytes behind the first one."""
+    nbytes: int
+    """Of one slot in it."""
+
+
+def _places(config: ModelConfig, num_slots: int) -> list[_Place]:
+    """Return where the tensors of all layers lie in one memory: of each its convolution's, then its recurrence's."""
+    shapes = [shape for shape in config.states.layers if shape is not None] if config.states else []
+    sizes = [shape.part_bytes(config.dtype.itemsize) for shape in shapes]
+    begin, places = 0, dict[tuple[int, int], _Place]()
+    for part in (1, 0):  # float32 first, so that each tensor begins at a multiple of its elements
+        for layer, parts in enumerate(sizes):
+            for nbytes in parts[part : part + 1]:
+                places[layer, part] = _Place(begin, nbytes)
+                begin += num_slots * nbytes
+    return [places[key] for key in sorted(places)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,15 +110,18 @@ class StatePlan:
 class StateSlots:
     """Holds the slots of one model, and one more, which no request has: dummy steps write to it."""
 
-    def __init__(self, config: ModelConfig, num_slots: int, device: torch.device) -> None:
-        """``num_slots``: those of requests and snapshots. :meth:`allocate` makes them."""
-        self._config, self._num_slots, self._device = config, num_slots, device
+    def __init__(
+        self, config: ModelConfig, num_slots: int, device: torch.device, memory: memoryview | None = None
+    ) -> None:
+        """``num_slots``: those of requests and snapshots. :meth:`allocate` makes them, in ``memory`` of the host if
+        that is given."""
+        self._config, self._num_slots, self._device, self._memory = config, num_slots, device, memory
         self.layers: list[LayerStates | None] = []
 
     def allocate(self) -> None:
         """Allocate the slots, empty, if there are none."""
         if not self.layers:
-            self.layers = allocate_states(self._config, self._num_slots + 1, self._device)
+            self.layers = allocate_states(self._config, self._num_slots + 1, self._device, self._memory)
 
     def drop(self) -> None:
         """Drop the slots with their content."""

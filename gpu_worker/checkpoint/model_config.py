@@ -131,7 +131,12 @@ class StateShape(NamedTuple):
 
     def nbytes(self, itemsize: int) -> int:
         """Return the size for one sequence, in bytes. ``itemsize``: of the model's dtype."""
-        return self.channels * self.taps * itemsize + 4 * (prod(self.recurrent) if self.recurrent else 0)
+        return sum(self.part_bytes(itemsize))
+
+    def part_bytes(self, itemsize: int) -> tuple[int, ...]:
+        """Return the size of the convolution's part, and of the recurrence's if there is one."""
+        conv = self.channels * self.taps * itemsize
+        return (conv, 4 * prod(self.recurrent)) if self.recurrent else (conv,)
 
     def __str__(self) -> str:
         recurrent = f"+{'x'.join(map(str, self.recurrent))}" if self.recurrent else ""

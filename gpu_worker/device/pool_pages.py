@@ -52,7 +52,7 @@ class PoolPages:
     ) -> None:
         """``pool`` is in memory of the host. ``start`` runs a call on another thread."""
         self._pool = pool
-        self._ahead = max(2, ahead_bytes // pool.block_bytes)
+        self._ahead = max(2, ahead_bytes // max(1, pool.block_bytes))  # blocks only: slots are few, and used soon
         self._populate = populate
         self._start = start
         self._ready = 0  # blocks below have their pages, or get them now
@@ -94,7 +94,7 @@ class PoolPages:
         self._thread = self._start(lambda: self._make_ready(first, last))
 
     def _make_ready(self, first: int, last: int) -> None:
-        for region in self._pool.regions:
+        for region in self._pool.regions_of(is_state=False):
             end = region.offset + last * region.block_bytes
             for start in range(region.offset + first * region.block_bytes, end, _PIECE):
                 if not self._populate(self._pool.host, start, min(start + _PIECE, end)):

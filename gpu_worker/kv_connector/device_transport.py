@@ -81,11 +81,11 @@ class DeviceReader:
     def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
         if self._offer.block_bytes != pool.region_bytes:
             raise KVTransferError("layout", "the owner's regions are of other sizes than this pool's")
-        source, target = checked_pairs(source_block_ids, self._offer.num_blocks, target_block_ids, pool)
+        found = checked_pairs(source_block_ids, self._offer.num_blocks, target_block_ids, pool)
         with self._lock:
             mapped = self._memory(pool)
-            if len(source):
-                mapped.copy(source, target)
+            for pairs in found:
+                mapped.copy(pairs.source, pairs.target)
 
     def close(self) -> None:
         """Release the mapping, after a copy that runs."""

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -32,6 +32,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
     KVRegion,
     KVTransferError,
     checked_pairs,
+    regions_of,
 )
 
 from .socket_frames import decoded
@@ -52,6 +53,7 @@ class _Endpoint(msgspec.Struct, array_like=True):
     layout: str
     num_blocks: int
     regions: list[KVRegion]
+    num_slots: int = 0
 
 
 def is_available() -> bool:
@@ -85,7 +87,10 @@ class NixlTransport:
         address = self.register(pool.host)
         with self._lock:
             metadata = self.agent().get_agent_metadata()
-        return msgspec.msgpack.encode(_Endpoint(metadata, address, pool.layout, pool.num_blocks, list(pool.regions)))
+        regions = list(pool.regions)
+        return msgspec.msgpack.encode(
+            _Endpoint(metadata, address, pool.layout, pool.num_blocks, regions, pool.num_slots)
+        )
 
     def attend(self, seconds: float) -> None:
         self._attendant.attend(seconds)
@@ -204,13 +209,18 @@ class NixlReader:
         self._closed = False
 
     def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
-        if [region.block_bytes for region in self._owner.regions] != pool.region_bytes:
+        owner = self._owner
+        if [region.block_bytes for region in owner.regions] != pool.region_bytes:
             raise KVTransferError("layout", "the owner's regions are of other sizes than this pool's")
-        source, target = checked_pairs(source_block_ids, self._owner.num_blocks, target_block_ids, pool)
-        if not len(source):
+        found = checked_pairs(source_block_ids, owner.num_blocks, target_block_ids, pool, owner.num_slots)
+        if not found:
             return
-        theirs = _descriptors(self._owner.address, self._owner.regions, source)
-        ours = _descriptors(self._transport.register(pool.host), pool.regions, target)
+        address = self._transport.register(pool.host)
+        pairs = [(regions_of(owner.regions, is_state=each.is_state), each) for each in found]
+        theirs = np.concatenate([_descriptors(owner.address, regions, each.source) for regions, each in pairs])
+        ours = np.concatenate(
+            [_descriptors(address, pool.regions_of(is_state=each.is_state), each.target) for each in found]
+        )
         try:
             self._transfer(ours, theirs)
         except KVTransferError:
@@ -244,7 +254,7 @@ class NixlReader:
                 agent.release_xfer_handle(handle)
 
 
-def _descriptors(address: int, regions: tuple[KVRegion, ...] | list[KVRegion], ids: IntArray) -> npt.NDArray[np.uint64]:
+def _descriptors(address: int, regions: Sequence[KVRegion], ids: IntArray) -> npt.NDArray[np.uint64]:
     """Return [regions * n, 3]: address, bytes and device of every piece."""
     offsets = np.array([region.offset for region in regions], dtype=np.uint64)[:, None]
     sizes = np.array([region.block_bytes for region in regions], dtype=np.uint64)[:, None]

@@ -29,9 +29,11 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
     KVPool,
     KVRegion,
     KVTransferError,
+    ReadPairs,
     checked_pairs,
     copy_blocks,
     region_planes,
+    regions_of,
 )
 
 from .listener import SECONDS, OfferTransport, hang_up, serve_offers
@@ -170,6 +172,7 @@ class _Offer(msgspec.Struct, array_like=True):
     regions: list[KVRegion]
     is_window: bool = False
     """Whether the memory is a window, through which a device's blocks are asked for, instead of the pool."""
+    num_slots: int = 0
 
 
 class SharedMemoryTransport(OfferTransport):
@@ -182,7 +185,7 @@ class SharedMemoryTransport(OfferTransport):
         assert self._listener is None, "a transport serves one pool"
         if pool.device is None and pool.host.fd is None:
             return None
-        offer = _Offer(pool.layout, pool.num_blocks, list(pool.regions), pool.device is not None)
+        offer = _Offer(pool.layout, pool.num_blocks, list(pool.regions), pool.device is not None, pool.num_slots)
         data = msgspec.msgpack.encode(offer)
 
         def pass_memory(connection: socket.socket) -> None:
@@ -228,8 +231,8 @@ class SharedMemoryReader:
             raise KVTransferError("transport", "the owner has ended, or the reader is closed")
         if there.sizes != pool.region_bytes:
             raise KVTransferError("layout", "the owner's regions are of other sizes than this pool's")
-        source, target = checked_pairs(source_block_ids, there.num_blocks, target_block_ids, pool)
-        there.read(source, target, pool, self._stagings)
+        for pairs in checked_pairs(source_block_ids, there.num_blocks, target_block_ids, pool, there.num_slots):
+            there.read(pairs, pool, self._stagings)
 
     def close(self) -> None:
         source, self._source = self._source, None
@@ -242,10 +245,11 @@ class _MappedBlocks:
 
     def __init__(self, connection: socket.socket, fd: int, offer: _Offer) -> None:
         """Take ownership of the connection. The caller keeps ``fd``. Raises ``OSError`` or ``ValueError``."""
-        self.num_blocks = offer.num_blocks
+        self.num_blocks, self.num_slots = offer.num_blocks, offer.num_slots
         self.sizes = [region.block_bytes for region in offer.regions]
         memory = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
-        self._planes = region_planes(memory, offer.regions, offer.num_blocks)
+        self._planes = region_planes(memory, regions_of(offer.regions, is_state=False), offer.num_blocks)
+        self._state_planes = region_planes(memory, regions_of(offer.regions, is_state=True), offer.num_slots)
         self._connection = connection
         # Without the open socket a reader kept the pools of replaced engines mapped, up to 64 of them, for as long as
         # it lived.
@@ -256,9 +260,11 @@ class _MappedBlocks:
         arguments = (self._connection, weakref.ref(reader))
         threading.Thread(target=_close_after, args=arguments, name="kv-shm-owner", daemon=True).start()
 
-    def read(self, source: BlockArray, target: BlockArray, pool: KVPool, stagings: Stagings) -> None:
+    def read(self, pairs: ReadPairs, pool: KVPool, stagings: Stagings) -> None:
+        is_state, source, target = pairs
         if pool.device is None:
-            copy_blocks(self._planes, source, pool.planes, target)
+            planes = self._state_planes if is_state else self._planes
+            copy_blocks(planes, source, pool.planes_of(is_state=is_state), target)
             return
         views = [view for plane in self._planes for view in plane]
 
@@ -289,13 +295,14 @@ class _WindowBlocks:
 
     def __init__(self, connection: socket.socket, fd: int, offer: _Offer) -> None:
         """Take ownership of the connection. The caller keeps ``fd``. Raises ``OSError`` or ``ValueError``."""
-        self.num_blocks = offer.num_blocks
+        self.num_blocks, self.num_slots = offer.num_blocks, 0  # a device's states do not move
         self.sizes = [region.block_bytes for region in offer.regions]
         self._connection = connection
         self._window = WindowReader(connection, fd, len(self.sizes), sum(self.sizes))
         weakref.finalize(self, connection.close)  # with the last reference to the reader at the latest
 
-    def read(self, source: BlockArray, target: BlockArray, pool: KVPool, stagings: Stagings) -> None:
+    def read(self, pairs: ReadPairs, pool: KVPool, stagings: Stagings) -> None:
+        source, target = pairs.source, pairs.target
         try:
             with contextlib.closing(self._window.parts(source)) as parts:
                 for piece, packed in parts:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from tokenloom.engine_core.kv_transfer.kv_transport import IntArray, KVPool
+from tokenloom.engine_core.kv_transfer.kv_transport import IntArray, KVPool, KVRegion, divided
 from tokenloom.engine_core.wire.frames import Pieces
 
 _LENGTH = struct.Struct("<I")
@@ -44,16 +44,23 @@ def decoded(data: bytes | bytearray, kind: type[Message]) -> Message:
         raise msgspec.DecodeError(str(error)) from None
 
 
-def pieces(pool: KVPool, block_ids: IntArray) -> list[memoryview]:
-    """Return a pool's memory under these blocks, region by region; adjacent blocks form one piece."""
+def pieces(pool: KVPool, ids: IntArray) -> list[memoryview]:
+    """Return a pool's memory under these blocks, region by region, and behind them under the slots; adjacent ones form
+    one piece."""
+    blocks, slots = divided(ids, pool.num_blocks)
+    memory = pool.host.buffer
+    found = _pieces(memory, pool.regions_of(is_state=False), blocks)
+    return found + _pieces(memory, pool.regions_of(is_state=True), slots) if len(slots) else found
+
+
+def _pieces(memory: memoryview, regions: Sequence[KVRegion], block_ids: IntArray) -> list[memoryview]:
     if not len(block_ids):
         return []
     begins = np.concatenate(([0], np.flatnonzero(np.diff(block_ids) != 1) + 1))
     counts = np.diff(np.concatenate((begins, [len(block_ids)]))).tolist()
     runs = list(zip(block_ids[begins].tolist(), counts, strict=True))
-    memory = pool.host.buffer
     found = []
-    for region in pool.regions:
+    for region in regions:
         for block_id, count in runs:
             begin = region.offset + block_id * region.block_bytes
             found.append(memory[begin : begin + count * region.block_bytes])

@@ -70,7 +70,8 @@ class _Welcome(msgspec.Struct, array_like=True):
     layout: str
     num_blocks: int
     block_bytes: list[int]
-    """The size of each region."""
+    """The size of a block, or of a slot, in each region."""
+    num_slots: int = 0
 
 
 class _Batch(msgspec.Struct, array_like=True):
@@ -168,7 +169,7 @@ class _Owner:
                 return
             pool = self._pool
             # Also sent to a reader with another layout, so that its error can name both layouts. It then gets no block.
-            send_frame(connection, _Welcome(pool.layout, pool.num_blocks, pool.region_bytes))
+            send_frame(connection, _Welcome(pool.layout, pool.num_blocks, pool.region_bytes, pool.num_slots))
             staging = None
             if hello.layout == pool.layout and pool.device is not None:
                 staging = Staging(pool, pool.device)
@@ -210,8 +211,10 @@ class SocketReader:
     def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
         if self._welcome.block_bytes != pool.region_bytes:
             raise KVTransferError("layout", "the owner's regions are of other sizes than this pool's")
-        source, target = checked_pairs(source_block_ids, self._welcome.num_blocks, target_block_ids, pool)
-        per_batch = max(1, _BATCH_BYTES // pool.block_bytes)
+        theirs = self._welcome
+        checked_pairs(source_block_ids, theirs.num_blocks, target_block_ids, pool, theirs.num_slots)
+        source, target = np.asarray(source_block_ids), np.asarray(target_block_ids)
+        per_batch = max(1, _BATCH_BYTES // max(1, pool.block_bytes))
         connection = self._take()
         try:
             for begin in range(0, len(source), per_batch):

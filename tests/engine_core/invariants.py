@@ -85,10 +85,18 @@ def _check_rows(media: RowStore, scheduler: Scheduler) -> None:
 
 def _check_states(states: StateSlotPool, scheduler: Scheduler) -> None:
     """Check that each request that runs owns a slot, no other slot is held, and a state is found only with its KV."""
+    remote = scheduler._remote
     requests = {request.request_id: request.kv.state for request in scheduler.requests.values() if request.kv.state}
-    assert requests.keys() == {request.request_id for request in scheduler.running}
-    slots = [state.slot for state in requests.values()]
-    assert all(state.draft_slot < 0 for state in requests.values())
+    others = {request.request_id for request in scheduler.running}
+    if remote is not None:  # those that load, or have loaded
+        others |= {request.request_id for request in scheduler.requests.values() if request.kv.block_ids}
+    assert requests.keys() == others
+    owners = [*requests.values()]
+    if remote is not None:  # those that have ended
+        ended = [*remote._held.values(), *(each.kv for each in remote._loading.values() if each.is_finished)]
+        owners += [kv.state for kv in ended if kv.state is not None]
+    slots = [slot for state in owners for slot in (state.slot, state.lent_slot) if slot >= 0]
+    assert all(state.draft_slot < 0 for state in owners)
     held = Counter([*slots, *states._read, *(kept.slot for kept in states._kept)])
     pool = states.pool
     assert pool.ref_counts == [held[slot] for slot in range(pool.num_blocks)]
@@ -99,7 +107,7 @@ def _check_states(states: StateSlotPool, scheduler: Scheduler) -> None:
     assert registered == {slot: name for name, slot in pool._by_hash.items()}
     assert pool._by_hash.keys() <= scheduler.kv.pool._by_hash.keys()
     assert states._prompts.keys() <= requests.keys()
-    own = Counter(state.slot for state in requests.values() if not state.is_kept)
+    own = Counter(state.slot for state in owners if not state.is_kept)
     assert all(count == 1 == pool.ref_counts[slot] for slot, count in own.items())
     assert own.keys().isdisjoint(registered)
 

@@ -125,6 +125,15 @@ def _of_block_before(states: StateSlotPool, request: RequestKV, num_hits: int, n
         state.slot = others[-1]
 
 
+def _over_hit(states: StateSlotPool, request: RequestKV, num_tokens: int) -> None:
+    """Load a state into the slot that the request hit, which others may hit too."""
+    assert request.state is not None
+    if request.state.slot < 0:
+        _begin_load(states, request, num_tokens)
+    else:
+        request.state.is_kept = False
+
+
 def _anywhere(states: StateSlotPool, request: RequestKV, num_tokens: int, most: int) -> int:
     """Cut prompts anywhere, also where the result depends on it."""
     return num_tokens
@@ -140,7 +149,7 @@ def _blind(salt: bytes, *_: object) -> bytes:
     return salt
 
 
-_add, _begin = StateSlotPool.add, StateSlotPool.begin
+_add, _begin, _begin_load = StateSlotPool.add, StateSlotPool.begin, StateSlotPool.begin_load
 
 _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "schemas_fault": {(compiler, "_for_clients"): _schemas_fault},
@@ -155,6 +164,7 @@ _BUGS: dict[str, dict[tuple[Any, str], Any]] = {
     "stale_state": {(StateSlotPool, "add"): _found_at_once},
     "twice_written_state": {(StateSlotPool, "_take"): _written_on},
     "wrong_state": {(StateSlotPool, "begin"): _of_block_before},
+    "loaded_over_hit": {(StateSlotPool, "begin_load"): _over_hit},
     "cut_state": {(StateSlotPool, "whole_chunks"): _anywhere},
     "state_of_prompt": {(StateSlotPool, "_replayed"): _as_prompt},
     "blind_to_images": {(block_pool, "media_salt"): _blind},

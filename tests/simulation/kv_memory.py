@@ -55,8 +55,10 @@ class MemoryReader:
         owner, reader = self._owner.name, self._reader.name
         if self._owner.is_dead or self._network.is_cut(owner, reader) or self._network.is_cut(reader, owner):
             raise KVTransferError("transport", "the owner cannot be reached")
-        source, target = checked_pairs(source_block_ids, self._pool.num_blocks, target_block_ids, pool)
-        copy_blocks(self._pool.planes, source, pool.planes, target)
+        theirs = self._pool
+        for pairs in checked_pairs(source_block_ids, theirs.num_blocks, target_block_ids, pool, theirs.num_slots):
+            there, here = theirs.planes_of(is_state=pairs.is_state), pool.planes_of(is_state=pairs.is_state)
+            copy_blocks(there, pairs.source, here, pairs.target)
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""

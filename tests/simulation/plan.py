@@ -220,7 +220,6 @@ def with_states(plan: Plan) -> Plan:
 
     return replace(
         plan,
-        roles=("both",) * len(plan.roles),
         num_blocks=random.choice((10, 14, 24)),
         state_chunk=chunk,
         state_bytes=nbytes,

@@ -55,7 +55,10 @@ def test_states_follow_their_tokens(seed: int, is_administered: bool) -> None:
     assert not run_seed(seed, has_states=True, is_administered=is_administered).violations
 
 
-@pytest.mark.parametrize("bug", ["stale_state", "twice_written_state", "wrong_state", "cut_state", "state_of_prompt"])
+@pytest.mark.parametrize(
+    "bug",
+    ["stale_state", "twice_written_state", "wrong_state", "cut_state", "state_of_prompt", "loaded_over_hit"],
+)
 def test_a_bug_of_states_that_is_put_back_is_found(bug: str) -> None:
     with reintroduced(bug):
         assert any(run_seed(seed, has_states=True).violations for seed in range(200))

@@ -198,6 +198,7 @@ class KVFront:
             kv_layout=core.ready.kv_layout,
             block_size=core.ready.block_size,
             num_kv_groups=core.ready.num_kv_groups,
+            has_states=core.ready.num_state_slots > 0,
             transports=expanded(settings.kv_transports, on_host=core.ready.pool_is_on_host),
             must_load=settings.engine.kv.policy == "fail",
         )

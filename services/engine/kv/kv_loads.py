@@ -85,11 +85,13 @@ class Reading:
         num_tokens: int,
         block_size: int,
         num_kv_groups: int = 1,
+        has_states: bool = False,
         owner: str = "",
     ) -> "Reading":
-        """Acquire a lease on the KV of ``num_tokens`` tokens. ``owner``: as in :class:`KVTarget`."""
+        """Acquire a lease on the KV of ``num_tokens`` tokens, and with ``has_states`` on the slot with the state after
+        them. ``owner``: as in :class:`KVTarget`."""
         answer = await _call(lambda: stub.Acquire(request, timeout=CALL_SECONDS))
-        _check_answer(answer, request, num_blocks=-(-num_tokens // block_size) * num_kv_groups)
+        _check_answer(answer, request, num_blocks=-(-num_tokens // block_size) * num_kv_groups + has_states)
         target = KVTarget(
             acquisition_id=answer.acquisition_id,
             transport=answer.transport,
@@ -191,6 +193,7 @@ class ReaderConfig:
         kv_layout: As in ``Fingerprint``.
         block_size: Tokens per block.
         num_kv_groups: Blocks that hold the KV of one block of tokens.
+        has_states: Whether layers keep a state, whose slot a lease names behind its blocks.
         transports: Names of transports, best first.
         must_load: Whether a request fails if its KV cannot be loaded; otherwise its prompt is computed here.
     """
@@ -201,6 +204,7 @@ class ReaderConfig:
     transports: Sequence[str]
     must_load: bool = False
     num_kv_groups: int = 1
+    has_states: bool = False
 
 
 class _Load:
@@ -291,6 +295,7 @@ class KVLoads:
             num_tokens=source.num_tokens,
             block_size=self._config.block_size,
             num_kv_groups=self._config.num_kv_groups,
+            has_states=self._config.has_states,
             owner=owner.incarnation,
         )
         attempt.kv.wait_ns += round((self._core.clock() - began) * 1e9)

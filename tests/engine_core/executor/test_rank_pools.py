@@ -60,7 +60,7 @@ def test_readers_get_a_descriptor_that_cannot_write() -> None:
 def test_ranks_that_differ_in_their_blocks_are_refused() -> None:
     pools = RankPools(2)
     pools.allocate(240)
-    with pytest.raises(ValueError, match=r"have \[8, 10\] blocks; all need the same number"):
+    with pytest.raises(ValueError, match=r"have \[\(8, 0\), \(10, 0\)\] blocks and slots"):
         pools.merge([PART, RankPool(REGIONS, 8, "a")])
     pools.close()
 
@@ -71,3 +71,14 @@ def test_memory_that_was_never_allocated_is_closed_too() -> None:
     pools.close()
     with pytest.raises(OSError):
         os.fstat(fd)
+
+
+def test_slots_of_the_ranks_are_one_slot() -> None:
+    pools = RankPools(2)
+    part_bytes = pools.allocate(240)
+    part = RankPool([*REGIONS, KVRegion(300, 24, is_state=True)], 10, "a", num_slots=3)
+    pool = pools.merge([part, part])
+    assert (pool.num_slots, pool.slot_bytes, pool.block_bytes) == (3, 48, 48)
+    pool.rows(10 + 2)[1][:] = 9
+    assert bytes(pool.host.buffer[part_bytes + 348 : part_bytes + 372]) == b"\x09" * 24
+    pools.close()

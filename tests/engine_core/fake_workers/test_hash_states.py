@@ -9,7 +9,7 @@ import pytest
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput, StateRun
 from tokenloom.engine_core.fake_workers.hash_row import HashRow
-from tokenloom.engine_core.fake_workers.hash_states import HashStates, hash_run
+from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES, HashStates, hash_run
 
 TOKENS = np.column_stack((np.arange(150), np.arange(150))).astype(np.int32)
 
@@ -41,7 +41,8 @@ def test_a_run_keeps_the_slot_that_it_reads() -> None:
     states = HashStates(1)
     states.allocate(3)
     run_step(states, TOKENS, {"a": 40}, [StateRun("a", 32, -1, 0), StateRun("a", 8, 0, 2)])
-    assert states.slots == [hash_run(b"", TOKENS[:32], 1), b"empty", hash_run(b"", TOKENS[:40], 1)]
+    kept = [hash_run(b"", TOKENS[:32], 1), b"\xee" * STATE_BYTES, hash_run(b"", TOKENS[:40], 1)]
+    assert [slot.tobytes() for slot in states.slots] == kept
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,13 @@ from tokenloom.engine_core.data.kv_messages import (
     KVVerify,
 )
 from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutput, FinishReason
+from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_transfer.block_loads import LoadOrder
 from tokenloom.engine_core.kv_transfer.core_kv import CoreKV
 from tokenloom.engine_core.kv_transfer.failpoints import Failpoints
 from tokenloom.engine_core.kv_transfer.kv_service import KVService
-from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, copy_blocks
+from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, checked_pairs, copy_blocks
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.kv_transfer.pull_connector import PullConnector
 
@@ -73,7 +74,10 @@ class MemoryReader:
     def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
         self._transport.num_reads += 1
         self._transport.num_blocks += len(source_block_ids)
-        copy_blocks(self._source.planes, source_block_ids, pool.planes, target_block_ids)
+        theirs = self._source
+        for pairs in checked_pairs(source_block_ids, theirs.num_blocks, target_block_ids, pool, theirs.num_slots):
+            there, here = theirs.planes_of(is_state=pairs.is_state), pool.planes_of(is_state=pairs.is_state)
+            copy_blocks(there, pairs.source, here, pairs.target)
 
     def close(self) -> None:
         pass
@@ -119,15 +123,22 @@ class Engine:
         executor: str,
         copies_at_once: bool,
         windows: Sequence[int | None] = (),
+        state_chunk: int = 0,
+        state_bytes: int = STATE_BYTES,
+        num_slots: int = 0,
         **settings: Any,
     ) -> None:
         """``executor``: one of ``EXECUTORS``; all but the first overlap steps.
 
         ``copies_at_once``: what a load can copy when it starts is copied before anything else happens. ``windows``:
-        those of the groups of layers, if there are several.
+        those of the groups of layers, if there are several. ``state_chunk``, ``state_bytes``: of the layer that keeps
+        a state, if there is one; ``num_slots``: 0 for as many as the engine chooses.
         """
         config = make_config(**settings, async_scheduling=executor != "uniproc")
         config = msgspec.structs.replace(config, kv=kv)
+        if num_slots:
+            cache = msgspec.structs.replace(config.cache, state_memory_bytes=num_slots * state_bytes)
+            config = msgspec.structs.replace(config, cache=cache)
         self.name = f"engine-{index}"
         self.config = config
         self.transport = MemoryTransport(pools)
@@ -137,7 +148,9 @@ class Engine:
         if copies_at_once:
             self.service.start_load = self._copy_at_once  # type: ignore[method-assign]
         connector = PullConnector(self.service, config.cache.block_size, self.failpoints)
-        worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256)
+        worker = HashWorker(
+            config, vocab_size=VOCAB_SIZE, max_model_len=256, state_chunk=state_chunk, state_bytes=state_bytes
+        )
         if windows:
             worker = GroupedHashWorker(config, windows)
         self.core = EngineCore(config, EXECUTORS[executor](worker), CoreKV(connector, self.failpoints, self.service))

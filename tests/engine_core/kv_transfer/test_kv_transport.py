@@ -101,11 +101,29 @@ def test_pairs_must_agree() -> None:
     pool = make_pool(4, [8])
     with pytest.raises(KVTransferError, match="cannot read 2 blocks into 1"):
         checked_pairs([0, 1], 9, [0], pool)
-    source, target = checked_pairs([8], 9, [3], pool)
-    assert (source.tolist(), target.tolist()) == ([8], [3])
+    [(is_state, source, target)] = checked_pairs([8], 9, [3], pool)
+    assert (is_state, source.tolist(), target.tolist()) == (False, [8], [3])
 
 
 def test_an_error_names_its_reason() -> None:
     error = KVTransferError("layout", "the owner has A, this engine B")
     assert error.reason == "layout"
     assert str(error) == "layout: the owner has A, this engine B"
+
+
+def test_slots_have_regions_and_ids_of_their_own() -> None:
+    memory = PoolMemory.allocate(4096, shared=False)
+    regions = (KVRegion(0, 8), KVRegion(100, 40, is_state=True), KVRegion(300, 16, is_state=True))
+    source, target = (KVPool(memory, regions, count, "test", 4) for count in (6, 5))
+    assert (source.block_bytes, source.slot_bytes, source.nbytes_of([5, 6, 9])) == (8, 56, 8 + 2 * 56)
+    source.rows(6 + 2)[0][:] = 7
+    assert (target.rows(5 + 2)[0] == 7).all()
+    pairs = checked_pairs([5, 1, 9], 6, [0, 2, 5], target, 4)
+    assert [(each.is_state, each.source.tolist(), each.target.tolist()) for each in pairs] == [
+        (False, [5, 1], [0, 2]),
+        (True, [3], [0]),
+    ]
+    with pytest.raises(KVTransferError, match="a slot cannot be read into a block"):
+        checked_pairs([5, 6], 6, [5, 0], target, 4)
+    with pytest.raises(KVTransferError, match="exceed"):
+        checked_pairs([10], 6, [5], target, 4)

@@ -36,7 +36,7 @@ class FakeConnector:
         self.oldest: str | None = None
         self.news: KVConnectorOutput | None = None
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
+    def bind_block_pool(self, pool: BlockPool, slots: BlockPool | None = None) -> None:
         self._note("bind_block_pool")
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:

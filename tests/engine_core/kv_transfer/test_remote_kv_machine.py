@@ -12,6 +12,7 @@ from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS
 from tests.engine_core.kv_transfer.kv_pair import Pair
 from tokenloom.engine_core.data.config import KVConfig
+from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
 FAULTS = ("lease_expires", "blocks_reused", "wrong_layout", "copy_fails", "torn_copy", "verify_twice", "verdict_lost")
@@ -27,6 +28,9 @@ class RemoteKVMachine(RuleBasedStateMachine):
 
     windows: Sequence[int | None] = ()
     """Those of the groups of layers, if there are several."""
+    state_chunk = 0
+    """That of the layer that keeps a state; 0: none does."""
+    state_bytes = STATE_BYTES
 
     @initialize(
         faults=st.lists(st.sampled_from(FAULTS), max_size=2, unique=True),
@@ -36,6 +40,7 @@ class RemoteKVMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from((2, 8)),
         executor=st.sampled_from(list(EXECUTORS)),
         copies_at_once=st.booleans(),
+        num_slots=st.integers(2, 12),
     )
     def start(
         self,
@@ -46,7 +51,10 @@ class RemoteKVMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         executor: str,
         copies_at_once: bool,
+        num_slots: int,
     ) -> None:
+        if self.state_chunk:
+            budget = max(budget, max_num_seqs + self.state_chunk)
         if self.windows:  # blocks of a request of 48 tokens, with all of its windows, and the block that is never used
             num_blocks = num_blocks * len(self.windows) + 1
         kv = KVConfig(transports=("memory",), checksum=True, failpoints=tuple(f"{name}=0.3" for name in faults))
@@ -59,6 +67,9 @@ class RemoteKVMachine(RuleBasedStateMachine):
             executor=executor,
             copies_at_once=copies_at_once,
             windows=self.windows,
+            state_chunk=self.state_chunk,
+            state_bytes=self.state_bytes,
+            num_slots=num_slots if self.state_chunk else 0,
         )
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 8), early=st.booleans(), swap=st.booleans(), salt=st.booleans())
@@ -118,7 +129,7 @@ class RemoteKVMachine(RuleBasedStateMachine):
             is_wrong = any("wrong_layout" in failpoint for failpoint in engine.config.kv.failpoints)
             assert is_wrong or "layout" not in engine.stats.kv_recomputes, "the owner kept too little"
         for request in self.pair.requests.values():
-            expected = expected_tokens(request.prompt, request.max_tokens, VOCAB_SIZE)
+            expected = expected_tokens(request.prompt, request.max_tokens, VOCAB_SIZE, state_chunk=self.state_chunk)
             assert request.tokens == expected[: len(request.tokens)]
             assert request.is_aborted or len(request.tokens) == request.max_tokens
 
@@ -142,3 +153,35 @@ class GroupedRemoteKVMachine(RemoteKVMachine):
 
 TestGroupedRemoteKV = GroupedRemoteKVMachine.TestCase
 TestGroupedRemoteKV.settings = settings(_SETTINGS, max_examples=20)
+
+
+class StateRemoteKVMachine(RemoteKVMachine):
+    """Has a layer that keeps a state: a slot that is read too early, too late or of another request gives other
+    tokens."""
+
+    state_chunk = 1
+    state_bytes = 10_000
+
+
+TestStateRemoteKV = StateRemoteKVMachine.TestCase
+TestStateRemoteKV.settings = settings(_SETTINGS, max_examples=60)
+
+
+class SmallStateRemoteKVMachine(StateRemoteKVMachine):
+    """Keeps a state at the end of each block."""
+
+    state_bytes = STATE_BYTES
+
+
+TestSmallStateRemoteKV = SmallStateRemoteKVMachine.TestCase
+TestSmallStateRemoteKV.settings = settings(_SETTINGS, max_examples=30)
+
+
+class StrictStateRemoteKVMachine(StateRemoteKVMachine):
+    """Has a layer whose result depends on where prompts are cut."""
+
+    state_chunk = 6
+
+
+TestStrictStateRemoteKV = StrictStateRemoteKVMachine.TestCase
+TestStrictStateRemoteKV.settings = settings(_SETTINGS, max_examples=60)

@@ -13,7 +13,7 @@ import pytest
 from tests.engine_core.processes import wait_until
 from tests.gpu_worker.kv_connector.conftest import LAYOUT, SIZES, MakePool, block
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-from tokenloom.engine_core.kv_transfer.kv_transport import KVRegion, KVTransferError
+from tokenloom.engine_core.kv_transfer.kv_transport import KVRegion, KVTransferError, ReadPairs
 from tokenloom.gpu_worker.kv_connector.listener import Endpoint, KVListener
 from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport, _Offer, map_offer
 from tokenloom.gpu_worker.kv_connector.staging import Stagings
@@ -61,7 +61,7 @@ def test_a_read_in_progress_outlives_its_owner(transport, make_pool: MakePool) -
     transport.close()
     owner.memory.close()
     assert wait_until(lambda: reader.is_closed, 30.0)
-    source.read(np.array([2]), np.array([0]), pool, Stagings())
+    source.read(ReadPairs(False, np.array([2]), np.array([0])), pool, Stagings())
     assert block(pool, 0) == expected
 
 

@@ -152,12 +152,10 @@ def test_the_text_of_a_vision_checkpoint_is_computed(make: Any, tmp_path: Path) 
     assert row.tokens == generate(reference, prompt, 6)
 
 
-def test_what_moves_kv_is_refused_by_name(make: Any, tmp_path: Path) -> None:
+def test_offloading_is_refused_by_name(make: Any, tmp_path: Path) -> None:
     make("lfm2").save_pretrained(tmp_path)
     worker = WorkerConfig(model=str(tmp_path))
     for options, named in (
-        ({"kv": KVConfig(transports=("shm",))}, "do not set kv_transports"),
-        ({"kv": KVConfig(role="prefill")}, "do not set role prefill"),
         ({"kv": KVConfig(offload_path="blocks")}, "do not set kv_offload_path"),
     ):
         with pytest.raises(ValueError, match=named):

@@ -53,11 +53,6 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
         check_engine_packages()
         for path in paths:
             found = check_checkpoint(path, engine)
-            if found.state_chunk and "prefill" in options.engine_roles:
-                raise CannotServe(
-                    f"{path}: layers of this model keep a state between tokens, which engines do not pass on: "
-                    "use --engines in place of --prefill and --decode"
-                )
             if not found.is_tried:
                 typer.echo(
                     f"Warning: {path} is untried with the installed transformers: the engine decides when it loads it",

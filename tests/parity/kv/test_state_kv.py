@@ -1,0 +1,75 @@
+"""The states of real models move between engines with the keys and values: transformers' tokens, and no prompt is
+computed again."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair, mp
+from tests.parity.state_checkpoints import write_model
+from tests.parity.test_states import Reference, draw
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.gpu_worker.kv_connector import nixl
+
+KINDS = ("qwen3_5_text", "granitemoehybrid", "mamba2", "lfm2", "falcon_h1")
+"""Those of built-in layers, one of which attends nowhere, and one through transformers' modules."""
+TRANSPORTS = [
+    pytest.param(name, marks=pytest.mark.skipif(name == "nixl" and not nixl.is_available(), reason="nixl is missing"))
+    for name in ("shm", "unix", "tcp", "nixl")
+]
+PARAMS = CoreSamplingParams(max_tokens=10, seed=3, temperature=0.0)
+LENGTHS = (1, 2, 16, 64, 100, 257)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(kind, tmp_path_factory.mktemp(kind)))
+
+
+@pytest.fixture(scope="module")
+def wanted(kind: str) -> list[list[int]]:
+    return Reference(kind).answers([draw(length, length) for length in LENGTHS], 10)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_decode_continues_from_the_state_of_the_prompt(path: str, wanted: list[list[int]], transport: str) -> None:
+    pair = Pair(MAKE[transport], model=path)
+    try:
+        for length, tokens in zip(LENGTHS, wanted, strict=True):
+            assert pair.ask(f"r{length}", draw(length, length), PARAMS) == tokens
+        check(pair, len(LENGTHS))
+    finally:
+        pair.close()
+
+
+def test_the_states_of_workers_in_other_processes_move(tmp_path: Path) -> None:
+    path = str(write_model("qwen3_5_text", tmp_path))
+    pair = Pair(MAKE["shm"], prefill=mp, decode=mp, model=path)
+    try:
+        [tokens] = Reference("qwen3_5_text").answers([draw(100, 3)], 10)
+        assert pair.ask("r", draw(100, 3), PARAMS) == tokens
+        check(pair, 1)
+    finally:
+        pair.close()
+
+
+def check(pair: Pair, num_requests: int) -> None:
+    """Check that each step of the decode engine computed decoded tokens, and all slots are free."""
+    stats = pair.decode.core.scheduler.stats()
+    assert not stats.kv_recomputes
+    pool = pair.decode.core.executor.kv_pool()
+    assert pool.slot_bytes
+    of_blocks = stats.kv_blocks_received * pool.block_bytes
+    assert sum(stats.kv_bytes_received.values()) == of_blocks + num_requests * pool.slot_bytes
+    assert pair.decode.core.num_steps == num_requests * 9
+    for engine in (pair.prefill, pair.decode):
+        states = engine.core.scheduler.kv.states
+        assert states is not None
+        engine.core.step()  # takes back what the reader has released
+        states.begin_step()
+        assert states.pool.num_free == states.pool.num_blocks

@@ -145,7 +145,7 @@ async def listening(
             max_model_len=448,
             vocab_size=256,
             media_kinds=[types_pb2.MEDIA_KIND_AUDIO],
-            max_media_per_prompt=1,
+            max_sounds_per_prompt=1,
             pooling_tasks=[types_pb2.POOLING_TASK_ALIGN],
         )
         async with mesh.gateway(**settings), mesh.http() as http:

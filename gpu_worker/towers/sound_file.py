@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 Samples = npt.NDArray[np.float32]
 """[n] between -1 and 1, of one channel."""
+File = BinaryIO | io.RawIOBase
 SAMPLING_RATE = 16_000
 MAX_SECONDS = 86_400.0
 MIN_SECONDS = 0.1
@@ -63,7 +64,7 @@ def resampled(samples: npt.ArrayLike, rate: int, new_rate: int = SAMPLING_RATE) 
     return np.concatenate([*mixer.blocks(frame), *mixer.rest()])
 
 
-def decode(file: BinaryIO, num_bytes: int, rate: int, max_seconds: float = MAX_SECONDS) -> Iterator[Samples]:
+def decode(file: File, num_bytes: int, rate: int, max_seconds: float = MAX_SECONDS) -> Iterator[Samples]:
     """Yield the samples of a file, block by block; at most one block is more than ``max_seconds`` allow.
 
     ``num_bytes``: of the file. What cannot be decoded is left out, and a file that was cut is read as far as it goes,
@@ -87,7 +88,7 @@ def decode(file: BinaryIO, num_bytes: int, rate: int, max_seconds: float = MAX_S
         raise BadSound(f"The sound is {num_samples / rate:.3f} s long; it must have at least {MIN_SECONDS:g} s.")
 
 
-def _opened(file: BinaryIO) -> Any:
+def _opened(file: File) -> Any:
     options = {"codec_whitelist": ",".join(sorted(_CODECS)), "protocol_whitelist": "none"}
     return av.open(
         file,
@@ -104,14 +105,14 @@ def _refuse(*_: object) -> NoReturn:
     raise PermissionError("the file names another one")
 
 
-def _format(file: BinaryIO) -> str:
+def _format(file: File) -> str:
     """Return what FFmpeg calls the container of a file; leaves the file at its begin."""
-    head = file.read(16)
+    head = file.read(16) or b""
     is_tagged = head[:3] == b"ID3" and len(head) >= 10  # a title and the like, before the sound
     if is_tagged:
         size = sum((byte & 0x7F) << 7 * place for place, byte in enumerate(reversed(head[6:10])))
         file.seek(10 + size)
-        head = file.read(16)
+        head = file.read(16) or b""
     file.seek(0)
     if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
         return "wav"

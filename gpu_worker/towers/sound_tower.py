@@ -46,6 +46,7 @@ class SoundTower:
 
     Attributes:
         width: Numbers in a row.
+        device: Where it is computed.
     """
 
     def __init__(self, path: Path, dtype: str = "auto", device: str = "cpu", threads: int = 0) -> None:
@@ -74,7 +75,7 @@ class SoundTower:
             raise ValueError(f"{path} lacks weights of its tower: {', '.join(sorted(missing)[:3])} …")
         body.decoder = body.language_model = None
         self._body = body.to(device).eval()
-        self._device = device
+        self.device = device
         self._dtype = next(self._body.parameters()).dtype
 
     @property
@@ -92,7 +93,7 @@ class SoundTower:
         try:
             features = torch.cat([torch.from_numpy(piece["input_features"]) for piece in pieces])
             num_frames = [int(piece["num_frames"][0]) for piece in pieces]
-            rows = self._rows(self._body, features.to(self._device, self._dtype), num_frames)
+            rows = self._rows(self._body, features.to(self.device, self._dtype), num_frames)
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
         return [finite(each.float().cpu().numpy(), self.width) for each in rows]

@@ -4,6 +4,7 @@ Only the tower and its projector are kept: the decoder is given no layers, and i
 """
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class Tower:
     Attributes:
         width: Numbers in a row.
         levels: Rows side by side in one (deepstack); ``width`` is a multiple of it.
+        device: Where it is computed.
     """
 
     def __init__(self, path: Path, dtype: str = "auto", device: str = "cpu", threads: int = 0) -> None:
@@ -69,7 +71,7 @@ class Tower:
         known = inspect.signature(self._body.get_image_features).parameters
         self._known = frozenset(known)
         self._settings = {name: getattr(config, name) for name in _FROM_CONFIG if name in known}
-        self._device = device
+        self.device = device
         self._dtype = next(self._body.parameters()).dtype
         self.levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
         self.width = self.levels * hidden_size
@@ -91,8 +93,12 @@ class Tower:
         levels = [_flat(output.pooler_output), *map(_flat, getattr(output, "deepstack_features", None) or ())]
         return finite(torch.cat(levels, dim=-1).float().cpu().numpy(), self.width)
 
+    def rows_of(self, images: Sequence[Pixels]) -> list[Rows]:
+        """Return the rows of several images, computed one after the other. Raises as :meth:`rows`."""
+        return list(map(self.rows, images))
+
     def _tensor(self, value: npt.NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(value).to(self._device)
+        tensor = torch.from_numpy(value).to(self.device)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 

@@ -36,6 +36,7 @@ from .media_fetcher import MediaFetcher
 from .media_store import FileOwner, MediaStore, Pin
 from .row_cache import RowCache
 from .row_maker import Rows
+from .sound_files import SoundFiles
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -58,17 +59,21 @@ class Maker(Protocol):
 
     num_places: int
 
+    async def make(self, file: Any, item: MediaItem) -> Rows:
+        """Return the rows of an item."""
+
+
+class SizeReader(Protocol):
+    """Reads sizes of images; see :class:`.ImageDecoders`."""
+
     async def size(self, data: bytes) -> PutResponse:
         """Return the size of an image."""
-
-    async def make(self, data: bytes, item: MediaItem) -> Rows:
-        """Return the rows of an item."""
 
 
 class EncoderMetrics:
     """Counts what the encoder does and holds."""
 
-    def __init__(self, registry: CollectorRegistry, files: MediaStore, cache: RowCache) -> None:
+    def __init__(self, registry: CollectorRegistry, files: MediaStore[Any], cache: RowCache) -> None:
         name = "tokenloom_encoder_"
         self.put_bytes = Counter(registry, name + "put_bytes", "Bytes of the files that were put.", {})
         self.rows = Counter(registry, name + "rows", "Rows that were computed.", {})
@@ -84,9 +89,14 @@ class EncoderMetrics:
             ("row_bytes", "Bytes of the rows that are kept.", lambda: cache.num_bytes),
         ):
             Gauge(name + what, text, registry=registry).set_function(read)
-        self.decode, self.tower = (
+        self.sound_seconds = Counter(registry, name + "sound_seconds", "Seconds of the sounds that were decoded.", {})
+        self.decode, self.tower, self.read = (
             Histogram(registry, f"{name}{step}_seconds", f"Seconds that {text} took.", {}, LATENCY_SECONDS)
-            for step, text in (("decode", "decoding an image and preparing its pixels"), ("tower", "an image's tower"))
+            for step, text in (
+                ("decode", "decoding an image and preparing its pixels, or preparing a piece of a sound,"),
+                ("tower", "the tower of an image or a piece of a sound"),
+                ("sound_decode", "decoding a whole sound"),
+            )
         )
 
 
@@ -100,18 +110,19 @@ class EncoderServicer(EncoderServicerBase):
     """
 
     def __init__(
-        self, files: MediaStore, cache: RowCache, maker: Maker, info: GetEncoderInfoResponse, metrics: EncoderMetrics,
-        fetcher: MediaFetcher | None = None,
+        self, files: MediaStore[Any], cache: RowCache, maker: Maker, info: GetEncoderInfoResponse,
+        metrics: EncoderMetrics, reader: SizeReader | SoundFiles, fetcher: MediaFetcher | None = None,
     ) -> None:  # fmt: skip
-        """``info``: what the encoder says of itself. ``fetcher``: None: no URL is fetched."""
+        """``info``: what the encoder says of itself. ``reader``: takes sounds, or reads sizes of images, as the model
+        reads them. ``fetcher``: None: no URL is fetched."""
         self._files, self._cache, self._maker, self._metrics = files, cache, maker, metrics
         self._info = info
-        self._fetcher = fetcher
+        self._reader, self._fetcher = reader, fetcher
         size = info.max_file_bytes
         self._headers = FairStage(1, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING * size)
         self._fetches = FairStage(MAX_FETCHES, "files to fetch", max_waiting=MAX_WAITING, max_cost=MAX_WAITING)
         self._turns = FairStage(
-            maker.num_places, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING_ROWS, leaves_spare=True
+            maker.num_places, "images or sounds", max_waiting=MAX_WAITING, max_cost=MAX_WAITING_ROWS, leaves_spare=True
         )
         self.num_calls = 0
         self.changed = asyncio.Event()
@@ -121,11 +132,17 @@ class EncoderServicer(EncoderServicerBase):
         return self._turns.num_waiting
 
     async def Put(self, requests: AsyncIterator[PutRequest], context: _Context) -> PutResponse:
-        messages = aiter(requests)
+        messages = _timed(aiter(requests))
         header = (await _next(messages)).header
         self._check(header)
+        if isinstance(self._reader, SoundFiles):
+            parts = _whole(await self._fetched(header)) if header.url else _parts(messages)
+            facts = await self._reader.put(header, parts)
+            self._metrics.put_bytes.inc(facts.num_bytes)
+            return facts
         if header.url:
-            return await self._put_from(header)
+            with self._files.arriving(header.tenant, self._info.max_file_bytes):
+                return await self._keep(header, await self._fetched(header))
         with self._files.arriving(header.tenant, header.num_bytes):
             return await self._keep(header, await _received(messages, header.num_bytes))
 
@@ -142,8 +159,9 @@ class EncoderServicer(EncoderServicerBase):
         try:
             rows = await self._rows(request)
             if rows.num_rows != item.num_rows:
+                what = "sound" if item.kind == MediaKind.MEDIA_KIND_AUDIO else "image"
                 raise errors.InvalidArgument(
-                    f"The image has {rows.num_rows} rows, and {item.num_rows} tokens stand for it.", "messages"
+                    f"The {what} has {rows.num_rows} rows, and {item.num_rows} tokens stand for it.", "messages"
                 )
             size = len(rows.data) // rows.num_rows
             step, data = max(1, CHUNK_BYTES // size), memoryview(rows.data)
@@ -176,29 +194,31 @@ class EncoderServicer(EncoderServicerBase):
             raise errors.InvalidArgument(f"This model reads no files of the kind {kind}.", "kind")
         if header.url:
             return
-        if len(header.digest) != _DIGEST_BYTES:
+        is_open = header.kind == MediaKind.MEDIA_KIND_AUDIO  # what a client still sends has neither length nor digest
+        if len(header.digest) != _DIGEST_BYTES and not (is_open and not header.digest):
             raise errors.InvalidArgument("digest must be a SHA-256, of 32 bytes", "digest")
-        if not header.num_bytes:
+        if not header.num_bytes and not is_open:
             raise errors.InvalidArgument("The file is empty.", "messages")
         if header.num_bytes > self._info.max_file_bytes:
             raise errors.PayloadTooLarge(
                 f"The file has {header.num_bytes:,} bytes; at most {self._info.max_file_bytes:,} are taken.", "messages"
             )
 
-    async def _put_from(self, header: PutHeader) -> PutResponse:
+    async def _fetched(self, header: PutHeader) -> bytes:
+        """Return the file of a URL."""
         if self._fetcher is None:
             raise errors.PermissionDenied(
                 "Files are not fetched from URLs here (--allowed-media-domains); send them as data: URLs.", "url"
             )
         await self._fetches.begin(header.tenant, 1)
         try:
-            with self._files.arriving(header.tenant, self._info.max_file_bytes):
-                return await self._keep(header, await self._fetcher.fetch(header.url))
+            return await self._fetcher.fetch(header.url)
         finally:
             self._fetches.end(header.tenant, 1)
 
     async def _keep(self, header: PutHeader, data: bytes) -> PutResponse:
-        """Keep a file that has arrived, and return what it is."""
+        """Keep an image that has arrived, and return what it is."""
+        assert not isinstance(self._reader, SoundFiles)
         hashed = await asyncio.to_thread(_digest, data) if len(data) > _LONG_BYTES else _digest(data)
         if header.digest and hashed != header.digest:
             raise errors.InvalidArgument("The file's bytes are not those of its digest.", "digest")
@@ -208,7 +228,7 @@ class EncoderServicer(EncoderServicerBase):
             return facts
         await self._headers.begin(header.tenant, len(data))
         try:
-            facts = await self._maker.size(data)
+            facts = await self._reader.size(data)
         finally:
             self._headers.end(header.tenant, len(data))
         facts.digest = hashed
@@ -222,13 +242,13 @@ class EncoderServicer(EncoderServicerBase):
                 make = partial(self._make, request.item, request.tenant)
                 return await self._cache.get(request.item.key, make)
         except TimeoutError:
-            raise errors.DeadlineExceeded("The image was not encoded in time.") from None
+            raise errors.DeadlineExceeded("The file was not encoded in time.") from None
 
     async def _make(self, item: MediaItem, tenant: str) -> Rows:
         await self._turns.begin(tenant, item.num_rows)
         try:
             if (data := self._files.data(item.digest)) is None:
-                raise errors.NotFound(f"The file of image {item.index + 1} is not here any more; put it again.")
+                raise errors.NotFound(f"File {item.index + 1} of the prompt is not here any more; put it again.")
             rows = await self._maker.make(data, item)
         finally:
             self._turns.end(tenant, item.num_rows)
@@ -240,14 +260,24 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
+async def _timed(messages: AsyncIterator[PutRequest]) -> AsyncIterator[PutRequest]:
+    """Yield messages, until one does not come in time."""
+    while True:
+        try:
+            async with asyncio.timeout(MESSAGE_SECONDS):
+                message = await anext(messages)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise errors.DeadlineExceeded(f"no part of the file arrived within {MESSAGE_SECONDS:g} s") from None
+        yield message
+
+
 async def _next(messages: AsyncIterator[PutRequest]) -> PutRequest:
     try:
-        async with asyncio.timeout(MESSAGE_SECONDS):
-            return await anext(messages)
+        return await anext(messages)
     except StopAsyncIteration:
         raise errors.InvalidArgument("the call ends before the file does", "data") from None
-    except TimeoutError:
-        raise errors.DeadlineExceeded(f"no part of the file arrived within {MESSAGE_SECONDS:g} s") from None
 
 
 async def _received(messages: AsyncIterator[PutRequest], num_bytes: int) -> bytes:
@@ -258,3 +288,14 @@ async def _received(messages: AsyncIterator[PutRequest], num_bytes: int) -> byte
             raise errors.InvalidArgument(f"the file does not have the {num_bytes} bytes of its header", "data")
         data += piece
     return bytes(data)
+
+
+async def _parts(messages: AsyncIterator[PutRequest]) -> AsyncIterator[bytes]:
+    async for message in messages:
+        if not message.data:
+            raise errors.InvalidArgument("a message holds no part of the file", "data")
+        yield message.data
+
+
+async def _whole(data: bytes) -> AsyncIterator[bytes]:
+    yield data

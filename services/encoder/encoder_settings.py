@@ -16,7 +16,7 @@ class EncoderSettings(ServiceSettings, frozen=True, kw_only=True):
 
     service: ClassVar[str] = "encoder"
 
-    model: Annotated[str, "Checkpoint directory or hub id of a model that reads images."] = ""
+    model: Annotated[str, "Checkpoint directory or hub id of a model that reads images or sound."] = ""
     served_model_name: Annotated[str, "Name that clients use; by default the last part of the directory."] = ""
     coordinator: Annotated[OptionalAddress, "Address of the coordinator; empty: none is joined."] = ""
     advertise_address: Annotated[OptionalAddress, "Address for peers if it differs from --listen."] = ""
@@ -26,17 +26,35 @@ class EncoderSettings(ServiceSettings, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], "Numbers of the tower; auto: those of the checkpoint."
     ] = "auto"
-    image_workers: Annotated[_Workers, "Processes that decode images and prepare their pixels."] = 2
-    image_timeout: Annotated[_Seconds, "Seconds of processor time that one image may take there."] = 20.0
+    image_workers: Annotated[
+        _Workers, "Processes that decode images and prepare their pixels, or prepare pieces of sounds."
+    ] = 2
+    image_timeout: Annotated[_Seconds, "Seconds of processor time that one image, or one piece, may take there."] = 20.0
+    sound_workers: Annotated[_Workers, "Processes that decode whole sounds."] = 2
+    sound_timeout: Annotated[_Seconds, "Seconds of processor time that one sound may take there."] = 900.0
     tower_threads: Annotated[
         Annotated[int, Meta(ge=0, le=256)], "Threads of the tower on CPUs; 0: as torch sets it."
     ] = 0
-    tower_timeout: Annotated[_Seconds, "Seconds that the tower may take for one image."] = 300.0
+    tower_timeout: Annotated[_Seconds, "Seconds that the tower may take for one image or piece."] = 300.0
+    tower_batch: Annotated[
+        Annotated[int, Meta(ge=0, le=64)],
+        "Pieces of sounds that the tower computes at once; 0: 8 on a GPU, one on a CPU.",
+    ] = 0
     max_image_bytes: Annotated[_Bytes, "Largest file of an image, in bytes."] = 20 << 20
     max_image_pixels: Annotated[Annotated[int, Meta(ge=1)], "Pixels of the largest image that is decoded."] = 64 << 20
+    max_sound_bytes: Annotated[_Bytes, "Largest file of a sound, in bytes."] = 1 << 30
+    max_sound_seconds: Annotated[
+        Annotated[float, Meta(gt=0, le=86400)], "Seconds of the longest sound that is decoded."
+    ] = 86400.0
     media_files_bytes: Annotated[
-        _Bytes, "Memory for files, in bytes. Those of live requests stay, others as long as they fit."
+        _Bytes, "Memory for files of images, in bytes. Those of live requests stay, others as long as they fit."
     ] = 512 << 20
+    sound_disk_bytes: Annotated[
+        _Bytes, "Disk for sounds, in bytes: files as they arrive, and samples, of which an hour takes 230 MB."
+    ] = 8 << 30
+    sound_folder: Annotated[
+        str, "Folder on the disk for sounds; empty: that of the system for temporary files. Its files have no names."
+    ] = ""
     media_rows_bytes: Annotated[_Bytes, "Memory for rows that were computed, in bytes."] = 1 << 30
     media_lease: Annotated[
         _Seconds, "Seconds for which a file stays for a request that never says that it has ended."

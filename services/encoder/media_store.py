@@ -1,10 +1,10 @@
-"""Keeps the files of requests by their digests, up to a number of bytes."""
+"""Keeps the files of requests by their digests, up to a number of bytes: images in memory, sounds on disk."""
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from tokenloom.request import errors
 from tokenloom.v1.encoder_pb2 import PutResponse
@@ -13,6 +13,9 @@ MAX_OWNERS = 256
 """Of one file: a client may vary the salts of its requests without end."""
 MAX_PINS = 1 << 16
 """Files of live requests, each counted for each request."""
+
+
+Data = TypeVar("Data", bound=Sized)
 
 
 class FileOwner(NamedTuple):
@@ -30,22 +33,38 @@ class Pin(NamedTuple):
 
 
 @dataclass(slots=True)
-class MediaFile:
+class MediaFile(Generic[Data]):
     """Holds one file.
 
     Attributes:
+        data: Its length is what it takes, in bytes.
         facts: What ``Put`` answers.
         owners: Who has put it, the latest last.
         pins: The requests that need it, each with the end of its lease in seconds of the owner's clock.
     """
 
-    data: bytes
+    data: Data
     facts: PutResponse
     owners: dict[FileOwner, None] = field(default_factory=dict)
     pins: dict[Pin, float] = field(default_factory=dict)
 
 
-class MediaStore:
+class Room:
+    """Holds room for a file that arrives."""
+
+    def __init__(self, store: "MediaStore[Any]", tenant: str) -> None:
+        self._store, self._tenant = store, tenant
+        self.num_bytes = 0
+
+    def grow_to(self, num_bytes: int) -> None:
+        """Hold so many bytes, at least as many as before. Raises ``ResourceExhausted`` if the files of live requests
+        leave less, or the tenant would hold more than is free, and ``PayloadTooLarge`` if there never is so much."""
+        if num_bytes > self.num_bytes:
+            self._store.reserve(self._tenant, num_bytes - self.num_bytes, self.num_bytes)
+            self.num_bytes = num_bytes
+
+
+class MediaStore(Generic[Data]):
     """Keeps files. Those that a request pins stay until it is released or its lease ends; others make room when it is
     needed, the longest unused first. It belongs to one event loop.
 
@@ -59,7 +78,7 @@ class MediaStore:
         self._max_bytes = max_bytes
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._files: OrderedDict[bytes, MediaFile] = OrderedDict()  # used last: last
+        self._files: OrderedDict[bytes, MediaFile[Data]] = OrderedDict()  # used last: last
         self._requests: dict[Pin, set[bytes]] = {}
         self._leases: deque[tuple[float, bytes, Pin]] = deque()  # in the order of their ends
         self._held: Counter[str] = Counter()  # bytes of each tenant that are pinned, or arrive
@@ -70,26 +89,34 @@ class MediaStore:
         return len(self._files)
 
     @contextmanager
-    def arriving(self, tenant: str, num_bytes: int) -> Iterator[None]:
-        """Keep room for a file while it arrives. Raises ``ResourceExhausted`` at once if the files of live requests
-        leave none, or if the tenant would hold more than is free."""
+    def arriving(self, tenant: str, num_bytes: int) -> Iterator[Room]:
+        """Keep room for a file while it arrives, which may turn out to need more. Raises as :meth:`Room.grow_to`."""
+        room = Room(self, tenant)
+        try:
+            room.grow_to(num_bytes)
+            yield room
+        finally:
+            self._arriving -= room.num_bytes
+            self._let_go(tenant, room.num_bytes)
+
+    def reserve(self, tenant: str, num_bytes: int, own: int) -> None:
+        """Keep room for more of a file that holds ``own`` bytes. Raises as :meth:`Room.grow_to`."""
         self._expire()
         free = self._max_bytes - self.num_pinned_bytes - self._arriving
-        is_idle = free == self._max_bytes
-        if num_bytes > free or (self._held[tenant] + num_bytes > free and not is_idle):
+        is_alone = free + own == self._max_bytes
+        if num_bytes > free and is_alone:
+            raise errors.PayloadTooLarge(
+                f"The file takes more than the {self._max_bytes:,} bytes that there are for all."
+            )
+        if num_bytes > free or (self._held[tenant] + num_bytes > free + own and not is_alone):
             raise errors.ResourceExhausted(
-                "The files of the requests that are running fill the encoder's memory; retry.", retry_after=1.0
+                "The files of the requests that are running leave no room at the encoder; retry.", retry_after=1.0
             )
         self._arriving += num_bytes
         self._held[tenant] += num_bytes
-        try:
-            self._make_room()
-            yield
-        finally:
-            self._arriving -= num_bytes
-            self._let_go(tenant, num_bytes)
+        self._make_room()
 
-    def put(self, owner: FileOwner, data: bytes, facts: PutResponse, request_id: str) -> None:
+    def put(self, owner: FileOwner, data: Data, facts: PutResponse, request_id: str) -> None:
         """Keep a file, within :meth:`arriving`, and pin it for a request; empty: for none."""
         digest = facts.digest
         if (file := self._files.get(digest)) is None:
@@ -113,12 +140,16 @@ class MediaStore:
             _add(owner, file)
         return self.find(owner, digest, request_id)
 
-    def data(self, digest: bytes) -> bytes | None:
-        """Return a file for an engine, which names it because a gateway does; None: it is not there."""
+    def data(self, digest: bytes) -> Data | None:
+        """Return a file for an engine, which names it because a gateway does; None: it is not there. The leases of its
+        requests begin anew: one that transcribes hours asks for piece after piece."""
         self._expire()
         if (file := self._files.get(digest)) is None:
             return None
         self._files.move_to_end(digest)
+        ends_at = self._clock() + self._lease_seconds
+        for pin in file.pins:
+            self._lease(digest, file, pin, ends_at)
         return file.data
 
     def release(self, pin: Pin) -> None:
@@ -132,7 +163,7 @@ class MediaStore:
         for digest in [digest for digest, file in self._files.items() if not file.pins]:
             self.num_bytes -= len(self._files.pop(digest).data)
 
-    def _use(self, digest: bytes, file: MediaFile, owner: FileOwner, request_id: str) -> None:
+    def _use(self, digest: bytes, file: MediaFile[Data], owner: FileOwner, request_id: str) -> None:
         self._files.move_to_end(digest)
         if not request_id:
             return
@@ -146,7 +177,10 @@ class MediaStore:
             if not any(each.tenant == pin.tenant for each in file.pins):
                 self._held[pin.tenant] += size
             self._requests.setdefault(pin, set()).add(digest)
-        elif file.pins[pin] == ends_at:
+        self._lease(digest, file, pin, ends_at)
+
+    def _lease(self, digest: bytes, file: MediaFile[Data], pin: Pin, ends_at: float) -> None:
+        if file.pins.get(pin) == ends_at:
             return
         file.pins[pin] = ends_at
         self._leases.append((ends_at, digest, pin))
@@ -190,7 +224,7 @@ class MediaStore:
                 return
 
 
-def _add(owner: FileOwner, file: MediaFile) -> None:
+def _add(owner: FileOwner, file: MediaFile[Any]) -> None:
     file.owners.pop(owner, None)
     file.owners[owner] = None
     if len(file.owners) > MAX_OWNERS:

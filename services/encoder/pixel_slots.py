@@ -7,8 +7,7 @@ where they lie.
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -86,21 +85,20 @@ def read_all(descriptor: int, size: int, offset: int) -> bytearray:
 
 
 class PixelSlots:
-    """Owns the slots. One is taken from the time when an image is prepared until the tower has its pixels."""
+    """Owns the slots. One is taken from the time when an image is prepared until its rows are computed."""
 
     def __init__(self, count: int) -> None:
         self.descriptors = [new_memory() for _ in range(count)]
         self._free = list(self.descriptors)
 
-    @contextmanager
-    def taken(self) -> Iterator[int]:
-        """Give a slot to the body. The callers take turns, so that there is always one."""
-        slot = self._free.pop()
-        try:
-            yield slot
-        finally:
-            os.ftruncate(slot, 0)  # gives the memory back
-            self._free.append(slot)
+    def take(self) -> int:
+        """Take a slot. The callers take turns, so that there is always one."""
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """Give a slot back, and its memory."""
+        os.ftruncate(slot, 0)
+        self._free.append(slot)
 
     def close(self) -> None:
         """Give the memory back. Call it when the processes that have the slots have ended."""

@@ -1,15 +1,18 @@
-"""Makes rows: a file becomes pixels in one process and rows in another."""
+"""Makes rows: a file becomes pixels, or features, in one process and rows in another."""
 
 import asyncio
 import os
 import time
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.helper_process import HelperPool, HelperProcess, start_helper
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 from tokenloom.v1.encoder_pb2 import PutResponse, RowType
 from tokenloom.v1.types_pb2 import MediaItem
@@ -17,7 +20,7 @@ from tokenloom.v1.types_pb2 import MediaItem
 from .decode_worker import DecodeJob, DecodeReply, DecodeSetup
 from .encoder_settings import EncoderSettings
 from .pixel_slots import PixelPart, PixelSlots, new_memory, read_all
-from .tower_worker import TowerJob, TowerReady, TowerReply, TowerSetup
+from .tower_worker import GPU_BATCH, TowerInput, TowerJob, TowerReady, TowerReply, TowerSetup
 
 DECODE_MEMORY_BYTES = 2 << 30
 """Of one image: 64 megapixels take 0.2 GB as they are decoded, and some processors enlarge what they get."""
@@ -30,10 +33,10 @@ TOWER_START_SECONDS = 1800.0
 """Reading the largest towers from a slow disk."""
 WAIT_SECONDS = 60.0
 """As long as one image may take to be decoded, on a busy machine."""
-
-
 MAX_KILLERS = 1024
 """Files that have ended the tower, by digest."""
+KILLER_SECONDS = 600.0
+"""For which such a file is not tried again: what ended the tower may have been something else."""
 
 
 class Rows(NamedTuple):
@@ -51,53 +54,54 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MakerMetrics:
-    """Measures each image."""
+    """Measures each image and each piece of a sound."""
 
     decode: Histogram
     tower: Histogram
 
 
-class RowMaker:
-    """Owns the processes that decode, and the one that computes the tower.
+class Preparer(Protocol):
+    """Makes of files what the tower computes."""
 
-    Attributes:
-        width: Numbers in a row.
-        row_type: How they are written.
-        is_confined: Whether the processes that decode have no network.
-    """
+    is_confined: bool
 
-    def __init__(self, path: str, settings: EncoderSettings, metrics: MakerMetrics) -> None:
-        """``path``: the checkpoint's directory."""
-        self._settings, self._metrics = settings, metrics
-        self._path = path
-        self.num_places = settings.image_workers + 1  # one is prepared for the tower while all others are decoded
-        self._slots = PixelSlots(self.num_places)
-        self._rows = new_memory()
-        self._tower_free = asyncio.Lock()
-        self._headers = HelperPool(self._start_headers, 1, "read the image's header", WAIT_SECONDS)
-        self._decoders = HelperPool(self._start_decoder, settings.image_workers, "decode the image", WAIT_SECONDS)
-        self._towers = HelperPool(self._start_tower, 1, "encode the image", settings.tower_timeout)
-        self.width = 0
-        self.row_type = RowType.ROW_TYPE_FLOAT32
-        self.is_confined = True
-        self._killers: dict[bytes, None] = {}  # the latest last
-
-    async def start(self) -> None:
-        """Load the tower. Raises ``InvalidArgument`` for a checkpoint whose images cannot be read, ``Unavailable`` if a
-        process does not start."""
-        try:
-            async with asyncio.TaskGroup() as starting:
-                for pool in (self._headers, self._decoders, self._towers):
-                    starting.create_task(pool.start(), name="encoder-process")
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+    async def start(self, slots: tuple[int, ...]) -> None:
+        """Start processes that have the slots, given by their descriptors."""
 
     async def close(self) -> None:
         """End the processes."""
-        for pool in (self._headers, self._decoders, self._towers):
+
+    async def prepare(self, file: Any, item: MediaItem, slot: int) -> list[PixelPart]:
+        """Write what the tower needs for an item to a slot."""
+
+
+class ImageDecoders:
+    """Reads images and prepares them.
+
+    Attributes:
+        is_confined: Whether the processes have no network.
+    """
+
+    def __init__(self, path: str, settings: EncoderSettings) -> None:
+        """``path``: the checkpoint's directory."""
+        self._path, self._settings = path, settings
+        self._headers = HelperPool(self._start_headers, 1, "read the image's header", WAIT_SECONDS)
+        self._decoders = HelperPool(self._start_decoder, settings.image_workers, "decode the image", WAIT_SECONDS)
+        self._slots: tuple[int, ...] = ()
+        self.is_confined = True
+
+    async def start(self, slots: tuple[int, ...]) -> None:
+        """Start a process of both kinds. ``slots``: the descriptors of the memory for pixels. Raises as
+        :meth:`.RowMaker.start`."""
+        self._slots = slots
+        async with asyncio.TaskGroup() as starting:
+            for pool in (self._headers, self._decoders):
+                starting.create_task(pool.start(), name="decode-process")
+
+    async def close(self) -> None:
+        """End the processes."""
+        for pool in (self._headers, self._decoders):
             await pool.close()
-        self._slots.close()
-        os.close(self._rows)
 
     async def size(self, data: bytes) -> PutResponse:
         """Return the size of an image, read from its header. Raises ``InvalidArgument`` for a file that is refused, and
@@ -108,48 +112,11 @@ class RowMaker:
             raise errors.InvalidArgument("The image's header takes too long to read.", "messages") from None
         return PutResponse(width=reply.width, height=reply.height, num_bytes=len(data))
 
-    async def make(self, data: bytes, item: MediaItem) -> Rows:
-        """Return the rows of an item from its file. Not more than ``num_places`` calls at a time.
-
-        Raises ``InvalidArgument`` for a file that cannot be computed, ``ResourceExhausted`` when the device has no room
-        for it, and as :meth:`.HelperPool.run`.
-        """
-        if item.digest in self._killers:
-            raise errors.InvalidArgument(
-                "The encoder ends when it computes this image; it is not tried again.", "messages"
-            )
-        with self._slots.taken() as slot:
-            job = DecodeJob(data, slot, item.options_json, item.num_in_prompt or 1)
-            began = time.monotonic()
-            reply = _decoded(await self._decoders.run(msgspec.msgpack.encode(job)))
-            self._metrics.decode.observe(time.monotonic() - began)
-            async with self._tower_free:
-                began = time.monotonic()
-                try:
-                    rows = await self._compute(slot, reply.parts)
-                except errors.Internal:
-                    self._note_killer(item.digest)
-                    raise
-                self._metrics.tower.observe(time.monotonic() - began)
-        return rows
-
-    async def _compute(self, slot: int, parts: list[PixelPart]) -> Rows:
-        answer = await self._towers.run(msgspec.msgpack.encode(TowerJob(slot, parts)))
-        reply = msgspec.msgpack.decode(answer, type=TowerReply)
-        if reply.is_full:
-            raise errors.ResourceExhausted("The encoder has no memory for the image now; retry.", retry_after=1.0)
-        if reply.refused:
-            raise errors.InvalidArgument(f"The model cannot encode the image: {reply.refused}.", "messages")
-        size = reply.num_rows * self.width * (2 if self.row_type == RowType.ROW_TYPE_BFLOAT16 else 4)
-        data = await asyncio.to_thread(read_all, self._rows, size, 0)
-        return Rows(bytes(data), reply.num_rows, self.width, self.row_type)
-
-    def _note_killer(self, digest: bytes) -> None:
-        # The tower may take minutes to load, and no rows are computed meanwhile: a file that has ended it several times
-        # does not do so again.
-        self._killers[digest] = None
-        if len(self._killers) > MAX_KILLERS:
-            del self._killers[next(iter(self._killers))]
+    async def prepare(self, data: bytes, item: MediaItem, slot: int) -> list[PixelPart]:
+        """Write the pixels of an image to a slot. Raises ``InvalidArgument`` for a file that cannot be decoded, and as
+        :meth:`.HelperPool.run`."""
+        job = DecodeJob(data, slot, item.options_json, item.num_in_prompt or 1)
+        return _decoded(await self._decoders.run(msgspec.msgpack.encode(job))).parts
 
     async def _start_headers(self) -> HelperProcess:
         return await self._start_decoding("", HEADER_SECONDS)
@@ -158,17 +125,181 @@ class RowMaker:
         return await self._start_decoding(self._path, self._settings.image_timeout)
 
     async def _start_decoding(self, path: str, seconds: float) -> HelperProcess:
-        settings = self._settings
-        setup = DecodeSetup(path, DECODE_MEMORY_BYTES, seconds, WAIT_SECONDS, settings.max_image_pixels)
-        packed, slots = msgspec.msgpack.encode(setup), self._slots.descriptors if path else ()
+        setup = DecodeSetup(path, DECODE_MEMORY_BYTES, seconds, WAIT_SECONDS, self._settings.max_image_pixels)
+        packed, slots = msgspec.msgpack.encode(setup), self._slots if path else ()
         return await start_helper(f"{__package__}.decode_worker", packed, self._take_decoder, START_SECONDS, slots)
 
     def _take_decoder(self, data: bytes) -> None:
         self.is_confined = _decoded(data, "model").is_confined and self.is_confined
 
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """Waits for the tower, which frees its slot."""
+
+    input: TowerInput
+    rows: "asyncio.Future[Rows]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class RowMaker:
+    """Owns the process that computes the tower, and the memory in which it finds its inputs.
+
+    Attributes:
+        num_places: Calls of :meth:`make` that may run at a time.
+        width: Numbers in a row.
+        row_type: How they are written.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        settings: EncoderSettings,
+        metrics: MakerMetrics,
+        preparer: Preparer,
+        *,
+        hears: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``path``: the checkpoint's directory. ``hears``: whether it is a model of sounds. ``clock``: monotonic
+        seconds."""
+        self._path, self._settings, self._metrics = path, settings, metrics
+        self._preparer = preparer
+        self._hears = hears
+        # A batch gathers while another one is computed; the slots of calls that were cancelled meanwhile are taken too.
+        batch = (settings.tower_batch or GPU_BATCH) if hears else 1
+        self.num_places = settings.image_workers + batch
+        self._slots = PixelSlots(self.num_places + batch)
+        self._rows = new_memory()
+        self._towers = HelperPool(self._start_tower, 1, "encode the image", settings.tower_timeout)
+        self._ready: deque[_Job] = deque()
+        self._computing: asyncio.Task[None] | None = None
+        self._tasks = Tasks(_never)
+        self._most = 1
+        self.width = 0
+        self.row_type = RowType.ROW_TYPE_FLOAT32
+        self._killers: dict[bytes, float] = {}  # with the ends of their times, the latest last
+        self._clock = clock
+
+    async def start(self) -> None:
+        """Load the tower. Raises ``InvalidArgument`` for a checkpoint whose files cannot be read, ``Unavailable`` if a
+        process does not start."""
+        try:
+            async with asyncio.TaskGroup() as starting:
+                slots = tuple(self._slots.descriptors)
+                for start in (self._preparer.start(slots), self._towers.start()):
+                    starting.create_task(start, name="encoder-process")
+        except ExceptionGroup as failures:
+            raise _first(failures) from None
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._tasks.close()
+        await self._preparer.close()
+        await self._towers.close()
+        self._slots.close()
+        os.close(self._rows)
+
+    async def make(self, file: Any, item: MediaItem) -> Rows:
+        """Return the rows of an item from its file. Not more than ``num_places`` calls at a time.
+
+        Raises ``InvalidArgument`` for a file that cannot be computed, ``ResourceExhausted`` when the device has no room
+        for it, ``Internal`` for one that has just ended the tower, and as :meth:`.HelperPool.run`.
+        """
+        self._check_killer(item.digest)
+        slot = self._slots.take()
+        try:
+            began = time.monotonic()
+            parts = await self._preparer.prepare(file, item, slot)
+            self._metrics.decode.observe(time.monotonic() - began)
+        except BaseException:
+            self._slots.give_back(slot)
+            raise
+        job = _Job(TowerInput(slot, parts))
+        self._ready.append(job)
+        if self._computing is None or self._computing.done():
+            self._computing = self._tasks.spawn(self._compute_all(), name="tower")
+        try:
+            return await job.rows
+        except errors.Internal:
+            self._note_killer(item.digest)
+            raise
+        finally:
+            if job in self._ready:  # cancelled before its turn
+                self._ready.remove(job)
+                self._slots.give_back(slot)
+
+    async def _compute_all(self) -> None:
+        """Compute what is ready, until nothing is. A call that is cancelled ends nothing: the tower would have to be
+        loaded anew, for minutes, and others wait for the same process."""
+        while self._ready:
+            jobs = [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
+            try:
+                await self._compute([job for job in jobs if not job.rows.done()])
+            finally:
+                for job in jobs:
+                    job.rows.cancel()
+                    self._slots.give_back(job.input.slot)
+
+    async def _compute(self, jobs: list[_Job]) -> None:
+        began = time.monotonic()
+        try:
+            rows = await self._rows_of([job.input for job in jobs]) if jobs else []
+        except Exception as error:  # of any kind: each call raises its own
+            if len(jobs) > 1:  # one of them may be to blame for it
+                for job in jobs:
+                    await self._compute([job])
+            elif not jobs[0].rows.done():
+                jobs[0].rows.set_exception(error)
+            return
+        for job, each in zip(jobs, rows, strict=True):
+            self._metrics.tower.observe((time.monotonic() - began) / len(jobs))
+            if not job.rows.done():
+                job.rows.set_result(each)
+
+    async def _rows_of(self, inputs: list[TowerInput]) -> list[Rows]:
+        answer = await self._towers.run(msgspec.msgpack.encode(TowerJob(inputs)))
+        reply = msgspec.msgpack.decode(answer, type=TowerReply)
+        what = "sound" if self._hears else "image"
+        if reply.is_full:
+            raise errors.ResourceExhausted(f"The encoder has no memory for the {what} now; retry.", retry_after=1.0)
+        if reply.refused:
+            raise errors.InvalidArgument(f"The model cannot encode the {what}: {reply.refused}.", "messages")
+        if len(reply.num_rows) != len(inputs):
+            raise errors.Internal("the tower answered for other files")
+        row_bytes, offset = self.width * (2 if self.row_type == RowType.ROW_TYPE_BFLOAT16 else 4), 0
+        rows = []
+        for count in reply.num_rows:
+            data = await asyncio.to_thread(read_all, self._rows, count * row_bytes, offset)
+            rows.append(Rows(bytes(data), count, self.width, self.row_type))
+            offset += len(data)
+        return rows
+
+    def _check_killer(self, digest: bytes) -> None:
+        seconds = self._killers.get(digest, 0.0) - self._clock()
+        if seconds > 0:
+            raise errors.Internal(
+                f"The tower ended while it computed this file, which is tried again in {seconds:.0f} s."
+            )
+
+    def _note_killer(self, digest: bytes) -> None:
+        # The tower may take minutes to load, and no rows are computed meanwhile: a file that has ended it several times
+        # does not do so again at once.
+        self._killers.pop(digest, None)
+        self._killers[digest] = self._clock() + KILLER_SECONDS
+        if len(self._killers) > MAX_KILLERS:
+            del self._killers[next(iter(self._killers))]
+
     async def _start_tower(self) -> HelperProcess:
         settings = self._settings
-        setup = TowerSetup(self._path, settings.dtype, settings.device, settings.tower_threads, self._rows)
+        setup = TowerSetup(
+            self._path,
+            settings.dtype,
+            settings.device,
+            settings.tower_threads,
+            self._rows,
+            self._hears,
+            settings.tower_batch,
+        )
         packed, passed = msgspec.msgpack.encode(setup), (*self._slots.descriptors, self._rows)
         return await start_helper(f"{__package__}.tower_worker", packed, self._take_tower, TOWER_START_SECONDS, passed)
 
@@ -176,7 +307,7 @@ class RowMaker:
         ready = msgspec.msgpack.decode(data, type=TowerReady)
         if ready.refused:
             raise errors.InvalidArgument(ready.refused, "model")
-        self.width = ready.width
+        self.width, self._most = ready.width, ready.most
         self.row_type = RowType.ROW_TYPE_BFLOAT16 if ready.is_bfloat16 else RowType.ROW_TYPE_FLOAT32
 
 
@@ -185,3 +316,12 @@ def _decoded(data: bytes, field: str = "messages") -> DecodeReply:
     if reply.refused:
         raise errors.InvalidArgument(reply.refused, field)
     return reply
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = failures.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _never(error: BaseException) -> NoReturn:
+    raise AssertionError("a call of the tower returns its error") from error

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import socket
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -13,6 +14,7 @@ from tokenloom.model_files.checkpoint import (
     IMAGE_FILES,
     digest_of,
     reads_images,
+    reads_sounds,
     tokenizer_fingerprint,
     weights_fingerprint,
 )
@@ -28,9 +30,14 @@ from .encoder_settings import EncoderSettings
 from .media_fetcher import MediaFetcher
 from .media_store import MediaStore
 from .row_cache import RowCache
-from .row_maker import MakerMetrics, RowMaker
+from .row_maker import ImageDecoders, MakerMetrics, RowMaker
+from .sound_decoders import SoundDecoders
+from .sound_files import SoundFiles, SoundLimits
 
 log = logging.getLogger(__name__)
+
+MAX_FETCHED_SOUND_BYTES = 32 << 20
+"""Of a sound at a URL, which is in memory until it has arrived; 16 are fetched at a time."""
 
 
 class EncoderService:
@@ -39,38 +46,46 @@ class EncoderService:
     def __init__(self, settings: EncoderSettings) -> None:
         self._settings = settings
         self._undo = contextlib.AsyncExitStack()
-        self._files: MediaStore | None = None
+        self._files: MediaStore[Any] | None = None
         self._servicer: EncoderServicer | None = None
         self._link: EncoderLink | None = None
 
     async def start(self, host: Host) -> None:
         """Load the tower, serve, and return when the encoder has joined its coordinator, if it has one.
 
-        Raises ``InvalidArgument`` for a model that reads no images.
+        Raises ``InvalidArgument`` for a model that reads neither images nor sounds.
         """
         settings = self._settings
         if not settings.model:
-            raise InvalidArgument("--model must name a checkpoint that reads images", "model")
+            raise InvalidArgument("--model must name a checkpoint that reads images or sounds", "model")
         path = await asyncio.to_thread(model_path.resolve, settings.model, weights=True)
-        if not await asyncio.to_thread(reads_images, path):
-            raise InvalidArgument(f"{path} reads no images: it has no vision_config, or no {IMAGE_FILES[0]}", "model")
+        hears = await asyncio.to_thread(reads_sounds, path)
+        if not hears and not await asyncio.to_thread(reads_images, path):
+            raise InvalidArgument(
+                f"{path} reads neither images nor sounds: it has no vision_config, or no {IMAGE_FILES[0]}", "model"
+            )
         fingerprint = await asyncio.to_thread(_fingerprint, path, settings)
-        self._files = MediaStore(settings.media_files_bytes, settings.media_lease, asyncio.get_running_loop().time)
+        most = settings.sound_disk_bytes if hears else settings.media_files_bytes
+        self._files = MediaStore[Any](most, settings.media_lease, asyncio.get_running_loop().time)
         cache = RowCache(settings.media_rows_bytes)
         metrics = EncoderMetrics(host.metrics, self._files, cache)
-        maker = RowMaker(str(path), settings, MakerMetrics(metrics.decode, metrics.tower))
+        preparer, reader = self._reader(path, metrics, self._files, hears=hears)
+        maker = RowMaker(str(path), settings, MakerMetrics(metrics.decode, metrics.tower), preparer, hears=hears)
         self._undo.push_async_callback(maker.close)
         await maker.start()
         self._undo.push_async_callback(cache.close)
-        if not maker.is_confined:
+        if not preparer.is_confined:
             host.fall_backs.begin("unconfined", "this system has no filter of calls, or none that is known here")
         domains = settings.allowed_media_domains
-        fetcher = MediaFetcher(domains, settings.max_image_bytes) if domains else None
+        most = min(settings.max_sound_bytes, MAX_FETCHED_SOUND_BYTES) if hears else settings.max_image_bytes
+        fetcher = MediaFetcher(domains, most) if domains else None
         info = self._info(maker, fingerprint)
+        if isinstance(preparer, SoundDecoders):
+            self._describe_sounds(info, preparer)
         info.processor = await asyncio.to_thread(digest_of, filter(Path.is_file, map(path.joinpath, IMAGE_FILES)))
-        self._servicer = EncoderServicer(self._files, cache, maker, info, metrics, fetcher)
+        self._servicer = EncoderServicer(self._files, cache, maker, info, metrics, reader, fetcher)
         host.add_servicer(add_EncoderServicer_to_server, self._servicer)
-        await self._join(host, fingerprint)
+        await self._join(host, info)
 
     async def drain(self) -> None:
         """Let gateways put new files elsewhere, and return when no request needs one that is here."""
@@ -83,6 +98,18 @@ class EncoderService:
 
     async def stop(self) -> None:
         await self._undo.aclose()
+
+    def _reader(
+        self, path: Path, metrics: EncoderMetrics, files: MediaStore[Any], *, hears: bool
+    ) -> tuple[SoundDecoders | ImageDecoders, SoundFiles | ImageDecoders]:
+        """Return what prepares files for the tower, and what reads them as they come."""
+        settings = self._settings
+        if not hears:
+            images = ImageDecoders(str(path), settings)
+            return images, images
+        limits = SoundLimits(settings.max_sound_bytes, settings.sound_workers, settings.sound_folder)
+        sounds = SoundDecoders(str(path), settings, metrics.read)
+        return sounds, SoundFiles(files, sounds, limits, metrics.sound_seconds)
 
     def _info(self, maker: RowMaker, fingerprint: types_pb2.Fingerprint) -> GetEncoderInfoResponse:
         settings, lease = self._settings, Duration()
@@ -98,7 +125,13 @@ class EncoderService:
             fetches=bool(settings.allowed_media_domains),
         )
 
-    async def _join(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
+    def _describe_sounds(self, info: GetEncoderInfoResponse, decoders: SoundDecoders) -> None:
+        info.ClearField("max_pixels")
+        info.media_kinds[:] = [types_pb2.MEDIA_KIND_AUDIO]
+        info.max_file_bytes = self._settings.max_sound_bytes
+        info.sampling_rate, info.max_piece_samples = decoders.rate, decoders.max_samples
+
+    async def _join(self, host: Host, info: GetEncoderInfoResponse) -> None:
         settings, servicer = self._settings, self._servicer
         if not settings.coordinator or servicer is None:
             return
@@ -107,8 +140,8 @@ class EncoderService:
             epoch=host.epoch,
             address=settings.advertise_address or host.address,
             host=socket.gethostname(),
-            fingerprint=fingerprint,
-            limits=types_pb2.ModelLimits(media_kinds=[types_pb2.MEDIA_KIND_IMAGE]),
+            fingerprint=info.fingerprint,
+            limits=types_pb2.ModelLimits(media_kinds=info.media_kinds),
         )
         channel = await self._undo.enter_async_context(host.channels.open(settings.coordinator, "coordinator"))
         supervisor = "" if settings.state_file is None else f"{socket.gethostname()}:{settings.state_file}"

@@ -7,6 +7,7 @@ It exchanges msgpack over its pipe: first ``TowerSetup``, answered by ``TowerRea
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +18,9 @@ from .pixel_slots import PixelPart, read_pixels, write_all
 
 log = logging.getLogger(__name__)
 
+GPU_BATCH = 8
+"""Pieces of 30 s that a GPU computes at once. On CPUs one at a time is as fast, and its rows depend on no other."""
+
 
 class TowerSetup(msgspec.Struct, frozen=True):
     """Says which tower to load; the first message. ``rows``: the descriptor of the memory for rows."""
@@ -26,6 +30,10 @@ class TowerSetup(msgspec.Struct, frozen=True):
     device: str
     threads: int
     rows: int
+    hears: bool = False
+    """Whether it is a tower of sounds."""
+    batch: int = 0
+    """Pieces of sound that are computed at once; 0: as many as pay off on the device."""
 
 
 class TowerReady(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -34,22 +42,30 @@ class TowerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     refused: str = ""
     width: int = 0
     is_bfloat16: bool = False
+    most: int = 1
+    """Inputs that are computed at once."""
 
 
-class TowerJob(msgspec.Struct, frozen=True):
-    """Names the pixels of one image. ``slot``: the descriptor of their memory."""
+class TowerInput(msgspec.Struct, frozen=True):
+    """Names the pixels of one image, or the features of a piece of sound. ``slot``: the descriptor of their memory."""
 
     slot: int
     parts: list[PixelPart]
 
 
-class TowerReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Says how many rows were written, or why the image has none."""
+class TowerJob(msgspec.Struct, frozen=True):
+    """Asks for the rows of all of these."""
 
-    num_rows: int = 0
+    inputs: list[TowerInput]
+
+
+class TowerReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Says how many rows of each input were written, one behind the other, or why there are none of any."""
+
+    num_rows: list[int] = []
     refused: str = ""
     is_full: bool = False
-    """Whether the device had no memory for it."""
+    """Whether the device had no memory for them."""
 
 
 def main() -> None:
@@ -58,18 +74,19 @@ def main() -> None:
     if (first := helper_pipe.read_message()) is None:
         return
     setup = msgspec.msgpack.decode(first, type=TowerSetup)
-    from tokenloom.gpu_worker.towers.tower import Tower  # here: with torch, which the service has not
-
     try:
-        tower = Tower(Path(setup.path), setup.dtype, setup.device, setup.threads)
+        tower = _load(setup)
     except (ValueError, OSError, RuntimeError) as error:
         helper_pipe.write_message(msgspec.msgpack.encode(TowerReady(refused=str(error))))
         return
-    helper_pipe.write_message(msgspec.msgpack.encode(TowerReady("", tower.width, tower.is_bfloat16)))
+    helper_pipe.write_message(
+        msgspec.msgpack.encode(TowerReady("", tower.width, tower.is_bfloat16, _most(tower, setup)))
+    )
     while (message := helper_pipe.read_message()) is not None:
         job = msgspec.msgpack.decode(message, type=TowerJob)
         try:
-            reply = TowerReply(_write(setup.rows, tower.rows(read_pixels(job.slot, job.parts)), tower.is_bfloat16))
+            rows = tower.rows_of([read_pixels(each.slot, each.parts) for each in job.inputs])
+            reply = TowerReply(_write(setup.rows, rows, tower.is_bfloat16))
         except MemoryError:
             reply = TowerReply(is_full=True)
         except ValueError as error:
@@ -77,12 +94,30 @@ def main() -> None:
         helper_pipe.write_message(msgspec.msgpack.encode(reply))
 
 
-def _write(descriptor: int, rows: "np.ndarray[tuple[int, int], np.dtype[np.float32]]", is_bfloat16: bool) -> int:
-    # The rows of a bfloat16 tower are such numbers: the lower halves are zeros.
-    values = (rows.view(np.uint32) >> 16).astype(np.uint16) if is_bfloat16 else rows
+def _load(setup: TowerSetup) -> Any:
+    # Here: with torch, which the service has not.
+    from tokenloom.gpu_worker.towers import sound_tower, tower
+
+    load = sound_tower.SoundTower if setup.hears else tower.Tower
+    return load(Path(setup.path), setup.dtype, setup.device, setup.threads)
+
+
+def _most(tower: Any, setup: TowerSetup) -> int:
+    if not setup.hears:
+        return 1
+    return setup.batch or (GPU_BATCH if tower.device.startswith("cuda") else 1)
+
+
+def _write(
+    descriptor: int, rows: "list[np.ndarray[tuple[int, int], np.dtype[np.float32]]]", is_bfloat16: bool
+) -> list[int]:
     os.ftruncate(descriptor, 0)
-    write_all(descriptor, memoryview(np.ascontiguousarray(values).data).cast("B"), 0)
-    return len(rows)
+    offset = 0
+    for each in rows:
+        # The rows of a bfloat16 tower are such numbers: the lower halves are zeros.
+        values = (each.view(np.uint32) >> 16).astype(np.uint16) if is_bfloat16 else each
+        offset = write_all(descriptor, memoryview(np.ascontiguousarray(values).data).cast("B"), offset)
+    return list(map(len, rows))
 
 
 if __name__ == "__main__":

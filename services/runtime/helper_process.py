@@ -22,11 +22,16 @@ class HelperProcess:
     """Runs one child process."""
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        process: "subprocess.Popen[bytes]",
+        pipe: socket.socket,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         self.reader = reader
         """It is at its end as soon as the process is."""
         self._process = process
+        self._pipe = pipe  # under the streams
         self._writer = writer
 
     @classmethod
@@ -40,10 +45,11 @@ class HelperProcess:
         except BaseException:
             ours.close()
             raise
-        return cls(process, *await asyncio.open_unix_connection(sock=ours))
+        return cls(process, ours, *await asyncio.open_unix_connection(sock=ours))
 
-    async def talk(self, request: bytes, seconds: float) -> bytes:
-        """Send a message and return the answer. When this is cut short, :meth:`kill` the process.
+    async def talk(self, request: bytes, seconds: float, files: Sequence[int] = ()) -> bytes:
+        """Send a message and return the answer. When this is cut short, :meth:`kill` the process. ``files``:
+        descriptors that the process gets with it.
 
         Raises ``TimeoutError`` after ``seconds``, ``IncompleteReadError`` or ``ConnectionError`` if the process ended.
         One that is stopped meanwhile is ended.
@@ -51,7 +57,11 @@ class HelperProcess:
         self._looks = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
         try:
             async with asyncio.timeout(seconds):
-                self._writer.writelines((LENGTH.pack(len(request)), request))
+                if files:
+                    self._send_files(LENGTH.pack(len(request)), files)
+                    self._writer.write(request)
+                else:
+                    self._writer.writelines((LENGTH.pack(len(request)), request))
                 await self._writer.drain()
                 (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
                 return await self.reader.readexactly(length)
@@ -63,6 +73,13 @@ class HelperProcess:
         self._process.kill()
         self._writer.close()
         return await asyncio.to_thread(self._process.wait)
+
+    def _send_files(self, header: bytes, files: Sequence[int]) -> None:
+        # Past the stream, which has nothing left to write: the process has answered all that came before.
+        try:
+            socket.send_fds(self._pipe, (header,), files)
+        except OSError as error:  # closed, because the process has ended
+            raise ConnectionResetError from error
 
     def _look(self) -> None:
         if is_stopped(self._process.pid):
@@ -90,8 +107,8 @@ class HelperPool:
         for _ in range(num_processes):
             self._idle.put_nowait(None)
 
-    async def run(self, request: bytes) -> bytes:
-        """Return the answer to a message.
+    async def run(self, request: bytes, files: Sequence[int] = ()) -> bytes:
+        """Return the answer to a message. ``files``: as :meth:`HelperProcess.talk` has them.
 
         Raises ``ResourceExhausted`` for one that takes too much memory, ``DeadlineExceeded`` for one that takes too
         much processor time, ``Unavailable`` when no process starts, and ``Internal`` after the ends of several.
@@ -103,7 +120,7 @@ class HelperPool:
             try:
                 if process is None or process.reader.at_eof():
                     process = await self._successor(process)
-                data = await process.talk(request, self._seconds)
+                data = await process.talk(request, self._seconds, files)
                 kept = process
             except TimeoutError as error:
                 raise errors.Unavailable(f"The machine is too busy to {self._what}; retry.") from error

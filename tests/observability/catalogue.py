@@ -83,7 +83,7 @@ def _encoder_page() -> str:
     """Returns what an encoder shows. It takes no model and no processes to know that."""
     host = Host(EncoderSettings.of(model="any"))
     host.certificates.show("mesh", lambda: 0.0)
-    EncoderMetrics(host.metrics, MediaStore(1, 1.0, lambda: 0.0), RowCache(1))
+    EncoderMetrics(host.metrics, MediaStore[bytes](1, 1.0, lambda: 0.0), RowCache(1))
     return generate_latest(host.metrics).decode()
 
 

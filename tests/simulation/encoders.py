@@ -2,12 +2,13 @@
 
 import asyncio
 import hashlib
+from typing import Any
 
 from tests.engine_core.media import PLACEHOLDER, rows_of
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, RowsKey
 from tokenloom.engine_core.fake_workers.hash_row import embeds_ids
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE
-from tokenloom.services.encoder.encoder_servicer import EncoderMetrics, EncoderServicer, Maker
+from tokenloom.services.encoder.encoder_servicer import EncoderMetrics, EncoderServicer, Maker, SizeReader
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.encoder.media_store import MediaStore
 from tokenloom.services.encoder.row_cache import RowCache
@@ -76,17 +77,17 @@ def expand(token_ids: list[int], media: list[MediaSize]) -> tuple[list[int], lis
     return tokens, items
 
 
-class _Maker(Maker):
+class _Maker(Maker, SizeReader):
     num_places = 2
 
     async def size(self, data: bytes) -> PutResponse:
         await asyncio.sleep(HEADER_SECONDS)
         return PutResponse(width=rows_in(data), height=1, num_bytes=len(data))
 
-    async def make(self, data: bytes, item: MediaItem) -> Rows:
+    async def make(self, file: bytes, item: MediaItem) -> Rows:
         await asyncio.sleep(TOWER_SECONDS)
-        assert hashlib.sha256(data).digest() == item.digest, "the rows of another file"
-        rows = rows_of(RowsKey(item.key, rows_in(data), item.levels))
+        assert hashlib.sha256(file).digest() == item.digest, "the rows of another file"
+        rows = rows_of(RowsKey(item.key, rows_in(file), item.levels))
         return Rows(rows.tobytes(), len(rows), HIDDEN_SIZE, ROW_TYPE_FLOAT32)
 
 
@@ -99,11 +100,14 @@ class SimulatedEncoder(EncoderService):
 
     async def start(self, host: Host) -> None:
         settings = self._settings
-        self._files = MediaStore(settings.media_files_bytes, settings.media_lease, asyncio.get_running_loop().time)
+        self._files = MediaStore[Any](settings.media_files_bytes, settings.media_lease, asyncio.get_running_loop().time)
         cache = RowCache(settings.media_rows_bytes)
         self._undo.push_async_callback(cache.close)
         metrics = EncoderMetrics(host.metrics, self._files, cache)
-        info = GetEncoderInfoResponse(media_kinds=[MEDIA_KIND_IMAGE], max_file_bytes=settings.max_image_bytes)
-        self._servicer = EncoderServicer(self._files, cache, _Maker(), info, metrics)
+        info = GetEncoderInfoResponse(
+            fingerprint=self._fingerprint, media_kinds=[MEDIA_KIND_IMAGE], max_file_bytes=settings.max_image_bytes
+        )
+        maker = _Maker()
+        self._servicer = EncoderServicer(self._files, cache, maker, info, metrics, maker)
         host.add_servicer(add_EncoderServicer_to_server, self._servicer)
-        await self._join(host, self._fingerprint)
+        await self._join(host, info)

@@ -25,6 +25,8 @@ _AARCH64 = (
     *(198, 199, 203, 202, 200, 201, 206, 221, 281, 117, 270, 271),
     *(129, 130, 131, 425, 280, 434, 438, 282, 40, 97, 268),
 )
+_OPENING = {"x86_64": (2, 85, 257, 437, 304), "aarch64": (56, 437, 265)}
+"""open, creat, openat, openat2, open_by_handle_at."""
 _ARCHITECTURES = {"x86_64": (0xC000_003E, _X86_64, 317), "aarch64": (0xC000_00B7, _AARCH64, 277)}
 """The number of each architecture, those of the calls that are refused there, and that of ``seccomp``."""
 
@@ -33,14 +35,15 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
 
 
-def confine() -> bool:
-    """Refuse the network, other programs and other processes to all threads of this process from now on. Returns False
-    where the kernel, or the processor, is not known to have such a filter."""
+def confine(*, opens_files: bool = True) -> bool:
+    """Refuse the network, other programs and other processes to all threads of this process from now on; without
+    ``opens_files`` also files that it does not have yet. Returns False where the kernel, or the processor, is not known
+    to have such a filter."""
     known = _ARCHITECTURES.get(platform.machine()) if sys.platform == "linux" else None
     if known is None:
         return False
     architecture, refused, seccomp = known
-    code = _filter(architecture, refused)
+    code = _filter(architecture, refused if opens_files else (*refused, *_OPENING[platform.machine()]))
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)

@@ -6,12 +6,15 @@ when stdin does.
 
 import resource
 import signal
+import socket
 import struct
 import sys
 
 from tokenloom.process.process_guard import wake_with_parent
 
 LENGTH = struct.Struct(">I")
+MAX_DESCRIPTORS = 4
+"""That come with one message."""
 OUT_OF_MEMORY = 3
 """The status of a process that a job left without memory. Python's own failures have status 1."""
 
@@ -28,6 +31,19 @@ def read_message() -> bytes | None:
     if len(header) < LENGTH.size:
         return None
     return sys.stdin.buffer.read(*LENGTH.unpack(header))
+
+
+def read_message_with_files(pipe: socket.socket) -> tuple[bytes, list[int]] | None:
+    """Return the next message and the descriptors that came with it, which the caller closes; None: the parent has
+    closed the pipe. ``pipe``: stdin, opened before the process confined itself."""
+    header, files = b"", list[int]()
+    while len(header) < LENGTH.size:
+        part, more, _, _ = socket.recv_fds(pipe, LENGTH.size - len(header), MAX_DESCRIPTORS)
+        files += more
+        if not part:
+            return None
+        header += part
+    return sys.stdin.buffer.read(*LENGTH.unpack(header)), files
 
 
 def write_message(data: bytes) -> None:

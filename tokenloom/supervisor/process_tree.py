@@ -14,6 +14,7 @@ HELPERS: Final[Mapping[str, str]] = {
     "render_worker": "renderer",
     "encode_worker": "encoder",
     "decode_worker": "decoder",
+    "sound_worker": "decoder",
     "tower_worker": "tower",
 }
 """What each process that a part starts is called, by the last part of its module's name."""

@@ -46,7 +46,14 @@ class Kind:
     @property
     def is_helper(self) -> bool:
         """Whether the part starts the process when it needs one."""
-        return self.process in ("render_worker", "encode_worker", "compiler_process", "decode_worker", "tower_worker")
+        return self.process in (
+            "render_worker",
+            "encode_worker",
+            "compiler_process",
+            "decode_worker",
+            "sound_worker",
+            "tower_worker",
+        )
 
     @property
     def may_be_last(self) -> bool:

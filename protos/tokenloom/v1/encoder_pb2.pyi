@@ -135,7 +135,7 @@ class GetEncoderInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetEncoderInfoResponse(_message.Message):
-    __slots__ = ("fingerprint", "processor", "media_kinds", "max_file_bytes", "max_pixels", "row_width", "row_type", "lease", "fetches", "encoded")
+    __slots__ = ("fingerprint", "processor", "media_kinds", "max_file_bytes", "max_pixels", "row_width", "row_type", "lease", "fetches", "encoded", "sampling_rate", "max_piece_samples")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROCESSOR_FIELD_NUMBER: _ClassVar[int]
     MEDIA_KINDS_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +146,8 @@ class GetEncoderInfoResponse(_message.Message):
     LEASE_FIELD_NUMBER: _ClassVar[int]
     FETCHES_FIELD_NUMBER: _ClassVar[int]
     ENCODED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_RATE_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIECE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     processor: bytes
     media_kinds: _containers.RepeatedScalarFieldContainer[_types_pb2.MediaKind]
@@ -156,4 +158,6 @@ class GetEncoderInfoResponse(_message.Message):
     lease: _duration_pb2.Duration
     fetches: bool
     encoded: int
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., processor: _Optional[bytes] = ..., media_kinds: _Optional[_Iterable[_Union[_types_pb2.MediaKind, str]]] = ..., max_file_bytes: _Optional[int] = ..., max_pixels: _Optional[int] = ..., row_width: _Optional[int] = ..., row_type: _Optional[_Union[RowType, str]] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., fetches: _Optional[bool] = ..., encoded: _Optional[int] = ...) -> None: ...
+    sampling_rate: int
+    max_piece_samples: int
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., processor: _Optional[bytes] = ..., media_kinds: _Optional[_Iterable[_Union[_types_pb2.MediaKind, str]]] = ..., max_file_bytes: _Optional[int] = ..., max_pixels: _Optional[int] = ..., row_width: _Optional[int] = ..., row_type: _Optional[_Union[RowType, str]] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., fetches: _Optional[bool] = ..., encoded: _Optional[int] = ..., sampling_rate: _Optional[int] = ..., max_piece_samples: _Optional[int] = ...) -> None: ...

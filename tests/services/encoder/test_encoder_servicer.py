@@ -148,7 +148,7 @@ async def test_a_tenant_learns_nothing_of_anothers_files() -> None:
 async def test_a_released_file_makes_room() -> None:
     encoder = FakeEncoder(files_bytes=20_000)
     await encoder.put(b"a" * 9000, request_id="first")
-    with pytest.raises(errors.ResourceExhausted, match="fill the encoder's memory"):
+    with pytest.raises(errors.ResourceExhausted, match="leave no room at the encoder"):
         await encoder.put(b"b" * 12_000, request_id="second", tenant="other")
     await encoder.servicer.ReleaseFiles(ReleaseFilesRequest(tenant="t", request_id="first"), NO_CONTEXT)
     await encoder.put(b"b" * 12_000, request_id="second", tenant="other")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.services.encoder.fakes import digest_of
-from tokenloom.request.errors import ResourceExhausted
+from tokenloom.request.errors import PayloadTooLarge, ResourceExhausted
 from tokenloom.services.encoder.media_store import FileOwner, MediaStore, Pin
 from tokenloom.v1.encoder_pb2 import PutResponse
 
@@ -18,7 +18,7 @@ class Store:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.store = MediaStore(ROOM, LEASE, lambda: self.now)
+        self.store = MediaStore[bytes](ROOM, LEASE, lambda: self.now)
 
     def put(self, name: bytes, size: int, tenant: str = "t", request_id: str = "") -> None:
         data = name * size
@@ -61,6 +61,41 @@ def test_a_pinned_file_stays_until_its_lease_ends() -> None:
     files.now = LEASE
     files.put(b"d", 700)
     assert files.store.num_pinned_bytes == 0
+
+
+def test_a_file_that_is_read_stays_for_another_lease() -> None:
+    files = Store()
+    files.put(b"a", 400, request_id="r")
+    for _ in range(3):
+        files.now += LEASE - 1
+        assert files.has(b"a", 400)
+    assert files.store.num_pinned_bytes == 400
+    files.now += LEASE
+    files.store.data(b"")
+    assert files.store.num_pinned_bytes == 0
+
+
+def test_a_file_that_grows_takes_no_more_than_is_free() -> None:
+    files = Store()
+    files.put(b"a", 400, "other", "r")
+    files.put(b"b", 300, "u")
+    with files.store.arriving("t", 10) as room:
+        room.grow_to(250)
+        room.grow_to(200)
+        assert room.num_bytes == 250
+        room.grow_to(600)
+        assert not files.has(b"b", 300), "it made room"
+        with pytest.raises(ResourceExhausted):
+            room.grow_to(601)
+    with files.store.arriving("t", 600):
+        pass
+
+
+def test_what_can_never_fit_is_said_so() -> None:
+    files = Store()
+    with pytest.raises(PayloadTooLarge), files.store.arriving("t", 900) as room:
+        room.grow_to(1001)
+    files.put(b"a", 1000)
 
 
 def test_a_tenant_holds_at_most_as_much_as_is_free() -> None:

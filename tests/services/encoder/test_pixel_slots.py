@@ -17,14 +17,15 @@ PIXELS = {
 
 def test_what_was_written_is_read() -> None:
     slots = PixelSlots(1)
-    with slots.taken() as slot:
-        parts = write_pixels(slot, PIXELS)
-        read = read_pixels(slot, parts)
-        for name, values in PIXELS.items():
-            assert read[name].dtype == values.dtype
-            assert np.array_equal(read[name], values)
-        write_pixels(slot, {"small": np.zeros(1, np.float32)})
-        assert os.fstat(slot).st_size == 4
+    slot = slots.take()
+    parts = write_pixels(slot, PIXELS)
+    read = read_pixels(slot, parts)
+    for name, values in PIXELS.items():
+        assert read[name].dtype == values.dtype
+        assert np.array_equal(read[name], values)
+    write_pixels(slot, {"small": np.zeros(1, np.float32)})
+    assert os.fstat(slot).st_size == 4
+    slots.give_back(slot)
     assert os.fstat(slot).st_size == 0, "the memory is given back"
     slots.close()
 
@@ -43,8 +44,8 @@ def test_what_was_written_is_read() -> None:
 )
 def test_parts_that_do_not_lie_there_are_refused(part: PixelPart) -> None:
     slots = PixelSlots(1)
-    with slots.taken() as slot:
-        write_pixels(slot, {"a": np.zeros(1, np.float32)})
-        with pytest.raises(ValueError, match=r"a |fewer"):
-            read_pixels(slot, [part])
+    slot = slots.take()
+    write_pixels(slot, {"a": np.zeros(1, np.float32)})
+    with pytest.raises(ValueError, match=r"a |fewer"):
+        read_pixels(slot, [part])
     slots.close()

@@ -15,9 +15,14 @@ import pytest
 from PIL import Image
 
 from tests.checkpoints.vision_prompts import picture
+from tests.checkpoints.whole_sound import write_whole_sound
 from tests.checkpoints.whole_vision import write_whole_vision
+from tests.gpu_worker.towers.sound_files import KINDS, encoded, flac_bomb, tone
 from tests.ready_channel import ready_channel
 from tokenloom.gpu_worker.towers.processor import Processor
+from tokenloom.gpu_worker.towers.sound_file import read_sound
+from tokenloom.gpu_worker.towers.sound_processor import SoundProcessor
+from tokenloom.gpu_worker.towers.sound_tower import SoundTower
 from tokenloom.gpu_worker.towers.tower import Tower
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.request.errors import InvalidArgument
@@ -34,7 +39,7 @@ from tokenloom.v1.encoder_pb2 import (
     RowType,
 )
 from tokenloom.v1.encoder_pb2_grpc import EncoderStub
-from tokenloom.v1.types_pb2 import MEDIA_KIND_IMAGE, MediaItem
+from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem
 
 
 def png(image: Image.Image) -> bytes:
@@ -119,3 +124,48 @@ async def test_a_model_without_a_tower_ends_the_start(socket_dir: Path) -> None:
     with pytest.raises(InvalidArgument):
         async with running(EncoderService(settings), settings):
             pass
+
+
+def sound_item(file: bytes, num_rows: int, start: int, num: int) -> MediaItem:
+    digest = hashlib.sha256(file).digest()
+    options = b'{"samples":%d,"start":%d}' % (num, start)
+    return MediaItem(
+        key=digest + options, kind=MEDIA_KIND_AUDIO, num_rows=num_rows, digest=digest, options_json=options
+    )
+
+
+async def test_rows_of_sounds_are_those_of_the_tower(tmp_path: Path, socket_dir: Path) -> None:
+    checkpoint = write_whole_sound("qwen2_audio", tmp_path)
+    processor, tower = SoundProcessor(checkpoint), SoundTower(checkpoint)
+    async with serving(checkpoint, socket_dir) as stub:
+        for kind in KINDS:
+            container, codec = KINDS[kind]
+            rate = 48_000 if "opus" in codec else 44_100
+            file = encoded(tone(1.5, rate), container, codec, rate)
+            facts = await put(stub, file, kind=MEDIA_KIND_AUDIO)
+            samples = read_sound(file)
+            assert facts.samples == len(samples)
+            expected = tower.rows(processor.features(samples[1000:17_000]))
+            assert (await rows_of(stub, sound_item(file, 25, 1000, 16_000))).tolist() == expected.tolist()
+
+        for process in ("sound_worker", "tower_worker"):
+            for each in workers(process):
+                each.kill()
+                each.wait()
+        assert len(await rows_of(stub, sound_item(file, 25, 0, 16_000))) == 25
+        for refused, why in ((b"#EXTM3U\nfile:///etc/passwd\n", "is not one of"), (file[:90], "damaged or incomplete")):
+            with pytest.raises(grpc.aio.AioRpcError, match=why) as failure:
+                await put(stub, refused, kind=MEDIA_KIND_AUDIO)
+            assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        too_long = await code_of(rows_of(stub, sound_item(file, 25, 0, len(samples) + 1)))
+        assert too_long is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_sound_takes_no_more_than_its_time(tmp_path: Path, socket_dir: Path) -> None:
+    checkpoint = write_whole_sound("qwen2_audio", tmp_path)
+    async with serving(checkpoint, socket_dir, sound_timeout=0.05) as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"more than 0\.05 s to decode"):
+            await put(stub, flac_bomb(590), kind=MEDIA_KIND_AUDIO)
+        info = await stub.GetEncoderInfo(GetEncoderInfoRequest())
+        assert (info.sampling_rate, info.max_piece_samples, info.max_pixels) == (16_000, 480_000, 0)
+        assert list(info.media_kinds) == [MEDIA_KIND_AUDIO]

@@ -2,7 +2,8 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -20,7 +21,7 @@ class Scripted:
         self.status, self._error = status, error
         self.was_killed = False
 
-    async def talk(self, request: bytes, seconds: float) -> bytes:
+    async def talk(self, request: bytes, seconds: float, files: Sequence[int] = ()) -> bytes:
         if self.status is not None:
             raise self._error
         return request
@@ -92,3 +93,16 @@ async def test_a_process_that_does_not_start_is_wrong_at_the_start_only(failure:
         await pool.run(b"a")
     with pytest.raises(errors.InvalidArgument if isinstance(failure, errors.InvalidArgument) else errors.Unavailable):
         await pool.start()
+
+
+async def test_a_process_gets_files_with_a_message(tmp_path: Path) -> None:
+    process = await HelperProcess.launch("tests.services.runtime.reading_helper")
+    try:
+        for content in (b"first", b"second" * 100_000):
+            (tmp_path / "file").write_bytes(content)
+            with (tmp_path / "file").open("rb") as file:
+                answer = await process.talk(b"read" * 50_000, 60.0, [file.fileno()])
+            assert answer == content
+        assert await process.talk(b"none", 60.0) == b""
+    finally:
+        await process.kill()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +49,19 @@ def test_files_memory_and_threads_go_on() -> None:
         "print(Path('/proc/self/status').read_text()[:5])"
     )
     assert _run(script) == f"{1 << 26}\nName:\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+@pytest.mark.parametrize("mode", ["rb", "wb"])
+def test_files_are_refused_where_none_is_needed(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+    script = (
+        "import os; from tokenloom.process.confinement import confine\n"
+        f"had = os.open({str(tmp_path / 'file')!r}, os.O_RDWR)\n"
+        "assert confine(opens_files=False)\n"
+        "print(os.pread(had, 4, 0), os.pwrite(had, b'more', 0))\n"
+        f"open({str(tmp_path / 'file')!r}, {mode!r})"
+    )
+    answer = _run(script)
+    assert answer.startswith("b'data' 4\n")
+    assert "PermissionError" in answer

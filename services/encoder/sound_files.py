@@ -1,0 +1,212 @@
+"""Takes sounds: their files go to disk as they arrive, become samples there, and are never whole in memory."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import tempfile
+import weakref
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from tokenloom.request import errors
+from tokenloom.services.runtime.fair_stage import FairStage
+from tokenloom.services.runtime.telemetry.fast_metrics import Counter
+from tokenloom.v1.encoder_pb2 import PutHeader, PutResponse
+from tokenloom.v1.types_pb2 import MediaItem
+
+from .media_store import FileOwner, MediaStore, Room
+from .pixel_slots import read_all, write_all
+
+SAMPLE_BYTES = 4
+LOOK_SECONDS = 0.25
+"""How often the disk that a sound takes is looked at while it is decoded: 20 MB of samples come in that time."""
+MAX_WAITING = 1024
+"""Sounds that wait to be decoded."""
+
+
+class SoundFile:
+    """Holds bytes on disk, in a file without a name: nothing is left of it when the encoder ends, however it does.
+
+    Attributes:
+        descriptor: Closed by :meth:`close`, or when nothing refers to this any more: a sound that makes room may still
+            be read.
+        num_samples: Once its bytes are samples, float32 numbers of one channel.
+        peak: As ``towers.sound_processor.Piece`` has it.
+    """
+
+    def __init__(self, folder: str) -> None:
+        """``folder``: where the disk has room; empty: the system's folder for temporary files. Raises
+        ``ResourceExhausted`` if no file can be made there."""
+        try:
+            with tempfile.TemporaryFile(dir=folder or None) as file:
+                self.descriptor = os.dup(file.fileno())
+        except OSError as error:
+            raise _disk_is_full(error) from error
+        self._finalizer = weakref.finalize(self, os.close, self.descriptor)
+        self.num_samples = 0
+        self.peak = 0.0
+
+    def __len__(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
+    def close(self) -> None:
+        """Give the disk back."""
+        self._finalizer()
+
+    def write(self, data: bytes, offset: int) -> None:
+        """Write bytes. Raises ``ResourceExhausted`` if the disk has no room."""
+        try:
+            write_all(self.descriptor, data, offset)
+        except OSError as error:
+            raise _disk_is_full(error) from error
+
+    def samples(self, first: int, last: int) -> bytes:
+        """Return the samples of a range."""
+        return bytes(read_all(self.descriptor, (last - first) * SAMPLE_BYTES, first * SAMPLE_BYTES))
+
+
+class PieceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Names a piece of a sound: ``options_json`` of its item.
+
+    Attributes:
+        samples: Its samples; None: all from ``start`` on.
+        start: Its first sample.
+    """
+
+    samples: int | None = None
+    start: int = 0
+
+    @classmethod
+    def of(cls, item: MediaItem, num_samples: int, most: int) -> "PieceOptions":
+        """Return those of an item of a sound of ``num_samples``, with both numbers. Raises ``InvalidArgument`` for what
+        is no piece of it, or longer than ``most`` samples."""
+        try:
+            given = msgspec.json.decode(item.options_json or b"{}", type=cls)
+        except msgspec.DecodeError as error:
+            raise errors.InvalidArgument(f"options_json names no piece of a sound: {error}", "item") from None
+        num = num_samples - given.start if given.samples is None else given.samples
+        if not (0 < num <= most and 0 <= given.start <= num_samples - num):
+            raise errors.InvalidArgument(
+                f"Samples {given.start:,} to {given.start + num:,} are no piece of at most {most:,} of a sound of "
+                f"{num_samples:,}.",
+                "messages",
+            )
+        return cls(num, given.start)
+
+
+class SoundReader(Protocol):
+    """Decodes sounds; see :class:`.SoundDecoders`."""
+
+    @property
+    def rate(self) -> int:
+        """Samples a second that it makes."""
+
+    async def read(self, source: SoundFile, target: SoundFile) -> None:
+        """Write the samples of a file into another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoundLimits:
+    """Says how much a sound may take. ``num_readers``: sounds that are decoded at a time."""
+
+    max_bytes: int
+    num_readers: int
+    folder: str
+
+
+class SoundFiles:
+    """Takes the sounds of one encoder, and gives them to its store."""
+
+    def __init__(
+        self, files: MediaStore[SoundFile], reader: SoundReader, limits: SoundLimits, seconds: Counter
+    ) -> None:
+        """``seconds``: counts those of the sounds that were decoded."""
+        self._files, self._reader, self._limits, self._seconds = files, reader, limits, seconds
+        self._turns = FairStage(
+            limits.num_readers,
+            "sounds",
+            max_waiting=MAX_WAITING,
+            max_cost=MAX_WAITING * limits.max_bytes,
+            leaves_spare=True,
+        )
+
+    async def put(self, header: PutHeader, parts: AsyncIterator[bytes]) -> PutResponse:
+        """Keep a sound. ``parts``: of its file.
+
+        Raises ``InvalidArgument`` for bytes that are not those of the header or hold no sound that is read,
+        ``PayloadTooLarge`` for too many, and ``ResourceExhausted`` if the disk has no room.
+        """
+        with (
+            self._files.arriving(header.tenant, header.num_bytes) as room,
+            contextlib.closing(SoundFile(self._limits.folder)) as source,
+        ):
+            digest, num_bytes = await self._receive(parts, source, room, header.num_bytes)
+            if header.digest and digest != header.digest:
+                raise errors.InvalidArgument("The file's bytes are not those of its digest.", "digest")
+            owner = FileOwner(header.tenant, header.cache_salt)
+            if (facts := self._files.add_owner(owner, digest, header.request_id)) is not None:
+                return facts
+            await self._turns.begin(header.tenant, num_bytes)
+            try:
+                sound = await self._decode(source, num_bytes, room)
+            finally:
+                self._turns.end(header.tenant, num_bytes)
+            self._seconds.inc(sound.num_samples // self._reader.rate)
+            facts = PutResponse(digest=digest, samples=sound.num_samples, num_bytes=num_bytes)
+            self._files.put(owner, sound, facts, header.request_id)
+            return facts
+
+    async def _receive(
+        self, parts: AsyncIterator[bytes], source: SoundFile, room: Room, expected: int
+    ) -> tuple[bytes, int]:
+        """Write a file to disk. Returns its digest and its bytes. ``expected``: its bytes; 0: as many as come."""
+        digest, num_bytes, most = hashlib.sha256(), 0, expected or self._limits.max_bytes
+        async for part in parts:
+            if num_bytes + len(part) > most and expected:
+                raise _wrong_size(expected)
+            if num_bytes + len(part) > most:
+                raise errors.PayloadTooLarge(f"The file has more than {most:,} bytes.", "messages")
+            room.grow_to(num_bytes + len(part))
+            # In a thread: a disk that is busy holds up a write, and a digest takes 1 ms for 2 MB.
+            await asyncio.to_thread(_take, part, source, num_bytes, digest.update)
+            num_bytes += len(part)
+        if expected and num_bytes < expected:
+            raise _wrong_size(expected)
+        if not num_bytes:
+            raise errors.InvalidArgument("The file is empty.", "messages")
+        return digest.digest(), num_bytes
+
+    async def _decode(self, source: SoundFile, num_bytes: int, room: Room) -> SoundFile:
+        """Return the samples of a file. It ends when they find no more room."""
+        target = SoundFile(self._limits.folder)
+        reading = asyncio.ensure_future(self._reader.read(source, target))
+        try:
+            while not (await asyncio.wait({reading}, timeout=LOOK_SECONDS))[0]:
+                room.grow_to(num_bytes + len(target))
+            reading.result()
+            room.grow_to(num_bytes + len(target))
+            return target
+        except BaseException:
+            reading.cancel()
+            await asyncio.wait({reading})
+            target.close()
+            raise
+
+
+def _take(part: bytes, source: SoundFile, offset: int, hash_on: Callable[[bytes], None]) -> None:
+    source.write(part, offset)
+    hash_on(part)
+
+
+def _wrong_size(expected: int) -> errors.InvalidArgument:
+    return errors.InvalidArgument(f"the file does not have the {expected} bytes of its header", "data")
+
+
+def _disk_is_full(error: OSError) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(
+        f"The encoder's disk takes no sound now ({error.strerror}); retry.", retry_after=5.0
+    )

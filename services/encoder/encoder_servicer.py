@@ -208,7 +208,8 @@ class EncoderServicer(EncoderServicerBase):
         """Return the file of a URL."""
         if self._fetcher is None:
             raise errors.PermissionDenied(
-                "Files are not fetched from URLs here (--allowed-media-domains); send them as data: URLs.", "url"
+                "Files are not fetched from URLs here (--allowed-media-domains); send the file itself in the request.",
+                "url",
             )
         await self._fetches.begin(header.tenant, 1)
         try:

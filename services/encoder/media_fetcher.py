@@ -85,7 +85,7 @@ class MediaFetcher:
         if not _is_address(host):
             host = host.encode("idna").decode().lower()
         if not any(_matches(host, name) for name in self._allowed):
-            raise PermissionDenied(f"Files are not fetched from {host}; send them as data: URLs.", "url")
+            raise PermissionDenied(f"Files are not fetched from {host}; send the file itself in the request.", "url")
         path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
         query = f"?{quote(parts.query, safe='/%:@!$&()*+,;=~-._?')}" if parts.query else ""
         return _Target(parts.scheme, host, parts.port or _PORTS[parts.scheme], path + query)

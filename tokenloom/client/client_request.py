@@ -46,6 +46,8 @@ def chat_request(messages: Sequence[Message], options: Mapping[str, Any]) -> inf
         chat.tools.extend(write_tools(own["tools"]))
     if "tool_choice" in own:
         chat.tool_choice.CopyFrom(write_choice(own["tool_choice"]))
+    if "mm_processor_kwargs" in own:
+        set_field(chat, "mm_processor_kwargs", own["mm_processor_kwargs"])
     for name in ("add_generation_prompt", "parallel_tool_calls", "include_reasoning"):
         if name in own:
             set_field(chat, name, own[name])
@@ -71,6 +73,8 @@ def set_field(message: ProtoMessage, name: str, value: object, field: str = "") 
     try:
         if isinstance(value, list | tuple):
             getattr(message, name).extend(value)
+        elif isinstance(value, Mapping):
+            getattr(message, name).update(value)
         else:
             setattr(message, name, value)
     except (TypeError, ValueError, AttributeError) as error:

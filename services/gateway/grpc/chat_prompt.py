@@ -46,7 +46,11 @@ def read_chat_prompt(
         chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
         where="chat.messages",
     )
-    return (_with_files(conversation, files) if files else conversation), request
+    if files:
+        conversation = _with_files(conversation, files)
+    if chat.mm_processor_kwargs:
+        conversation = _with_options(conversation, chat.mm_processor_kwargs)
+    return conversation, request
 
 
 def _check_count(field: str, count: int, most: int) -> None:
@@ -58,6 +62,12 @@ def _with_files(chat: Chat, files: "Mapping[bytes, ClientFile]") -> Chat:
     from ..records.media import with_files  # here: most conversations have none
 
     return replace(chat, media=with_files(chat.media, files))
+
+
+def _with_options(chat: Chat, options: Mapping[str, int]) -> Chat:
+    from ..records.media import OPTIONS_FIELD, read_options  # here: most conversations have none
+
+    return replace(chat, media_options=read_options(dict(options), f"chat.{OPTIONS_FIELD}"))
 
 
 def _parts(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, ClientFile]") -> list[dict[str, str]]:

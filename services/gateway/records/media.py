@@ -165,15 +165,15 @@ def _decode(where: str, text: str) -> bytes:
     return data
 
 
-def read_options(values: Mapping[str, object] | None) -> bytes:
+def read_options(values: Mapping[str, object] | None, field: str = OPTIONS_FIELD) -> bytes:
     """Return the client's options of the image processor as canonical JSON; empty: it sets none.
 
-    Raises ``InvalidArgument`` for others than ``OPTIONS``.
+    ``field``: the client's name of them. Raises ``InvalidArgument`` for others than ``OPTIONS``.
     """
     if not values:
         return b""
     for name, value in values.items():
-        where = f"{OPTIONS_FIELD}.{name[:64]}"
+        where = f"{field}.{name[:64]}"
         if name not in OPTIONS:
             raise InvalidArgument(f"{where} is not supported; there are: {', '.join(sorted(OPTIONS))}", where)
         if type(value) is not int or not 0 < value < 2**31:

@@ -109,6 +109,12 @@ def test_unknown_names_and_values() -> None:
         prompt_request("abc", {"temprature": 1})
     with pytest.raises(errors.InvalidArgument, match="template_kwargs"):
         chat_request([], {"template_kwargs": {"x": object()}})
+    for options in ({"max_pixels": -1}, {"max_pixels": "9"}, {1: 9}, 9):
+        with pytest.raises(errors.InvalidArgument, match="mm_processor_kwargs"):
+            chat_request([], {"mm_processor_kwargs": options})
+    assert dict(chat_request([], {"mm_processor_kwargs": {"max_pixels": 9}}).chat.mm_processor_kwargs) == {
+        "max_pixels": 9
+    }
 
 
 def test_tools_and_past_calls_reach_their_fields() -> None:

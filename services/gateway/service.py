@@ -98,8 +98,7 @@ class GatewayService:
         await _connect(meshes, settings, host, shares)
         counts, budget = ResponseCounts(host.metrics), AdmissionLimit(settings.max_body_bytes_in_flight)
         self._batches = await open_batches(settings, host, keys)
-        batch_routes = absent_routes() if self._batches is None else self._batches.routes
-        app = await open_servers(settings, host, meshes, keys, shares, self._parser, counts, batch_routes)
+        app = await open_servers(settings, host, meshes, keys, shares, self._parser, counts, self._batches)
         http = HttpServer(
             app,
             settings.http_listen,
@@ -246,7 +245,7 @@ async def open_servers(
     shares: TenantShares,
     parser: BodyParser,
     counts: ResponseCounts,
-    batch_routes: Routes,
+    batches: Batches | None,
 ) -> App:
     """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
     where the admin routes need one."""
@@ -262,12 +261,13 @@ async def open_servers(
     _add_grpc_services(settings, host, meshes, shares, reader)
     store = ResponseStore(settings.max_stored_response_bytes, is_shared=shares.is_shared)
     servers = McpServers.load(settings.mcp_servers, is_shared=shares.is_shared)
+    uploads = None if batches is None else batches.uploads.finder
 
     def files_of(mesh: ServedMesh) -> "BodyFiles | None":
         return _files(mesh, parser, shares)
 
     def routes_of(mesh: ServedMesh) -> Routes:
-        return api_routes(settings, host, mesh, parser, reader, store, servers, files_of(mesh))
+        return api_routes(settings, host, mesh, parser, reader, store, servers, files_of(mesh), uploads)
 
     if meshes.is_one:
         routes = routes_of(meshes.first)
@@ -275,6 +275,7 @@ async def open_servers(
         router = ModelRouter(meshes, routes_of, max_body_bytes=settings.max_body_bytes, files_of=files_of)
         routes = {**router.routes(), **ModelsRoutes(meshes).routes()}
     routes = {**routes, **transcription_routes(settings, meshes, shares)}
+    batch_routes = absent_routes() if batches is None else batches.routes
     routes = {**status_routes(settings, host, meshes, counts), **routes, **batch_routes}
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
     routes |= await _admin_routes(settings, host, meshes, finished.recent)

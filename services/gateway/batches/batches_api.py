@@ -132,6 +132,7 @@ class Batches:
 
     Attributes:
         routes: Of files and batches.
+        uploads: The files of clients.
     """
 
     def __init__(self, settings: GatewaySettings, directory: Path, host: Host, keys: ApiKeys) -> None:
@@ -145,7 +146,8 @@ class Batches:
         self._runner = BatchRunner(self._batches, self._files, batch_limits, around, keys.tenant)
         host.metrics.register(BatchGauges(self._batches, self._files, lines))
         api = BatchesApi(BodyReader(strict=settings.strict), self._files, self._batches, self._runner, time.time)
-        self.routes: Routes = {**FilesApi(self._disk, self._files).routes(), **api.routes()}
+        self.uploads = FilesApi(self._disk, self._files)
+        self.routes: Routes = {**self.uploads.routes(), **api.routes()}
 
     async def open(self) -> None:
         """Take the directory, and read what it holds. Raises ``InvalidArgument`` if that fails."""

@@ -1,5 +1,6 @@
 """Keeps the files of all tenants on disk, within the limits of each."""
 
+import hashlib
 import logging
 import os
 import time
@@ -17,6 +18,8 @@ from tokenloom.request.limits import AdmissionLimit, Reservation
 
 from .disk import Disk, checksum_of, sealed, sync_directory, unsealed, write_atomically
 
+MEDIA_PURPOSES = ("vision", "user_data")
+"""Of files that requests show to a model."""
 MAX_NAME = 255
 """Limits the characters of a file's name; it is shown and never used as a path."""
 
@@ -30,8 +33,9 @@ class StoredFile(Struct, frozen=True, kw_only=True):
         size: Bytes.
         created: When it was stored, in seconds since 1970.
         name: The client's name for it.
-        purpose: ``batch``, or ``batch_output`` for results.
+        purpose: ``batch``, one of :data:`MEDIA_PURPOSES`, or ``batch_output`` for results.
         crc32: Of the data; None: an older gateway has stored it.
+        sha256: Of the data in hexadecimal digits, if requests may show the file to a model.
     """
 
     id: str
@@ -41,6 +45,7 @@ class StoredFile(Struct, frozen=True, kw_only=True):
     name: str
     purpose: str
     crc32: int | None = None
+    sha256: str | None = None
 
     def is_damaged(self, data: BinaryIO) -> bool:
         """Return whether this is not what was stored. Reads all of it. Raises ``OSError``."""
@@ -270,10 +275,18 @@ class FileStore:
             try:
                 with path.open("rb") as data:
                     size, crc32 = os.fstat(data.fileno()).st_size, checksum_of(data)
+                    sha256 = hashlib.file_digest(data, "sha256").hexdigest() if purpose in MEDIA_PURPOSES else None
             except FileNotFoundError:
                 return None
             file = StoredFile(
-                id=file_id, tenant=tenant, size=size, created=created, name=name, purpose=purpose, crc32=crc32
+                id=file_id,
+                tenant=tenant,
+                size=size,
+                created=created,
+                name=name,
+                purpose=purpose,
+                crc32=crc32,
+                sha256=sha256,
             )
             # The description comes first: without the data it is dropped after a crash, and the call is repeated.
             write_atomically(self.path(file_id + _DESCRIPTION), sealed(msgspec.json.encode(file)))

@@ -15,15 +15,17 @@ from ..encoding.sse import encode_json
 from ..http.http_exchange import HttpExchange, UnsupportedEncoding
 from ..http.route import Routes
 from ..openapi import route_table
+from ..records.media import FindStored, StoredMedia
 from .disk import Disk, write_all
-from .file_store import MAX_NAME, FileRoom, FileStore, StoredFile, new_file_id
+from .file_store import MAX_NAME, MEDIA_PURPOSES, FileRoom, FileStore, StoredFile, new_file_id
 from .multipart import Upload, boundary_of
 from .page_query import MAX_ITEMS, PageQuery
 
 log = logging.getLogger(__name__)
 
 PURPOSE = "batch"
-"""The only purpose of uploads."""
+PURPOSES = (PURPOSE, *MEDIA_PURPOSES)
+"""Those of uploads."""
 FORM_BYTES = 64 << 10
 """What a form may have in addition to its file."""
 PIECE_BYTES = 256 << 10
@@ -59,17 +61,37 @@ class FilesApi:
             try:
                 upload = await self._receive(exchange, boundary, path, room)
                 purpose = upload.fields.get("purpose")
-                if purpose != PURPOSE:
-                    raise InvalidArgument(f"purpose must be {PURPOSE!r}", "purpose")
-                name = (upload.file_name or "file.jsonl")[:MAX_NAME]
+                if purpose not in PURPOSES:
+                    raise InvalidArgument(f"purpose must be one of {', '.join(PURPOSES)}", "purpose")
+                name = (upload.file_name or "file")[:MAX_NAME]
                 file = await self.store.add_upload(
-                    file_id, tenant, name=name, purpose=PURPOSE, size=upload.size, room=room
+                    file_id, tenant, name=name, purpose=purpose, size=upload.size, room=room
                 )
             except OSError as error:
                 raise storage_fails(error) from error
             finally:
                 await self.disk.run_anyway(lambda: _discard(path))
         await exchange.respond(200, encode_json(file.to_object()))
+
+    def finder(self, tenant: str) -> FindStored:
+        """Return what finds the files that requests of a tenant may show to a model."""
+
+        def find(file_id: str, field: str) -> StoredMedia:
+            file = self.store.get(file_id, tenant, field)
+            if file.sha256 is None:
+                purposes = " or ".join(MEDIA_PURPOSES)
+                raise InvalidArgument(f"{field} must be a file with the purpose {purposes}", field)
+            return StoredMedia(file.size, bytes.fromhex(file.sha256), partial(self._read, file, field))
+
+        return find
+
+    async def _read(self, file: StoredFile, field: str) -> bytes:
+        try:
+            return await self.disk.run(self.store.path(file.id).read_bytes)
+        except FileNotFoundError:
+            raise NotFound(f"the file {file.id!r} was deleted", field=field) from None
+        except OSError as error:
+            raise storage_fails(error) from error
 
     async def list_files(self, exchange: HttpExchange) -> None:
         """Answer with the tenant's files."""

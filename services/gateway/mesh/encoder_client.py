@@ -20,7 +20,7 @@ from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, output_processor_pb2
 from tokenloom.v1.tokenizer_pb2 import MediaSize
 
-from ..records.media import ClientFile, KeptFiles, MediaPart
+from ..records.media import AnyFile, ClientFile, KeptFiles, MediaPart, StoredMedia
 from .mesh_view import MeshView
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class EncoderClient:
                 del self._names[most]
 
     async def place(
-        self, part: MediaPart, digest: bytes, file: ClientFile | None, owner: FilesOwner, asked: dict[str, None]
+        self, part: MediaPart, digest: bytes, file: AnyFile | None, owner: FilesOwner, asked: dict[str, None]
     ) -> tuple[str, encoder_pb2.PutResponse]:
         """Return the address of an encoder that has a file now, and what it says of it.
 
@@ -169,7 +169,7 @@ class EncoderClient:
             self._tasks.spawn(self._release(address, owner), name="release files")
 
     async def _put(
-        self, stub: _Stub, part: MediaPart, digest: bytes, file: ClientFile | None, owner: FilesOwner
+        self, stub: _Stub, part: MediaPart, digest: bytes, file: AnyFile | None, owner: FilesOwner
     ) -> encoder_pb2.PutResponse:
         header = encoder_pb2.PutHeader(
             tenant=owner.tenant,
@@ -189,7 +189,8 @@ class EncoderClient:
                 return found.facts[0]
             if file is None:
                 raise _unknown(part)
-        return await _answer(stub, stub.Put(_messages(header, file)))
+        sent = ClientFile((await file.read(),), file.num_bytes, digest) if isinstance(file, StoredMedia) else file
+        return await _answer(stub, stub.Put(_messages(header, sent)))
 
     def _addresses(self) -> list[str]:
         return [entry.identity.address for entry in self._view.encoders]

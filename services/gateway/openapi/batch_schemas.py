@@ -23,7 +23,10 @@ class UploadFileRequest(msgspec.Struct):
     """Uploads a file."""
 
     file: Annotated[str, Meta(description="The file: a request of a batch on each line, as JSON.")]
-    purpose: Annotated[Literal["batch"], Meta(description="What the file is for.")]
+    purpose: Annotated[
+        Literal["batch", "vision", "user_data"],
+        Meta(description="What the file is for: batch, or images that input_image of /v1/responses names."),
+    ]
 
 
 class File(msgspec.Struct):
@@ -34,7 +37,7 @@ class File(msgspec.Struct):
     bytes: Annotated[int, Meta(description="Size.")]
     created_at: Annotated[int, Meta(description="Unix time at which it was stored.")]
     filename: Annotated[str, Meta(description="Name that the client gave it.")]
-    purpose: Annotated[str, Meta(description="batch, or batch_output for results.")]
+    purpose: Annotated[str, Meta(description="As it was uploaded; batch_output for results.")]
     status: Annotated[Literal["processed"], Meta(description="The file can be used.")]
     expires_at: Annotated[None, Meta(description="Files are kept until they are deleted.")]
     status_details: Annotated[None, Meta(description="Always null.")]

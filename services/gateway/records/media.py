@@ -5,8 +5,9 @@ import binascii
 import hashlib
 import re
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from tokenloom.request.errors import Internal, InvalidArgument, Unavailable
 from tokenloom.request.limits import Reservation
@@ -44,13 +45,30 @@ class ClientFile:
                 yield piece[start : start + size]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredMedia:
+    """A file that the tenant has uploaded. It is read from disk when an encoder needs it."""
+
+    num_bytes: int
+    digest: bytes
+    """SHA-256 over its bytes."""
+    read: Callable[[], Awaitable[bytes]]
+    """Returns its bytes. Raises ``NotFound`` if it was deleted meanwhile, ``Unavailable`` if the disk fails."""
+
+
+AnyFile: TypeAlias = ClientFile | StoredMedia
+FindStored: TypeAlias = Callable[[str, str], StoredMedia]
+"""Returns an uploaded file by its id. The second argument is the field that names it, for errors: ``NotFound``, and
+``InvalidArgument`` for a file of another purpose."""
+
+
 @dataclass(frozen=True, slots=True)
 class MediaPart:
     """An image in a conversation. Its place is that of its part among all of the conversation."""
 
     field: str
     """The client's name of it, for errors."""
-    file: ClientFile | None = None
+    file: AnyFile | None = None
     digest: bytes = b""
     """Of a file that the request, or an earlier one of the tenant, has sent; empty if ``file`` or ``url`` is set."""
     url: str = ""
@@ -84,7 +102,7 @@ class HeldFiles:
 _DETAILS = ("auto", "low", "high")
 
 
-def data_url(file: ClientFile) -> str:
+def data_url(file: AnyFile) -> str:
     """Return what names a file by its digest. Encoders read its type from the file itself."""
     return f"data:image/png;sha256,{file.digest.hex()}"
 
@@ -181,22 +199,36 @@ def read_options(values: Mapping[str, object] | None, field: str = OPTIONS_FIELD
     return ("{" + ",".join(f'"{name}":{values[name]}' for name in sorted(values)) + "}").encode()
 
 
-def name_by_digest(turns: Iterable[Mapping[str, object]]) -> dict[bytes, ClientFile]:
+def name_by_digest(turns: Iterable[Mapping[str, object]], find: FindStored | None = None) -> dict[bytes, AnyFile]:
     """Replace the files in the image parts of turns, which are to be kept, by their digests; return the files.
 
-    Raises ``InvalidArgument`` naming the part's field.
+    ``find``: None: the gateway stores no files. Raises as it does, and ``InvalidArgument`` naming the part's field.
     """
-    files: dict[bytes, ClientFile] = {}
+    files: dict[bytes, AnyFile] = {}
     for turn in turns:
         content = turn.get("content")
         for part in content if isinstance(content, list) else ():
-            if part["type"] == "input_image" and (file := read_image("", part).file) is not None:
+            if part["type"] != "input_image":
+                continue
+            if "file_id" in part:
+                file: AnyFile | None = _stored(part.pop("file_id"), part["field"], find)
+            else:
+                file = read_image("", part).file
+            if file is not None:
                 files[file.digest] = file
                 part["image_url"] = data_url(file)
     return files
 
 
-def with_files(parts: Iterable[MediaPart], files: Mapping[bytes, ClientFile]) -> list[MediaPart]:
+def _stored(file_id: object, field: str, find: FindStored | None) -> StoredMedia:
+    if not isinstance(file_id, str):
+        raise InvalidArgument(f"{field} must be the id of a file", field)
+    if find is None:
+        raise InvalidArgument(f"{field}: this gateway keeps no files (--batch-dir); send image_url", field)
+    return find(file_id, field)
+
+
+def with_files(parts: Iterable[MediaPart], files: Mapping[bytes, AnyFile]) -> list[MediaPart]:
     """Return parts with their files, as far as these are there."""
     return [replace(part, file=files[part.digest], digest=b"") if part.digest in files else part for part in parts]
 
@@ -209,10 +241,10 @@ class KeptFiles:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._shelves: dict[str, OrderedDict[bytes, ClientFile]] = {}  # by tenant; the oldest first
+        self._shelves: dict[str, OrderedDict[bytes, AnyFile]] = {}  # by tenant; the oldest first
         self._sizes = Counter[str]()
 
-    def get(self, tenant: str, digest: bytes) -> ClientFile | None:
+    def get(self, tenant: str, digest: bytes) -> AnyFile | None:
         """Return a tenant's file, which is the youngest then; None: it is not kept."""
         shelf = self._shelves.get(tenant)
         if shelf is None or digest not in shelf:
@@ -220,7 +252,7 @@ class KeptFiles:
         shelf.move_to_end(digest)
         return shelf[digest]
 
-    def put(self, tenant: str, file: ClientFile) -> None:
+    def put(self, tenant: str, file: AnyFile) -> None:
         """Keep a file; drop the oldest ones that do not fit with it."""
         if file.num_bytes > self._max_bytes or self.get(tenant, file.digest) is not None:
             return

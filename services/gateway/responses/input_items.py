@@ -199,8 +199,11 @@ def _is_image(part: object) -> bool:
 def _image(where: str, part: Mapping[str, Any]) -> dict[str, str]:
     from ..records.media import image_part, read_image  # here: most conversations have none
 
-    if part.get("file_id") is not None:
-        raise InvalidArgument(f"{where}.file_id is not supported; send image_url", f"{where}.file_id")
+    if (file_id := part.get("file_id")) is not None:
+        field = f"{where}.file_id"
+        if part.get("image_url") is not None:
+            raise InvalidArgument(f"{field} and image_url exclude each other", field)
+        return {"type": "input_image", "file_id": _string(field, file_id), "field": field}
     read_image(where, part)
     return image_part(f"{where}.image_url", part["image_url"])
 

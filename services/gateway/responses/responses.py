@@ -1,7 +1,7 @@
 """``/v1/responses``: reads bodies and shapes answers."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -28,7 +28,7 @@ from .response_body import chat_body, keep_seconds, most_tokens
 from .response_store import CONVERSATION, ResponseStore
 
 if TYPE_CHECKING:
-    from ..records.media import ClientFile
+    from ..records.media import AnyFile, FindStored
 
 _FIELDS = {
     "messages": "input",
@@ -63,6 +63,8 @@ class ResponsesApi:
     store: ResponseStore
     servers: McpServers | None
     """The MCP servers that the operator names; None: none."""
+    uploads: "Callable[[str], FindStored] | None" = None
+    """Returns what finds the uploaded files of a tenant; None: the gateway keeps none."""
     is_resumable = False
 
     def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
@@ -71,9 +73,9 @@ class ResponsesApi:
         fields = self.reader.read(body, ResponsesRequest)
         hosted = {} if self.servers is None else self.servers.tools_of(fields, tenant.name)
         request = self._request(body, fields, tenant)
-        images: dict[bytes, ClientFile] = {}
+        images: dict[bytes, AnyFile] = {}
         if any(isinstance(turn.get("content"), list) for turn in request.turns):
-            images = _named(request.turns)
+            images = _named(request.turns, None if self.uploads is None else self.uploads(tenant.name))
         longest = most_tokens(fields)
         chat = chat_body(body, fields, request.turns)
         if hosted:
@@ -203,14 +205,15 @@ def _of_before(turn: Turn) -> Turn:
     return {**turn, "content": parts}
 
 
-def _named(turns: Sequence[Turn]) -> "dict[bytes, ClientFile]":
-    """Name the images of turns by digest, as they are kept, and return the files that the client has sent now."""
+def _named(turns: Sequence[Turn], find: "FindStored | None") -> "dict[bytes, AnyFile]":
+    """Name the images of turns by digest, as they are kept, and return the files that the client has sent or named
+    now."""
     from ..records.media import name_by_digest  # here: most conversations have none
 
-    return name_by_digest(turns)
+    return name_by_digest(turns, find)
 
 
-def _with_files(request: GenerateRequest, files: "Mapping[bytes, ClientFile]", *, is_kept: bool) -> GenerateRequest:
+def _with_files(request: GenerateRequest, files: "Mapping[bytes, AnyFile]", *, is_kept: bool) -> GenerateRequest:
     from ..records.media import with_files
 
     assert isinstance(request.prompts, Chat)

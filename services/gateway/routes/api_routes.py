@@ -60,6 +60,7 @@ from .tokenize_routes import TokenizeRoutes
 if TYPE_CHECKING:
     from ..http.body_files import BodyFiles
     from ..openai.transcriptions import TranscriptionsApi
+    from ..records.media import FindStored
 
 ERROR_FORMS: Mapping[Route, ErrorForm] = {
     route_table.MESSAGES: ANTHROPIC,
@@ -97,9 +98,11 @@ def api_routes(
     store: ResponseStore,
     servers: McpServers | None = None,
     files: "BodyFiles | None" = None,
+    uploads: "Callable[[str], FindStored] | None" = None,
 ) -> Routes:
     """Return the routes whose requests name a model. ``store``: keeps the responses of all models. ``servers``: the MCP
-    servers whose tools are run for them. ``files``: takes the files out of large bodies; None: no model reads any."""
+    servers whose tools are run for them. ``files``: takes the files out of large bodies; None: no model reads any.
+    ``uploads``: returns what finds the uploaded files of a tenant; None: none are kept."""
     limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
     silent = SilentStreams(settings.stream_head_after)
     chats = ChatApi(reader, mesh.plans)
@@ -110,7 +113,7 @@ def api_routes(
     moves = settings.volatile_lines == "move"
     of_messages = OF_MESSAGES if moves else None
     count_tokens = CountTokens(parser, reader, mesh.generator, mesh.models, limit, timeout, of_messages, files)
-    responses = ResponsesApi(reader, chats, mesh.models, store, servers)
+    responses = ResponsesApi(reader, chats, mesh.models, store, servers, uploads)
 
     def endpoint(
         api: GenerationApi, volatile: Sequence[VolatileLine] | None = () if moves else None

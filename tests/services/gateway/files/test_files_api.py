@@ -141,7 +141,7 @@ WHOLE = b"".join(bytes_of(b"x"))
         (FORM, WHOLE[:-8], 400, "before the last boundary"),
         (FORM, b"--b--\r\n", 400, ""),
         (FORM, b"".join(bytes_of(b"x", name="data")), 400, "no file"),
-        (FORM, WHOLE.replace(b"batch", b"fine-tune"), 400, "purpose must be 'batch'"),
+        (FORM, WHOLE.replace(b"batch", b"fine-tune"), 400, "purpose must be one of batch, vision, user_data"),
         (FORM, WHOLE.replace(b"batch", b"\xff"), 400, "not UTF-8"),
         (FORM, WHOLE.replace(b"batch", b"x" * (MAX_FIELD_BYTES + 1)), 400, "more than"),
         (FORM, b"".join(bytes_of(b"x", head="X: " + "x" * MAX_HEAD_BYTES + "\r\n")), 400, ""),

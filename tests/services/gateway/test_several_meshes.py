@@ -66,6 +66,18 @@ async def until(http: httpx.AsyncClient, status: str) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_the_model_of_a_form_chooses_the_mesh(socket_dir: Path, other_dir: Path) -> None:
+    async with both(socket_dir, other_dir) as (mesh, _), mesh.http() as http:
+        for name, status, message in (
+            ("b", 400, "the model 'b' does not transcribe sounds"),
+            ("a2", 400, "the model 'a' does not transcribe sounds"),
+            ("c", 404, "model 'c' is not served"),
+        ):
+            form = {"file": ("a.wav", b"x" * 1000), "model": (None, name.encode())}  # the model stands behind the file
+            response = await http.post("/v1/audio/transcriptions", files=form)
+            assert (response.status_code, message in response.json()["error"]["message"]) == (status, True)
+
+
 async def test_the_model_chooses_the_mesh(socket_dir: Path, other_dir: Path) -> None:
     async with both(socket_dir, other_dir) as (mesh, other), mesh.http() as http:
         for path, body in BODIES.items():

@@ -24,6 +24,7 @@ from tests.services.gateway.openai.ear import (
     sound,
     tokens,
 )
+from tokenloom.request import errors
 from tokenloom.services.gateway.records.transcript import compression_ratio
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
@@ -209,6 +210,39 @@ async def test_the_file_is_put_again_where_an_encoder_has_lost_it(ear: Ear) -> N
     ear.answer = lose  # type: ignore[method-assign]
     assert (await ear.post(2500)).json()["text"] == "one two three four end"
     assert sum(len(each.puts) for each in ear.encoders) == 2
+
+
+@pytest.mark.parametrize("aligns", [False, True])
+async def test_an_engine_that_lost_the_rows_gets_them_from_another_encoder(ear: Ear, *, aligns: bool) -> None:
+    ear.heard = {0: tokens("| one|| two|", 0, 20, 20, 40)}
+    answer, lost = ear.answer, list[Any]()
+
+    def lose(request: Any) -> None:
+        is_silence = request.submit.sampling_params.max_tokens == 1
+        if lost or is_silence or request.submit.HasField("pooling_params") != aligns:
+            if lost and request.submit.journals:  # it goes on behind the tokens that the client may have already
+                say(request, ear.heard[0][6:])
+                request.finish()
+            else:
+                answer(request)
+            return
+        lost.append(request)
+        holder = next(each for each in ear.encoders if each.puts)
+        holder.error = errors.Unavailable("gone")
+        holder.files.clear()
+        if not aligns:
+            say(request, ear.heard[0][:6])
+        request.fail(errors.MediaLost("the encoder does not have the file"))
+
+    ear.answer = lose  # type: ignore[method-assign]
+    fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word", "segment"]}
+    result = (await ear.post(900, language="de", **fields)).json()
+    assert [each["text"] for each in result["segments"]] == [" one", " two"]
+    assert [each["word"] for each in result["words"]] == ["one", "two"]
+    assert sum(len(each.puts) for each in ear.encoders) == 2
+    again = ear.requests[ear.requests.index(lost[0]) + 1]
+    (first,), (second,) = lost[0].submit.prompt.media, again.submit.prompt.media
+    assert first.encoder != second.encoder
 
 
 async def test_a_client_that_leaves_ends_everything(ear: Ear) -> None:

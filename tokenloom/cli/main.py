@@ -18,7 +18,7 @@ with uncollected_imports():
 
 _GROUPS = {
     "Serve": ("serve.serve", "mesh.demo", "mesh.local_mesh:stop", "fetch"),
-    "Ask a server": ("chat.chat", "chat.chat:complete", "batch.run_batch", "models"),
+    "Ask a server": ("chat.chat", "chat.chat:complete", "chat.chat:transcribe", "batch.run_batch", "models"),
     "Run without a server": ("batch.generate",),
     "Manage a mesh": (
         "mesh.local_mesh:ps",

@@ -3,12 +3,16 @@
 import contextlib
 import http.client
 import json
+import os
+import secrets
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import typer
 
@@ -16,6 +20,9 @@ from tokenloom.supervisor.state_dir import read_part_state, running_meshes
 
 from .failures import RequestFailed
 from .options import warn_if_exposed
+
+_JSON = {"Content-Type": "application/json"}
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -70,12 +77,12 @@ class Server:
 
     def get(self, path: str) -> ServerReply:
         """Send a GET request. Raises `RequestFailed` if no answer arrives."""
-        with self._exchange("GET", path, None) as response:
+        with self._exchange("GET", path, None, {}) as response:
             return _read_reply(response)
 
     def post(self, path: str, body: Mapping[str, Any]) -> ServerReply:
         """Send a POST request with a JSON body. Raises `RequestFailed` if no answer arrives."""
-        with self._exchange("POST", path, body) as response:
+        with self._exchange("POST", path, json.dumps(body).encode(), _JSON) as response:
             return _read_reply(response)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -83,7 +90,7 @@ class Server:
 
         Raises `RequestFailed` for an error response or an error event.
         """
-        with self._exchange("POST", path, body) as response:
+        with self._exchange("POST", path, json.dumps(body).encode(), _JSON) as response:
             if response.status != 200:
                 _read_reply(response).value()
             for line in response:
@@ -94,6 +101,26 @@ class Server:
                         raise RequestFailed(reason(event))
                     yield event
 
+    def upload(self, path: str, file: Path, fields: Mapping[str, str]) -> Iterator[bytes]:
+        """Send a form with a file, and yield the lines of the answer as they arrive. Closing the iterator ends the
+        request.
+
+        Raises `RequestFailed` for an error response, and ``OSError`` for a file that cannot be read.
+        """
+        border = secrets.token_hex(16)
+        part = f'--{border}\r\nContent-Disposition: form-data; name="'
+        values = "".join(f'{part}{name}"\r\n\r\n{value}\r\n' for name, value in fields.items())
+        head = f'{values}{part}file"; filename="{quote(file.name)}"\r\n\r\n'.encode()
+        tail = f"\r\n--{border}--\r\n".encode()
+        with file.open("rb") as data:
+            length = len(head) + os.fstat(data.fileno()).st_size + len(tail)
+            pieces = chain([head], iter(partial(data.read, _PIECE_BYTES), b""), [tail])
+            headers = {"Content-Type": f"multipart/form-data; boundary={border}", "Content-Length": str(length)}
+            with self._exchange("POST", path, pieces, headers) as response:
+                if response.status != 200:
+                    _read_reply(response).value()
+                yield from response
+
     def model(self) -> str:
         """Return the first model that the server lists. Raises `RequestFailed` if the list is empty."""
         listed = self.get("/v1/models").value()
@@ -102,17 +129,17 @@ class Server:
         raise RequestFailed(f"{self.url} lists no models; name one with --model")
 
     @contextlib.contextmanager
-    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+    def _exchange(
+        self, method: str, path: str, body: bytes | Iterable[bytes] | None, headers: Mapping[str, str]
+    ) -> Iterator[http.client.HTTPResponse]:
         host, port = self._address
         assert host is not None
         if self._secured is None:
             connection = http.client.HTTPConnection(host, port, timeout=self._timeout)
         else:
             connection = http.client.HTTPSConnection(host, port, timeout=self._timeout, context=self._secured)
-        sent = None if body is None else json.dumps(body).encode()
-        headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         try:
-            connection.request(method, self._prefix + path, sent, headers)
+            connection.request(method, self._prefix + path, body, {**self._headers, **headers})
             yield connection.getresponse()
         except (OSError, http.client.HTTPException, UnicodeError) as error:  # UnicodeError: no host's name or path
             raise RequestFailed(f"no answer from {self.url} ({_what(error)})") from error

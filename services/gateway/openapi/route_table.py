@@ -113,6 +113,7 @@ TRANSLATE = _route(
     transcription.Transcript,
     transcription.TranslationForm,
     is_form=True,
+    streams=True,
 )
 _PAGE: Mapping[str, Mapping[str, Any]] = {
     "after": {"type": "string", "description": "Id of the last object of the page before."},

@@ -22,6 +22,7 @@ class TranslationForm(msgspec.Struct, kw_only=True):
     ] = "json"
     temperature: Annotated[float, Meta(ge=0, le=2, description="0: the likeliest words.")] = 0.0
     seed: Annotated[int | None, Meta(description="With a temperature: draw the same words again.")] = None
+    stream: Annotated[bool, Meta(description="Answer with server-sent events; with json or text.")] = False
 
 
 class TranscriptionForm(TranslationForm, kw_only=True):
@@ -34,7 +35,6 @@ class TranscriptionForm(TranslationForm, kw_only=True):
     include: Annotated[
         list[Literal["logprobs"]] | None, Meta(description="With json: log probabilities of tokens. Also include[].")
     ] = None
-    stream: Annotated[bool, Meta(description="Answer with server-sent events; with json or text.")] = False
 
 
 class SoundUsage(msgspec.Struct, kw_only=True):

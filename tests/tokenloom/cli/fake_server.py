@@ -16,7 +16,7 @@ class FakeServer:
         """``certificate``: with its key; None: plain text."""
         self.replies: list[tuple[int, bytes, Mapping[str, str]]] = []
         self.requests: list[tuple[str, str, Mapping[str, str], Any]] = []
-        """Method, path, headers and JSON body of what came."""
+        """Method, path, headers and body of what came, JSON or the bytes of a form."""
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"fake": self})
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -54,7 +54,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(None)
 
     def do_POST(self) -> None:
-        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(json.loads(body) if self.headers["Content-Type"] == "application/json" else body)
 
     def _answer(self, asked: Any) -> None:
         status, body, headers = self.fake.take(self.command, self.path, dict(self.headers), asked)

@@ -1,18 +1,18 @@
 """``tokenloom chat`` holds a conversation on the terminal or asks one question from a script, ``complete`` continues a
-text."""
+text, ``transcribe`` writes what is said in a sound."""
 
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ..failures import RequestFailed, reported
 from ..options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP, given
-from ..server import ApiKey, BaseUrl, ServedModel, Server, connect, objects
+from ..server import ApiKey, BaseUrl, ServedModel, Server, connect, objects, reason
 from ..streams import with_piped
 from ..tables import plain_console
 from .chat_client import Answer, stream_chat
@@ -203,3 +203,42 @@ def complete(
         print()
         if not finished:
             raise RequestFailed("the answer is incomplete: the connection ended early")
+
+
+_SILENT_SECONDS = 3600.0
+"""An answer that is not streamed comes when the whole sound was heard."""
+
+
+def transcribe(
+    file: Annotated[
+        Path, typer.Argument(help="Sound: flac, mp3, mp4, m4a, ogg, wav or webm.", exists=True, dir_okay=False)
+    ],
+    language: Annotated[
+        str | None, typer.Option(help="Its language, as in de or german; by default it is found out.")
+    ] = None,
+    translate: Annotated[bool, typer.Option("--translate", help="Write it in English.")] = False,
+    form: Annotated[
+        Literal["text", "srt", "vtt", "json", "verbose_json"], typer.Option("--format", help="Form of the answer.")
+    ] = "text",
+    prompt: Annotated[str | None, typer.Option(help="What was said before, or names as they are written.")] = None,
+    base_url: BaseUrl = None,
+    model: ServedModel = None,
+    api_key: ApiKey = "",
+) -> None:
+    """Write what is said in a sound."""
+    with reported():
+        server = connect(base_url, api_key, _SILENT_SECONDS)
+        fields = given(model=model or server.model(), language=language, prompt=prompt, response_format=form)
+        route = "translations" if translate else "transcriptions"
+        if form == "text":
+            fields["stream"] = "true"
+        for line in server.upload(f"/v1/audio/{route}", file, fields):
+            if form != "text":
+                print(line.decode(), end="")
+            elif line.startswith(b"data: {"):
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise RequestFailed(reason(event))
+                print(event.get("delta", ""), end="", flush=True)
+        if form in ("text", "json", "verbose_json"):
+            print()

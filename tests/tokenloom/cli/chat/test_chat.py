@@ -106,3 +106,42 @@ def test_an_answer_of_another_form_is_a_failure(server: FakeServer, event: objec
         result = CliRunner().invoke(app, [command, "Hi", "--base-url", server.url, "--model", "m"])
         assert result.exit_code == 1
         assert result.stderr.startswith("Error: the "), result.output
+
+
+def heard(*texts: str) -> bytes:
+    deltas: list[dict[str, str]] = [{"type": "transcript.text.delta", "delta": text} for text in texts]
+    return events(*deltas, {"type": "transcript.text.done", "text": "".join(texts)})
+
+
+def test_a_transcript_is_printed_as_it_is_heard(server: FakeServer, tmp_path: Path) -> None:
+    server.reply(200, heard("So", " it is."))
+    (tmp_path / "a b.wav").write_bytes(b"a sound")
+    arguments = ["transcribe", str(tmp_path / "a b.wav"), "--base-url", server.url, "--model", "m", "--language", "de"]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (0, "So it is.\n"), result.output
+    _, path, headers, body = server.requests[0]
+    assert path == "/v1/audio/transcriptions"
+    assert headers["Content-Type"].startswith("multipart/form-data; boundary=")
+    for part in (b'"model"\r\n\r\nm\r\n', b'"language"\r\n\r\nde\r\n', b'"stream"\r\n\r\ntrue\r\n'):
+        assert part in body
+    assert b'name="file"; filename="a%20b.wav"\r\n\r\na sound\r\n--' in body
+
+
+def test_subtitles_of_a_translation(server: FakeServer, tmp_path: Path) -> None:
+    subtitles = b"1\n00:00:00,000 --> 00:00:01,000\nSo it is.\n\n"
+    server.reply(200, subtitles)
+    (tmp_path / "a.wav").write_bytes(b"a sound")
+    arguments = ["transcribe", str(tmp_path / "a.wav"), "--base-url", server.url, "--model", "m"]
+    result = CliRunner().invoke(app, [*arguments, "--translate", "--format", "srt"])
+    assert (result.exit_code, result.stdout) == (0, subtitles.decode()), result.output
+    assert server.requests[0][1] == "/v1/audio/translations"
+
+
+@pytest.mark.parametrize(
+    ("status", "body"), [(400, b'{"error":{"message":"too long"}}'), (200, events({"error": {"message": "too long"}}))]
+)
+def test_a_refused_sound_says_why(server: FakeServer, tmp_path: Path, status: int, body: bytes) -> None:
+    server.reply(status, body)
+    (tmp_path / "a.wav").write_bytes(b"a sound")
+    result = CliRunner().invoke(app, ["transcribe", str(tmp_path / "a.wav"), "--base-url", server.url, "--model", "m"])
+    assert (result.exit_code, "too long" in result.output) == (1, True)

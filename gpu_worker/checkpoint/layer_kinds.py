@@ -102,7 +102,16 @@ def read_windows(reader: ConfigReader, family: str, num_layers: int, max_model_l
             window = _window(reader, 2048)
             default = [_FULL if (num_layers - 1 - layer) % 4 == 0 else _SLIDING for layer in range(num_layers)]
             windows = [window if kind == _SLIDING else None for kind in _known_kinds(reader, num_layers) or default]
-        case "llama4" | "qwen3_next" | "qwen3_5" | "qwen3_5_moe" | "granitemoehybrid" | "lfm2" | "nemotron_h":
+        case (
+            "llama4"
+            | "qwen3_next"
+            | "qwen3_5"
+            | "qwen3_5_moe"
+            | "granitemoehybrid"
+            | "lfm2"
+            | "nemotron_h"
+            | "falcon_h1"
+        ):
             return (None,) * num_layers
         case "mistral" | "mixtral" | "phi3":
             window = _window(reader, 4096 if family == "mistral" else None)

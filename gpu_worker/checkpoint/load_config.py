@@ -23,7 +23,7 @@ from .files.supported import (
 from .files.text_part import text_tensor
 from .gguf.config import gguf_config
 from .layer_kinds import read_chunks, read_experts, read_ropes, read_windows
-from .mixer_config import count_parts, read_mamba2, read_mixer, state_layout
+from .mixer_config import count_parts, read_mamba2, read_mixer, read_multipliers, state_layout
 from .model_config import QUANTIZATIONS, DtypeName, LatentSwitches, ModelConfig, OPTSwitches
 from .quantization.entries import read_scheme
 from .rope_config import RopeConfig
@@ -190,6 +190,13 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
         return replace(config, num_further_layers=reader.take_count("num_nextn_predict_layers"))
     if family == "granitemoehybrid":
         return _add_granite(reader, config)
+    if family == "falcon_h1":
+        return replace(
+            config,
+            embedding_scale=_rounded(reader.take_float("embedding_multiplier", 1.0), dtype),
+            logit_scale=reader.take_float("lm_head_multiplier", 1.0),
+            multipliers=read_multipliers(reader),
+        )
     if family == "gpt_oss":
         return replace(config, hidden_act=_clamped_swiglu(reader))
     if family == "llama4":

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .files.config_reader import ConfigReader
 from .files.supported import DECODERS, STATEFUL
-from .model_config import DtypeName, MixerSwitches, ModelConfig, StateLayout, StateShape
+from .model_config import DtypeName, MixerSwitches, ModelConfig, Multipliers, StateLayout, StateShape
 from .rope_config import no_rotation
 
 _FORMS = {"delta": "gdn-scan-fp32", "mamba2": "mamba2-scan-fp32", "conv": "conv"}
@@ -45,6 +45,7 @@ _NEMOTRON_UNREAD = """expand hidden_dropout mamba_proj_bias mamba_ssm_cache_dtyp
     n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok num_logits_to_keep num_query_groups
     output_router_logits rms_norm_eps routed_scaling_factor topk_group use_mamba_kernels"""
 """Published files of models without experts hold them; the class does not read them there."""
+_FALCON_UNREAD = "mamba_chunk_size mamba_use_mlp mlp_expansion_factor num_logits_to_keep"
 
 
 def read_mixer(reader: ConfigReader, family: str, hidden_size: int, num_layers: int) -> MixerSwitches | None:
@@ -54,6 +55,8 @@ def read_mixer(reader: ConfigReader, family: str, hidden_size: int, num_layers: 
         return None
     if family == "nemotron_h":
         return _read_nemotron(reader, hidden_size, num_layers)
+    if family == "falcon_h1":
+        return _read_falcon(reader, hidden_size, num_layers)
     layers = _kept_layers(reader, family, num_layers)
     if all(layers):
         raise reader.unsupported("layer_types", "must name a layer with attention")
@@ -140,6 +143,50 @@ def _read_nemotron(reader: ConfigReader, hidden_size: int, num_layers: int) -> M
     layers = tuple(kind in _KEEPING for kind in kinds)
     mixer = _read_mamba2(reader, None, layers, _NEMOTRON)
     return replace(mixer, mlps=tuple(kind == "mlp" for kind in kinds))
+
+
+def _read_falcon(reader: ConfigReader, hidden_size: int, num_layers: int) -> MixerSwitches:
+    """Read Falcon-H1, each of whose layers has Mamba-2 beside attention."""
+    for unread in (*_OF_TRAINING.split(), *_FALCON_UNREAD.split()):
+        reader.take(unread)
+    _check(reader, "attn_layer_indices", None)
+    if reader.take("hidden_act", "silu") not in ("silu", "swish"):
+        raise reader.unsupported("hidden_act", "must be silu")
+    inner, expanded = reader.take("mamba_d_ssm", 1024), reader.take_int("mamba_expand", 2) * hidden_size
+    inner = expanded if inner is None else reader.take_int("mamba_d_ssm", 1024)
+    mixer = _read_mamba2(reader, inner, (True,) * num_layers, _Mamba2Entries())
+    if reader.take_bool("projectors_bias", False) != mixer.has_bias:
+        raise reader.unsupported("projectors_bias", "must be mamba_proj_bias")
+    return replace(
+        mixer,
+        has_norm=reader.take_bool("mamba_rms_norm", False),
+        norms_first=reader.take_bool("mamba_norm_before_gate", True),
+        is_beside_attention=True,
+    )
+
+
+def read_multipliers(reader: ConfigReader) -> Multipliers:
+    """Return the factors of Falcon-H1's layers. Raises ``ValueError`` naming an entry that is wrong."""
+    gate, down = _factors(reader, "mlp_multipliers", 2)
+    return Multipliers(
+        attention_in=reader.take_float("attention_in_multiplier", 1.0),
+        attention_out=reader.take_float("attention_out_multiplier", 1.0),
+        key=reader.take_float("key_multiplier", 1.0),
+        gate=gate,
+        down=down,
+        mixer_in=reader.take_float("ssm_in_multiplier", 1.0),
+        mixer_out=reader.take_float("ssm_out_multiplier", 1.0),
+        mixer_parts=_factors(reader, "ssm_multipliers", 5),
+    )
+
+
+def _factors(reader: ConfigReader, name: str, count: int) -> tuple[float, ...]:
+    factors = reader.take(name)
+    if factors is None:
+        return (1.0,) * count
+    if not isinstance(factors, list) or [type(each) in (int, float) for each in factors] != [True] * count:
+        raise reader.error(name, f"must be a list of {count} numbers")
+    return tuple(map(float, factors))
 
 
 def read_mamba2(reader: ConfigReader, dtype: DtypeName, wanted_model_len: int | None) -> ModelConfig:

@@ -163,8 +163,24 @@ class StateLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Multipliers:
+    """Holds the factors of a layer of Falcon-H1, which are multiplied into its weights."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    key: float = 1.0
+    gate: float = 1.0
+    """On what the MLP's activation is applied to."""
+    down: float = 1.0
+    mixer_in: float = 1.0
+    mixer_out: float = 1.0
+    mixer_parts: tuple[float, ...] = (1.0,) * 5
+    """On gates, inputs, B, C and steps of time of Mamba-2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixerSwitches:
-    """Holds what only layers know that keep a state in the place of attention."""
+    """Holds what only layers know that keep a state in the place of attention, or beside it."""
 
     kind: Literal["delta", "mamba2", "conv"]
     """The gated delta rule, Mamba-2, or nothing but a short convolution."""
@@ -184,6 +200,12 @@ class MixerSwitches:
     """Whether the matrices before and behind have biases."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     """Of the step of time (mamba2)."""
+    has_norm: bool = True
+    """Whether what mamba2 computes has RMSNorm."""
+    norms_first: bool = False
+    """Whether it has that before it is multiplied by its gate."""
+    is_beside_attention: bool = False
+    """Whether the layers that keep a state attend, too, and add both (Falcon-H1)."""
     layers: tuple[bool, ...]
     """For each layer of the decoder, whether it keeps a state; the others attend, but for ``mlps``."""
     mlps: tuple[bool, ...] = ()
@@ -197,6 +219,8 @@ class MixerSwitches:
     def num_attending(self, end: int | None = None) -> int:
         """Return how many of the layers before ``end`` attend; None: of all."""
         kept = self.layers[:end]
+        if self.is_beside_attention:
+            return len(kept)
         return len(kept) - sum(kept) - sum(self.mlps[:end])
 
     @property
@@ -279,9 +303,11 @@ class ModelConfig:
     kv_sources: tuple[int, ...] = ()
     """[num_layers]: the layer whose keys and values each one attends to; empty: its own."""
     mixer: MixerSwitches | None = None
-    """What the layers compute that keep a state in the place of attention; None: all layers attend."""
+    """What the layers compute that keep a state; None: all layers attend."""
     residual_scale: float = 1.0
     """The factor on what a part of a layer adds to the hidden state."""
+    multipliers: Multipliers | None = None
+    """None: layers have no other factors."""
     states: StateLayout | None = None
     """What layers keep of a sequence beside its KV; None: nothing."""
     quantization: str | None = None

@@ -43,10 +43,12 @@ class LayerPart(NamedTuple):
     outputs: int
     stored: str
     """What the checkpoint, and thus an adapter, calls the layer that holds its rows."""
-    rows: Tensor | None
-    """[outputs] int64: which of that layer's rows they are; None: all."""
     total: int
     """The rows of that layer."""
+    rows: Tensor | None = None
+    """[outputs] int64: which of that layer's rows they are; None: all."""
+    scale: float | Tensor | None = None
+    """What its outputs are multiplied by, as ``Checkpoint.scales`` says; None: nothing."""
 
 
 Adapt: TypeAlias = Callable[[Linear, Sequence[LayerPart], int, torch.dtype], Linear]
@@ -130,6 +132,8 @@ class Checkpoint:
         """What the files call parts of tensors' names, after them."""
         self.stored_rows: Mapping[str, StoredRows] = {}
         """By the last two parts of a module's name: tensors that are rows of others."""
+        self.scales: Mapping[str, float | Tensor] = {}
+        """By the last three parts of a tensor's name: what it, or each of its rows, is multiplied by."""
         self._taken: set[str] = set()
         self._copied = 0  # bytes of the files since memory was dropped last
 
@@ -149,6 +153,11 @@ class Checkpoint:
 
         Raises ``ValueError`` if it is absent or the whole tensor has another shape.
         """
+        if (scale := self._scale_of(name)) is not None and self.device.type != "meta":
+            tensor = self._take(name, shape, dtype)
+            if isinstance(scale, Tensor):
+                scale = take_part(scale, shape[:1]).to(self.device).view(-1, *[1] * (len(shape) - 1))
+            return (tensor.float() * scale).to(tensor.dtype)
         if (part := self._rows_of(name)) is None:
             return self._take(name, shape, dtype)
         layer, _, _, kind = name.rsplit(".", 3)
@@ -171,9 +180,9 @@ class Checkpoint:
 
     def take_packed(self, name: str, outputs: int, inputs: int) -> PackedWeight | None:
         """Return the weight ``name`` [outputs, inputs] as it is packed; None if it is stored as a plain tensor, or must
-        not be read because the device holds no content, or is rows of another one. Raises ``ValueError`` as
-        :meth:`take`."""
-        if self._rows_of(name) is not None:
+        not be read because the device holds no content, or is rows of another one, or is scaled. Raises ``ValueError``
+        as :meth:`take`."""
+        if self._rows_of(name) is not None or self._scale_of(name) is not None:
             return None
         stored = self._read(name, (outputs, inputs))
         if isinstance(stored, Tensor) or self.device.type == "meta":
@@ -185,8 +194,8 @@ class Checkpoint:
         """Return what adapters see of the layer ``name``, of so many outputs."""
         rows = self._rows_of(f"{name}.weight")
         if rows is not None:
-            return LayerPart(name, outputs, f"{name.rsplit('.', 2)[0]}.{rows.name}", rows.rows, rows.total)
-        return LayerPart(name, outputs, self._renamed(name), None, outputs)
+            return LayerPart(name, outputs, f"{name.rsplit('.', 2)[0]}.{rows.name}", rows.total, rows.rows)
+        return LayerPart(name, outputs, self._renamed(name), outputs, scale=self._scale_of(f"{name}.weight"))
 
     def drop_read(self) -> None:
         """Drop the pages of the files that were read, and freed copies. Pages that are still in use are read again."""
@@ -227,6 +236,9 @@ class Checkpoint:
         found = self.stored_rows.get(".".join(parts))
         # GGUF files hold parts of a matrix as tensors of their own.
         return found if found is not None and f"{layer}.{found.name}.{kind}" in self else None
+
+    def _scale_of(self, name: str) -> float | Tensor | None:
+        return self.scales.get(".".join(name.split(".")[-3:])) if self.scales else None
 
     def _stored(self, name: str) -> str:
         name = self._renamed(name)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tokenloom.engine_core.data.lora import CONFIG, WEIGHTS, read_adapter_files, read_rank
 
 from ..checkpoint.files.text_part import text_tensor
+from ..checkpoint.weights import LayerPart
 
 _PREFIX = "base_model.model."
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -85,7 +86,7 @@ def read_adapter(
     max_rank: int,
     dtype: torch.dtype,
     layout: Layout,
-    parts: Mapping[str, Mapping[str, Tensor | None]] = MappingProxyType({}),
+    parts: Mapping[str, Mapping[str, LayerPart]] = MappingProxyType({}),
 ) -> Adapter:
     """Read the adapter in the directory ``path``.
 
@@ -96,8 +97,8 @@ def read_adapter(
         max_rank: The largest rank to accept.
         dtype: That of the model's activations.
         layout: How the products read the matrices.
-        parts: By the same name: the model's layers that consist of rows of that layer, and which; None: all of its
-            rows. A layer that is not named is the model's own.
+        parts: By the same name: the model's layers that consist of rows of that layer, by their names. A layer that is
+            not named is the model's own.
     """
     files = read_adapter_files(path)
     try:
@@ -111,8 +112,8 @@ def read_adapter(
         layers = dict[str, Matrices]()
         for name, (a, b) in pairs.items():
             _check(name, a, b, _shape(name, shapes), rank)
-            for own, rows in parts.get(name, {name: None}).items():
-                layers[own] = layout.arrange(a, (b if rows is None else b[rows]).float() * scaling, dtype)
+            for own, part in parts.get(name, {name: LayerPart(name, len(b), name, len(b))}).items():
+                layers[own] = layout.arrange(a, _of_part(b, part) * scaling, dtype)
     except (ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{WEIGHTS}: {error}") from None
     return Adapter(files.digest, rank, layers)
@@ -154,6 +155,14 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         if len(pair) < 2:
             raise ValueError(f"{name} has only one of its two matrices")
     return {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}
+
+
+def _of_part(b: Tensor, part: LayerPart) -> Tensor:
+    """Return the rows of the matrix B that change a layer of the model, float32."""
+    rows = (b if part.rows is None else b[part.rows]).float()
+    if part.scale is None:
+        return rows
+    return rows * (part.scale[:, None] if isinstance(part.scale, Tensor) else part.scale)
 
 
 def layer_name(name: str) -> str:

@@ -152,7 +152,7 @@ class LoraSlots:
         self._kernel, self._layout = _load_kernel(device)
         self._current = CurrentRows()
         self._shapes: dict[str, tuple[int, int]] = {}
-        self._parts: dict[str, dict[str, Tensor | None]] = {}
+        self._parts: dict[str, dict[str, LayerPart]] = {}
         """As :func:`.adapter.read_adapter` takes them."""
         # Without references of its own: layers that the model drops give their weights back.
         self._layers: weakref.WeakValueDictionary[str, LoraLinear] = weakref.WeakValueDictionary()
@@ -172,7 +172,7 @@ class LoraSlots:
         for part in parts:
             stored = layer_name(part.stored)
             self._shapes[stored] = (part.total, inputs)
-            self._parts.setdefault(stored, {})[part.name] = part.rows
+            self._parts.setdefault(stored, {})[part.name] = part
         self._layers[names[0]] = layer
         for slot, digest in enumerate(self._slots):
             if digest:

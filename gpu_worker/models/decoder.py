@@ -24,7 +24,7 @@ from ..parallel.sharding import Dimension, joined, length
 from ..pooling.class_head import ClassHead, load_score_head
 from .experts import Experts
 from .latent_attention import LatentAttention
-from .mixers import load_mixer, stored_rows
+from .mixers import load_mixer, stored_rows, weight_scales
 from .mlp import MLP, UngatedMLP
 from .model import LanguageModel, replace_layers
 
@@ -296,13 +296,21 @@ def _load_mix(
     checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int
 ) -> Callable[[Tensor, Rotation, Any, Any], Tensor]:
     """Load what mixes the tokens of a sequence. Its last two arguments are the layer's KV cache and the attention plan,
-    or its states and the plan of those."""
+    or its states and the plan of those, or pairs of both, states first."""
     mixer = config.mixer
     if mixer is None:
         return _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
-    if mixer.layers[layer]:
+    if mixer.layers[layer] and not mixer.is_beside_attention:
         return load_mixer(checkpoint, f"{prefix}.{config.traits.state_name}", config, ops)
-    return _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, mixer.num_attending(layer))
+    attention = _load_attention(checkpoint, f"{prefix}.self_attn", config, ops, mixer.num_attending(layer))
+    if not mixer.is_beside_attention:
+        return attention
+    beside = load_mixer(checkpoint, f"{prefix}.{config.traits.state_name}", config, ops)
+
+    def mix(x: Tensor, rotation: Rotation, kept: Any, plan: Any) -> Tensor:
+        return attention(x, rotation, kept[1], plan[1]).add_(beside(x, rotation, kept[0], plan[0]))
+
+    return mix
 
 
 def _load_attention(
@@ -362,6 +370,7 @@ class DecoderModel:
     def load_weights(self, checkpoint: Checkpoint) -> None:
         config, ops = self.config, self._ops
         checkpoint.stored_names, checkpoint.stored_rows = config.traits.stored_names, stored_rows(config)
+        checkpoint.scales = weight_scales(config)
         vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
         name, self._lm_head, self.head = "model.embed_tokens.weight", None, None
         if config.has_class_head or not config.has_output:
@@ -431,13 +440,18 @@ class DecoderModel:
     ) -> Tensor | None:
         """Compute the layers of a model of which some keep a state, up to the last one that has a KV cache, or all.
         ``states``: None if none is among this rank's."""
+        assert self.config.mixer is not None
         delta, attended, is_whole = None, 0, len(kv_caches) >= self.config.num_layers
+        is_beside = self.config.mixer.is_beside_attention
         for layer, kept in zip(self._layers, states.layers if states else repeat(None), strict=states is not None):
             assert not isinstance(layer, PostNormLayer)
-            if kept is not None or (isinstance(layer, PartLayer) and layer.mlp is not None):
+            if is_beside:
+                delta = layer(residual, delta, rotation, (kept, kv_caches[attended]), (states, plan))
+            elif kept is not None or (isinstance(layer, PartLayer) and layer.mlp is not None):
                 delta = layer(residual, delta, rotation, kept, states)
                 continue
-            delta = layer(residual, delta, rotation, kv_caches[attended], plan)
+            else:
+                delta = layer(residual, delta, rotation, kv_caches[attended], plan)
             attended += 1
             if attended == len(kv_caches) and not is_whole:
                 break

@@ -75,10 +75,12 @@ class Mamba2:
             checkpoint.take(f"{prefix}.{name}", heads, dtype=torch.float32) for name in ("A_log", "D", "dt_bias")
         )
         self._weights = Mamba2Weights(-a.exp(), d, dt_bias, mixer.dt_limits)
-        self._norm = checkpoint.take(f"{prefix}.norm.weight", inner).view(mixer.groups, -1)
+        self._gate = ops.gate
         self._shared: _SharedNorm | None = None
-        if shard.size > 1 and mixer.all_groups < shard.size:
-            self._shared = _SharedNorm(self._norm, config.norm_eps, checkpoint.group, mixer.all_groups)
+        if mixer.has_norm:
+            self._norm = checkpoint.take(f"{prefix}.norm.weight", inner).view(mixer.groups, -1)
+        if mixer.has_norm and shard.size > 1 and mixer.all_groups < shard.size:
+            self._shared = _SharedNorm(self._norm, config.norm_eps, checkpoint.group, mixer)
         self._out = load_linear(checkpoint, [f"{prefix}.out_proj"], inner, [hidden], bias, quantization)
 
     def __call__(self, x: Tensor, rotation: Rotation, states: LayerStates, plan: StatePlan) -> Tensor:
@@ -90,28 +92,36 @@ class Mamba2:
         b = convolved[:, inner : inner + count].view(-1, mixer.groups, mixer.state_size)
         c = convolved[:, inner + count :].view(-1, mixer.groups, mixer.state_size)
         out = self._ops.mamba2(inputs, b, c, rows[:, end:], self._weights, states.recurrent, plan)
+        if not mixer.has_norm:
+            both = out.new_empty(len(x), 2 * inner)  # joined in a way that recordings know
+            both[:, :inner] = rows[:, :inner]
+            both[:, inner:] = out.flatten(1)
+            return self._out(self._gate(both, "silu"))
         gate = rows[:, :inner].view(len(x), mixer.groups, -1)
         if self._shared is not None:
             return self._out(self._shared(out.flatten(1), gate.flatten(1)))
-        normed = self._ops.gated_norm(out.view(gate.shape), gate, self._norm, self._eps, norm_first=False)
+        first = mixer.norms_first
+        normed = self._ops.gated_norm(out.view(gate.shape), gate, self._norm, self._eps, norm_first=first)
         return self._out(normed.flatten(1))
 
 
 class _SharedNorm:
     """Applies Mamba-2's norm to a group of which each of several ranks has an equal part."""
 
-    def __init__(self, weight: Tensor, eps: float, group: RankGroup, num_groups: int) -> None:
-        """``weight``: of this rank's part. ``num_groups``: those of the whole model, fewer than ranks."""
-        self._weight, self._eps, self._group = weight.float(), eps, group
-        self._num_groups, self._own = num_groups, group.rank * num_groups // group.size
+    def __init__(self, weight: Tensor, eps: float, group: RankGroup, mixer: MixerSwitches) -> None:
+        """``weight``: of this rank's part. The model has fewer groups than ranks."""
+        self._weight, self._eps, self._group, self._norms_first = weight.float(), eps, group, mixer.norms_first
+        self._num_groups, self._own = mixer.all_groups, group.rank * mixer.all_groups // group.size
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        rows = x.float() * F.silu(gate.float())
+        gated = F.silu(gate.float())
+        rows = x.float() if self._norms_first else x.float() * gated
         squares = rows.new_zeros(len(rows), self._num_groups)
         squares[:, self._own] = rows.square().sum(-1)
         size = rows.shape[1] * self._group.size // self._num_groups
         mean = self._group.all_reduce(squares)[:, self._own, None] / size
-        return (rows * torch.rsqrt(mean + self._eps) * self._weight).to(x.dtype)
+        normed = rows * torch.rsqrt(mean + self._eps) * self._weight
+        return (normed * gated if self._norms_first else normed).to(x.dtype)
 
 
 class ShortConvolution:
@@ -140,6 +150,29 @@ def load_mixer(checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Op
     """Load what a layer has in the place of attention. Raises ``ValueError`` as :meth:`Checkpoint.take`."""
     assert config.mixer is not None
     return _KINDS[config.mixer.kind](checkpoint, prefix, config, ops)
+
+
+def weight_scales(config: ModelConfig) -> dict[str, float | Tensor]:
+    """Return the factors on weights and biases, as ``Checkpoint.scales`` says; empty: the family has none."""
+    if (factors := config.multipliers) is None:
+        return {}
+    mixer, size = config.mixer, config.shard.size
+    assert mixer is not None
+    inner, keys = mixer.inner_size * size, (mixer.all_groups or mixer.groups) * mixer.state_size
+    lengths = torch.tensor([inner, inner, keys, keys, mixer.heads * size])
+    parts = torch.tensor(factors.mixer_parts).repeat_interleave(lengths)
+    both: dict[str, tuple[float | Tensor, float | Tensor]] = {
+        "self_attn.q_proj": (factors.attention_in, 1.0),
+        "self_attn.k_proj": (factors.attention_in * factors.key, factors.key),
+        "self_attn.v_proj": (factors.attention_in, 1.0),
+        "self_attn.o_proj": (factors.attention_out, factors.attention_out),
+        "feed_forward.gate_proj": (factors.gate, factors.gate),
+        "feed_forward.down_proj": (factors.down, factors.down),
+        "mamba.in_proj": (factors.mixer_in * parts, parts),
+        "mamba.out_proj": (factors.mixer_out, factors.mixer_out),
+    }
+    kinds = {f"{name}.weight": weight for name, (weight, _) in both.items()}
+    return kinds | {f"{name}.bias": bias for name, (_, bias) in both.items()}
 
 
 def stored_rows(config: ModelConfig) -> dict[str, StoredRows]:

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.gpu_worker.lora.random_adapter import KINDS, merge, save_adapter
+from tests.gpu_worker.models.test_mixers import FACTORS
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tests.parity.reference import compute_case, save_random
@@ -126,10 +127,12 @@ STATEFUL_KINDS = (
 """What the files of models with states call their linear layers."""
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1"]
+)
 def test_models_with_states(kind: str, tmp_path: Path) -> None:
     """Gates that are stored with queries, and rows in another order, get those rows of an adapter's matrices."""
-    model = write_model(kind, tmp_path / "model")
+    model = write_model(kind, tmp_path / "model", **(FACTORS if kind == "falcon_h1" else {}))
     adapters = [save_adapter(tmp_path / str(seed), model, seed=seed, kinds=STATEFUL_KINDS) for seed in (1, 2)]
     merged = [merge(model, each, tmp_path / f"merged{each.name}") for each in adapters]
     prompts = [draw(40, seed=seed) for seed in range(3)]

@@ -30,6 +30,7 @@ Family = Literal[
     "lfm2",
     "mamba2",
     "nemotron_h",
+    "falcon_h1",
     "gpt2",
     "opt",
     "whisper",
@@ -62,6 +63,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Lfm2ForCausalLM": "lfm2",
     "Mamba2ForCausalLM": "mamba2",
     "NemotronHForCausalLM": "nemotron_h",
+    "FalconH1ForCausalLM": "falcon_h1",
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
     "WhisperForConditionalGeneration": "whisper",
@@ -73,7 +75,7 @@ WITHOUT_MODULES = ("MuseGlimmerForCausalLM", "WhisperForConditionalGeneration")
 LEARNED_POSITIONS = ("gpt2", "opt", "whisper")
 """Names the families with an embedding of each position, which ``models.learned_positions`` computes."""
 
-STATEFUL = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h")
+STATEFUL = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1")
 """Names the families of which some layers keep a state between tokens."""
 
 CLASS_HEAD = "ForSequenceClassification"
@@ -334,6 +336,15 @@ DECODERS: dict[str, DecoderTraits] = {
             ("mlp.down_proj", "feed_forward.w2"),
             ("model.norm", "model.embedding_norm"),
         ),
+    ),
+    "falcon_h1": DecoderTraits(
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        may_have_attention_bias=True,
+        may_have_mlp_bias=True,
+        mlp_name="feed_forward",
+        state_name="mamba",
+        stored_names=(("post_attention_layernorm", "pre_ff_layernorm"), ("model.norm", "model.final_layernorm")),
     ),
     "mamba2": _MAMBA2,
     "nemotron_h": replace(

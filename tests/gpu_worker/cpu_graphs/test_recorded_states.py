@@ -11,7 +11,7 @@ from tests.parity.state_checkpoints import SERVED, write_model
 from tokenloom.gpu_worker.call_recording.recorder import UnrecordableError
 from tokenloom.gpu_worker.cpu_graphs.recorded_model import RecordedModel
 
-KINDS = ("qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2")
+KINDS = ("qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "falcon_h1")
 
 
 def answers(path: Path) -> list[list[list[int]]]:

@@ -30,9 +30,22 @@ KINDS = (
     "lfm2",
     "mamba2",
     "nemotron_h",
+    "falcon_h1",
 )
 _EXPERTS = {name: value for name, value in SERVED["qwen3_next"].items() if name != "intermediate_size"}
+FACTORS = {
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.9,
+    "embedding_multiplier": 3.0,
+    "key_multiplier": 0.7,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.9, 0.6],
+    "ssm_in_multiplier": 1.2,
+    "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
+    "ssm_out_multiplier": 0.8,
+}
 _CHANGES: dict[str, dict[str, Any]] = {
+    "falcon_h1": SERVED["falcon_h1"] | FACTORS,
     "qwen3_5_moe_text": _EXPERTS,
     "granitemoehybrid": {
         **SERVED["granitemoehybrid"],
@@ -177,6 +190,23 @@ def test_steps_of_time_of_nemotron_h_have_the_limits_of_its_configuration(make: 
         assert torch.equal(first[0], first[1])
         states.append(first[0].norm())
     assert states[1] > 100 * states[0]
+
+
+@pytest.mark.parametrize("norms_first", [False, True])
+def test_falcon_h1_may_have_a_norm_and_biases(norms_first: bool, make: Any, tmp_path: Path) -> None:
+    biases = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), True)
+    reference = make_model("falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=norms_first, **biases)
+    for name, parameter in reference.named_parameters():
+        if name.endswith(("bias", "mamba.norm.weight")):
+            torch.nn.init.normal_(parameter, float("norm" in name), 0.3)
+    reference.save_pretrained(tmp_path)
+    driver = Driver(load(tmp_path))
+    row = driver.begin(draw(40, seed=1))
+    driver.step((row, [(33, 0)]))
+    driver.step((row, [(7, 0)]))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([row.tokens])).logits[0]
+    torch.testing.assert_close(torch.cat(row.logits), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_published_nemotron_h_names_its_layers_by_letters(make: Any, tmp_path: Path) -> None:

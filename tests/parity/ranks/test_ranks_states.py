@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu_worker.models.test_mixers import FACTORS
 from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
 from tests.parity.engine import Engine
 from tests.parity.state_checkpoints import write_model
@@ -22,6 +23,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {}),
     "mamba2": ("mamba2", {}),
     "nemotron_h": ("nemotron_h", {}),
+    "falcon_h1": ("falcon_h1", FACTORS),
+    "falcon_h1 with a norm": ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 1}),
 }
 
 

@@ -6,18 +6,22 @@ import pytest
 
 from tests.soak.models.models_page import reason_of
 from tests.soak.models.preflight_fuzz import compare
-from tests.soak.models.transformers_models import KINDS, Outcome, try_kind
+from tests.soak.models.transformers_models import KINDS, try_kind
 from tokenloom.gpu_worker.checkpoint.served_how import transformers_types
 
-IDENTICAL = ["phi", "phimoe", "gemma", "olmo2", "mixtral", "cohere2", "starcoder2", "glm4", "granite", "lfm2"]
+IDENTICAL = ["phi", "phimoe", "gemma", "olmo2", "mixtral", "cohere2", "starcoder2", "glm4", "granite", "lfm2", "bamba"]
 SEEDS = range(8)
 """Of random checkpoints; `python -m tests.soak.models.preflight_fuzz` tries more."""
 
 
 @pytest.mark.parametrize("kind", IDENTICAL)
 def test_gives_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
-    assert try_kind(kind, tmp_path) == Outcome("identical")
+    outcome = try_kind(kind, tmp_path)
+    assert outcome.verdict == "identical"
     assert committed(kind) == ""
+    types = transformers_types()
+    assert types is not None
+    assert types["states"].get(kind, 0) == outcome.state_chunk
 
 
 @pytest.mark.parametrize(

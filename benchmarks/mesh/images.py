@@ -4,7 +4,7 @@
   prefill of as many tokens of text), and a second turn over it, with the rows that encoders computed, the bytes of
   rows that came to the engine and the bytes of files that came to encoders meanwhile.
 - ``texts``: tokens a second of streams of text, alone and beside new images in turns; the worker waits in place
-  of a model (``--worker timed``), so that images and texts share only the mesh.
+  of a model (``--worker timed``), so that images and texts share only the mesh, and the encoder has a core of its own.
 - ``memory``: how much the gateway grows with 32 images of 4 MB at once.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import base64
 import json
+import os
 import re
 import statistics
 import time
@@ -186,6 +187,25 @@ async def _send_images(load: ImageLoad, images: list[str], rate: float) -> None:
             await asyncio.sleep(1 / rate)
 
 
+def separate(mesh: Mesh) -> dict[str, list[int]]:
+    """Give the last core to encoders, with their decoders and tower, and the others to all other parts and to the
+    clients. Returns the cores; empty on a machine with one."""
+    *rest, last = sorted(os.sched_getaffinity(0))
+    if not rest:
+        return {}
+    _pin([psutil.Process()], rest)
+    for service, pids in pids_by_service(mesh).items():
+        for part in map(psutil.Process, pids):
+            _pin([part, *part.children(recursive=True)], [last] if service == "encoder" else rest)
+    return {"encoder": [last], "rest": rest}
+
+
+def _pin(processes: Sequence[psutil.Process], cores: list[int]) -> None:
+    for process in processes:
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, cores)
+
+
 def mesh_options(model: Path, *engine: str) -> MeshOptions:
     """Describe a mesh of one part of each kind."""
     flags = {"engine": ("--max-num-seqs", "64", *engine)}
@@ -204,7 +224,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             case "memory":
                 report["memory"] = await measure_memory(load, pids_by_service(mesh)["gateway"][0])
             case _:
+                report["cores"] = separate(mesh)
                 report["texts"] = await measure_texts(load, arguments.seconds, arguments.rate, arguments.turns)
+                report["load"] = os.getloadavg()[0]
 
     timed = ("--worker", "timed", "--hash-step-seconds", str(arguments.step_ms / 1e3))
     await with_mesh(mesh_options(arguments.model, *(timed if arguments.part == "texts" else ())), work)

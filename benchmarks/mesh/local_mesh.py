@@ -40,5 +40,5 @@ def pids_by_service(mesh: Mesh) -> dict[str, list[int]]:
     for part in mesh.parts:
         if part.state is not None:
             found[part.spec.service].append(part.state.pid)
-    order = ("gateway", "tokenizer", "output_processor", "coordinator", "engine")
+    order = ("gateway", "tokenizer", "output_processor", "coordinator", "engine", "encoder")
     return {service: found[service] for service in order if service in found}

@@ -18,7 +18,7 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.output_pool import Cancel, OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
-from ..records.generate_request import BeamOptions, GenerateRequest
+from ..records.generate_request import BeamOptions, GenerateRequest, RestorableMedia
 
 Row = output_processor_pb2.SlotTextLogprobs
 
@@ -114,9 +114,11 @@ class BeamRun:
         *,
         deadline_ns: int,
         clock: Callable[[], int],
+        media: RestorableMedia | None = None,
     ) -> None:
-        """``deadline_ns``: when the whole request must have ended, by ``clock``, which returns nanoseconds."""
-        self._submits = submits
+        """``deadline_ns``: when the whole request must have ended, by ``clock``, which returns nanoseconds. ``media``:
+        the images of the prompt; None: it has none."""
+        self._submits, self._media = submits, media
         self._num_candidates = plan.num_candidates
         self._steps = [_one_token(submit, self._num_candidates) for submit in submits]
         self._searches: list[BeamSearch[Row]] = [
@@ -183,7 +185,7 @@ class BeamRun:
             # Each beam is a request of one token, greedy, for its log probabilities; the prefix cache shares the
             # blocks. Beams inside the engine would need copies on write and a scheduler that knows groups; vLLM
             # removed both.
-            self._cancels.append(self._pool.submit(submit, collector, place))
+            self._cancels.append(self._pool.submit(submit, collector, place, self._media))
         found: dict[int, Row] = {}
         while not collector.done:
             for delta in await collector.take():

@@ -210,6 +210,7 @@ class RunningGeneration:
             texts,
             deadline_ns=deadline_ns,
             clock=self._clock,
+            media=self._media,
         )
         self._collector = run
         self._cancels.append(run.cancel)

@@ -38,6 +38,8 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
         self.error: errors.TokenloomError | None = None  # of all calls
         self.answering = asyncio.Event()  # it says nothing while this is not set
         self.answering.set()
+        self.asked = asyncio.Event()  # by any call
+        self.was_left = asyncio.Event()  # by a call that was cancelled before its answer
         self.fetching = asyncio.Event()  # URLs are answered while it is set
         self.fetching.set()
         self.num_fetches = asyncio.Semaphore(0)
@@ -101,7 +103,12 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
         return encoder_pb2.GetEncoderInfoResponse()
 
     async def _check(self, context: Any) -> None:
-        await self.answering.wait()
+        self.asked.set()
+        try:
+            await self.answering.wait()
+        except asyncio.CancelledError:
+            self.was_left.set()
+            raise
         if self.error is not None:
             await wire_errors.abort(context, self.error)
 

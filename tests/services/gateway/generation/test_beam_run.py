@@ -72,7 +72,9 @@ class Pool:
         self.aborted = aborted
         self.names: list[str] = []
 
-    def submit(self, submit: output_processor_pb2.Submit, collector: Collector, index: int) -> Cancel:
+    def submit(
+        self, submit: output_processor_pb2.Submit, collector: Collector, index: int, media: None = None
+    ) -> Cancel:
         self.names.append(submit.request_id)
         finished = output_processor_pb2.RequestFinished(reason=types_pb2.FINISH_REASON_ABORT)
         if not submit.request_id.endswith(self.aborted):

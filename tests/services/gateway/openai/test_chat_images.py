@@ -220,6 +220,73 @@ async def test_files_of_a_lost_encoder_are_put_at_another(vision: Vision) -> Non
     assert second in (first, 1 - first)
 
 
+async def test_a_resumed_answer_whose_files_are_lost_goes_on(vision: Vision) -> None:
+    """Its engine asked for them while its gateway was away."""
+    asked, path = json.dumps(body(part(IMAGE), stream=True)), "/v1/chat/completions"
+    headers = {"content-type": "application/json", "last-event-id": "0"}
+
+    async def first_event() -> str:
+        async with (
+            vision.mesh.http() as http,
+            http.stream("POST", path, content=asked, headers=headers) as response,
+        ):
+            pieces = response.aiter_text()
+            return (await anext(pieces)).partition("\n")[0].removeprefix("id: ")
+
+    reading = asyncio.create_task(first_event())
+    request = await vision.mesh.outputs.next_request()
+    request.send("bl", [1])
+    resumed = headers | {"last-event-id": await reading}
+    call = asyncio.create_task(vision.http.post(path, content=asked, headers=resumed))
+    kept, resume = await vision.mesh.outputs.next_resume()
+    assert resume.request_id == request.submit.request_id
+    for each in vision.encoders:
+        each.files.clear()
+    kept.send("bl", [1])
+    kept.fail(errors.MediaLost("the encoder does not have the file"))
+    again = await vision.mesh.outputs.next_request()
+    assert [list(journal.token_ids) for journal in again.submit.journals] == [[1]]
+    assert len(vision.held(IMAGE)) == 1, "they are put again"
+    again.send("ue", [2])
+    again.finish()
+    text = (await call).text
+    assert "ue" in text
+    assert "[DONE]" in text
+
+
+async def test_a_beam_search_goes_on_whose_files_are_lost(vision: Vision) -> None:
+    call = asyncio.create_task(post(vision.http, part(IMAGE), use_beam_search=True, n=2, max_tokens=4))
+    request = await vision.mesh.outputs.next_request()
+    for each in vision.encoders:
+        each.files.clear()
+    request.fail(errors.MediaLost("the encoder does not have the file"))
+    again = await vision.mesh.outputs.next_request()
+    assert again.submit.request_id == request.submit.request_id
+    assert len(vision.held(IMAGE)) == 1
+    call.cancel()
+    await asyncio.wait_for(again.cancelled.wait(), SOON)
+
+
+async def test_a_client_that_leaves_while_files_are_put_again(vision: Vision) -> None:
+    call = asyncio.create_task(post(vision.http, part(IMAGE)))
+    request = await vision.mesh.outputs.next_request()
+    (index,) = vision.held(IMAGE)
+    encoder = vision.encoders[index]
+    encoder.files.clear()
+    encoder.answering.clear()
+    encoder.asked.clear()
+    request.fail(errors.MediaLost("the encoder does not have the file"))
+    await asyncio.wait_for(encoder.asked.wait(), SOON)
+    call.cancel()
+    await asyncio.wait_for(encoder.was_left.wait(), SOON)
+    encoder.answering.set()
+    released = await asyncio.wait_for(encoder.released.get(), SOON)
+    assert released == encoder.puts[0].request_id
+    vision.mesh.outputs.auto = ["red"]
+    assert (await post(vision.http, part(IMAGE))).status_code == 200, "the gateway goes on"
+    assert released not in encoder.pins
+
+
 async def test_without_an_encoder_the_answer_is_to_retry(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_client, "WAIT_SECONDS", 0.0)
     for each in vision.encoders:

@@ -142,7 +142,7 @@ def _offload(shape: Shape, target: KVPool) -> Iterator[Move]:
         stack.callback(tier.close)
         hashes = [b"%d" % block_id for block_id in ids]
         for slot, block_id in enumerate(ids):
-            while not tier.has_room(1):
+            while not tier.has_room(target.block_bytes):
                 time.sleep(0.001)
             tier.save(TierSave(slot, hashes[slot], b"".join(view[block_id].data for view in source.views)))
         load = TierLoad("", list(range(len(ids))), hashes, shape.scatter(1).tolist(), range(len(ids)))

@@ -409,7 +409,6 @@ class EngineConfig(Struct, frozen=True):
         """Raise ``ValueError``, naming the settings, for what excludes layers that keep a state between tokens, and
         that compute prompts in chunks of so many tokens."""
         settings = {
-            "kv_offload_path": self.kv.offload_path,
             "decode_context_parallel_size above 1": self.parallel.decode_context_parallel_size > 1,
         }
         if named := [name for name, value in settings.items() if value]:

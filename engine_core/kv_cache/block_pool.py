@@ -19,7 +19,7 @@ class EvictionListener(Protocol):
     """Is notified when cached content is lost. Called from the thread that steps."""
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
-        """A cached block gets a new holder, which writes to it in the coming step at the earliest."""
+        """A cached block gets a new holder, or may get one, which writes to it in the coming step at the earliest."""
 
     def forgot(self, block_hash: bytes) -> None:
         """This content is wrong: no copy of it may be used."""
@@ -187,6 +187,20 @@ class BlockPool:
                 self.kept.forget(block_id)
             for listener in self.listeners:
                 listener.forgot(key)
+
+    def evict(self, block_hash: bytes) -> None:
+        """Let the block with this content, if there is one, not be found any more although no other holder needs it:
+        the content is right, and a listener may save it before the next step."""
+        if (block_id := self._by_hash.pop(block_hash, None)) is None:
+            return
+        self._hashes[block_id] = None
+        if not self.ref_counts[block_id]:
+            if self._cached.pop(block_id, self) is self:
+                self.kept.remove(block_id)
+            self._blank.append(block_id)
+        self.kept.forget(block_id)
+        for listener in self.listeners:
+            listener.evicted(block_id, block_hash)
 
     def forget_all(self) -> None:
         """Let no block be found any more; held blocks stay held."""

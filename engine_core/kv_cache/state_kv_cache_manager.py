@@ -65,9 +65,17 @@ class StateKVCacheManager(KVCacheManager):
         return [*super().reserve(request), self.pool_id(self.states.lend(request))]
 
     def reserve_load(self, request: RequestKV, num_external_tokens: int) -> None:
-        """Allocate the blocks that an admitted request loads after its hits, and a slot."""
+        """Allocate the blocks that an admitted request loads after its hits, and a slot. Blocks that the pool has are
+        shared unless another engine sends them, as in :meth:`.GroupedKVCacheManager.reserve_load`."""
+        end = request.num_computed_tokens + num_external_tokens
+        if request.remote is not None and request.remote.target is None:
+            hashes = request.block_hashes[len(request.block_ids) : end // self.block_size]
+            found = [self.pool.find(block_hash) for block_hash in hashes]
+            self.pool.share(block_id for block_id in found if block_id is not None)  # before they can be evicted
+            fresh = iter(self.pool.allocate(found.count(None)))
+            request.block_ids += [next(fresh) if block_id is None else block_id for block_id in found]
         super().reserve_load(request, num_external_tokens)
-        self.states.begin_load(request, request.num_computed_tokens + num_external_tokens)
+        self.states.begin_load(request, end)
 
     def load_table(self, request: RequestKV, num_tokens: int) -> list[int]:
         """Return where a request that loads its first ``num_tokens`` tokens has them: its blocks, and its slot."""

@@ -192,15 +192,19 @@ class StateSlotPool:
 
     def longest(self, request: RequestKV, num_blocks: int) -> int:
         """Return how many of the first ``num_blocks`` blocks of a request end where a state is kept."""
+        for count in self.ends(request, num_blocks):
+            if self.pool.find(request.block_hashes[count - 1]) is not None:
+                return count
+        return 0
+
+    def ends(self, request: RequestKV, num_blocks: int) -> range:
+        """Return after how many of the first ``num_blocks`` blocks of a request a state may be found, most first."""
         step = self.boundary // self._block_size
         most = num_blocks
         if self.is_strict:
             # Tokens that were decoded are not taken from a prompt, and two of the prompt are left.
             most = min(most, (request.num_prompt_tokens - 2) // self._block_size)
-        for count in range(most // step * step, 0, -step):
-            if self.pool.find(request.block_hashes[count - 1]) is not None:
-                return count
-        return 0
+        return range(most // step * step, 0, -step)
 
     def can_begin(self, request: RequestKV, num_hit_tokens: int, *, loads: bool = False) -> bool:
         """Return whether a waiting request gets a slot, and another one if it lends its last state, and whether no
@@ -307,7 +311,8 @@ class StateSlotPool:
         """Return a slot to write to for a request whose state lies in ``slot``, which is to stay if there is room."""
         if self.pool.num_free:
             return self.pool.allocate(1)[0]
-        self.pool.forget([slot])
+        if (content := self.pool.content_of(slot)) is not None:
+            self.pool.evict(content)
         return slot
 
     def _is_alone(self, slot: int) -> bool:
@@ -354,7 +359,7 @@ class _Followers:
         self._states = states
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
-        self._states.forget(block_hash)
+        self._states.pool.evict(block_hash)
 
     def forgot(self, block_hash: bytes) -> None:
         self._states.forget(block_hash)

@@ -11,6 +11,7 @@ from ..data.config import EngineConfig, KVConfig
 from ..data.request import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
+from ..kv_cache.state_slots import StateSlotPool
 from .failpoints import Failpoints
 from .kv_connector import KVConnector, KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
 from .kv_service import KVService
@@ -38,9 +39,9 @@ class MultiConnector:
 
     # Scheduler side
 
-    def bind_block_pool(self, pool: BlockPool, slots: BlockPool | None = None) -> None:
+    def bind_block_pool(self, pool: BlockPool, states: StateSlotPool | None = None) -> None:
         for connector in self._connectors:
-            connector.bind_block_pool(pool, slots)
+            connector.bind_block_pool(pool, states)
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         for index, connector in enumerate(self._connectors):

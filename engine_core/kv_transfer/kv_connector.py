@@ -24,6 +24,7 @@ import msgspec
 from ..data.request import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
+from ..kv_cache.state_slots import StateSlotPool
 from .kv_transport import KVPool
 
 
@@ -62,9 +63,9 @@ class KVConnectorOutput(msgspec.Struct):
 class KVConnectorScheduler(Protocol):
     """The side of the connector that decides. Called from the thread that steps."""
 
-    def bind_block_pool(self, pool: BlockPool, slots: BlockPool | None = None) -> None:
-        """Called first: gives the pool whose block generations and evictions the connector may follow, and that of
-        the slots of states; None: no layer keeps one."""
+    def bind_block_pool(self, pool: BlockPool, states: StateSlotPool | None = None) -> None:
+        """Called first: gives the pool whose block generations and evictions the connector may follow, and the slots of
+        states; None: no layer keeps one."""
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first ``num_computed_tokens`` (cache hits) can be loaded, and whether they

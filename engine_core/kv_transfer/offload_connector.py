@@ -1,11 +1,13 @@
 """Keeps prefix blocks that the pool evicts in a file, and loads them when a prompt needs them again.
 
-For a model with several KV groups it finds the blocks that the file adds to those in the pool.
+For a model with several KV groups it finds the blocks that the file adds to those in the pool. Where layers keep a
+state, the file has states too, under the hashes of the blocks that they follow: a prompt loads one state, and those
+blocks before it that the pool lacks.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from ..data.request import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool, hash_next_block
 from ..kv_cache.prefix_search import find_prefix, group_key
+from ..kv_cache.state_slots import StateSlotPool
 from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
 from .kv_transport import KVPool
 from .offload_tier import OffloadTier, TierIndex, TierLoad, TierSave
@@ -23,6 +26,8 @@ BLANK_SHARE = 4
 """Blocks of sessions are saved ahead of their eviction once less than this part of the pool is blank."""
 AHEAD_BYTES = 8 << 20
 """So much is copied ahead in a step, about a millisecond, and one block in any case."""
+_NAMED_BLOCKS = 1 << 20
+"""Blocks that the file names at most where they hold no bytes."""
 MAX_AHEAD = 256
 """Blocks looked at in a step; most of a returned session's are in the file already."""
 
@@ -76,9 +81,10 @@ def find_tier_hits(
 
 
 class OffloadEviction(msgspec.Struct):
-    """Names a block whose content is saved into a slot."""
+    """Names a block, or a slot of states, whose content is saved into a slot of the file."""
 
     block_id: int
+    """As in :class:`.KVPool`."""
     block_hash: bytes
     slot: int
 
@@ -92,6 +98,28 @@ class OffloadMetadata(KVConnectorMetadata):
     loads: list[TierLoad]
 
 
+class _SavedStates:
+    """Says which states the file has, and follows those that the pool evicts. Implements ``EvictionListener``."""
+
+    def __init__(self, states: StateSlotPool, save: Callable[[int, bytes], None]) -> None:
+        self.states = states
+        self.index = TierIndex(0)
+        self._save = save
+        states.pool.listeners.append(self)
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:
+        if self.index.find(block_hash) is not None:
+            self.index.touch(block_hash)
+        else:
+            self._save(block_id, block_hash)
+
+    def forgot(self, block_hash: bytes) -> None:
+        self.index.remove(block_hash)
+
+    def forgot_all(self) -> None:
+        self.index.clear()
+
+
 class OffloadConnector:
     """Implements :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` with a file."""
 
@@ -102,9 +130,11 @@ class OffloadConnector:
         self._directory = directory
         self._capacity_bytes = capacity_bytes
         self._index = TierIndex(0)
+        self._states: _SavedStates | None = None
         self._matches: dict[str, TierLoad] = {}
         """By request: what it would load, still without blocks, until it loads or has ended."""
-        self._evictions: list[OffloadEviction] = []  # of this step, as are the loads
+        self._evictions: list[OffloadEviction] = []  # of this step, as are their bytes and the loads
+        self._evicted_bytes = 0
         self._loads: list[TierLoad] = []
         self._last_ended = -1
         """The latest step that has ended."""
@@ -120,10 +150,12 @@ class OffloadConnector:
 
     # Scheduler side
 
-    def bind_block_pool(self, pool: BlockPool, slots: BlockPool | None = None) -> None:
+    def bind_block_pool(self, pool: BlockPool, states: StateSlotPool | None = None) -> None:
         self._blocks = pool
         pool.listeners.append(self)
         pool.kept.unsaved = OrderedDict()
+        if states is not None:
+            self._states = _SavedStates(states, self._save_state)
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
         """Called by the block pool while a step is planned: save the block if the tier has room, unless a step in
@@ -135,8 +167,8 @@ class OffloadConnector:
             # With overlapping steps a block can be filled, hit, freed and evicted before the step that fills it has
             # run: what lies there now is another prompt's KV.
             return
-        elif self._tier is not None and self._tier.has_room(len(self._evictions) + 1):
-            self._evictions.append(OffloadEviction(block_id, block_hash, self._index.add(block_hash)))
+        else:
+            self._save(block_id, block_hash, self._index)
 
     def forgot(self, block_hash: bytes) -> None:
         """Called by the block pool when content proved wrong: the tier must not bring it back."""
@@ -146,11 +178,14 @@ class OffloadConnector:
         """Called by the block pool when all cached content became useless, for example because the weights changed."""
         self._index.clear()
         self._evictions.clear()
+        self._evicted_bytes = 0
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._matches.pop(request.request_id, None)
         first = num_computed_tokens // self._block_size
         assert self._blocks is not None, "bind_block_pool comes first"
+        if self._states is not None:
+            return self._match_state(request, self._blocks, self._states, first)
         if self._blocks.num_groups > 1:
             return self._match_groups(request, self._blocks, first)
         slots = self._find_slots(request, first)
@@ -178,7 +213,9 @@ class OffloadConnector:
             self._save_ahead(self._blocks, self._blocks.kept.unsaved)
         metadata = OffloadMetadata(self._blocks.step, self._evictions, self._loads)
         self._blocks.step += 1
-        self._evictions, self._loads = [], []
+        if self._states is not None:
+            self._states.states.pool.step = self._blocks.step
+        self._evictions, self._loads, self._evicted_bytes = [], [], 0
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -206,24 +243,36 @@ class OffloadConnector:
     # Worker side
 
     def register_kv_caches(self, pool: KVPool) -> None:
-        num_slots = self._capacity_bytes // pool.block_bytes
+        num_slots, num_states = self._divide(pool)
         if num_slots < 1:
             raise ValueError(
                 f"an offload file of {self._capacity_bytes} bytes is smaller than one block of {pool.block_bytes} bytes"
+                + (f" and one state of {pool.slot_bytes}" if pool.num_slots else "")
             )
         self._pool = pool
         self._index = TierIndex(num_slots)
-        self._tier = OffloadTier(self._directory, num_slots, pool, self._note_loaded)
+        if self._states is not None:
+            self._states.index = TierIndex(num_states, num_slots)
+        self._tier = OffloadTier(self._directory, num_slots, pool, self._note_loaded, num_states)
+
+    def _divide(self, pool: KVPool) -> tuple[int, int]:
+        """Return how many blocks and how many states the file holds: in the proportion of the pool's memory."""
+        if not pool.num_slots:
+            return self._capacity_bytes // pool.block_bytes, 0
+        of_blocks, of_states = pool.num_blocks * pool.block_bytes, pool.num_slots * pool.slot_bytes
+        num_states = max(1, self._capacity_bytes * of_states // (of_blocks + of_states) // pool.slot_bytes)
+        rest = self._capacity_bytes - num_states * pool.slot_bytes
+        # Where no layer attends, blocks have no bytes: they only name what the states were computed from.
+        return (rest // pool.block_bytes if pool.block_bytes else _NAMED_BLOCKS * (rest >= 0)), num_states
 
     def save_overwritten_kv(self, metadata: KVConnectorMetadata) -> None:
         """Copy the evicted blocks. The file is written next to the steps."""
         assert isinstance(metadata, OffloadMetadata)
         assert self._pool is not None
         assert self._tier is not None
-        views = self._pool.views
         for eviction in metadata.evictions:
             # Copied here and not by the tier's thread: the step that is about to run overwrites the block.
-            data = b"".join(view[eviction.block_id].data for view in views)
+            data = b"".join(row.data for row in self._pool.rows(eviction.block_id))
             self._tier.save(TierSave(eviction.slot, eviction.block_hash, data))
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
@@ -241,7 +290,9 @@ class OffloadConnector:
             self._reported, self._loaded = self._loaded, []
         for load, count, failure in self._reported:
             if failure:
-                self._index.remove(load.block_hashes[count])
+                is_state = self._states is not None and count == len(load.slots) - 1  # it is the last of a load
+                index = self._index if self._states is None or not is_state else self._states.index
+                index.remove(load.block_hashes[count])
         return set(), {load.request_id for load, _, _ in self._reported}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -249,12 +300,13 @@ class OffloadConnector:
 
     def get_kv_connector_stats(self) -> KVConnectorStats:
         assert self._pool is not None
-        num_blocks = sum(count for _, count, _ in self._reported)
-        return KVConnectorStats(
-            blocks_received=num_blocks,
-            bytes_received={"offload": num_blocks * self._pool.block_bytes} if num_blocks else {},
-            failures={load.request_id: failure for load, _, failure in self._reported if failure},
-        )
+        stats = KVConnectorStats()
+        for load, count, failure in self._reported:
+            if count:
+                stats.add_received("offload", load.block_ids[:count], self._pool)
+            if failure:
+                stats.failures[load.request_id] = failure
+        return stats
 
     def has_updates(self) -> bool:
         return bool(self._loaded)
@@ -274,9 +326,9 @@ class OffloadConnector:
             return
         # A long prompt evicts more in a step than may wait for the file: 2,048 tokens of a model of 0.6 B parameters
         # are 230 MB. What is dropped then breaks the chain, and a session would have to compute all that follows.
-        most = len(self._evictions) + max(AHEAD_BYTES // self._pool.block_bytes, 1)
+        most = len(self._evictions) + max(AHEAD_BYTES // max(1, self._pool.block_bytes), 1)
         for _ in range(min(len(unsaved), MAX_AHEAD)):
-            if len(self._evictions) >= most or not self._tier.has_room(len(self._evictions) + 1):
+            if len(self._evictions) >= most or not self._has_room(self._pool.block_bytes):
                 return
             block_id, _ = unsaved.popitem(last=False)
             block_hash = pool.content_of(block_id)
@@ -285,7 +337,62 @@ class OffloadConnector:
             if pool.registered_in[block_id] > self._last_ended:
                 unsaved[block_id] = None  # its step has not run
             else:
-                self._evictions.append(OffloadEviction(block_id, block_hash, self._index.add(block_hash)))
+                self._save(block_id, block_hash, self._index)
+
+    def _save(self, block_id: int, block_hash: bytes, index: TierIndex) -> None:
+        """Save a block or a state in this step, if the tier has room."""
+        nbytes = 0 if self._pool is None else self._pool.nbytes_of([block_id])
+        if self._has_room(nbytes):
+            self._evicted_bytes += nbytes
+            self._evictions.append(OffloadEviction(block_id, block_hash, index.add(block_hash)))
+
+    def _save_state(self, slot: int, block_hash: bytes) -> None:
+        """Save the state of a slot in this step, unless a step in flight may still compute it."""
+        assert self._states is not None
+        assert self._blocks is not None
+        if self._states.states.pool.registered_in[slot] <= self._last_ended:
+            self._save(len(self._blocks.ref_counts) + slot, block_hash, self._states.index)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Return whether so many more bytes of this step may wait for the file."""
+        return self._tier is not None and self._tier.has_room(self._evicted_bytes + nbytes)
+
+    def _match_state(self, request: RequestKV, pool: BlockPool, saved: _SavedStates, first: int) -> tuple[int, bool]:
+        """Note which state a request would load that follows more than its ``first`` blocks, with the blocks before it
+        that the pool lacks. A request whose load has failed computes instead, because nothing of it was kept."""
+        if request.remote is not None and request.remote.failure:
+            return 0, False
+        count, limit = first, (request.num_tokens - 1) // self._block_size
+        slots = list[int | None]()
+        while count < limit:
+            block_hash = self._block_hash(request, count)
+            slot = None if pool.find(block_hash) is not None else self._index.find(block_hash)
+            if slot is None and pool.find(block_hash) is None:
+                break
+            slots.append(slot)
+            count += 1
+        for end in saved.states.ends(request, count):
+            if end <= first:
+                break
+            if (state := saved.index.find(request.block_hashes[end - 1])) is not None:
+                self._note_match(request, first, slots[: end - first], state, saved.index)
+                return (end - first) * self._block_size, True
+        return 0, False
+
+    def _note_match(
+        self, request: RequestKV, first: int, slots: Sequence[int | None], state: int, states: TierIndex
+    ) -> None:
+        end = first + len(slots)
+        positions = [position for position, slot in enumerate(slots, first) if slot is not None]
+        keys = [request.block_hashes[position] for position in positions]
+        for key in keys:
+            self._index.touch(key)
+        last = request.block_hashes[end - 1]
+        states.touch(last)
+        found = [slot for slot in slots if slot is not None]
+        self._matches[request.request_id] = TierLoad(
+            request.request_id, [*found, state], [*keys, last], [], [*positions, end]
+        )
 
     def _find_slots(self, request: RequestKV, first_block: int) -> list[int]:
         """Return the slots of the blocks from ``first_block`` on, without the last token, which is computed."""

@@ -1,4 +1,5 @@
-"""A second tier for KV blocks: a file of slots, each as large as a block, and the thread that reads and writes it.
+"""A second tier for KV blocks, and for states: a file of slots, each as large as a block or, behind those, as a state,
+and the thread that reads and writes it.
 
 Jobs are processed in order, so a slot may be assigned to another block while a read of its old content is still
 waiting: the read comes first. The file has no name, so it disappears with the engine in any case.
@@ -32,9 +33,10 @@ _JOIN_SECONDS = 30.0
 class TierIndex:
     """Maps content to slots, least recently used first. Used from one thread."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, first: int = 0) -> None:
+        """``first``: the lowest of the slots."""
         self._slots: OrderedDict[bytes, int] = OrderedDict()
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(first + num_slots - 1, first - 1, -1))
         self.find: Callable[[bytes], int | None] = self._slots.get
         """Returns the slot of this content; None if it has none."""
         self.touch: Callable[[bytes], None] = self._slots.move_to_end
@@ -59,7 +61,7 @@ class TierIndex:
 
 
 class TierSave(msgspec.Struct):
-    """Writes the content of a block, which the caller has copied out of the pool."""
+    """Writes the content of a block or a state, which the caller has copied out of the pool."""
 
     slot: int
     block_hash: bytes
@@ -74,25 +76,32 @@ class TierLoad(msgspec.Struct):
     block_hashes: list[bytes]
     block_ids: list[int]
     positions: Sequence[int]
-    """Entries of the request's block table that the blocks fill."""
+    """Entries of the request's block table that the blocks fill; a state fills the one behind the blocks."""
 
 
 class OffloadTier:
     """Owns the file and its thread."""
 
     def __init__(
-        self, directory: Path, num_slots: int, pool: KVPool, on_loaded: Callable[[TierLoad, int, str], None]
+        self,
+        directory: Path,
+        num_slots: int,
+        pool: KVPool,
+        on_loaded: Callable[[TierLoad, int, str], None],
+        num_states: int = 0,
     ) -> None:
         """
         Args:
             directory: The folder of the file, which is sparse until slots are used.
+            num_slots: Those of blocks.
+            num_states: Slots of states, whose numbers follow those of the blocks.
             on_loaded: Called on the tier's thread with each load, the number of its blocks that were read, and the
                 reason if not all were, one of ``KV_FAILURES``.
 
         Raises ``OSError`` if the file cannot be created.
         """
         self._pool = pool
-        self._slot_bytes = pool.block_bytes
+        self._num_slots = num_slots
         self._on_loaded = on_loaded
         # close() closes it: the file lives as long as the tier.
         self._file: BinaryIO = tempfile.TemporaryFile(dir=directory, buffering=0, prefix="tokenloom-kv-")  # noqa: SIM115
@@ -104,7 +113,7 @@ class OffloadTier:
         # Saves are bounded by their bytes, loads by the requests that wait for them.
         self._transfers: queue.SimpleQueue[TierSave | TierLoad | None] = queue.SimpleQueue()
         self._closed = False
-        os.ftruncate(self._file.fileno(), num_slots * self._slot_bytes)
+        os.ftruncate(self._file.fileno(), self._offset(num_slots + num_states))
         self._thread = threading.Thread(target=self._run, name="kv-offload", daemon=True)
         self._thread.start()
 
@@ -113,9 +122,10 @@ class OffloadTier:
         """Whether transfers wait for the file."""
         return not self._transfers.empty()
 
-    def has_room(self, num_saves: int) -> bool:
-        """Return whether ``num_saves`` more saves may wait."""
-        return self._pending_bytes + num_saves * self._slot_bytes <= MAX_PENDING_BYTES
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether saves of so many more bytes may wait. A state may be larger than the limit, and then waits
+        alone."""
+        return self._pending_bytes + nbytes <= max(MAX_PENDING_BYTES, self._pool.slot_bytes)
 
     def save(self, transfer: TierSave) -> None:
         """Write a block after all earlier transfers."""
@@ -145,7 +155,7 @@ class OffloadTier:
         # First: a write that fails halfway must leave a slot that no load takes for its old content.
         self._contents.pop(transfer.slot, None)
         try:
-            _write(self._file.fileno(), transfer.data, transfer.slot * self._slot_bytes)
+            _write(self._file.fileno(), transfer.data, self._offset(transfer.slot))
             self._contents[transfer.slot] = (transfer.block_hash, zlib.crc32(transfer.data))
             self._note_success()
         except OSError as error:
@@ -169,16 +179,21 @@ class OffloadTier:
         if written_hash != block_hash:
             return "not_found"
         # Read directly into the block: a mapping of the file would stall the reader page by page.
-        rows = [view[block_id] for view in self._pool.views]
+        rows = [row.data for row in self._pool.rows(block_id)]
         try:
-            count = os.preadv(self._file.fileno(), rows, slot * self._slot_bytes)
+            count = os.preadv(self._file.fileno(), rows, self._offset(slot))
         except OSError as error:
             self._note_failure(f"it could not be read: {error}")
             return "transport"
-        if count != self._slot_bytes:
+        if count != self._offset(slot + 1) - self._offset(slot):
             return "transport"
         # Wrong KV would show only as wrong text, so what comes back from the disk is compared with what was written.
         return "" if self._pool.checksums([block_id]) == [crc] else "checksum"
+
+    def _offset(self, slot: int) -> int:
+        """Return where a slot begins in the file."""
+        num_states = max(0, slot - self._num_slots)
+        return (slot - num_states) * self._pool.block_bytes + num_states * self._pool.slot_bytes
 
     def _note_failure(self, detail: str) -> None:
         self._failed_at = time.monotonic()

@@ -9,6 +9,7 @@ from ..data.kv_messages import REQUEST_ENDED, KVTarget
 from ..data.request import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
+from ..kv_cache.state_slots import StateSlotPool
 from .block_loads import LoadOrder, LoadResult
 from .failpoints import Failpoints
 from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
@@ -65,8 +66,8 @@ class PullConnector:
 
     # Scheduler side
 
-    def bind_block_pool(self, pool: BlockPool, slots: BlockPool | None = None) -> None:
-        self._leases.generations = pool.generations if slots is None else _Generations(pool, slots)
+    def bind_block_pool(self, pool: BlockPool, states: StateSlotPool | None = None) -> None:
+        self._leases.generations = pool.generations if states is None else _Generations(pool, states.pool)
         self._num_groups = pool.num_groups
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:

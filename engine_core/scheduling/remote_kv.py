@@ -25,7 +25,7 @@ class RemoteKV:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """``policy``: as in ``KVConfig``."""
-        connector.bind_block_pool(kv.pool, None if kv.states is None else kv.states.pool)
+        connector.bind_block_pool(kv.pool, kv.states)
         self.connector = connector
         self._kv = kv
         self._fail = policy == "fail"

@@ -15,6 +15,7 @@ from tests.engine_core.kv_cache.grouped_hash_worker import GroupedHashWorker
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import KVConfig
 from tokenloom.engine_core.data.messages import EngineCoreOutput, SessionTurn
+from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
 from tokenloom.engine_core.kv_transfer.offload_tier import TierLoad
@@ -34,18 +35,27 @@ class OffloadingCore:
         policy: str = "recompute",
         executor: str = "uniproc",
         windows: Sequence[int | None] = (),
+        state_chunk: int = 0,
+        state_bytes: int = STATE_BYTES,
+        num_states: int = 0,
         clock: Callable[[], int] = time.monotonic_ns,
         **config: object,
     ) -> None:
-        """``windows``: those of the groups of layers, if there are several. ``clock``: nanoseconds."""
+        """``windows``: those of the groups of layers, if there are several. ``state_chunk``, ``state_bytes``: of the
+        layer that keeps a state, if there is one, with ``num_states`` slots; the file has room for as many states as
+        for blocks. ``clock``: nanoseconds."""
         base = make_config(
             block_size=BLOCK_SIZE,
             async_scheduling=executor != "uniproc",
             **config,  # type: ignore[arg-type]
         )
-        kv = KVConfig(offload_path=str(directory), offload_bytes=slots * BLOCK_BYTES, policy=policy)
-        self.config = msgspec.structs.replace(base, kv=kv)
-        worker = HashWorker(self.config, vocab_size=VOCAB_SIZE, max_model_len=256)
+        nbytes = slots * (BLOCK_BYTES + state_bytes * (state_chunk > 0))
+        kv = KVConfig(offload_path=str(directory), offload_bytes=nbytes, policy=policy)
+        cache = msgspec.structs.replace(base.cache, state_memory_bytes=num_states * state_bytes or None)
+        self.config = msgspec.structs.replace(base, kv=kv, cache=cache)
+        worker = HashWorker(
+            self.config, vocab_size=VOCAB_SIZE, max_model_len=256, state_chunk=state_chunk, state_bytes=state_bytes
+        )
         if windows:
             worker = GroupedHashWorker(self.config, windows)
         self.core = EngineCore(self.config, EXECUTORS[executor](worker), make_core_kv(self.config, ()), clock=clock)
@@ -86,8 +96,8 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
     return [(seed * 31 + i * 7) % VOCAB_SIZE for i in range(num_tokens)]
 
 
-def expected(prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
-    return expected_tokens(prompt, max_tokens, VOCAB_SIZE)
+def expected(prompt: Sequence[int], max_tokens: int = 4, state_chunk: int = 0) -> list[int]:
+    return expected_tokens(prompt, max_tokens, VOCAB_SIZE, state_chunk=state_chunk)
 
 
 def rot(core: OffloadingCore, spared: Sequence[bytes] = ()) -> None:

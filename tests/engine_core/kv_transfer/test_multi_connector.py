@@ -6,6 +6,7 @@ import pytest
 from tokenloom.engine_core.data.request import RequestKV
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
+from tokenloom.engine_core.kv_cache.state_slots import StateSlotPool
 from tokenloom.engine_core.kv_transfer.core_kv import MultiConnector
 from tokenloom.engine_core.kv_transfer.kv_connector import (
     KVConnectorMetadata,
@@ -36,7 +37,7 @@ class FakeConnector:
         self.oldest: str | None = None
         self.news: KVConnectorOutput | None = None
 
-    def bind_block_pool(self, pool: BlockPool, slots: BlockPool | None = None) -> None:
+    def bind_block_pool(self, pool: BlockPool, states: StateSlotPool | None = None) -> None:
         self._note("bind_block_pool")
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:

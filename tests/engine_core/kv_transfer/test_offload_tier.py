@@ -149,11 +149,11 @@ def test_a_disk_that_is_full_costs_only_what_was_to_be_written(tier: Tier, monke
 def test_saves_that_wait_are_bounded(tmp_path: Path, pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_tier, "MAX_PENDING_BYTES", 3 * pool.block_bytes)
     tier = Tier(tmp_path, pool)
-    assert tier.tier.has_room(3)
-    assert not tier.tier.has_room(4)
+    assert tier.tier.has_room(3 * tier.pool.block_bytes)
+    assert not tier.tier.has_room(4 * tier.pool.block_bytes)
     tier.save(0, b"a", 0)
     assert tier.load([0], [b"a"], [1]) == (1, "")
-    assert tier.tier.has_room(3), "what is written does not wait"
+    assert tier.tier.has_room(3 * tier.pool.block_bytes), "what is written does not wait"
     tier.tier.close()
 
 

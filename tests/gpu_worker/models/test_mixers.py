@@ -11,10 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.models.transformers.test_states import Driver, draw, generate
 from tests.parity.state_checkpoints import SERVED, make_model
-from tokenloom.engine_core.data.config import EngineConfig, KVConfig, WorkerConfig
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
-from tokenloom.gpu_worker.checkpoint.served_how import served_how
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 from tokenloom.gpu_worker.models.decoder import DecoderModel
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
@@ -163,13 +161,6 @@ def test_the_text_of_a_vision_checkpoint_is_computed(make: Any, tmp_path: Path) 
     for _ in range(6):
         driver.decode((row, 0))
     assert row.tokens == generate(reference, prompt, 6)
-
-
-def test_offloading_is_refused_by_name(make: Any, tmp_path: Path) -> None:
-    make("lfm2").save_pretrained(tmp_path)
-    worker = WorkerConfig(model=str(tmp_path))
-    with pytest.raises(ValueError, match="do not set kv_offload_path"):
-        served_how(EngineConfig(worker=worker, kv=KVConfig(offload_path="blocks")), has_gpu=False)
 
 
 def test_steps_of_time_of_nemotron_h_have_the_limits_of_its_configuration(make: Any, tmp_path: Path) -> None:

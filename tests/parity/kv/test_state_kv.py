@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair, mp
+from tests.gpu_worker.kv_connector.engine_pair import MAKE, Engine, Pair, mp
 from tests.parity.state_checkpoints import write_model
 from tests.parity.test_states import Reference, draw
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
@@ -73,3 +73,22 @@ def check(pair: Pair, num_requests: int) -> None:
         engine.core.step()  # takes back what the reader has released
         states.begin_step()
         assert states.pool.num_free == states.pool.num_blocks
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid", "mamba2"], indirect=True)
+def test_states_come_back_from_the_offload_file(path: str, kind: str, tmp_path: Path) -> None:
+    engine = Engine([], model=path, num_blocks=24, offload_path=str(tmp_path), offload_bytes=64 << 20)
+    prompts = [draw(257, seed) for seed in range(3)]
+    wanted = Reference(kind).answers(prompts, 10)
+    for turn in range(2):
+        for index, (prompt, tokens) in enumerate(zip(prompts, wanted, strict=True)):
+            engine.add(f"{turn}.{index}", prompt, PARAMS)
+            outputs = engine.run(f"{turn}.{index}")
+            assert [token for output in outputs for token in output.new_token_ids] == tokens
+    stats = engine.core.scheduler.stats()
+    pool = engine.core.executor.kv_pool()
+    of_states = stats.kv_bytes_received["offload"] - stats.kv_blocks_received * pool.block_bytes
+    assert of_states >= 2 * pool.slot_bytes
+    assert stats.kv_blocks_received >= 2 * 15
+    assert not stats.kv_recomputes
+    engine.core.shutdown()

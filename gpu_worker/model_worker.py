@@ -119,7 +119,7 @@ class ModelWorker:
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
         if self._loras is not None:
-            self._loras.check_model()
+            self._loras.check_model(model_config.layers_of_model)
         self._pooler = self._make_pooler()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size

@@ -42,6 +42,7 @@ def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:
         states=states,
         shard=Shard(place.tensor_rank, size, config.num_kv_heads, place.spreads_context),
         first_layer=layers.start,
+        layers_of_model=config.num_layers if config.mixer is None else len(config.mixer.layers),
         is_last_stage=place.stage == place.num_stages - 1,
         samples=place.samples,
     )
@@ -82,7 +83,6 @@ def check_options(config: EngineConfig) -> None:
         return
     options = {
         "speculative_config": config.speculative is not None,
-        "enable_lora": config.lora.enable,
         "quantization": config.worker.quantization is not None,
         "runner pooling": config.worker.runner == "pooling",
         "pooler_config": config.worker.pooler_config is not None,

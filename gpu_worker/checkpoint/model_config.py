@@ -328,6 +328,8 @@ class ModelConfig:
     """Which part of each layer this rank computes; the numbers of heads, and the intermediate sizes, are its own."""
     first_layer: int = 0
     """The number in the model of this rank's first layer."""
+    layers_of_model: int = 0
+    """Those of all stages; 0: this rank has them all."""
     is_last_stage: bool = True
     """Whether the model's last layer is among this rank's."""
     samples: bool = True

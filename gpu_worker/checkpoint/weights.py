@@ -44,15 +44,17 @@ class LayerPart(NamedTuple):
     stored: str
     """What the checkpoint, and thus an adapter, calls the layer that holds its rows."""
     total: int
-    """The rows of that layer."""
+    """The rows of that layer, on all ranks."""
     rows: Tensor | None = None
     """[outputs] int64: which of that layer's rows they are; None: all."""
     scale: float | Tensor | None = None
     """What its outputs are multiplied by, as ``Checkpoint.scales`` says; None: nothing."""
+    columns: Tensor | None = None
+    """[inputs] int64: which of that layer's inputs this rank has; None: all."""
 
 
-Adapt: TypeAlias = Callable[[Linear, Sequence[LayerPart], int, torch.dtype], Linear]
-"""Wraps a layer that consists of these parts, with so many inputs and outputs of this dtype, so that LoRA adapters can
+Adapt: TypeAlias = Callable[[Linear, Sequence[LayerPart], Dimension, torch.dtype], Linear]
+"""Wraps a layer that consists of these parts, with these inputs and outputs of this dtype, so that LoRA adapters can
 change it."""
 
 
@@ -190,12 +192,17 @@ class Checkpoint:
         self._count_copied(outputs * inputs * stored.bits // 8)
         return stored
 
-    def part(self, name: str, outputs: int) -> LayerPart:
-        """Return what adapters see of the layer ``name``, of so many outputs."""
-        rows = self._rows_of(f"{name}.weight")
+    def part(self, name: str, outputs: Dimension, inputs: Dimension) -> LayerPart:
+        """Return what adapters see of the layer ``name``, of these outputs and inputs."""
+        rows, count = self._rows_of(f"{name}.weight"), length(outputs)
         if rows is not None:
-            return LayerPart(name, outputs, f"{name.rsplit('.', 2)[0]}.{rows.name}", rows.total, rows.rows)
-        return LayerPart(name, outputs, self._renamed(name), outputs, scale=self._scale_of(f"{name}.weight"))
+            stored = f"{name.rsplit('.', 2)[0]}.{rows.name}"
+            return LayerPart(name, count, stored, rows.total, take_part(rows.rows, (outputs,)), None, _indices(inputs))
+        scale = self._scale_of(f"{name}.weight")
+        if isinstance(scale, Tensor):
+            scale = take_part(scale, (outputs,))
+        of_all = total(outputs)
+        return LayerPart(name, count, self._renamed(name), of_all, _indices(outputs), scale, _indices(inputs))
 
     def drop_read(self) -> None:
         """Drop the pages of the files that were read, and freed copies. Pages that are still in use are read again."""
@@ -261,6 +268,11 @@ class Checkpoint:
             raise ValueError(f"{name} is stored as {stored.dtype} without a scale: the checkpoint lacks a tensor")
         self._taken.add(name)
         return stored
+
+
+def _indices(dimension: Dimension) -> Tensor | None:
+    """Return which entries of a dimension this rank has; None: all."""
+    return None if isinstance(dimension, int) else take_part(torch.arange(total(dimension)), (dimension,))
 
 
 def take_part(whole: Tensor, shape: Sequence[Dimension]) -> Tensor:

@@ -182,8 +182,9 @@ def load_linear(
         checkpoint.rounded.append((name, sum(map(length, outputs)), length(inputs)))
     layer = _load_linear(checkpoint, names, inputs, outputs, bias, quantization)
     if checkpoint.adapt is not None:
-        parts = [checkpoint.part(name, length(rows)) for name, rows in zip(names, outputs, strict=True)]
-        return checkpoint.adapt(layer, parts, length(inputs), checkpoint.dtype)
+        # Before the sum over ranks: each rank adds the product of its own part of an adapter's matrices.
+        parts = [checkpoint.part(name, rows, inputs) for name, rows in zip(names, outputs, strict=True)]
+        layer = checkpoint.adapt(layer, parts, inputs, checkpoint.dtype)
     return _summed(layer, checkpoint, inputs) if sums else layer
 
 

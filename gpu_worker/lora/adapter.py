@@ -1,7 +1,7 @@
 """Reads LoRA adapters of the peft library, and arranges their matrices as the products read them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -87,6 +87,7 @@ def read_adapter(
     dtype: torch.dtype,
     layout: Layout,
     parts: Mapping[str, Mapping[str, LayerPart]] = MappingProxyType({}),
+    is_elsewhere: Callable[[str], bool] = lambda _: False,
 ) -> Adapter:
     """Read the adapter in the directory ``path``.
 
@@ -97,8 +98,9 @@ def read_adapter(
         max_rank: The largest rank to accept.
         dtype: That of the model's activations.
         layout: How the products read the matrices.
-        parts: By the same name: the model's layers that consist of rows of that layer, by their names. A layer that is
-            not named is the model's own.
+        parts: By the same name: the model's layers that consist of a part of that layer, by their names. A layer that
+            is not named is the model's own.
+        is_elsewhere: Whether a layer of this name is one of another stage's, which checks and keeps its matrices.
     """
     files = read_adapter_files(path)
     try:
@@ -111,9 +113,12 @@ def read_adapter(
         pairs = _pairs(tensors)
         layers = dict[str, Matrices]()
         for name, (a, b) in pairs.items():
+            if is_elsewhere(name):
+                continue
             _check(name, a, b, _shape(name, shapes), rank)
             for own, part in parts.get(name, {name: LayerPart(name, len(b), name, len(b))}).items():
-                layers[own] = layout.arrange(a, _of_part(b, part) * scaling, dtype)
+                own_a = a if part.columns is None else a[:, part.columns]
+                layers[own] = layout.arrange(own_a, _of_part(b, part) * scaling, dtype)
     except (ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{WEIGHTS}: {error}") from None
     return Adapter(files.digest, rank, layers)

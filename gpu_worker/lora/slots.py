@@ -2,6 +2,7 @@
 adapters in host memory, and those of running requests in slots of the model's layers."""
 
 import ctypes
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..checkpoint.weights import LayerPart, Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
 from ..kernels.library import LoraLayer, LoraPart, LoraRows, load_lora
 from ..kernels.threads import kernel_threads
+from ..parallel.sharding import Dimension, length, total
 from .adapter import Adapter, Layout, Matrices, layer_name, read_adapter
 
 
@@ -141,6 +143,7 @@ _KINDS = frozenset(
     + [f"in_proj_{kind}" for kind in ("qkv", "z", "a", "b")]
 )
 """The last parts of the names of layers that may have an adapter."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class LoraSlots:
@@ -160,18 +163,20 @@ class LoraSlots:
         self._slots: list[bytes] = [b""] * config.max_loras
         """The digest of the adapter in each slot; empty: none."""
         self._dtype = torch.float32  # of the model's activations
+        self._num_layers = 0
         self._grouped: tuple[list[int], bytes, AdaptedRows] | None = None
 
-    def adapt(self, base: Linear, parts: Sequence[LayerPart], inputs: int, dtype: torch.dtype) -> Linear:
+    def adapt(self, base: Linear, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> Linear:
         """Wrap a layer of the model, if adapters may change it (fulfils :data:`..checkpoint.weights.Adapt`)."""
         names, outputs = [part.name for part in parts], [part.outputs for part in parts]
         if any(name.rpartition(".")[2] not in _KINDS or ".experts." in name for name in names):
             return base
-        layer = LoraLinear(base, names, inputs, outputs, len(self._slots), self._current, self._kernel, dtype)
+        own, slots = length(inputs), len(self._slots)
+        layer = LoraLinear(base, names, own, outputs, slots, self._current, self._kernel, dtype)
         self._dtype = dtype
         for part in parts:
             stored = layer_name(part.stored)
-            self._shapes[stored] = (part.total, inputs)
+            self._shapes[stored] = (part.total, total(inputs))
             self._parts.setdefault(stored, {})[part.name] = part
         self._layers[names[0]] = layer
         for slot, digest in enumerate(self._slots):
@@ -179,8 +184,10 @@ class LoraSlots:
                 layer.occupy(slot, self._adapters[digest], self._device)
         return layer
 
-    def check_model(self) -> None:
-        """Raise ``ValueError`` if no layer of the model that was loaded can have an adapter."""
+    def check_model(self, num_layers: int) -> None:
+        """Raise ``ValueError`` if no layer of the model that was loaded can have an adapter. ``num_layers``: those of
+        all stages; 0: this rank has them all."""
+        self._num_layers = num_layers
         if not self._shapes:
             raise ValueError(
                 "enable_lora: no layer of this model can have an adapter; its architecture is not supported"
@@ -189,9 +196,17 @@ class LoraSlots:
     def load(self, path: Path) -> LoraInfo:
         """Keep an adapter in host memory. Raises ``ValueError`` naming what is wrong or not supported."""
         rank, dtype, layout = self._config.max_lora_rank, self._dtype, self._layout
-        adapter = read_adapter(path, self._shapes, rank, dtype, layout, self._parts)
+        adapter = read_adapter(path, self._shapes, rank, dtype, layout, self._parts, self._is_elsewhere)
         self._adapters.setdefault(adapter.digest, adapter)
         return LoraInfo(adapter.digest, adapter.rank)
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Return whether another stage of the pipeline computes a layer of this name."""
+        found = _LAYER.search(name)
+        if found is None or name in self._shapes:
+            return False
+        own = {int(each[1]) for each in map(_LAYER.search, self._shapes) if each is not None}
+        return int(found[1]) not in own and int(found[1]) < self._num_layers > len(own)
 
     def drop(self, digest: bytes) -> None:
         """Forget an adapter, which no request names any more."""

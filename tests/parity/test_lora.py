@@ -2,6 +2,7 @@
 
 import functools
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.lora.random_adapter import KINDS, merge, save_adapter
 from tests.gpu_worker.models.test_mixers import FACTORS
+from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tests.parity.reference import compute_case, save_random
 from tests.parity.state_checkpoints import write_model
 from tests.parity.test_states import draw
-from tokenloom.engine_core.data.config import LoraConfig
+from tokenloom.engine_core.data.config import EngineConfig, LoraConfig
+from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.gpu_worker.lora.adapter import Layout
 from tokenloom.request.adapter_names import adapter_salt
 
@@ -94,6 +98,30 @@ def test_chunked_and_preempted(adapted: Adapted) -> None:
 def test_fewer_slots_than_adapters(adapted: Adapted) -> None:
     engine = adapted.engine(max_loras=2)
     adapted.check(engine)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2)])
+def test_matrices_are_divided_among_ranks(shape: tuple[int, int, int], adapted: Adapted, tmp_path: Path) -> None:
+    def executor(config: EngineConfig) -> Executor:
+        return RankThreads(config, tmp_path)
+
+    engine = adapted.engine(executor=executor, parallel=parallel(*shape), budget=48)
+    adapted.check(engine)
+    engine.core.shutdown()
+
+
+def test_a_layer_that_no_stage_has_is_refused(adapted: Adapted, tmp_path: Path) -> None:
+    def executor(config: EngineConfig) -> Executor:
+        return RankThreads(config, tmp_path)
+
+    path = tmp_path / "adapter"
+    shutil.copytree(adapted.adapters[0], path)
+    tensors = load_file(path / "adapter_model.safetensors")
+    named = {name.replace(".layers.1.", ".layers.2."): tensor for name, tensor in tensors.items()}
+    save_file(named, path / "adapter_model.safetensors")
+    lora = LoraConfig(enable=True, modules=(f"a={path}",))
+    with pytest.raises(ValueError, match=r"layers\.2\..* cannot have an adapter"):
+        Engine(adapted.model, lora=lora, executor=executor, parallel=parallel(1, 2))
 
 
 def test_without_kernels(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from tokenloom import demo_model
 from tokenloom.engine_core.data.config import (
     CacheConfig,
     EngineConfig,
-    LoraConfig,
     SpeculativeConfig,
     WorkerConfig,
 )
@@ -131,7 +130,6 @@ def test_what_cannot_be_divided_is_named(config: ModelConfig, place: RankPlace, 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("enable_lora", {"lora": LoraConfig(enable=True)}),
         ("speculative_config", {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2)}),
         ("quantization", {"worker": WorkerConfig(quantization="int4")}),
         ("runner pooling", {"worker": WorkerConfig(runner="pooling")}),

@@ -53,10 +53,11 @@ def gpus_are_to_come() -> bool:
     return len(kernels) > 5 and all(re.search(rf"\| {row}.*\| later", FEATURES) for row in rows)
 
 
-def images_but_no_sound() -> bool:
-    refused = [name for api in FOREIGN_APIS for name in api.refused if "audio" in name]
+def images_and_sounds_but_no_video() -> bool:
+    refused = [name for api in FOREIGN_APIS for name in api.refused if "video" in name]
     works = [name for api in FOREIGN_APIS for name in api.works.split()]
-    return bool(refused) and "messages[].content[].image_url" in works and not any("audio" in name for name in works)
+    read = {f"messages[].content[].{part}" for part in ("image_url", "input_audio")}
+    return bool(refused) and read <= {*works} and not any("video" in name for name in works)
 
 
 def refuses_with_workers() -> bool:
@@ -112,7 +113,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "CPUs.": parallel_on_cpus,
     "Tokenloom's GPU path has Triton kernels and graphs of decode steps, but has not run on a GPU yet "
     "([features.md](../reference/features.md)).": gpus_are_to_come,
-    "Tokenloom's models read text and images, but neither sound nor video.": images_but_no_sound,
+    "Tokenloom's models read text, images and sounds, but no video.": images_and_sounds_but_no_video,
     "Tokenloom has speculative decoding and LoRA adapters, but refuses both with several "
     "workers.": refuses_with_workers,
     "Tokenloom's nixl transport moves host memory only.": nixl_moves_host_memory,

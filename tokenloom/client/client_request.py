@@ -96,28 +96,39 @@ def _add_message(chat: inference_pb2.ChatPrompt, message: Message, where: str) -
 
 
 def _add_part(turn: inference_pb2.ChatMessage, part: object, where: str) -> None:
-    """Add a text, the bytes of an image, or a part in OpenAI's form."""
+    """Add a text, the bytes of an image, or a part in OpenAI's form: a text, an image or a sound."""
     if isinstance(part, str | bytes):
         set_field(turn.parts.add(), "text" if isinstance(part, str) else "image", part, where)
         return
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(part, Mapping) or kind not in ("text", "image_url"):
+    if not isinstance(part, Mapping) or kind not in ("text", "image_url", "input_audio", "audio_url"):
         raise InvalidArgument(
-            f"{where} must be a text, the bytes of an image, or a part of type text or image_url", where
+            f"{where} must be a text, the bytes of an image, or a part of type text, image_url, input_audio or "
+            "audio_url",
+            where,
         )
     if kind == "text":
         set_field(turn.parts.add(), "text", part.get("text"), f"{where}.text")
         return
-    url = part.get("image_url")
-    url = url.get("url") if isinstance(url, Mapping) else url
+    value = part.get(kind)
+    if kind == "input_audio":
+        data = value.get("data") if isinstance(value, Mapping) else None
+        set_field(turn.parts.add(), "audio", _of_base64(data, f"{where}.input_audio.data"), where)
+        return
+    url = value.get("url") if isinstance(value, Mapping) else value
     head, mark, data = str(url).partition(";base64,")
     if mark and head.startswith("data:"):
-        try:
-            set_field(turn.parts.add(), "image", base64.b64decode(data, validate=True), where)
-        except ValueError:
-            raise InvalidArgument(f"{where}.image_url is not base64", f"{where}.image_url") from None
+        name = "image" if kind == "image_url" else "audio"
+        set_field(turn.parts.add(), name, _of_base64(data, f"{where}.{kind}"), where)
     else:
-        set_field(turn.parts.add(), "image_url", url, f"{where}.image_url")
+        set_field(turn.parts.add(), kind, url, f"{where}.{kind}")
+
+
+def _of_base64(data: object, where: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"{where} is not base64", where) from None
 
 
 def _request(options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:

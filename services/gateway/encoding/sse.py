@@ -68,6 +68,8 @@ def usage_object(usage: inference_pb2.Usage) -> dict[str, object]:
         cached |= cache_miss(usage)
     if usage.cache_write_tokens:
         cached["cache_write_tokens"] = usage.cache_write_tokens
+    if usage.audio_tokens:
+        cached["audio_tokens"] = usage.audio_tokens
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -142,7 +142,7 @@ class Preparer:
         self._turns = TurnComparer(self.past_turns, replays_ids=context.replays_ids)
 
     def open_media(self, request: GenerateRequest) -> "RequestMedia":
-        """Return what places the images of a request, which is to be released at the end of the request.
+        """Return what places the images and sounds of a request, which is to be released at the end of the request.
 
         Raises ``InvalidArgument`` where they cannot be read, ``Unavailable`` before the first engine serves.
         """
@@ -158,7 +158,7 @@ class Preparer:
             ("session", bool(request.before)),
         ):
             if is_set:
-                raise errors.InvalidArgument(f"{name} is not available with images", name)
+                raise errors.InvalidArgument(f"{name} is not available with images and sounds", name)
         assert encoders is not None
         of_body = {} if files is None else files.files
         check_used(of_body, chat.media)

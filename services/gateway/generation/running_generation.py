@@ -84,6 +84,7 @@ class RunningGeneration:
         self.turn = prepared.turn
         self._submits, self._beams = submits, prepared.beams
         self._media = prepared.media
+        self._num_audio_tokens = 0 if prepared.media is None else sum(map(_num_audio_tokens, submits))
         self._clock = prepared.clock
         self._started_ns, self._tokenize_ns = prepared.started_ns, prepared.tokenize_ns
         self._collector: Collector | BeamRun = Collector(self.num_outputs)
@@ -115,6 +116,7 @@ class RunningGeneration:
                 if index % self.num_samples == 0  # the other samples hit what the first one computed
             ),
             reasoning_tokens=None if self.reasoning is None else self.reasoning.total,
+            audio_tokens=self._num_audio_tokens,
         )
         if self.turn is not None and self.finished:
             if (miss := self.turn.miss(self.finished[0])) is not None:
@@ -264,6 +266,12 @@ class RunningGeneration:
         """Cancel what still runs."""
         for cancel in self._cancels:
             cancel()
+
+
+def _num_audio_tokens(submit: output_processor_pb2.Submit) -> int:
+    """Return how many tokens of a prompt stand for sounds."""
+    sounds = (item for item in submit.prompt.media if item.kind == types_pb2.MEDIA_KIND_AUDIO)
+    return sum(run.num_tokens for item in sounds for run in item.runs)
 
 
 class OutputsReasoning:

@@ -20,7 +20,7 @@ from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, output_processor_pb2
 from tokenloom.v1.tokenizer_pb2 import MediaSize
 
-from ..records.media import AnyFile, ClientFile, KeptFiles, MediaPart, StoredMedia
+from ..records.media import AnyFile, ClientFile, KeptFiles, MediaPart, StoredMedia, noun_of
 from .mesh_view import MeshView
 
 if TYPE_CHECKING:
@@ -338,7 +338,8 @@ def _name(error: errors.TokenloomError, part: MediaPart) -> None:
 
 
 def _unknown(part: MediaPart) -> errors.InvalidArgument:
-    return errors.InvalidArgument(f"{part.field}: this image is not known any more; send its bytes", part.field)
+    message = f"{part.field}: this {noun_of(part.kind)} is not known any more; send its bytes"
+    return errors.InvalidArgument(message, part.field)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -159,7 +159,10 @@ _TEXTS = ("name", "tool_call_id")
 _MAY_BE_EMPTY = ("assistant", "tool")
 _TEXT_PARTS = ("text", "refusal")
 """Types of parts, whose text is in a member of the same name."""
-_IMAGE_PARTS = ("image_url", "input_image")
+_IMAGE, _SOUND = {"type": "image"}, {"type": "audio", "audio": ""}
+_MARKS = {"image_url": _IMAGE, "input_image": _IMAGE, "input_audio": _SOUND, "audio_url": _SOUND}
+"""What chat templates read in place of parts. The published one of Qwen2-Audio looks for the key alone."""
+_VIDEOS = ("video_url", "video", "input_video")
 
 
 def read_chat(
@@ -174,9 +177,9 @@ def read_chat(
     """Return a conversation for the tokenizer. Raises ``InvalidArgument`` naming the part below ``where``."""
     if not messages:
         raise errors.InvalidArgument(f"{where} must not be empty", where)
-    turns, has_answers, images = [], False, list["MediaPart"]()
+    turns, has_answers, media = [], False, list["MediaPart"]()
     for index, message in enumerate(messages):
-        turns.append(_message(f"{where}[{index}]", message, images))
+        turns.append(_message(f"{where}[{index}]", message, media))
         has_answers = has_answers or message["role"] == "assistant"
     if continue_final_message and add_generation_prompt:
         conflict = "continue_final_message excludes add_generation_prompt, which begins another turn"
@@ -188,13 +191,13 @@ def read_chat(
         add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
         continue_final_message=bool(continue_final_message),
         has_answers=has_answers,
-        media=images,
+        media=media,
     )
 
 
-def _message(where: str, message: Mapping[str, Any], images: "list[MediaPart]") -> dict[str, object]:
-    """Return one turn as templates accept it: role, text, and what only some roles have. Its images are added to
-    ``images``."""
+def _message(where: str, message: Mapping[str, Any], media: "list[MediaPart]") -> dict[str, object]:
+    """Return one turn as templates accept it: role, text, and what only some roles have. Its images and sounds are
+    added to ``media``."""
     role = message.get("role")
     if role not in ROLES:
         raise errors.InvalidArgument(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
@@ -211,7 +214,7 @@ def _message(where: str, message: Mapping[str, Any], images: "list[MediaPart]") 
     elif content in (None, []) and role in _MAY_BE_EMPTY:
         turn["content"] = ""
     else:
-        turn["content"] = _join_parts(f"{where}.content", content, images)
+        turn["content"] = _join_parts(f"{where}.content", content, media)
     if calls:
         turn["tool_calls"] = calls
     # vLLM has renamed reasoning_content to reasoning; templates use the older name.
@@ -222,33 +225,35 @@ def _message(where: str, message: Mapping[str, Any], images: "list[MediaPart]") 
     return turn
 
 
-def _join_parts(where: str, content: object, images: "list[MediaPart]") -> str | list[dict[str, str]]:
-    """Return the text of a turn that is sent in parts; they are joined by line breaks, as in vLLM. With images, it
-    remains in parts, of which the chat template puts each in its place."""
+def _join_parts(where: str, content: object, media: "list[MediaPart]") -> str | list[dict[str, str]]:
+    """Return the text of a turn that is sent in parts; they are joined by line breaks, as in vLLM. With images or
+    sounds, it remains in parts, of which the chat template puts each in its place."""
     if not isinstance(content, list) or not content:
         raise errors.InvalidArgument(f"{where} must be a string or a list of text parts", where)
-    parts, num_before = [], len(images)
+    parts, num_before = [], len(media)
     for index, part in enumerate(content):
-        parts.append(_part(f"{where}[{index}]", part, images))
-    if len(images) == num_before:
-        return "\n".join(text for text in parts if text is not None)
-    return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in parts]
+        parts.append(_part(f"{where}[{index}]", part, media))
+    if len(media) == num_before:
+        return "\n".join(text for text in parts if isinstance(text, str))
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
-def _part(where: str, part: object, images: "list[MediaPart]") -> str | None:
-    """Return the text of a part; None for an image, which is added to ``images``."""
+def _part(where: str, part: object, media: "list[MediaPart]") -> str | dict[str, str]:
+    """Return the text of a part; the mark of an image or a sound, which is added to ``media``."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
         raise errors.InvalidArgument(f"{where} must be an object with type and text", where)
     kind = part.get("type")
-    if kind in _IMAGE_PARTS:
-        from ..records.media import read_image  # here: most conversations have none
+    if isinstance(kind, str) and (mark := _MARKS.get(kind)) is not None:
+        from ..records.media import read_part  # here: most conversations have none
 
-        images.append(read_image(where, part))
-        return None
+        media.append(read_part(where, part))
+        return mark
+    if kind in _VIDEOS:
+        raise errors.InvalidArgument(f"{where}.{kind}: videos are not read; send images of it", f"{where}.{kind}")
     if kind not in _TEXT_PARTS:
-        reason = f"{str(kind)[:64]!r} is not supported; send text or image_url"
+        reason = f"{str(kind)[:64]!r} is not supported; send text, image_url or input_audio"
         raise errors.InvalidArgument(f"{where}.type: {reason}", f"{where}.type")
     return _string(f"{where}.{kind}", part.get(kind))
 

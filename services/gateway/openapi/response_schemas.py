@@ -54,6 +54,7 @@ class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
     cache_write_tokens: Annotated[
         int, Meta(description="Prompt tokens that the cache has got, where the client asks to keep them.")
     ] = 0
+    audio_tokens: Annotated[int, Meta(description="Prompt tokens that stand for sounds.")] = 0
 
 
 class CompletionTokensDetails(msgspec.Struct):

@@ -35,7 +35,8 @@ def top_field(name: str) -> str:
 
 _NO_ACCOUNTS = "The gateway has no accounts; use API keys."
 _ONLY_TEXT = "Models read text only."
-_NO_SOUND = "Models read text and images."
+_WRITES_TEXT = "Models write text only."
+_NO_VIDEO = "Send images of it."
 _NO_FILES = "Send text or images."
 _STRUCTURED = "Send structured_outputs."
 _CACHED_ANYWAY = "Prefixes are cached without it."
@@ -73,7 +74,8 @@ FOREIGN_APIS = (
         "OpenAI chat completions",
         "/v1/chat/completions",
         """
-        messages messages[].content[].text messages[].content[].image_url messages[].name
+        messages messages[].content[].text messages[].content[].image_url messages[].content[].input_audio
+        messages[].name
         messages[].tool_calls messages[].tool_call_id
         messages[].refusal messages[].content[].refusal model frequency_penalty logit_bias logprobs
         max_completion_tokens max_tokens n parallel_tool_calls presence_penalty prompt_cache_key
@@ -82,11 +84,10 @@ FOREIGN_APIS = (
         tool_choice tool_choice.function tool_choice.allowed_tools tools tools[].function.strict top_logprobs top_p
         """,
         refused={
-            "messages[].content[].input_audio": _NO_SOUND,
             "messages[].content[].file": _NO_FILES,
             "messages[].function_call": "Obsolete; send tool_calls.",
-            "messages[].audio": _NO_SOUND,
-            "audio": "Models write text only.",
+            "messages[].audio": _WRITES_TEXT,
+            "audio": _WRITES_TEXT,
             "function_call": "Obsolete; send tool_choice.",
             "functions": "Obsolete; send tools.",
             "modalities": 'Only ["text"].',
@@ -127,7 +128,8 @@ FOREIGN_APIS = (
         "OpenAI responses",
         "/v1/responses",
         """
-        input input[].content[].input_image input[].function_call input[].function_call_output input[].reasoning
+        input input[].content[].input_image input[].content[].input_audio input[].function_call
+        input[].function_call_output input[].reasoning
         input[].compaction conversation
         background instructions
         max_output_tokens metadata model parallel_tool_calls previous_response_id prompt_cache_key
@@ -231,10 +233,11 @@ FOREIGN_APIS = (
         + """
         add_generation_prompt continue_final_message documents chat_template_kwargs include_reasoning reasoning.effort
         reasoning.enabled reasoning.exclude thinking.type messages[].reasoning_content messages[].reasoning
-        mm_processor_kwargs messages[].content[].uuid
+        mm_processor_kwargs messages[].content[].uuid messages[].content[].audio_url
         """,
         refused={
             **_REFUSED_OF_VLLM,
+            "messages[].content[].video_url": _NO_VIDEO,
             "add_special_tokens": "Templates add their own.",
             "echo": "Only in completions.",
             "chat_template": "Operators choose the template.",
@@ -318,7 +321,7 @@ EXCLUSIONS = (
         "logprob_token_ids",
         "Each step of a search is a request of one token, which knows nothing of the beam's past.",
     ),
-    Exclusion("truncate_prompt_tokens", "mm_processor_kwargs", "A prompt with images is not cut."),
+    Exclusion("truncate_prompt_tokens", "mm_processor_kwargs", "A prompt with images or sounds is not cut."),
     Exclusion("background", "stream store", "A response in the background is stored, and fetched later."),
     Exclusion("input", "messages", "Vectors are of texts or of one conversation."),
     Exclusion(

@@ -1,4 +1,4 @@
-"""Images of requests: how clients send them, and the files that the gateway holds of them."""
+"""Images and sounds of requests: how clients send them, and the files that the gateway holds of them."""
 
 import base64
 import binascii
@@ -21,7 +21,7 @@ OPTIONS_FIELD = "mm_processor_kwargs"
 OPTIONS = frozenset({"min_pixels", "max_pixels", "max_soft_tokens"})
 """What clients may set of a model's image processor, each a whole number; the tokenizer knows which its model has."""
 MAX_NAME = 128
-"""Limits the names that clients give to images."""
+"""Limits the names that clients give to images and sounds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ FindStored: TypeAlias = Callable[[str, str], StoredMedia]
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """An image in a conversation. Its place is that of its part among all of the conversation."""
+    """An image or a sound in a conversation. Its place is that of its part among all of the conversation."""
 
     field: str
     """The client's name of it, for errors."""
@@ -100,11 +100,31 @@ class HeldFiles:
 
 
 _DETAILS = ("auto", "low", "high")
+_FORMATS = ("wav", "mp3", "flac", "m4a", "mp4", "mpeg", "mpga", "ogg", "oga", "opus", "webm", "aac")
+_SOUND_PARTS = ("input_audio", "audio_url")
+_NOUNS: Mapping[types_pb2.MediaKind, str] = {
+    types_pb2.MEDIA_KIND_IMAGE: "image",
+    types_pb2.MEDIA_KIND_AUDIO: "sound",
+}
+_TYPES: Mapping[types_pb2.MediaKind, tuple[str, ...]] = {
+    types_pb2.MEDIA_KIND_IMAGE: ("image/",),
+    types_pb2.MEDIA_KIND_AUDIO: ("audio/", "video/", "application/ogg"),  # browsers call a recording video/webm
+}
+"""How media types of files begin."""
+_EXAMPLES: Mapping[types_pb2.MediaKind, str] = {
+    types_pb2.MEDIA_KIND_IMAGE: "image/png",
+    types_pb2.MEDIA_KIND_AUDIO: "audio/wav",
+}
 
 
-def data_url(file: AnyFile) -> str:
+def noun_of(kind: types_pb2.MediaKind) -> str:
+    """Return what messages call an image or a sound."""
+    return _NOUNS.get(kind, "file")
+
+
+def data_url(file: AnyFile, kind: types_pb2.MediaKind = types_pb2.MEDIA_KIND_IMAGE) -> str:
     """Return what names a file by its digest. Encoders read its type from the file itself."""
-    return f"data:image/png;sha256,{file.digest.hex()}"
+    return f"data:{_EXAMPLES[kind]};sha256,{file.digest.hex()}"
 
 
 def image_part(field: str, url: str) -> dict[str, str]:
@@ -112,13 +132,52 @@ def image_part(field: str, url: str) -> dict[str, str]:
     return {"type": "input_image", "image_url": url, "field": field}
 
 
-def raw_url(field: str, data: object, kind: str = "image/png") -> str:
-    """Return the URL of an image that is base64 alone. Raises ``InvalidArgument`` naming the field."""
+def sound_part(field: str, url: str) -> dict[str, str]:
+    """Return the part of a chat that stands for a sound of another API. ``field``: the client's name of the sound."""
+    return {"type": "audio_url", "audio_url": url, "field": field}
+
+
+def raw_url(field: str, data: object, kind: str = "image/png", noun: str = "an image") -> str:
+    """Return the URL of a file that is base64 alone. Raises ``InvalidArgument`` naming the field."""
     if not isinstance(data, str) or not data:
-        raise InvalidArgument(f"{field} must be the base64 of an image", field)
+        raise InvalidArgument(f"{field} must be the base64 of {noun}", field)
     if data.startswith(RAW_DIGEST):
         return f"data:{kind};sha256,{data.removeprefix(RAW_DIGEST)}"
     return f"data:{kind};base64,{data}"
+
+
+def read_part(where: str, part: Mapping[str, object]) -> MediaPart:
+    """Return the image or the sound of a part. Raises as :func:`read_image` and :func:`read_sound`."""
+    return read_sound(where, part) if part.get("type") in _SOUND_PARTS else read_image(where, part)
+
+
+def read_sound(where: str, part: Mapping[str, object]) -> MediaPart:
+    """Return the sound of a part: OpenAI's ``input_audio``, which is base64 and the name of its format, or vLLM's
+    ``audio_url``, whose URL is in an object or not; or that of a :func:`sound_part`.
+
+    ``where``: the client's name of the part. Raises ``InvalidArgument`` naming its field.
+    """
+    name = _read_name(f"{where}.uuid", part.get("uuid"))
+    if part.get("type") == "input_audio":
+        field = f"{where}.input_audio"
+        url: object = None
+        if part.get("input_audio") is not None or not name:
+            url = sound_url(where, part.get("input_audio"))
+    else:
+        field, value = str(part.get("field") or f"{where}.audio_url")[:256], part.get("audio_url")
+        url = value.get("url") if isinstance(value, Mapping) else value
+    return _read_url(field, url, name, types_pb2.MEDIA_KIND_AUDIO)
+
+
+def sound_url(where: str, sound: object) -> str:
+    """Return the URL of OpenAI's ``input_audio`` in the part ``where``. Raises ``InvalidArgument`` naming the field."""
+    field = f"{where}.input_audio"
+    if not isinstance(sound, Mapping):
+        raise InvalidArgument(f'{field} must be {{"data": base64, "format": "wav"}}', field)
+    coding = sound.get("format", "wav")
+    if coding not in _FORMATS:  # which the encoder reads from the file itself
+        raise InvalidArgument(f"{field}.format must be one of {', '.join(_FORMATS)}", f"{field}.format")
+    return raw_url(f"{field}.data", sound.get("data"), f"audio/{coding}", "a sound")
 
 
 def read_image(where: str, part: Mapping[str, object]) -> MediaPart:
@@ -134,7 +193,8 @@ def read_image(where: str, part: Mapping[str, object]) -> MediaPart:
         value = value.get("url")
     if detail is not None and detail not in _DETAILS:
         raise InvalidArgument(f"{field}.detail must be one of {', '.join(_DETAILS)}", f"{field}.detail")
-    return _read_url(field, value, _read_name(f"{where}.uuid", part.get("uuid")))
+    name = _read_name(f"{where}.uuid", part.get("uuid"))
+    return _read_url(field, value, name, types_pb2.MEDIA_KIND_IMAGE)
 
 
 def _read_name(where: str, name: object) -> str:
@@ -145,22 +205,24 @@ def _read_name(where: str, name: object) -> str:
     return name
 
 
-def _read_url(where: str, value: object, name: str) -> MediaPart:
+def _read_url(where: str, value: object, name: str, kind: types_pb2.MediaKind) -> MediaPart:
+    noun = "an image" if kind == types_pb2.MEDIA_KIND_IMAGE else "a sound"
     if value is None and name:
-        return MediaPart(where, name=name)
+        return MediaPart(where, name=name, kind=kind)
     if not isinstance(value, str) or not value:
-        raise InvalidArgument(f"{where} must be the URL of an image: data:image/…;base64,… or https://…", where)
+        form = f"data:{_TYPES[kind][0]}…;base64,…"
+        raise InvalidArgument(f"{where} must be the URL of {noun}: {form} or https://…", where)
     if _URL.match(value):
-        return MediaPart(where, url=value, name=name)
+        return MediaPart(where, url=value, name=name, kind=kind)
     head = _HEAD.match(value[:512])
     if head is None:
         raise InvalidArgument(f"{where} must be a data: URL with ;base64, or an http(s) URL", where)
-    if not (kind := head[1].lower()).startswith("image/"):
-        raise InvalidArgument(f"{where} must be an image, and not of the type {kind[:64]!r}", where)
+    if not (found := head[1].lower()).startswith(_TYPES[kind]):
+        raise InvalidArgument(f"{where} must be {noun}, and not of the type {found[:64]!r}", where)
     rest = value[head.end() :]
     if head[2].lower() == "sha256":
-        return MediaPart(where, digest=_read_digest(where, rest), name=name)
-    return MediaPart(where, ClientFile.of(_decode(where, rest)), name=name)
+        return MediaPart(where, digest=_read_digest(where, rest), name=name, kind=kind)
+    return MediaPart(where, ClientFile.of(_decode(where, rest, noun_of(kind))), name=name, kind=kind)
 
 
 def _read_digest(where: str, text: str) -> bytes:
@@ -173,13 +235,13 @@ def _read_digest(where: str, text: str) -> bytes:
     return digest
 
 
-def _decode(where: str, text: str) -> bytes:
+def _decode(where: str, text: str, noun: str) -> bytes:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidArgument(f"{where} is not base64", where) from None
     if not data:
-        raise InvalidArgument(f"{where} holds no image", where)
+        raise InvalidArgument(f"{where} holds no {noun}", where)
     return data
 
 
@@ -199,8 +261,12 @@ def read_options(values: Mapping[str, object] | None, field: str = OPTIONS_FIELD
     return ("{" + ",".join(f'"{name}":{values[name]}' for name in sorted(values)) + "}").encode()
 
 
+_URLS = {"input_image": "image_url", "audio_url": "audio_url"}
+"""Where the parts that :func:`image_part` and :func:`sound_part` return have their files."""
+
+
 def name_by_digest(turns: Iterable[Mapping[str, object]], find: FindStored | None = None) -> dict[bytes, AnyFile]:
-    """Replace the files in the image parts of turns, which are to be kept, by their digests; return the files.
+    """Replace the files in the parts of turns, which are to be kept, by their digests; return the files.
 
     ``find``: None: the gateway stores no files. Raises as it does, and ``InvalidArgument`` naming the part's field.
     """
@@ -208,15 +274,16 @@ def name_by_digest(turns: Iterable[Mapping[str, object]], find: FindStored | Non
     for turn in turns:
         content = turn.get("content")
         for part in content if isinstance(content, list) else ():
-            if part["type"] != "input_image":
+            if (member := _URLS.get(part["type"])) is None:
                 continue
+            kind = types_pb2.MEDIA_KIND_IMAGE if member == "image_url" else types_pb2.MEDIA_KIND_AUDIO
             if "file_id" in part:
                 file: AnyFile | None = _stored(part.pop("file_id"), part["field"], find)
             else:
-                file = read_image("", part).file
+                file = read_part("", part).file
             if file is not None:
                 files[file.digest] = file
-                part["image_url"] = data_url(file)
+                part[member] = data_url(file, kind)
     return files
 
 
@@ -267,34 +334,42 @@ class KeptFiles:
 
 
 def check_parts(parts: Sequence[MediaPart], limits: types_pb2.ModelLimits | None, model: str, *, is_able: bool) -> None:
-    """Refuse images that cannot be read, before anything is spent on them. ``is_able``: the tokenizer knows how the
-    model writes them.
+    """Refuse images and sounds that cannot be read, before anything is spent on them. ``is_able``: the tokenizer knows
+    how the model writes some.
 
     Raises ``InvalidArgument``, and ``Unavailable`` before the first engine serves.
     """
-    field = parts[0].field
-    if not is_able or (limits is not None and types_pb2.MEDIA_KIND_IMAGE not in limits.media_kinds):
-        raise InvalidArgument(f"{field}: the model {model!r} reads text only", field)
+    kinds = limits.media_kinds if limits is not None and is_able else ()
+    for part in parts if limits is not None or not is_able else ():
+        if part.kind not in kinds:
+            readable = " and ".join(["text", *(f"{noun_of(kind)}s" for kind in kinds)])
+            raise InvalidArgument(f"{part.field}: the model {model!r} reads {readable} only", part.field)
     if limits is None:
         raise Unavailable("no engine is serving yet; retry")
-    if (most := limits.max_images_per_prompt) and len(parts) > most:
-        raise InvalidArgument(f"{field}: a prompt may have {most} images, not {len(parts)}", field)
+    for kind, most in (
+        (types_pb2.MEDIA_KIND_IMAGE, limits.max_images_per_prompt),
+        (types_pb2.MEDIA_KIND_AUDIO, limits.max_sounds_per_prompt),
+    ):
+        own = [part for part in parts if part.kind == kind]
+        if most and len(own) > most:
+            field = own[0].field
+            raise InvalidArgument(f"{field}: a prompt may have {most} {noun_of(kind)}s, not {len(own)}", field)
 
 
 def check_items(
     items: Sequence[types_pb2.MediaItem], parts: Sequence[MediaPart], limits: types_pb2.ModelLimits
 ) -> None:
-    """Refuse images with more rows than an engine computes. Raises ``InvalidArgument``; ``Internal`` if the tokenizer
-    has not placed all of them."""
+    """Refuse images and sounds with more rows than an engine computes. Raises ``InvalidArgument``; ``Internal`` if the
+    tokenizer has not placed all of them."""
     if len(items) != len(parts):
-        raise Internal("the tokenizer has not placed all images")
+        raise Internal("the tokenizer has not placed all images and sounds")
     for item, part in zip(items, parts, strict=True):
         if limits.max_media_rows and item.num_rows > limits.max_media_rows:
-            message = f"its size makes {item.num_rows} tokens; at most {limits.max_media_rows} are served"
+            message = f"it makes {item.num_rows} tokens; at most {limits.max_media_rows} are served"
             raise InvalidArgument(f"{part.field}: {message}", part.field)
 
 
 def check_used(files: Iterable[bytes], parts: Iterable[MediaPart]) -> None:
     """Raise ``InvalidArgument`` for a file of the body that no part shows. ``files``: their digests."""
     if not set(files) <= {part.digest for part in parts}:
-        raise InvalidArgument("the body holds base64 of a file at a place where no image is read")
+        raise InvalidArgument("the body holds base64 of a file at a place where no image and no sound is read")

@@ -15,6 +15,7 @@ Turn = dict[str, Any]
 """A turn of a chat: role, content, and what only some roles have."""
 
 _ROLES = ("user", "assistant", "system", "developer")
+_VIDEOS = ("input_video", "video_url", "video")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Kinds of parts that are text, and the member that holds it."""
 
@@ -182,18 +183,22 @@ def _text(where: str, content: object) -> str:
 
 
 def _parts(where: str, content: object) -> str | list[dict[str, str]]:
-    """Return the text of a content; with images, its parts."""
-    if not isinstance(content, list) or not any(map(_is_image, content)):
+    """Return the text of a content; with images or sounds, its parts."""
+    if not isinstance(content, list) or not any(map(_is_media, content)):
         return _text(where, content)
     parts = []
     for index, part in enumerate(content):
         place = f"{where}[{index}]"
-        parts.append(_image(place, part) if _is_image(part) else {"type": "text", "text": _part(place, part)})
+        parts.append(_media(place, part) if _is_media(part) else {"type": "text", "text": _part(place, part)})
     return parts
 
 
-def _is_image(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "input_image"
+def _is_media(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("input_image", "input_audio")
+
+
+def _media(where: str, part: Mapping[str, Any]) -> dict[str, str]:
+    return _image(where, part) if part["type"] == "input_image" else _sound(where, part)
 
 
 def _image(where: str, part: Mapping[str, Any]) -> dict[str, str]:
@@ -208,8 +213,17 @@ def _image(where: str, part: Mapping[str, Any]) -> dict[str, str]:
     return image_part(f"{where}.image_url", part["image_url"])
 
 
+def _sound(where: str, part: Mapping[str, Any]) -> dict[str, str]:
+    from ..records.media import read_sound, sound_part, sound_url  # here: most conversations have none
+
+    read_sound(where, part)
+    return sound_part(f"{where}.input_audio", sound_url(where, part["input_audio"]))
+
+
 def _part(where: str, part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind in _VIDEOS:
+        raise InvalidArgument(f"{where}.{kind}: videos are not read; send images of it", f"{where}.{kind}")
     if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise InvalidArgument(f"{where}.type: {str(kind)[:64]!r} is not supported; send text", f"{where}.type")
     member = _TEXT_PARTS[kind]

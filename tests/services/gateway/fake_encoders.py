@@ -16,7 +16,7 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
 from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, tokenizer_pb2, types_pb2
 
-KIND = types_pb2.MEDIA_KIND_IMAGE
+IMAGE, AUDIO = types_pb2.MEDIA_KIND_IMAGE, types_pb2.MEDIA_KIND_AUDIO
 SOUND = b"sound "
 """Before the number of samples in the file of a sound."""
 
@@ -144,10 +144,14 @@ class Vision:
 
 
 @asynccontextmanager
-async def with_encoders(mesh: FakeMesh, count: int = 1) -> AsyncIterator[list[FakeEncoder]]:
-    """Let a mesh, whose gateway has not started yet, read images."""
-    mesh.tokenizer.media_kinds = mesh.second_tokenizer.media_kinds = [KIND]
-    limits = types_pb2.ModelLimits(media_kinds=[KIND], max_images_per_prompt=4, max_media_rows=100)
+async def with_encoders(
+    mesh: FakeMesh, count: int = 1, kinds: Sequence[types_pb2.MediaKind] = (IMAGE, AUDIO)
+) -> AsyncIterator[list[FakeEncoder]]:
+    """Let a mesh, whose gateway has not started yet, read images and sounds."""
+    mesh.tokenizer.media_kinds = mesh.second_tokenizer.media_kinds = kinds
+    limits = types_pb2.ModelLimits(
+        media_kinds=kinds, max_images_per_prompt=4, max_sounds_per_prompt=2, max_media_rows=100
+    )
     limits.MergeFrom(mesh.coordinator.limits)
     mesh.coordinator.limits = limits
     async with AsyncExitStack() as stack:

@@ -224,10 +224,15 @@ def test_pooling_options_reach_their_fields() -> None:
     assert pool_request(["a"], "token_embed").task == types_pb2.POOLING_TASK_TOKEN_EMBED
 
 
+_WAV = "data:audio/wav;base64,AAAA"
+
+
 def test_parts_of_messages() -> None:
     url = {"type": "image_url", "image_url": {"url": "https://a/b.png"}}
     inline = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
-    content = ["What is", b"an image", {"type": "text", "text": "this?"}, url, inline]
+    heard = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    sounds = [heard, *({"type": "audio_url", "audio_url": {"url": at}} for at in ("https://a/b.wav", _WAV))]
+    content = ["What is", b"an image", {"type": "text", "text": "this?"}, url, inline, *sounds]
     (message,) = chat_request([{"role": "user", "content": content}], {}).chat.messages
     assert [(part.WhichOneof("part"), getattr(part, part.WhichOneof("part") or "")) for part in message.parts] == [
         ("text", "What is"),
@@ -235,13 +240,19 @@ def test_parts_of_messages() -> None:
         ("text", "this?"),
         ("image_url", "https://a/b.png"),
         ("image", bytes(3)),
+        ("audio", bytes(3)),
+        ("audio_url", "https://a/b.wav"),
+        ("audio", bytes(3)),
     ]
 
 
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"type": "input_audio"}, r"messages\[0\].content\[0\] must be a text"),
+        ({"type": "video_url"}, r"messages\[0\].content\[0\] must be a text"),
+        ({"type": "input_audio"}, "input_audio.data is not base64"),
+        ({"type": "input_audio", "input_audio": {"data": "!"}}, "input_audio.data is not base64"),
+        ({"type": "audio_url", "audio_url": "data:audio/wav;base64,!"}, "audio_url is not base64"),
         (3, "must be a text"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,!"}}, "image_url is not base64"),
     ],

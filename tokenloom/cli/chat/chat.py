@@ -16,7 +16,16 @@ from ..server import ApiKey, BaseUrl, ServedModel, Server, connect, objects, rea
 from ..streams import with_piped
 from ..tables import plain_console
 from .chat_client import Answer, stream_chat
-from .conversation import AskAgain, Conversation, EndOfChat, command_names, run_command
+from .conversation import (
+    AskAgain,
+    Conversation,
+    EndOfChat,
+    Message,
+    command_names,
+    image_part,
+    run_command,
+    sound_part,
+)
 
 
 def chat(
@@ -31,6 +40,15 @@ def chat(
         list[Path] | None,
         typer.Option(
             help="Image file that the first question shows; may be repeated.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+        ),
+    ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Sound file that the first question plays; may be repeated.",
             exists=True,
             dir_okay=False,
             readable=True,
@@ -53,8 +71,8 @@ def chat(
             raise typer.BadParameter("needs a PROMPT or piped input", param_hint="--json")
         if question is None and not sys.stdin.isatty():
             raise typer.BadParameter("and piped input are both empty", param_hint="PROMPT")
-        images = [path.read_bytes() for path in image or ()]
-        session = ChatSession(server, model or server.model(), Conversation(system), sampling, images)
+        media = [*map(image_part, image or ()), *map(sound_part, audio or ())]
+        session = ChatSession(server, model or server.model(), Conversation(system), sampling, media)
         if question is None:
             session.talk()
         else:
@@ -72,11 +90,11 @@ class ChatSession:
         model: str,
         conversation: Conversation,
         sampling: dict[str, Any],
-        images: Sequence[bytes] = (),
+        media: Sequence[Message] = (),
     ) -> None:
-        """``images``: files that stand before the first question."""
+        """``media``: parts that stand before the first question."""
         self._server = server
-        self._images = images
+        self._media = media
         self._model = model
         self._conversation = conversation
         self._sampling = sampling
@@ -98,8 +116,8 @@ class ChatSession:
 
     def ask(self, question: str, *, quiet: bool = False) -> Answer:
         """Ask a question; print the answer as it arrives unless `quiet`. Raises `RequestFailed`."""
-        self._conversation.ask(question, self._images)
-        self._images = ()
+        self._conversation.ask(question, self._media)
+        self._media = ()
         body = {"model": self._model, "messages": self._conversation.messages, **self._sampling}
         pieces: list[str] = []
 

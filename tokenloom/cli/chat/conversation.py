@@ -25,11 +25,11 @@ class Conversation:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self._turns]
 
-    def ask(self, text: str, images: Sequence[bytes] = ()) -> None:
-        """Add the user's turn. ``images``: files that stand before its text."""
+    def ask(self, text: str, media: Sequence[Message] = ()) -> None:
+        """Add the user's turn. ``media``: parts that stand before its text."""
         content: Any = text
-        if images:
-            content = [_image(image) for image in images] + [{"type": "text", "text": text}]
+        if media:
+            content = [*media, {"type": "text", "text": text}]
         self._turns.append({"role": "user", "content": content})
 
     def answer(self, text: str) -> None:
@@ -64,9 +64,19 @@ class Conversation:
         self._turns = [message for message in messages if message["role"] != "system"]
 
 
-def _image(data: bytes) -> Message:
+def image_part(path: Path) -> Message:
+    """Return the part of a turn that shows an image. Raises ``OSError``."""
     # Encoders read the type of an image from the file itself.
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_base64(path)}"}}
+
+
+def sound_part(path: Path) -> Message:
+    """Return the part of a turn that plays a sound. Raises ``OSError``."""
+    return {"type": "input_audio", "input_audio": {"data": _base64(path), "format": path.suffix[1:].lower() or "wav"}}
+
+
+def _base64(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
 
 
 def _text_of(content: Any) -> str:

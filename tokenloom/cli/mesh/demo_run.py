@@ -16,7 +16,7 @@ from tokenloom.supervisor.mesh import Mesh, run_mesh
 from tokenloom.supervisor.output import LineCopier, Tail
 
 from ..chat.chat_client import Answer, stream_chat, timeline_table
-from ..chat.conversation import Conversation
+from ..chat.conversation import Conversation, image_part
 from ..failures import INTERRUPTED, reported
 from ..model_directory import model_directory
 from ..serve.prechecks import check_models
@@ -114,7 +114,7 @@ def picture_text(file: Path) -> Text:
 
 def _body(model: str, prompt: str, max_tokens: int, image: Path | None = None) -> dict[str, Any]:
     conversation = Conversation()
-    conversation.ask(prompt, [image.read_bytes()] if image else [])
+    conversation.ask(prompt, [image_part(image)] if image else [])
     return {
         "model": model,
         "messages": conversation.messages,

@@ -9,6 +9,7 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.formats.tool_request import ToolChoice
 from tokenloom.services.gateway.grpc.chat_prompt import read_chat_prompt
 from tokenloom.v1 import inference_pb2 as pb
+from tokenloom.v1 import types_pb2
 
 USER = pb.ChatMessage(role="user", content="hi")
 WEATHER = '{"type": "object", "properties": {"z": {}, "a": {}}}'
@@ -111,6 +112,17 @@ def test_parts_are_texts_and_images() -> None:
     assert first.file is not None
     assert (b"".join(first.file.pieces), first.field) == (b"an image", "chat.messages[1].parts[1].image")
     assert (second.url, second.field) == ("https://a/b", "chat.messages[1].parts[2].image_url")
+
+
+def test_parts_may_be_sounds() -> None:
+    parts = [pb.ContentPart(audio=b"a sound"), pb.ContentPart(audio_url="https://a/b.wav")]
+    chat, _ = read_chat_prompt(pb.ChatPrompt(messages=[pb.ChatMessage(role="user", parts=parts)]))
+    assert json.loads(chat.messages_json)[0]["content"] == [{"type": "audio", "audio": ""}] * 2
+    first, second = chat.media
+    assert first.file is not None
+    assert (b"".join(first.file.pieces), first.field) == (b"a sound", "chat.messages[0].parts[0].audio")
+    assert (second.url, second.field) == ("https://a/b.wav", "chat.messages[0].parts[1].audio_url")
+    assert {first.kind, second.kind} == {types_pb2.MEDIA_KIND_AUDIO}
 
 
 @pytest.mark.parametrize(

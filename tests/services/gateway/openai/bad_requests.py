@@ -127,7 +127,9 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         chat("messages[1].content", [user, {"role": "user"}]),
         chat("messages[0].content", [{"role": "user", "content": None}]),
         chat("messages[0].content", [{"role": "user", "content": []}]),
-        chat("messages[0].content[0].type", [{"role": "user", "content": [{"type": "input_audio"}]}]),
+        chat("messages[0].content[0].type", [{"role": "user", "content": [{"type": "file"}]}]),
+        chat("messages[0].content[0].input_audio", [{"role": "user", "content": [{"type": "input_audio"}]}]),
+        chat("messages[0].content[0].video_url", [{"role": "user", "content": [{"type": "video_url"}]}]),
         chat("messages[0].content[0].image_url", [{"role": "user", "content": [{"type": "image_url"}]}]),
         chat("messages[0].content[0].text", [{"role": "user", "content": [{"type": "text"}]}]),
         *(

@@ -358,7 +358,7 @@ async def test_a_model_of_texts_refuses_images_by_name(http: httpx.AsyncClient, 
 async def test_base64_where_no_image_is_read_is_refused(vision: Vision) -> None:
     response = await post(vision.http, part(IMAGE), metadata={"url": data_url(LARGE)})
     assert response.status_code == 400
-    assert "where no image is read" in response.json()["error"]["message"]
+    assert "where no image and no sound is read" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
@@ -368,7 +368,7 @@ async def test_without_images_too(vision: Vision, path: str) -> None:
     sent = {"model": "fake", **asked, "metadata": {"data": base64.b64encode(LARGE).decode()}}
     response = await vision.http.post(path, json=sent)
     assert response.status_code == 400
-    assert "where no image is read" in response.json()["error"]["message"]
+    assert "where no image and no sound is read" in response.json()["error"]["message"]
 
 
 async def test_files_beyond_the_gateways_room_are_refused(socket_dir: Path) -> None:

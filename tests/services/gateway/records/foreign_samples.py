@@ -32,6 +32,8 @@ _URL = "data:image/png;base64,AAAA"
 _IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": _URL}}
 _DETAILED: dict[str, Any] = {"type": "image_url", "image_url": {"url": _URL, "detail": "low"}}
 _AUDIO: dict[str, Any] = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}
+_AUDIO_URL: dict[str, Any] = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AAAA"}}
+_VIDEO: dict[str, Any] = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
 _FILE: dict[str, Any] = {"type": "file", "file": {"file_id": "file-1"}}
 _GRAMMAR_TOOL = {"type": "custom", "custom": {"name": "patch"}}
 _ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}
@@ -231,6 +233,7 @@ SAMPLES: dict[str, Samples] = {
             "input[].reasoning": [USER, _RESPONSES_THOUGHT, {"role": "assistant", "content": "a"}, USER],
             "input[].compaction": [{"type": "compaction", "encrypted_content": "tokenloom-1:SGkh"}, USER],
             "input[].content[].input_image": [_RESPONSES_IMAGE],
+            "input[].content[].input_audio": [{"role": "user", "content": [_AUDIO]}],
             "input[].content[].input_file": [_RESPONSES_FILE],
             "input[].item_reference": [USER, {"type": "item_reference", "id": "x"}],
             "background": True,
@@ -394,6 +397,8 @@ SAMPLES: dict[str, Samples] = {
             "chat_template": "{{ messages }}",
             "chat_template_kwargs": {"enable_thinking": False},
             "media_io_kwargs": {"image": {}},
+            "messages[].content[].audio_url": [{"role": "user", "content": [_AUDIO_URL]}],
+            "messages[].content[].video_url": [{"role": "user", "content": [_VIDEO]}],
             "messages[].content[].uuid": [{"role": "user", "content": [{**_IMAGE, "uuid": "sky"}]}],
             "mm_processor_kwargs": Sample({"max_pixels": 9}, messages=[{"role": "user", "content": [_IMAGE]}]),
             "include_reasoning": False,

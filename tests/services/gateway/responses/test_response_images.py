@@ -1,11 +1,12 @@
-"""Images of the Responses API, which later responses find again."""
+"""Images and sounds of the Responses API, which later responses find again."""
 
+import base64
 import json
 from typing import Any
 
 import pytest
 
-from tests.services.gateway.fake_encoders import Vision, data_url
+from tests.services.gateway.fake_encoders import AUDIO, SOUND, Vision, data_url
 
 IMAGE, LARGE = b"an image", bytes(range(256)) * 800
 ASKED = {"type": "input_text", "text": "What is this?"}
@@ -36,6 +37,21 @@ async def test_the_next_response_finds_the_image_again(vision: Vision, data: byt
     assert second.status_code == 200, second.text
     assert len(vision.held(data)) == 1
     assert turns(vision)[0] == [{"type": "text", "text": "What is this?"}, {"type": "image"}]
+
+
+@pytest.mark.parametrize("data", [SOUND + b"16000", SOUND + b"32000 " + LARGE])
+async def test_the_next_response_finds_the_sound_again(vision: Vision, data: bytes) -> None:
+    heard = {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
+    first = await post(vision, ASKED, heard)
+    assert first.status_code == 200, first.text
+    assert turns(vision) == [[{"type": "text", "text": "What is this?"}, {"type": "audio", "audio": ""}]]
+    for each in vision.encoders:
+        each.files.clear()  # the gateway has kept it
+    second = await post(vision, {"type": "input_text", "text": "Sure?"}, previous_response_id=first.json()["id"])
+    assert second.status_code == 200, second.text
+    assert len(vision.held(data)) == 1
+    assert turns(vision)[0] == [{"type": "text", "text": "What is this?"}, {"type": "audio", "audio": ""}]
+    assert {put.kind for each in vision.encoders for put in each.puts} == {AUDIO}
 
 
 async def test_a_tool_may_return_an_image(vision: Vision) -> None:
@@ -75,6 +91,13 @@ async def test_a_conversation_keeps_its_images(vision: Vision) -> None:
         ({"type": "input_image", "image_url": "data:,"}, "input[0].content[1].image_url"),
         ({"type": "input_image", "file_id": "file-1"}, "input[0].content[1].file_id"),
         ({"type": "input_image"}, "input[0].content[1].image_url"),
+        ({"type": "input_audio"}, "input[0].content[1].input_audio"),
+        ({"type": "input_audio", "input_audio": {"data": "!", "format": "mp3"}}, "input[0].content[1].input_audio"),
+        (
+            {"type": "input_audio", "input_audio": {"data": "YmFk", "format": "mp3"}},
+            "input[0].content[1].input_audio",
+        ),
+        ({"type": "input_video", "input_video": {}}, "input[0].content[1].input_video"),
     ],
 )
 async def test_errors_name_the_part(vision: Vision, part: Any, field: str) -> None:

@@ -123,7 +123,7 @@ async def answers_as_assistant(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> b
 
 async def refuses_media(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
     async with mesh.http() as http:
-        for kind in ("video_url", "input_audio"):
+        for kind in ("video_url", "input_audio"):  # of a model that reads text
             body = {"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": "data:,"}}]}]}
             response = await http.post("/v1/chat/completions", json=body)
             assert (response.status_code, kind in response.text) == (400, True)
@@ -270,7 +270,7 @@ PROBES: dict[str, Probe] = {
     "prompts and outputs are never logged": logs_no_text,
     "usage always holds the number of cached prompt tokens": counts_cached_tokens,
     "answers always have the role assistant": answers_as_assistant,
-    "models read text and images; sound and video are refused by name": refuses_media,
+    "models read text, images and sounds; video is refused by name": refuses_media,
     "code of a checkpoint is never run": runs_no_code,
     "the tokenizer finds out which form the chat template reads": finds_the_form,
     "write the revision after the name of the model: org/name@REVISION": takes_revisions,

@@ -28,6 +28,16 @@ def test_one_question_from_an_argument_and_a_pipe(server: FakeServer) -> None:
     assert "temperature" not in body, "what was not given is the server's to choose"
 
 
+def test_sounds_stand_before_the_first_question(server: FakeServer, tmp_path: Path) -> None:
+    server.reply(200, HELLO)
+    (tmp_path / "a.MP3").write_bytes(b"a sound")
+    arguments = ["chat", "What?", "--base-url", server.url, "--model", "m", "--audio", str(tmp_path / "a.MP3")]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    (turn,) = server.requests[0][3]["messages"]
+    heard = {"data": b64encode(b"a sound").decode(), "format": "mp3"}
+    assert turn["content"] == [{"type": "input_audio", "input_audio": heard}, {"type": "text", "text": "What?"}]
+
+
 def test_images_stand_before_the_first_question(server: FakeServer, tmp_path: Path) -> None:
     server.reply(200, HELLO)
     (tmp_path / "a.png").write_bytes(b"an image")

@@ -144,11 +144,12 @@ _IMPORT_SECONDS = 60.0
 
 
 def _images(torchvision: str = "torchvision") -> Finding:
-    """Return whether encoders can read images. ``torchvision``: the name of that module."""
+    """Return whether encoders can read images and sounds. ``torchvision``: the name of that module."""
     try:
         check_encoder_packages()
     except CannotServe:
-        return Finding("ok", "images", "pillow or transformers is not installed; images would need tokenloom[encoder]")
+        lacking = "av, pillow or transformers is not installed; images and sounds would need tokenloom[encoder]"
+        return Finding("ok", "images", lacking)
     # Nothing here needs it. PyPI's wheel is built for CUDA; where it cannot be imported beside torch, transformers
     # cannot import any of its models either, and says so in words that do not name it.
     if find_spec(torchvision) is not None:
@@ -156,7 +157,7 @@ def _images(torchvision: str = "torchvision") -> Finding:
         if subprocess.run(command, capture_output=True, timeout=_IMPORT_SECONDS, check=False).returncode:
             way_out = "encoders, and models of transformers, do not start: uninstall it, nothing needs it"
             return Finding("warn", "images", f"torchvision cannot be imported beside this torch: {way_out}")
-    return Finding("ok", "images", "pillow and transformers are installed")
+    return Finding("ok", "images", "av, pillow and transformers are installed")
 
 
 _PROBE = "#include <omp.h>\n#include <cmath>\nint threads() { return omp_get_max_threads(); }\n"

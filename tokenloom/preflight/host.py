@@ -194,7 +194,7 @@ def platform_note() -> str:
 _INSTALL = "pip install 'tokenloom[engine]'"
 _CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 _NEEDED = ("torch", "safetensors", "llguidance")
-_FOR_IMAGES = {"pillow": "PIL", "transformers": "transformers"}
+_FOR_ENCODERS = {"av": "av", "pillow": "PIL", "transformers": "transformers"}
 
 
 def check_engine_packages() -> None:
@@ -210,12 +210,12 @@ def check_engine_packages() -> None:
 
 
 def check_encoder_packages() -> None:
-    """Raise `CannotServe` unless this environment has the packages with which an encoder reads images."""
-    missing = [name for name, module in _FOR_IMAGES.items() if find_spec(module) is None]
+    """Raise `CannotServe` unless this environment has the packages with which an encoder reads images and sounds."""
+    missing = [name for name, module in _FOR_ENCODERS.items() if find_spec(module) is None]
     if missing:
         raise CannotServe(
-            f"The model reads images, and its encoder needs {', '.join(missing)}, which this environment lacks: run "
-            "pip install 'tokenloom[encoder]', or serve its text alone with --language-model-only"
+            f"The model reads images or sounds, and its encoder needs {', '.join(missing)}, which this environment lacks: "
+            "run pip install 'tokenloom[encoder]', or serve its text alone with --language-model-only"
         )
 
 

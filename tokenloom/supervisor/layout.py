@@ -135,7 +135,7 @@ class MeshOptions(Struct, frozen=True):
     ] = ""
     encoders: Annotated[
         _Engines | None,
-        "Encoders of each model that reads images; by default one, which computes on the engine's device.",
+        "Encoders of each model that reads images or sounds; by default one, which computes on the engine's device.",
     ] = None
     tokenizers: Annotated[_Parts, "Tokenizer services."] = 1
     output_processors: Annotated[_Parts, "Output processors."] = 1
@@ -172,12 +172,14 @@ class MeshOptions(Struct, frozen=True):
     @property
     def encoder_counts(self) -> list[int]:
         """The number of encoders of each model."""
-        from tokenloom.model_files.checkpoint import reads_images  # here: the help of a command needs the options only
+        # Here: the help of a command needs the options only.
+        from tokenloom.model_files.checkpoint import reads_images, reads_sounds
 
         # Without the weights of its other parts, or without files, an engine computes text only.
         without = {"--language-model-only", "--load-format=dummy"}.intersection(self.flags.get("engine", ()))
         count = 1 if self.encoders is None else self.encoders
-        return [0 if without or not reads_images(model.path) else count for model in self.models]
+        paths = [model.path for model in self.models]
+        return [count if not without and (reads_images(path) or reads_sounds(path)) else 0 for path in paths]
 
     @property
     def models(self) -> list[ServedModel]:

@@ -60,6 +60,14 @@ def test_models_that_read_images_have_encoders(tmp_path: Path) -> None:
     assert flag(also[2], "--coordinator") == "unix:/run/mesh/coordinator-2.sock"
 
 
+@pytest.mark.parametrize("kind", ["whisper", "qwen2_audio"])
+def test_models_that_read_sounds_have_encoders(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    assert "encoder" not in [part.service for part in parts_of(options(model=tmp_path), DIRECTORY, PORTS)]
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert "encoder" in [part.service for part in parts_of(options(model=tmp_path), DIRECTORY, PORTS)]
+
+
 def test_internal_parts_listen_on_sockets_of_the_private_directory() -> None:
     for part in parts_of(options(), DIRECTORY, PORTS)[1:]:
         assert flag(part, "--listen") == f"unix:/run/mesh/{part.name}.sock"

@@ -42,7 +42,7 @@ class EncoderSettings(ServiceSettings, frozen=True, kw_only=True):
     ] = 0
     max_image_bytes: Annotated[_Bytes, "Largest file of an image, in bytes."] = 20 << 20
     max_image_pixels: Annotated[Annotated[int, Meta(ge=1)], "Pixels of the largest image that is decoded."] = 64 << 20
-    max_sound_bytes: Annotated[_Bytes, "Largest file of a sound, in bytes."] = 1 << 30
+    max_sound_bytes: Annotated[Annotated[int, Meta(ge=1)], "Largest file of a sound, in bytes."] = 1 << 30
     max_sound_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=86400)], "Seconds of the longest sound that is decoded."
     ] = 86400.0

@@ -214,8 +214,8 @@ def check_encoder_packages() -> None:
     missing = [name for name, module in _FOR_ENCODERS.items() if find_spec(module) is None]
     if missing:
         raise CannotServe(
-            f"The model reads images or sounds, and its encoder needs {', '.join(missing)}, which this environment lacks: "
-            "run pip install 'tokenloom[encoder]', or serve its text alone with --language-model-only"
+            f"The model reads images or sounds, and its encoder needs {', '.join(missing)}, which this environment "
+            "lacks: run pip install 'tokenloom[encoder]', or serve its text alone with --language-model-only"
         )
 
 

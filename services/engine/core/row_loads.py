@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -34,6 +34,7 @@ from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter as FastCounter
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc
+from tokenloom.v1.types_pb2 import MediaItem
 
 from ..records.attempt import Attempt
 
@@ -176,13 +177,19 @@ class _Load:
     num_sent: int = 0
     """Rows that the core has."""
 
+    def item_of(self, attempt: Attempt) -> MediaItem:
+        """Return the item as an attempt names it, with the encoder that has its file."""
+        assert attempt.media is not None
+        return attempt.media.items[self.wanted.key]
+
     @property
     def request(self) -> encoder_pb2.GetRequest:
         """The call that brings the rest, in the name of the attempt that waits longest."""
-        media = next(iter(self.attempts.values())).media
+        first = next(iter(self.attempts.values()))
+        media = first.media
         assert media is not None
         return encoder_pb2.GetRequest(
-            item=media.items[self.wanted.key],
+            item=self.item_of(first),
             tenant=media.tenant,
             cache_salt=media.cache_salt,
             first_row=self.num_sent,
@@ -259,19 +266,33 @@ class RowLoads:
                 del self._loads[load.wanted.number]
 
     def _fail(self, load: _Load, error: TokenloomError) -> None:
-        self._metrics.failed(error.reason)
-        log.warning("the rows of an image cannot be loaded for %d requests: %s", len(load.attempts), error.message)
         attempts, load.attempts = load.attempts, {}  # so that their ends do not cancel this task
-        for attempt in attempts.values():
-            self._receiver.fail(attempt, _named(error, load.wanted.key, attempt))
+        self._fail_all(attempts.values(), load.wanted.key, error)
+
+    def _fail_all(self, attempts: Collection[Attempt], key: RowsKey, error: TokenloomError) -> None:
+        self._metrics.failed(error.reason)
+        log.warning("the rows of an image cannot be loaded for %d requests: %s", len(attempts), error.message)
+        for attempt in attempts:
+            self._receiver.fail(attempt, _named(error, key, attempt))
+
+    def _lose(self, load: _Load, address: str, why: str) -> None:
+        """End the attempts whose file was at an encoder. Raises ``MediaLost`` if no other ones are left."""
+        error = MediaLost(why)
+        there = {key: attempt for key, attempt in load.attempts.items() if load.item_of(attempt).encoder == address}
+        if len(there) == len(load.attempts):
+            raise error
+        # The gateway of the others has put the file elsewhere: ended with these, they would be restored for nothing,
+        # which may happen to a request a few times only.
+        load.attempts = {key: attempt for key, attempt in load.attempts.items() if key not in there}
+        self._fail_all(there.values(), load.wanted.key, error)
 
     async def _fetch(self, load: _Load) -> None:
         """Read all rows. A call that ends early is repeated from where it ended. Raises what ends the attempts."""
         num_failed, full_since = 0, None
         while load.num_sent < load.wanted.key.num_rows:
-            num_before = load.num_sent
+            num_before, request = load.num_sent, load.request
             try:
-                await self._call(load)
+                await self._call(load, request)
                 error: TokenloomError = Unavailable("the encoder ended a call before the last row")
             except grpc.aio.AioRpcError as status:
                 error = from_rpc(status)
@@ -289,18 +310,20 @@ class RowLoads:
                 num_failed += 1
                 if num_failed > _RETRIES:
                     # Another encoder can take the file, which only the gateway can send there.
-                    raise MediaLost("the encoder that has the image does not answer")
-                await asyncio.sleep(self._pause.away * 2 ** (num_failed - 1))
+                    self._lose(load, request.item.encoder, "the encoder that has the image does not answer")
+                    num_failed = 0
+                else:
+                    await asyncio.sleep(self._pause.away * 2 ** (num_failed - 1))
             elif error.code is Code.NOT_FOUND:
-                raise MediaLost("the encoder does not have the image any more")
+                self._lose(load, request.item.encoder, "the encoder does not have the image any more")
+                num_failed = 0
             elif error.code in (Code.INVALID_ARGUMENT, Code.DEADLINE_EXCEEDED):
                 raise error  # of this image
             else:
                 log.error("an encoder refuses a call: %s", error.message)
                 raise Internal("the encoder could not compute the image")
 
-    async def _call(self, load: _Load) -> None:
-        request = load.request
+    async def _call(self, load: _Load, request: encoder_pb2.GetRequest) -> None:
         async with self._encoders.stub(request.item.encoder) as stub:
             call = stub.Get(request)
 
@@ -314,7 +337,7 @@ class RowLoads:
                     await self._send(load, rows)
             except TimeoutError:
                 # Repeated here it would take as long again, and the gateway knows the other encoders.
-                raise MediaLost("the encoder that has the image is silent") from None
+                self._lose(load, request.item.encoder, "the encoder that has the image is silent")
             finally:
                 call.cancel()
 

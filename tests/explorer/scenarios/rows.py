@@ -1,7 +1,7 @@
 """Requests with images share the rows that an engine's front reads from encoders, which fail; some of them go away."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -41,8 +41,14 @@ class _Channel:
     def unary_stream(self, *_: object, **__: object) -> Callable[[GetRequest], "_Call"]:
         return lambda request: _Call(self._world, request)
 
-    def unary_unary(self, *_: object, **__: object) -> None:
-        """Do nothing: no such call is made."""
+    def unary_unary(self, *_: object, **__: object) -> Callable[[object], Awaitable[None]]:
+        async def answer(_: object) -> None:
+            """Answer whether the encoder is there, unless it hangs."""
+            await self._world.step(2)
+            if self._world.random.random() < 0.5:
+                await asyncio.Event().wait()
+
+        return answer
 
     stream_unary = unary_unary
 
@@ -55,11 +61,17 @@ class _Call:
     def __init__(self, world: World, request: GetRequest) -> None:
         self._world = world
         self._request = request
+        self._chunks = self._all()
 
-    async def __aiter__(self) -> AsyncIterator[RowChunk]:
+    async def read(self) -> object:
+        return await anext(self._chunks, grpc.aio.EOF)
+
+    async def _all(self) -> AsyncIterator[RowChunk]:
         world, item = self._world, self._request.item
         await world.step(4)
         draw = world.random.random()
+        if draw > 0.98:
+            await asyncio.Event().wait()
         if draw < 0.25:
             raise _error(grpc.StatusCode.UNAVAILABLE)
         if draw < 0.35:

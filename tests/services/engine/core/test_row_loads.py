@@ -143,6 +143,28 @@ async def test_an_encoder_that_does_not_exist_has_lost_the_image(peer: Peer, soc
     assert isinstance(await error_of(peer), errors.MediaLost)
 
 
+@pytest.mark.parametrize("fault", [errors.NotFound("gone"), errors.Unavailable("away")])
+async def test_an_encoder_that_lost_an_image_ends_only_those_whose_file_it_had(
+    peer: Peer, socket_dir: Path, encoder: FakeEncoder, address: str, fault: errors.TokenloomError
+) -> None:
+    other = FakeEncoder()
+    async with running_encoder(socket_dir, other, "other") as elsewhere:
+        encoder.faults = [fault] * 4
+        encoder.gate.clear()
+        await peer.send(make_media_add(1, make_item(4, 10, address)))
+        await encoder.called.wait()
+        # Both in one message: the engine asks for the rows of both before the first end.
+        adds = [make_media_add(slot, make_item(4, 10, place)) for slot, place in ((2, address), (3, elsewhere))]
+        await peer.send(*adds, make_media_add(4, make_item(4, 10, elsewhere, "b")))
+        await other.called.wait()  # for what is asked for behind the others
+        encoder.gate.set()
+        received = await peer.read_until_finished([1, 2, 3, 4])
+    assert received.token_ids[3] == expected_of(adds[1], VOCAB_SIZE)
+    for slot in (1, 2):
+        assert isinstance(wire_errors.from_proto(received.finished[slot].error), errors.MediaLost)
+    assert other.calls == {b"image": 1, b"b": 1}
+
+
 def ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = row_loads.Pauses(0.0, 0.0, quiet=0.0)
     monkeypatch.setattr(row_loads.RowLoads.__init__, "__defaults__", (pauses,))

@@ -98,6 +98,8 @@ class EngineCore:
         self._connector = kv.connector if kv is not None else None
         model = executor.load_model()
         check_states(config, model)
+        if model.media is not None and model.media.cross_rows:
+            config.check_cross()
         self.adapters = Adapters(config.lora, WorkerAdapters(executor)) if config.lora.enable else None
         # An encoder's prompt cannot be cut into chunks and its blocks hold no bytes, so the sizes below follow other
         # rules.

@@ -14,6 +14,7 @@ from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunn
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
+from .attention.cross_backend import CrossPlan
 from .attention.states import StateSlots
 from .batch.expected_tokens import ExpectedTokens
 from .batch.input_batch import InputBatch, StepInputs
@@ -245,6 +246,9 @@ class ModelRunner:
         plan = self._backend.plan(
             inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping, tails, inputs.limits
         )
+        if inputs.cross is not None:
+            assert isinstance(plan, CrossPlan), "the backend has no plan of what stands beside prompts"
+            plan.take(inputs.cross, self._device)
         turned = inputs.positions if inputs.rope is None else inputs.rope
         token_ids, positions = self._to_device(inputs.token_ids), self._to_device(turned)
         # Copied: arrays from a message are read-only, which torch does not support.

@@ -24,6 +24,7 @@ from .attention.attention_backend import TOKENWISE, AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import make_kv_pool
 from .attention.context_backend import ContextBackend
+from .attention.cross_backend import CrossBackend
 from .attention.grouped_backend import PoolLayers
 from .attention.states import StateSlots, state_regions
 from .batch.input_batch import InputBatch
@@ -266,6 +267,8 @@ class ModelWorker:
     def _row_bytes(self, num_tokens: int) -> int:
         """Return the size of rows of images, as float32, that stand for so many tokens; 0 if prompts have none."""
         media = self._media_traits()
+        if media is not None and media.cross_rows:  # of one prompt at a time, with their keys and values
+            return 3 * media.cross_rows * self._kv_config.hidden_size * 4
         return 0 if media is None else num_tokens * media.levels * self._kv_config.hidden_size * 4
 
     def kv_pool(self) -> KVPool:
@@ -423,7 +426,8 @@ class ModelWorker:
         config = self._config
         max_num_seqs, block_size = config.scheduler.max_num_seqs, config.cache.block_size
         num_groups = self._pool_layers.num_groups
-        batch = InputBatch(max_num_seqs, self._max_model_len, block_size, num_groups, num_blocks)
+        cross_blocks = -(-self._kv_config.cross_rows // block_size)
+        batch = InputBatch(max_num_seqs, self._max_model_len, block_size, num_groups, num_blocks, cross_blocks)
         proposer = rejection = None
         if self._drafting is not None:
             records = not config.worker.enforce_eager
@@ -458,8 +462,9 @@ class ModelWorker:
 
     def _make_recorded(self, batch: InputBatch) -> StepRecordings | None:
         assert self._backend is not None, "load_model comes first"
-        if not self._ranks.place.is_whole and self._device.type != "cpu":
-            return None  # a graph of a GPU holds no exchange with other GPUs yet
+        if self._kv_config.cross_rows or (not self._ranks.place.is_whole and self._device.type != "cpu"):
+            # No recording knows what stands beside prompts, and a graph of a GPU holds no exchange with other GPUs.
+            return None
         most_tokens, eager = self._config.scheduler.max_num_batched_tokens, self._config.worker.enforce_eager
         return make_recorded_steps(self._backend, self._platform, batch, most_tokens, eager=eager)
 
@@ -467,4 +472,8 @@ class ModelWorker:
         block_size = self._config.cache.block_size
         if model_config.shard.spreads_context:
             return ContextBackend(model_config, block_size, self._device, self._ranks.group)
-        return make_attention_backend(self._attention, model_config, block_size, self._device)
+        backend = make_attention_backend(self._attention, model_config, block_size, self._device)
+        if not model_config.cross_rows:
+            return backend
+        rows = make_attention_backend(self._attention, model_config, block_size, self._device)
+        return CrossBackend(backend, rows, model_config.cross_rows, block_size)

@@ -405,6 +405,20 @@ class EngineConfig(Struct, frozen=True):
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",
     ] = None
 
+    def check_cross(self) -> None:
+        """Raise ``ValueError``, naming the settings, for what excludes rows that stand beside prompts."""
+        settings = {
+            f"role {self.kv.role}": self.kv.role != "both",
+            "kv_transports": self.kv.transports,
+            "kv_offload_path": self.kv.offload_path,
+            "decode_context_parallel_size above 1": self.parallel.decode_context_parallel_size > 1,
+            "speculative_config": self.speculative,
+            "enable_lora": self.lora.enable,
+            "language_model_only": self.worker.language_model_only,
+        }
+        if named := [name for name, value in settings.items() if value]:
+            raise ValueError(f"this model writes down the sound beside each prompt; do not set {' or '.join(named)}")
+
     def check_states(self, chunk: int) -> None:
         """Raise ``ValueError``, naming the settings, for what excludes layers that keep a state between tokens, and
         that compute prompts in chunks of so many tokens."""

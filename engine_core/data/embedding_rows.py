@@ -35,7 +35,10 @@ class RowsKey(NamedTuple):
 
 class MediaSpan(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """Describes consecutive tokens of a prompt that have rows of an image or a sound. The encoder computes the rows;
-    they come to the engine when a step needs them."""
+    they come to the engine when a step needs them.
+
+    A sound that stands beside the prompt, to whose rows all tokens attend, has none: position and ``num_tokens`` are 0.
+    """
 
     position: int
     """Position of the first token in the prompt."""
@@ -60,9 +63,19 @@ class MediaSpan(msgspec.Struct, array_like=True, gc=False, frozen=True):
         return self.position + self.num_tokens
 
     @property
+    def is_beside(self) -> bool:
+        """Whether the rows stand beside the prompt, and in the place of none of its tokens."""
+        return not self.num_tokens
+
+    @property
     def rows_key(self) -> RowsKey:
         """The rows of the whole image."""
         return RowsKey(self.key, self.num_rows, self.levels)
+
+
+def beside_salt(salt: bytes, key: bytes) -> bytes:
+    """Return what identifies all tokens of a prompt besides their ids if the rows with this key stand beside it."""
+    return hashlib.sha256(struct.pack("<Q", len(salt)) + salt + key).digest()
 
 
 def content_salt(salt: bytes, spans: Sequence[EmbedsSpan], media: Sequence[MediaSpan] = ()) -> bytes:

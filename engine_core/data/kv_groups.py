@@ -51,6 +51,8 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     """Slots for the states of layers that keep one; 0: none does."""
     state_chunk: int = 1
     """As in ``ModelInfo.state_chunk``."""
+    cross_blocks: int = 0
+    """Blocks of a request for the keys and values of the rows that stand beside its prompt; 0: none does."""
     keeps_every_state: bool = False
     """Whether states are so small that one is kept at the end of each block, and not only at the ends of prompts."""
 

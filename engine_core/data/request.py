@@ -9,7 +9,7 @@ from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 from .draft_counts import DraftHistory
-from .embedding_rows import EmbedsSpan, MediaSpan
+from .embedding_rows import EmbedsSpan, MediaSpan, beside_salt
 from .kv_messages import KVTarget
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs, RoutedExperts
 
@@ -146,7 +146,9 @@ class RequestKV:
         "block_hashes",
         "block_ids",
         "cache_salt",
+        "cross_block_ids",
         "first_kept_blocks",
+        "lacks_cross",
         "media",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -183,6 +185,12 @@ class RequestKV:
         self.prompt_embeds = prompt_embeds or []
         self.media = media or []
         """Its images, in order of position; most requests have none."""
+        if media and media[0].is_beside:
+            self.cache_salt = beside_salt(cache_salt, media[0].key)
+        self.cross_block_ids: list[int] = []
+        """The blocks with the keys and values of rows beside the prompt, in order; empty: it has none."""
+        self.lacks_cross = False
+        """Whether the next step writes these blocks, and needs the rows for it."""
         self.remote = remote
         self.routed_rows = routed_rows
         self.skip_reading_prefix_cache = False

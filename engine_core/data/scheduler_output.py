@@ -86,6 +86,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     state_runs: list[StateRun] = []
     """The runs of all requests of the step, in the order of ``num_scheduled_tokens``, those of a request by position;
     empty for a model that keeps no state. No slot that one request writes is read or written by another one."""
+    cross_block_ids: dict[str, list[int]] = {}
+    """The blocks with the keys and values of the rows beside a prompt, by request that begins or resumes in this step:
+    the worker keeps them with its row. If ``media_rows`` has the rows, the step writes these blocks from them."""
 
     def num_computed_tokens(self) -> dict[str, int]:
         """Return, for every request of the step, how many of its tokens were computed before it."""

@@ -101,6 +101,8 @@ class HashRow:
         self.mark = 0
         """Changes what is cached of its tokens, and thus the tokens after them, by its adapter."""
         self.slots: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self.cross_slots: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        """Those of the rows beside its prompt."""
         self._block_size = block_size
 
     @classmethod
@@ -126,6 +128,18 @@ class HashRow:
             cut = span.is_whole and span.position < end < span.end
             assert not cut, f"a chunk ends at token {end}, inside the image of {span.position} to {span.end}"
 
+    def take_cross(
+        self, block_ids: list[int], rows: list[EmbedsSpan], num_rows: int, cache: npt.NDArray[np.int32]
+    ) -> None:
+        """Note where the rows beside the prompt are cached, and write them there if they came with the step."""
+        assert len(block_ids) == -(-num_rows // self._block_size), "a request has other blocks than its rows need"
+        slots = np.array(block_ids, dtype=np.int32)[:, None] * self._block_size + np.arange(self._block_size)
+        self.cross_slots = slots.ravel()[:num_rows].astype(np.int32)
+        if rows:
+            assert len(rows) == 1
+            assert len(rows[0].rows) == num_rows, "a step has a part of the rows beside a prompt"
+            cache[self.cross_slots] = cross_entries(rows[0].rows)
+
     def is_in_prompt(self, num_tokens: int) -> bool:
         """Return whether the step that just computed ``num_tokens`` began within the prompt."""
         return self.num_computed - num_tokens < self.num_prompt_tokens
@@ -135,6 +149,12 @@ class HashRow:
             first_slots = np.array(block_ids, dtype=np.int32)[:, None] * self._block_size
             added = first_slots + np.arange(self._block_size, dtype=np.int32)
             self.slots = np.concatenate((self.slots, added.ravel()))
+
+
+def cross_entries(rows: Floats) -> npt.NDArray[np.int32]:
+    """Return what the cache holds of rows [n, ...] beside a prompt: hashes, and places that no token has, [n, 2]."""
+    hashes = [zlib.crc32(row.tobytes()) >> 1 for row in rows]
+    return np.column_stack((hashes, -2 - np.arange(len(rows)))).astype(np.int32)
 
 
 def embeds_ids(span: EmbedsSpan) -> list[int]:

@@ -31,7 +31,7 @@ from ..data.model_info import FreedMemory, MediaTraits, ModelInfo, slots_offset
 from ..data.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
-from .hash_row import HashRow, hash_logprobs, hash_pooled, hash_pooling
+from .hash_row import HashRow, cross_entries, hash_logprobs, hash_pooled, hash_pooling
 from .hash_states import STATE_BYTES, HashStates, hash_run
 
 
@@ -92,6 +92,8 @@ class CheckpointSizes(NamedTuple):
     """Of a model with a tower, whose rows are so wide; None: it has none."""
     levels: int = 1
     """As in ``MediaTraits``."""
+    cross_rows: int = 0
+    """As in ``MediaTraits``."""
 
 
 def read_sizes(path: Path) -> CheckpointSizes:
@@ -104,6 +106,9 @@ def read_sizes(path: Path) -> CheckpointSizes:
         length = file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length")
         return CheckpointSizes(embeddings.shape[0], length)
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
+    if config.get("model_type") == "whisper":
+        sizes = (config["vocab_size"], config["max_target_positions"])
+        return CheckpointSizes(*sizes, hidden_size=config["d_model"], cross_rows=config["max_source_positions"])
     text = config if "vocab_size" in config else config.get("text_config", {})
     if "vocab_size" not in text:
         raise ValueError(f"{path / 'config.json'} must state vocab_size")
@@ -136,10 +141,11 @@ class HashWorker:
         experts_per_token: int = 0,
         state_chunk: int = 0,
         state_bytes: int = STATE_BYTES,
+        cross_rows: int = 0,
     ) -> None:
-        """``vocab_size``, ``max_model_len`` and ``experts_per_token`` (see ``ModelInfo``) are used only if no model is
-        configured. ``state_chunk`` gives it a layer that keeps a state, for which it reports ``state_bytes`` (see
-        there); 0: it has none. Raises ``ValueError``."""
+        """``vocab_size``, ``max_model_len``, ``experts_per_token`` (see ``ModelInfo``) and ``cross_rows`` (see
+        ``MediaTraits``) are used only if no model is configured. ``state_chunk`` gives it a layer that keeps a state,
+        for which it reports ``state_bytes`` (see there); 0: it has none. Raises ``ValueError``."""
         self._loras = HashLoras(config.lora)
         if config.speculative is not None and config.speculative.rejection_sample_method != "strict":
             raise ValueError("rejection_sample_method: the hash worker has no probabilities; use strict")
@@ -149,6 +155,7 @@ class HashWorker:
         self._max_model_len = max_model_len
         self._experts_per_token = experts_per_token
         self._hidden_size, self._levels = HIDDEN_SIZE, 1
+        self._cross_rows = cross_rows
         self._states = HashStates(state_chunk, state_bytes) if state_chunk else None
         self._state_bytes = state_bytes if state_chunk else 0
         self._rows: dict[str, HashRow] = {}
@@ -170,6 +177,7 @@ class HashWorker:
             self._max_model_len = sizes.max_model_len or self._max_model_len
             self._experts_per_token = sizes.experts_per_token
             self._hidden_size, self._levels = sizes.hidden_size or HIDDEN_SIZE, sizes.levels
+            self._cross_rows = sizes.cross_rows
         return ModelInfo(
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
@@ -181,8 +189,15 @@ class HashWorker:
             pooling=hash_pooling(generates=self._config.runner != "pooling"),
             state_bytes=self._state_bytes,
             state_chunk=1 if self._states is None else self._states.chunk,
-            media=None if self._config.language_model_only else MediaTraits(("image", "audio"), self._levels),
+            media=self._media_traits(),
         )
+
+    def _media_traits(self) -> MediaTraits | None:
+        if self._config.language_model_only:
+            return None
+        if self._cross_rows:
+            return MediaTraits(("audio",), cross_rows=self._cross_rows)
+        return MediaTraits(("image", "audio"), self._levels)
 
     def determine_available_memory(self) -> int:
         return _AVAILABLE_BYTES
@@ -335,7 +350,11 @@ class HashWorker:
             if new.media:
                 self._media[new.req_id] = new.media
         self._update_cached(scheduler_output.scheduled_cached_reqs)
-        if self._media:
+        if self._cross_rows:
+            for req_id, block_ids in scheduler_output.cross_block_ids.items():
+                rows = scheduler_output.media_rows.get(req_id, [])
+                self._rows[req_id].take_cross(block_ids, rows, self._cross_rows, self._cache)
+        elif self._media:
             self._take_media_rows(scheduler_output)
 
     def _take_media_rows(self, scheduler_output: SchedulerOutput) -> None:
@@ -375,7 +394,7 @@ class HashWorker:
             # Not from `row.token_ids`, which would be simpler: read back through the block table, a wrong block, slot
             # or position shows as another token. So tests of the engine find errors of bookkeeping without a model.
             prefix = self._cache[row.slots[: len(row.token_ids)]]
-            state = b"" if self._states is None else self._states.of(row, len(sampled))
+            state = self._beside(row, len(sampled))
             if allowed is None:
                 token_id = _next_token(prefix, self._vocab_size, state)
             else:
@@ -386,6 +405,12 @@ class HashWorker:
             if drafts[len(sampled) - 1 : len(sampled)] != [token_id]:
                 break
         return sampled
+
+    def _beside(self, row: HashRow, num_drafts: int = 0) -> bytes:
+        """Return what the next token of a request follows from beside its cached tokens: the state after them, and what
+        the cache holds of the rows beside its prompt."""
+        state = b"" if self._states is None else self._states.of(row, num_drafts)
+        return state + self._cache[row.cross_slots].tobytes() if self._cross_rows else state
 
     def _pool(self) -> dict[str, npt.NDArray[np.float32]]:
         """Pool the requests of the step whose prompts are complete."""
@@ -402,7 +427,7 @@ class HashWorker:
         num_tokens = len(row.token_ids)
         prefix = np.empty((num_tokens + count, 2), dtype=np.int32)
         prefix[:num_tokens, 0], prefix[:, 1] = np.array(row.token_ids) ^ row.mark, np.arange(num_tokens + count)
-        state = b"" if self._states is None else self._states.of(row, num_sampled - 1)
+        state = self._beside(row, num_sampled - 1)
         for end in range(num_tokens, num_tokens + count):
             if self._states is not None:
                 state = hash_run(state, prefix[end - 1 : end], self._states.chunk)
@@ -416,7 +441,7 @@ class HashWorker:
         """Return the log probabilities of the tokens that were just sampled."""
         top, extra = row.params.logprobs or 0, row.params.logprob_token_ids or ()
         first = len(row.token_ids) - len(token_ids)
-        states = [b"" if self._states is None else self._states.of(row, index) for index in range(len(token_ids))]
+        states = [self._beside(row, index) for index in range(len(token_ids))]
         best = [self._best(row, first + index, state) for index, state in enumerate(states)]
         return hash_logprobs(best, token_ids, top, extra, self._vocab_size)
 
@@ -425,7 +450,8 @@ class HashWorker:
         only, because the states before the last one are gone."""
         first = row.num_computed - num_tokens + 1
         last = min(row.num_computed, row.num_prompt_tokens - 1)
-        best = [self._best(row, position) for position in range(first, last + 1)]
+        beside = self._cache[row.cross_slots].tobytes() if self._cross_rows else b""
+        best = [self._best(row, position, beside) for position in range(first, last + 1)]
         top = row.params.prompt_logprobs or 0
         return hash_logprobs(best, row.token_ids[first : last + 1], top, (), self._vocab_size)
 
@@ -454,11 +480,12 @@ def expected_tokens(
     vocab_size: int = DEFAULT_VOCAB_SIZE,
     adapter: bytes = b"",
     state_chunk: int = 0,
+    beside: npt.NDArray[np.float32] | None = None,
 ) -> list[int]:
     """Return what a worker with an unbounded cache would produce after this prompt, with an adapter if its digest is
-    given. ``state_chunk``: the worker's."""
+    given. ``state_chunk``: the worker's. ``beside``: the rows that stand beside the prompt; None: there are none."""
     token_ids = list(prompt_token_ids)
-    state, num_read = b"", 0
+    state, num_read = b"" if beside is None else cross_entries(beside).tobytes(), 0
     for _ in range(num_tokens):
         marked = np.array(token_ids) ^ adapter_mark(adapter)
         prefix = np.column_stack((marked, np.arange(len(token_ids)))).astype(np.int32)

@@ -55,6 +55,10 @@ class _PooledKV(ABC):
         if self.enable_prefix_caching and num_full_blocks > request.num_registered_blocks:
             self._register_blocks(request, num_full_blocks)
 
+    def lacks_cross(self, request: RequestKV) -> bool:
+        """Return whether the keys and values of the rows beside a waiting request's prompt have to be written."""
+        return False
+
     @abstractmethod
     def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
         """Make room for a request's next tokens. Returns the blocks added, or None if too few are free."""

@@ -36,11 +36,13 @@ def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Call
     # A rank without requests computes a dummy token so that its experts answer the other ranks. Block 0 takes that
     # token's KV; any other block may belong to a request.
     has_null_block = has_waves(config, model) and not model.kv_groups  # groups have one anyway
-    capacity = _capacity(config, model, num_blocks - has_null_block) * config.cache.block_size
+    cross_blocks = _cross_blocks(config, model)
+    capacity = _capacity(config, model, max(0, num_blocks - has_null_block - cross_blocks)) * config.cache.block_size
     if capacity < (config.max_model_len or 2):
+        beside = f", beside the {cross_blocks} of a sound" if cross_blocks else ""
         raise ValueError(
-            f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {config.cache.block_size}), fewer than "
-            f"max_model_len {wanted}; increase its memory or lower max_model_len"
+            f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {config.cache.block_size}{beside}), fewer "
+            f"than max_model_len {wanted}; increase its memory or lower max_model_len"
         )
     return KVCacheConfig(
         num_blocks=num_blocks,
@@ -48,6 +50,7 @@ def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Call
         groups=model.kv_groups,
         has_null_block=has_null_block,
         num_state_slots=num_slots,
+        cross_blocks=cross_blocks,
         state_chunk=model.state_chunk,
         keeps_every_state=_is_small(model),
     )
@@ -91,12 +94,17 @@ def _num_blocks(config: EngineConfig, model: ModelInfo, max_model_len: int, memo
 
 def _num_useful_blocks(config: EngineConfig, model: ModelInfo, max_model_len: int) -> int:
     # More blocks than this could never be in use.
-    num_blocks = -(-max_model_len // config.cache.block_size)
+    num_blocks = -(-max_model_len // config.cache.block_size) + _cross_blocks(config, model)
     if model.kv_groups:
         return config.scheduler.max_num_seqs * _need(config, model).of_blocks(num_blocks) + 1
     # Without this bound a tiny model on a large host would take half of its memory for blocks that max_num_seqs full
     # contexts cannot fill.
     return config.scheduler.max_num_seqs * num_blocks + has_waves(config, model)
+
+
+def _cross_blocks(config: EngineConfig, model: ModelInfo) -> int:
+    """Return how many blocks of a request hold the keys and values of the rows beside its prompt."""
+    return 0 if model.media is None else -(-model.media.cross_rows // config.cache.block_size)
 
 
 def _num_slots(config: EngineConfig, model: ModelInfo, max_model_len: int, budget: int) -> int:

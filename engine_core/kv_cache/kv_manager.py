@@ -7,6 +7,7 @@ from ..data.kv_events import KVEventLog
 from ..data.kv_groups import KVCacheConfig
 from ..data.request import RequestKV, SessionReturn
 from .block_pool import BlockPool
+from .cross_kv_cache_manager import CrossKVCacheManager
 from .kv_cache_manager import GroupedKVCacheManager, KVCacheManager
 from .state_kv_cache_manager import StateKVCacheManager
 from .state_slots import StateSlotPool
@@ -36,6 +37,9 @@ class KVManager(Protocol):
 
     def num_hit_tokens(self, hits: list[int]) -> int:
         """Return how many tokens the blocks of a found table hold."""
+
+    def lacks_cross(self, request: RequestKV) -> bool:
+        """Return whether the keys and values of the rows beside a waiting request's prompt have to be written."""
 
     def can_admit(
         self, request: RequestKV, hits: list[int], num_tokens: int, num_spare: int, num_external_tokens: int = 0
@@ -80,6 +84,8 @@ def make_kv_manager(
 ) -> KVManager:
     """Return the manager of an empty pool. ``events`` records which blocks can be hit, if given. ``lends``: whether
     other engines may read blocks."""
+    if kv_cache.cross_blocks:
+        return CrossKVCacheManager(kv_cache, cache, events)
     if kv_cache.num_state_slots:
         return StateKVCacheManager(kv_cache, cache, events)
     if not kv_cache.groups:

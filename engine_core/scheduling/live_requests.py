@@ -326,6 +326,8 @@ class Admission:
     def _has_rows(self, request: Request, num_here: int) -> bool:
         """Return whether a request with images has the rows to begin at a token; otherwise it waits for them."""
         assert self._media is not None, "a model that reads text only got images"
+        if self._media.cross_rows:
+            request.kv.lacks_cross = self._kv.lacks_cross(request.kv)
         if self._media.may_begin(request, num_here):
             return True
         self._queue.remove(request)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.config import SchedulerConfig
-from ..data.embedding_rows import EmbedsSpan, RowsKey
+from ..data.embedding_rows import EmbedsSpan, MediaSpan, RowsKey
 from ..data.messages import ArrivedRows, RowsWanted, SchedulerStats
 from ..data.model_info import ModelInfo
 from ..data.request import Request, RequestKV, RequestStatus
@@ -47,6 +47,11 @@ class _Holding:
     """Whether it needs more than these."""
 
 
+def _needs(kv: RequestKV, span: MediaSpan, start: int) -> bool:
+    """Return whether a step needs rows of a span that computes tokens of a request from ``start`` on."""
+    return span.end > start or (span.is_beside and kv.lacks_cross)
+
+
 # Rows are asked for once the hits in the prefix cache are known, so a second turn over the same image asks for none.
 # They are freed when they are computed: their KV stays, and the encoder keeps them for the next prompt.
 class RowStore:
@@ -56,11 +61,14 @@ class RowStore:
     what it holds lets it compute. A request that runs and lacks its next row takes the room of those that wait.
     """
 
-    def __init__(self, capacity: int, hidden_size: int, levels: int = 1, *, in_chunks: bool = True) -> None:
+    def __init__(
+        self, capacity: int, hidden_size: int, levels: int = 1, cross_rows: int = 0, *, in_chunks: bool = True
+    ) -> None:
         """``capacity``: bytes of rows, as float32, that are here or on their way. ``hidden_size``: numbers of a row of
-        one level. ``levels``: those of the model. ``in_chunks``: whether the prefill of a prompt may take several
-        steps."""
+        one level. ``levels``: those of the model. ``cross_rows``: as in ``MediaTraits``. ``in_chunks``: whether the
+        prefill of a prompt may take several steps."""
         self.capacity = capacity
+        self.cross_rows = cross_rows
         self._levels = levels
         self.parked: dict[str, Request] = {}
         """The requests that wait for rows; only the methods change it."""
@@ -85,12 +93,15 @@ class RowStore:
         if model.media is None:
             return None
         in_chunks = config.enable_chunked_prefill
-        return cls(config.rows_cache_bytes, model.hidden_size, model.media.levels, in_chunks=in_chunks)
+        media = model.media
+        return cls(config.rows_cache_bytes, model.hidden_size, media.levels, media.cross_rows, in_chunks=in_chunks)
 
     # Admission
 
     def refusal(self, request: Request, max_tokens: int) -> str:
         """Return why the images of a request can never be computed; empty if they can. ``max_tokens``: of a step."""
+        if error := self._misplaced(request):
+            return error
         sizes: dict[RowsKey, int] = {}
         for span in request.kv.media:
             if span.levels != self._levels:
@@ -111,6 +122,17 @@ class RowStore:
                 f"the rows of the images take {sum(sizes.values())} bytes; the engine has room for {self.capacity} "
                 "(--rows-cache-bytes), and without chunked prefill it needs all at once"
             )
+        return ""
+
+    def _misplaced(self, request: Request) -> str:
+        """Return what is wrong with where the rows of a request stand; empty: nothing is."""
+        media = request.kv.media
+        if not self.cross_rows:
+            return "this model reads rows in the prompt, and none beside it" if media[0].is_beside else ""
+        if len(media) != 1 or not media[0].is_beside:
+            return "this model writes down sound: the prompt needs exactly one, beside its tokens"
+        if media[0].num_rows != self.cross_rows:
+            return f"the sound has {media[0].num_rows} rows; this model reads {self.cross_rows}"
         return ""
 
     def may_begin(self, request: Request, start: int) -> bool:
@@ -201,16 +223,16 @@ class RowStore:
         rows = []
         for span in request.kv.media:
             first, last = max(span.position, start), min(span.end, end)
-            if first < last:
+            if first < last or (span.is_beside and request.kv.lacks_cross):
                 whole = self._entries[span.rows_key].rows
                 assert whole is not None, "a step was planned without its rows"
                 offset = span.row_offset - span.position
-                rows.append(EmbedsSpan(first, whole[first + offset : last + offset]))
+                rows.append(EmbedsSpan(first, whole if span.is_beside else whole[first + offset : last + offset]))
         return rows
 
     def computed(self, request: Request, end: int) -> None:
         """Free the rows that no step needs which computes tokens of a request from ``end`` on."""
-        later = {span.rows_key for span in request.kv.media if span.end > end}
+        later = {span.rows_key for span in request.kv.media if _needs(request.kv, span, end)}
         if (holding := self._holdings.get(request.request_id)) is not None:
             self._release(holding, [key for key in holding.keys if key not in later])
             # What it holds may now have a gap, if an image stands again behind one that it lacks.
@@ -292,7 +314,7 @@ class RowStore:
     def _hold(self, request: Request, start: int) -> _Holding | None:
         """Let a request hold the rows that it needs from ``start`` on, as far as there is room; None: it needs none."""
         request_id = request.request_id
-        needed = dict.fromkeys(span.rows_key for span in request.kv.media if span.end > start)
+        needed = dict.fromkeys(span.rows_key for span in request.kv.media if _needs(request.kv, span, start))
         if (holding := self._holdings.get(request_id)) is not None:
             self._release(holding, [key for key in holding.keys if key not in needed])
         if not needed:

@@ -85,6 +85,7 @@ class Scheduler:
         self._policy = SchedulingPolicy(scheduler.policy)
         self.media = media
         self._states = self.kv.states
+        self._hears = media is not None and media.cross_rows > 0  # each prompt has a sound beside it
         self._is_plain = media is None and self._states is None  # one test in place of several, twice in each step
         self._live = live = LiveRequests(by_priority=self._policy is SchedulingPolicy.PRIORITY, media=media)
         self.requests, self.waiting, self.running = live.by_id, live.waiting, live.running
@@ -115,7 +116,7 @@ class Scheduler:
         is_pooled = request.pooling_params is not None
         error = self._pooled.refusal(request) if is_pooled or not self._pooled.generates else ""
         error = error or _refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv)
-        if error := error or (self._media_refusal(request) if message.media else ""):
+        if error := error or (self._media_refusal(request) if message.media or self._hears else ""):
             field = error.partition(" ")[0] if is_pooled else ""  # such an error begins with the name of its field
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, field)
         elif message.accepted_token_ids and (status := finish_status(request)):
@@ -354,6 +355,8 @@ class Scheduler:
     def _media_refusal(self, request: Request) -> str:
         if self.media is None:
             return "this model reads text only"
+        if not request.kv.media:
+            return "this model writes down sound: the prompt needs exactly one, beside its tokens"
         return self.media.refusal(request, self.config.max_num_batched_tokens)
 
     def _begin_step(self) -> None:

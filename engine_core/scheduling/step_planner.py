@@ -98,6 +98,7 @@ class StepPlan:
         "_req_ids",
         "_resumed",
         "budget",
+        "cross_block_ids",
         "early_outputs",
         "finished_req_ids",
         "media_rows",
@@ -113,6 +114,7 @@ class StepPlan:
         self.finished_req_ids: list[str] = []
         self.early_outputs: list[EngineCoreOutput] = []
         self.media_rows: dict[str, list[EmbedsSpan]] = {}
+        self.cross_block_ids: dict[str, list[int]] = {}
         self._new: list[NewRequestData] = []
         self._req_ids: list[str] = []
         self._new_block_ids: list[list[int]] = []
@@ -192,6 +194,7 @@ class StepPlan:
             finished_req_ids=self.finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
             media_rows=self.media_rows,
+            cross_block_ids=self.cross_block_ids,
         )
 
 
@@ -460,13 +463,16 @@ class StepPlanner:
         """Return the rows of the next tokens of a request; None: all of its images are computed."""
         media, start = self._live.media, request.kv.num_computed_tokens
         assert media is not None, "a model that reads text only got images"
-        return media.rows(request, start, start + num_tokens) if start < request.kv.media[-1].end else None
+        if start >= request.kv.media[-1].end and not request.kv.lacks_cross:
+            return None
+        return media.rows(request, start, start + num_tokens)
 
     def _add_rows(self, request: Request, num_tokens: int, rows: list[EmbedsSpan], plan: StepPlan) -> None:
         """Give the step the rows of the tokens that it computes."""
         assert self._live.media is not None, "a model that reads text only got images"
         if rows:
             plan.media_rows[request.request_id] = rows
+        request.kv.lacks_cross = False
         self._live.media.computed(request, request.kv.num_computed_tokens + num_tokens)
 
     def _make_room(self, index: int, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
@@ -508,8 +514,11 @@ class StepPlanner:
             assert new_block_ids is not None, "an admitted request has room"
             self._live.run(request)
             self._recorder.started(request)
-            if request.kv.media and (rows := self._rows(request, num_new_tokens)) is not None:
-                self._add_rows(request, num_new_tokens, rows, plan)
+            if request.kv.media:
+                if (rows := self._rows(request, num_new_tokens)) is not None:
+                    self._add_rows(request, num_new_tokens, rows, plan)
+                if request.kv.cross_block_ids:
+                    plan.cross_block_ids[request.request_id] = request.kv.cross_block_ids.copy()
             if request.status is RequestStatus.PREEMPTED:
                 plan.add_resumed(request, num_new_tokens)
             else:

@@ -125,12 +125,14 @@ def make_kv_pool(config: ModelConfig, num_blocks: int, block_size: int, memory: 
 
 def kv_layout(config: ModelConfig, block_size: int) -> str:
     """Name order, dtype (``int8+fp32``: numbers and scales), layers x heads x head size in the cache, and block size;
-    behind them what layers keep of a sequence between tokens.
+    behind them what layers keep of a sequence between tokens, and how many rows stand beside a prompt.
 
     Caches with equal names can exchange blocks.
     """
     dtype = _NAMES[config.kv_dtype]
     states = f"/state/{_NAMES[config.dtype]}+fp32/{config.states.name}" if config.states else ""
+    if config.cross_rows:
+        states += f"/cross/{config.cross_rows}"
     if config.latent is not None:
         rows = f"{config.latent.rank}+{config.latent.rope_size}"
         return f"latent/{dtype}/{config.num_layers}x{rows}/{block_size}{states}"

@@ -12,13 +12,14 @@ from tokenloom.engine_core.data.core_params import CorePoolingParams, CoreSampli
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 
+from ..attention.cross_backend import StepRows as StepCross
 from ..attention.states import StatePlan
 from ..pooling.pooler import PooledPrompt, PooledRows
 from ..sampler.host.logits_processors import make_logits_processors
 from ..sampler.host.logprobs import LogprobRows
 from .batch_arrays import BlockTable, Gathered, RowChanges, StepArrays, StepRows, make_gatherer, make_kernel_sampler
 from .expected_tokens import UNKNOWN_TOKEN, Places
-from .media_rows import MediaRows
+from .media_rows import CrossRows, MediaRows
 from .prompt_rows import PromptEmbeds, PromptLogprobRows, TokenRows, mark, only_tokens, replaced_ranges
 
 Ints = npt.NDArray[np.int64]
@@ -53,6 +54,8 @@ class StepInputs:
     """Drafts by request of the step: its last tokens here, which are verified and not yet its own."""
     states: StatePlan | None = None
     """The slots that the step reads and writes; None: no layer keeps a state."""
+    cross: StepCross | None = None
+    """What the requests have beside their prompts; None: nothing."""
     rope: Ints | None = None
     """Rotary positions, where they are not ``positions``: see :meth:`~.media_rows.MediaRows.rope`."""
     limits: Ints | None = None
@@ -88,9 +91,17 @@ class InputBatch:
     preempted, so a step changes only what is new. No row moves; a step gathers the rows that it computes."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1, num_blocks: int = 1 << 31
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int = 1,
+        num_blocks: int = 1 << 31,
+        num_cross_blocks: int = 0,
     ) -> None:
-        """``num_blocks``: those of the cache."""
+        """``num_blocks``: those of the cache. ``num_cross_blocks``: those of a request for what stands beside its
+        prompt."""
+        self._num_cross_blocks = num_cross_blocks
         self.block_table = BlockTable(max_num_seqs, max_model_len, block_size, num_groups, num_blocks)
         # Zeroed memory is mapped when it is touched, so room for the longest request costs nothing until it is used.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
@@ -116,6 +127,7 @@ class InputBatch:
         self.prompt_logprobs = PromptLogprobRows()
         self.prompt_embeds = PromptEmbeds()
         self.media = MediaRows(self.max_num_seqs)
+        self._cross = CrossRows(self.max_num_seqs, self._num_cross_blocks) if self._num_cross_blocks else None
         self.pooled = PooledRows()
         self.routed: set[int] = set()
         """Rows of requests that ask which experts computed their tokens."""
@@ -170,6 +182,9 @@ class InputBatch:
             self._add_row(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
         if step.scheduled_cached_reqs.req_ids:
             self._update_cached(step.scheduled_cached_reqs)
+        if step.cross_block_ids:
+            assert self._cross is not None, "the model has nothing beside prompts"
+            self._cross.take(step.cross_block_ids, self._row_of)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
         if cached.resumed_token_ids:
@@ -237,7 +252,7 @@ class InputBatch:
             self.adapters[row] = request.adapter
         if embeds:
             self.prompt_embeds.add(row, embeds, self._num_computed.item(row))
-        if media:
+        if media and self._cross is None:
             self.media.add(row, media)
             for span in media:
                 # What stands for an image may lie above the vocabulary, and its row replaces its embedding anyway.
@@ -294,6 +309,8 @@ class InputBatch:
             if gathered is not self._gathered or drafts:
                 self._gathered = None if drafts else gathered
                 self._inputs = StepInputs(step_rows.req_ids, rows, *gathered, drafts=drafts)
+            if self._cross is not None:
+                return replace(self._inputs, cross=self._cross.step(step_rows.req_ids, rows, media_rows))
             if not self.media.images:
                 return self._inputs
             lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
@@ -305,6 +322,8 @@ class InputBatch:
             inputs = self.gather(step_rows.req_ids, rows, self._num_computed[rows], lengths, drafts)
             if self.prompt_embeds.live:
                 self.prompt_embeds.settle(rows, inputs.seq_lens)
+            if self._cross is not None:
+                return replace(inputs, cross=self._cross.step(step_rows.req_ids, rows, media_rows))
             if not self.media.images:
                 return inputs
         starts = inputs.seq_lens.astype(np.int64) - lengths

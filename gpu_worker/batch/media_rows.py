@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 
+from ..attention.cross_backend import StepRows, WrittenRows
 from .prompt_rows import TokenRows
 
 Ints = npt.NDArray[np.int64]
@@ -144,6 +145,27 @@ class MediaRows:
                 embeds.append(TokenRows(position + to_step, part))
             assert not missing, f"{req_id}: {missing} tokens of images from position {start} on have no rows"
         return StepMedia(embeds, _last_seen(limits, starts, lengths) if limits else None)
+
+
+class CrossRows:
+    """Maps rows of the input batch to the blocks with the keys and values of what stands beside their prompts."""
+
+    def __init__(self, max_num_seqs: int, num_blocks: int) -> None:
+        """``num_blocks``: those of each request."""
+        self._tables = np.zeros((max_num_seqs, num_blocks), dtype=np.int32)
+
+    def take(self, block_ids: Mapping[str, list[int]], row_of: Mapping[str, int]) -> None:
+        """Note the blocks of requests that begin or resume."""
+        for req_id, blocks in block_ids.items():
+            self._tables[row_of[req_id]] = blocks
+
+    def step(self, req_ids: Sequence[str], rows: Ints, given: Mapping[str, list[EmbedsSpan]]) -> StepRows:
+        """Return what the requests of a step, in these rows of the batch, have beside their prompts. ``given``: the
+        rows that came with the step, by request."""
+        written = [
+            WrittenRows(index, span.rows) for index, req_id in enumerate(req_ids) for span in given.get(req_id, ())
+        ]
+        return StepRows(self._tables[rows], written)
 
 
 def _parts(span: EmbedsSpan) -> tuple[int, npt.NDArray[np.float32]]:

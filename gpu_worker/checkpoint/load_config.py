@@ -403,9 +403,9 @@ _OF_TOWER = (
 """Entries of Whisper's encoder, which the service of encoders reads, and of its training."""
 _OF_TRANSCRIPTS = (
     *("is_encoder_decoder", "decoder_layerdrop", "forced_decoder_ids", "median_filter_width", "alignment_heads"),
-    *("use_weighted_layer_sum", "classifier_proj_size", "num_beams"),
+    *("use_weighted_layer_sum", "classifier_proj_size", "scale_embedding"),
 )
-"""Entries of other classes, and of what is made of the tokens."""
+"""Entries of other classes, of what is made of the tokens, and one that the decoder's class does not use."""
 
 
 def _add_whisper(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
@@ -417,8 +417,7 @@ def _add_whisper(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
         raise reader.unsupported(
             "max_source_positions", f"must be at least max_target_positions = {config.max_model_len}"
         )
-    scale = config.hidden_size**0.5 if reader.take_bool("scale_embedding", False) else 1.0
-    return replace(config, cross_rows=rows, embedding_scale=_rounded(scale, config.dtype_name))
+    return replace(config, cross_rows=rows)
 
 
 def _read_opt(reader: ConfigReader, hidden_size: int) -> OPTSwitches:

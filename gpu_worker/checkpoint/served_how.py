@@ -124,6 +124,8 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         check_chunks(found.config, config.cache.block_size)
         if found.state_chunk:
             config.check_states(found.state_chunk)
+        if found.config.cross_rows:
+            config.check_cross()
         if worker.batch_invariant:
             check_batch_invariant(config, found.config)
     _check_context(config.max_model_len, found.config.max_model_len)

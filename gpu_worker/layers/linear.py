@@ -166,8 +166,10 @@ def load_linear(
     quantization: str | None = None,
     *,
     sums: bool = True,
+    unbiased: Sequence[str] = (),
 ) -> Linear:
     """Load the layers ``names``, of ``outputs`` rows each, as one layer, so that one product reads the input once.
+    ``unbiased``: those that have no bias though the others have one.
 
     If the ranks of the checkpoint's group have parts of ``inputs``, the layer adds their products; without ``sums`` the
     caller does.
@@ -180,7 +182,7 @@ def load_linear(
     if quantization is not None:
         name = "+".join((names[0], *(each.rpartition(".")[2] for each in names[1:])))
         checkpoint.rounded.append((name, sum(map(length, outputs)), length(inputs)))
-    layer = _load_linear(checkpoint, names, inputs, outputs, bias, quantization)
+    layer = _load_linear(checkpoint, names, inputs, outputs, bias, quantization, unbiased)
     if checkpoint.adapt is not None:
         # Before the sum over ranks: each rank adds the product of its own part of an adapter's matrices.
         parts = [checkpoint.part(name, rows, inputs) for name, rows in zip(names, outputs, strict=True)]
@@ -205,9 +207,10 @@ def _load_linear(
     outputs: Sequence[Dimension],
     bias: bool,
     quantization: str | None,
+    unbiased: Sequence[str],
 ) -> Linear:
     pairs = list(zip(names, outputs, strict=True))
-    biases = [checkpoint.take(f"{name}.bias", rows) for name, rows in pairs] if bias else []
+    biases = [_take_bias(checkpoint, name, rows, unbiased) for name, rows in pairs] if bias else []
     merged_bias = _merge(biases) if biases else None
     is_whole = all(isinstance(each, int) for each in (inputs, *outputs))  # ranks read plain tensors only
     if is_whole and quantization is None and checkpoint.dtype != torch.float32:
@@ -217,6 +220,12 @@ def _load_linear(
             return layer
     weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
     return _make_joined(weights, merged_bias, quantization)
+
+
+def _take_bias(checkpoint: Checkpoint, name: str, rows: Dimension, unbiased: Sequence[str]) -> Tensor:
+    if name in unbiased:
+        return torch.zeros(length(rows), dtype=checkpoint.dtype, device=checkpoint.device)
+    return checkpoint.take(f"{name}.bias", rows)
 
 
 def load_conv1d(

@@ -13,6 +13,7 @@ from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..checkpoint.dummy_source import DummySource
 from ..checkpoint.files.config_reader import UnsupportedError
+from ..checkpoint.files.supported import LEARNED_POSITIONS
 from ..checkpoint.gguf.config import described_by, read_model
 from ..checkpoint.load_config import note_precision, read_dtype
 from ..checkpoint.local_config import local_config
@@ -78,7 +79,7 @@ def load_model(
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks, source)
     with parallel_build(kernels), opened as checkpoint:
         model: LanguageModel
-        if config.family in ("gpt2", "opt"):
+        if config.family in LEARNED_POSITIONS:
             model = LearnedPositionsModel(checkpoint, config, ops or TorchOps(), stage)
         else:
             model = DecoderModel(checkpoint, config, ops or TorchOps(), device, stage)

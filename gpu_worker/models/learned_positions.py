@@ -1,10 +1,14 @@
-"""Computes GPT-2 and OPT: learned absolute positions, LayerNorm before or after each part, a plain MLP."""
+"""Computes GPT-2, OPT and the decoder of Whisper: learned absolute positions, LayerNorm before or after each part, a
+plain MLP."""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache, ScoreRule
+from ..attention.cross_backend import CrossPlan
 from ..attention.states import StatePlan
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
@@ -36,6 +40,39 @@ class SelfAttention:
         return self._out(plan.attend(query, kv_cache, self._rule).flatten(1))
 
 
+class CrossAttention:
+    """Computes attention over the rows that stand beside a prompt, whose keys and values one step writes."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
+        hidden, heads = config.hidden_size, config.shard.part(config.num_heads * config.head_size)
+        query, key, value = (f"{prefix}.{part}_proj" for part in "qkv")
+        self._query = load_linear(checkpoint, [query], hidden, [heads], True, config.quantization)
+        self._key_value = load_linear(
+            checkpoint, [key, value], hidden, [heads] * 2, True, config.quantization, unbiased=[key]
+        )
+        self._out = load_linear(checkpoint, [f"{prefix}.out_proj"], heads, [hidden], True, config.quantization)
+        self._head_size = config.head_size
+        self._rule = ScoreRule(config.attention_scales[layer], sees_images=True)
+
+    def __call__(self, x: Tensor, kv_cache: KVCache, plan: CrossPlan) -> Tensor:
+        for writer, rows in plan.written(x.dtype):
+            key, value = self._key_value(rows).view(len(rows), -1, self._head_size).chunk(2, dim=1)
+            writer.write_kv(key, value, kv_cache)
+        query = self._query(x).view(x.shape[0], -1, self._head_size)
+        return self._out(plan.attend_rows(query, kv_cache, self._rule).flatten(1))
+
+
+class CrossPart:
+    """Adds to a layer's input what it sees of the rows beside the prompt, behind a norm."""
+
+    def __init__(self, norm: LayerNorm, attention: CrossAttention) -> None:
+        self._norm, self._attention = norm, attention
+
+    def __call__(self, x: Tensor, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
+        assert isinstance(plan, CrossPlan), "the model is computed without a plan of what stands beside prompts"
+        return x + self._attention(self._norm(x), kv_cache, plan)
+
+
 class Block:
     """Computes attention and MLP, each added to its input; the norms are applied before the parts or after the sums."""
 
@@ -47,8 +84,10 @@ class Block:
         norms: tuple[LayerNorm, LayerNorm],
         config: ModelConfig,
         ops: Ops,
+        cross: CrossPart | None = None,
     ) -> None:
-        """``norms``: that of attention, and that of the MLP."""
+        """``norms``: that of attention, and that of the MLP. ``cross``: between both; None: nothing is."""
+        self._cross = cross
         self._attention = attention
         self._up = up
         self._down = down
@@ -59,6 +98,8 @@ class Block:
     def __call__(self, x: Tensor, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         if self._norm_before:
             x = x + self._attention(self._attention_norm(x), kv_cache, plan)
+            if self._cross is not None:
+                x = self._cross(x, kv_cache, plan)
             return x + self._mlp(self._mlp_norm(x))
         x = self._attention_norm(x + self._attention(x, kv_cache, plan))
         return self._mlp_norm(x + self._mlp(x))
@@ -82,10 +123,8 @@ class LearnedPositionsModel:
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
-        if self.config.opt is None:
-            self._load_gpt2(checkpoint)
-        else:
-            self._load_opt(checkpoint)
+        load: dict[str, Callable[[Checkpoint], None]] = {"opt": self._load_opt, "whisper": self._load_whisper}
+        load.get(self.config.family, self._load_gpt2)(checkpoint)
 
     def _load_gpt2(self, checkpoint: Checkpoint) -> None:
         config, hidden = self.config, self.config.hidden_size
@@ -148,8 +187,36 @@ class LearnedPositionsModel:
         replace_layers(self._blocks, config.num_layers, load)
         self._norm = load_norm(f"{prefix}.final_layer_norm") if opt.final_norm else None
 
+    def _load_whisper(self, checkpoint: Checkpoint) -> None:
+        config, hidden, prefix = self.config, self.config.hidden_size, "model.decoder"
+        checkpoint.skip_below("model.encoder.")
+        self._load_tokens(checkpoint, f"{prefix}.embed_tokens.weight")
+        self._position_embedding = checkpoint.take(f"{prefix}.embed_positions.weight", config.max_model_len, hidden)
+        heads = config.shard.part(config.num_heads * config.head_size)
+        inner, quantization = config.shard.part(config.intermediate_size), config.quantization
+
+        def load_norm(name: str) -> LayerNorm:
+            return load_layer_norm(checkpoint, name, hidden, config.norm_eps)
+
+        def load(layer: int) -> Block:
+            name = f"{prefix}.layers.{config.first_layer + layer}"
+            names = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
+            qkv = load_linear(checkpoint, names, hidden, (heads,) * 3, True, quantization, unbiased=names[1:2])
+            out = load_linear(checkpoint, [f"{name}.self_attn.out_proj"], heads, [hidden], True, quantization)
+            up = load_linear(checkpoint, [f"{name}.fc1"], hidden, [inner], True, quantization)
+            down = load_linear(checkpoint, [f"{name}.fc2"], inner, [hidden], True, quantization)
+            norms = load_norm(f"{name}.self_attn_layer_norm"), load_norm(f"{name}.final_layer_norm")
+            attention = CrossAttention(checkpoint, f"{name}.encoder_attn", config, layer)
+            cross = CrossPart(load_norm(f"{name}.encoder_attn_layer_norm"), attention)
+            return Block(SelfAttention(qkv, out, config, layer), up, down, norms, config, self._ops, cross)
+
+        replace_layers(self._blocks, config.num_layers, load)
+        self._norm = load_norm(f"{prefix}.layer_norm")
+
     def _load_tokens(self, checkpoint: Checkpoint, name: str) -> None:
         config = self.config
+        if config.family == "whisper":
+            checkpoint.stored_names = (("lm_head", "proj_out"),)
         self._token_embedding, output = load_embeddings(checkpoint, name, config, config.embedding_size)
         self._lm_head: Linear | None = make_output(output, config.quantization) if config.samples else None
 

@@ -75,7 +75,9 @@ def _check_rows(media: RowStore, scheduler: Scheduler) -> None:
     for request_id, holding in media._holdings.items():
         request = scheduler.requests[request_id]
         start = request.kv.num_computed_tokens if request.status is RequestStatus.RUNNING else holding.start
-        needed = list(dict.fromkeys(span.rows_key for span in request.kv.media if span.end > start))
+        lacks = request.kv.lacks_cross
+        needed = [span for span in request.kv.media if span.end > start or (span.is_beside and lacks)]
+        needed = list(dict.fromkeys(span.rows_key for span in needed))
         if request.status is RequestStatus.RUNNING:  # an image that stands twice moves back
             assert set(holding.keys) <= set(needed)
         else:
@@ -137,7 +139,7 @@ def _check_order(scheduler: Scheduler) -> None:
 
 def check_pool(pool: BlockPool, holders: Iterable[RequestKV], lent: Iterable[list[int]] = ()) -> None:
     """Check that free and used blocks add up, references are counted, and a block can be hit if it has a hash."""
-    tables = [holder.block_ids + holder.reserved_block_ids for holder in holders] + list(lent)
+    tables = [kv.block_ids + kv.reserved_block_ids + kv.cross_block_ids for kv in holders] + list(lent)
     held = Counter(block_id for block_ids in tables for block_id in block_ids)
     first = 0
     if pool.num_groups > 1:  # the null block is no one's

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 from hypothesis import strategies as st
 
 from tests.engine_core.helpers import VOCAB_SIZE
@@ -45,9 +47,16 @@ class Expected:
     """Whether a pause may have ended it, unless it ended in the step before."""
 
 
-def expect(prompt: list[int], max_tokens: int, stop: tuple[int, ...], state_chunk: int = 0) -> Expected:
+def expect(
+    prompt: list[int],
+    max_tokens: int,
+    stop: tuple[int, ...],
+    state_chunk: int = 0,
+    beside: npt.NDArray[np.float32] | None = None,
+) -> Expected:
+    """``beside``: the rows that stand beside the prompt."""
     num_tokens = min(max_tokens, MAX_MODEL_LEN - len(prompt))
-    tokens = expected_tokens(prompt, num_tokens, VOCAB_SIZE, state_chunk=state_chunk)
+    tokens = expected_tokens(prompt, num_tokens, VOCAB_SIZE, state_chunk=state_chunk, beside=beside)
     for count, token_id in enumerate(tokens, 1):
         if token_id in stop:
             return Expected(tokens[:count], FinishReason.STOP)

@@ -2,7 +2,7 @@
 default filled in."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -71,7 +71,7 @@ def to_core_request(
         lease_id=random.randbytes(LEASE_ID_BYTES) if add.hold_kv else b"",
         awaits_tokens=add.awaits_tokens,
         prompt_embeds=to_spans(prompt.embeds) if prompt.embeds else [],
-        media=to_media(prompt, limits) if prompt.media else [],
+        media=to_media(prompt, limits) if prompt.media or limits.cross_media_rows else [],
         tenant=add.tenant,
         timeout_ns=min(add.timeout.ToNanoseconds(), _MAX_TIMEOUT_NS) if add.HasField("timeout") else 0,
         adapter=prompt.adapter,
@@ -128,6 +128,8 @@ def to_media(prompt: types_pb2.Prompt, limits: types_pb2.ModelLimits) -> list[Me
     """Return the images and sounds of a prompt for the core, in order. Raises ``InvalidArgument``."""
     if prompt.embeds:
         raise InvalidArgument("a prompt has either embeddings or images and sounds", "media")
+    if limits.cross_media_rows:
+        return [_beside(prompt.media, limits)]
     _check_counts(prompt, limits)
     spans = sorted((span for item in prompt.media for span in _runs(item, limits)), key=lambda span: span.position)
     end = 0
@@ -146,6 +148,24 @@ def _check_counts(prompt: types_pb2.Prompt, limits: types_pb2.ModelLimits) -> No
         count = sum(item.kind == kind for item in prompt.media)
         if count > most and kind in limits.media_kinds:
             raise InvalidArgument(f"the prompt has {count} {name}; at most {most} are allowed", "media")
+
+
+def _beside(media: Sequence[types_pb2.MediaItem], limits: types_pb2.ModelLimits) -> MediaSpan:
+    """Return the sound that stands beside a prompt. Raises ``InvalidArgument``."""
+    if len(media) != 1 or media[0].kind not in limits.media_kinds:
+        raise InvalidArgument(
+            f"the prompt has {len(media)} sounds and this model writes down exactly one: send the sound to "
+            "/v1/audio/transcriptions",
+            "media",
+        )
+    [item] = media
+    if not 0 < len(item.key) <= _MAX_KEY_BYTES or item.levels != 1 or item.runs:
+        raise InvalidArgument(f"{_media_name(item)} has no key, not one level, or runs in the prompt", "media")
+    if item.num_rows != limits.cross_media_rows:
+        raise InvalidArgument(
+            f"{_media_name(item)} has {item.num_rows} rows; this model reads {limits.cross_media_rows}", "media"
+        )
+    return MediaSpan(0, 0, 0, item.key, item.num_rows)
 
 
 def _runs(item: types_pb2.MediaItem, limits: types_pb2.ModelLimits) -> Iterator[MediaSpan]:

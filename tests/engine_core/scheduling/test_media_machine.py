@@ -9,7 +9,7 @@ from hypothesis.stateful import MultipleResults, initialize, multiple, precondit
 
 from tests.engine_core.helpers import make_request
 from tests.engine_core.media import PLACEHOLDER, ROW_BYTES, rows_of
-from tests.engine_core.random_requests import ARRIVALS, MAX_MODEL_LEN, Arrival, StepLostError, expect
+from tests.engine_core.random_requests import ARRIVALS, MAX_MODEL_LEN, Arrival, Expected, StepLostError, expect
 from tests.engine_core.scheduling.test_scheduler_machine import _SETTINGS, CoreMachine
 from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
@@ -124,6 +124,28 @@ class MediaCoreMachine(CoreMachine):
             num_rows += 18
         media.capacity = num_rows * ROW_BYTES
 
+    def _add_request(
+        self, arrival: Arrival, prompt: list[int], expected: Expected, media: list[MediaSpan], tenant: str = ""
+    ) -> str:
+        expected.received.extend(expected.tokens[: arrival.num_accepted])
+        request_id = f"r{self.num_added}"
+        self.num_added += 1
+        self.live[request_id] = expected
+        request = make_request(
+            request_id,
+            prompt,
+            arrival.max_tokens,
+            accepted=expected.received,
+            stop=arrival.stop,
+            salt=arrival.salt,
+            session=arrival.session,
+            priority=arrival.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
+            tenant=tenant,
+        )
+        request.media = media
+        self.core.add_request(request)
+        return request_id
+
     def _add_images(self, arrival: Arrival, images: list[tuple[int, int, str, bool]]) -> str:
         self._set_room()
         prompt, hashed, media = [7] * (arrival.shared // 4), [7] * (arrival.shared // 4), []
@@ -139,26 +161,38 @@ class MediaCoreMachine(CoreMachine):
             del prompt[-len(arrival.tail) :], hashed[-len(arrival.tail) :]
         if len(prompt) >= MAX_MODEL_LEN:
             prompt, hashed, media = [7], [7], []
-        expected = expect(hashed, arrival.max_tokens, arrival.stop)
-        expected.received.extend(expected.tokens[: arrival.num_accepted])
-        request_id = f"r{self.num_added}"
-        self.num_added += 1
-        self.live[request_id] = expected
-        request = make_request(
-            request_id,
-            prompt,
-            arrival.max_tokens,
-            accepted=expected.received,
-            stop=arrival.stop,
-            salt=arrival.salt,
-            session=arrival.session,
-            priority=arrival.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
-        )
-        request.media = media
-        self.core.add_request(request)
-        return request_id
+        return self._add_request(arrival, prompt, expect(hashed, arrival.max_tokens, arrival.stop), media)
+
+
+class SoundCoreMachine(MediaCoreMachine):
+    """Adds requests with a sound beside each prompt: tokens follow from its rows, which the first step writes."""
+
+    cross_rows = 7
+
+    def _set_room(self) -> None:
+        media = self.core.scheduler.media
+        assert media is not None
+        media.capacity = (self.cross_rows + self.spare_rows) * ROW_BYTES
+
+    def _add_images(self, arrival: Arrival, images: list[tuple[int, int, str, bool]]) -> str:
+        return self._add_sound(arrival, images[0][2] if images else "a")
+
+    def _add(self, arrival: Arrival, tenant: str) -> str:
+        return self._add_sound(arrival, "c", tenant)
+
+    def _add_sound(self, arrival: Arrival, name: str, tenant: str = "") -> str:
+        self._set_room()
+        span = MediaSpan(0, 0, 0, name.encode(), self.cross_rows)
+        prompt = [7] * arrival.shared + arrival.tail
+        expected = expect(prompt, arrival.max_tokens, arrival.stop, beside=rows_of(span.rows_key))
+        return self._add_request(arrival, prompt, expected, [span], tenant)
+
+    def speak(self) -> None:
+        """No session speaks: each of its turns would need a sound."""
 
 
 pytestmark = pytest.mark.timeout(600)  # shrinking a failure takes minutes
 TestMediaCoreMachine = MediaCoreMachine.TestCase
 TestMediaCoreMachine.settings = settings(_SETTINGS, max_examples=200)
+TestSoundCoreMachine = SoundCoreMachine.TestCase
+TestSoundCoreMachine.settings = settings(_SETTINGS, max_examples=150)

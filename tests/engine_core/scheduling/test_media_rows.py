@@ -4,17 +4,20 @@ The hash worker derives tokens from the rows that a step brought, and fails if o
 """
 
 from random import Random
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from tests.engine_core.helpers import make_core, make_request, tokens_of
+from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_core, make_request, tokens_of
 from tests.engine_core.media import ROW_BYTES, RowClient, expected, image, keys_of, make_media, rows_of
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.embedding_rows import MediaSpan
 from tokenloom.engine_core.data.messages import ArrivedRows, FinishReason
 from tokenloom.engine_core.data.request import RequestStatus
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.scheduling.step_planner import PauseState
 
 
@@ -455,3 +458,70 @@ def test_any_images_in_little_room(seed: int) -> None:
     client.add(*requests)
     client.finish()
     client.check(requests)
+
+
+def make_hearing_core(cross_rows: int = 6, **settings: Any) -> EngineCore:
+    config = make_config(**settings)
+    worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256, cross_rows=cross_rows)
+    return EngineCore(config, UniProcExecutor(worker))
+
+
+def sound(name: str = "a", num_rows: int = 6) -> MediaSpan:
+    return MediaSpan(0, 0, 0, name.encode(), num_rows)
+
+
+def test_a_request_waits_for_the_sound_beside_its_prompt() -> None:
+    client = RowClient(make_hearing_core(), at_once=False)
+    request, again = make_media("r", sound()), make_media("s", sound())
+    client.add(request)
+    client.finish()
+    media = client.core.scheduler.media
+    assert media is not None
+    assert (list(media.parked), client.tokens["r"]) == (["r"], [])
+    client.bring()
+    client.finish()
+    client.add(again)
+    client.finish()
+    wanted = expected_tokens(request.prompt_token_ids, 5, VOCAB_SIZE, beside=rows_of(sound().rows_key))
+    assert client.tokens == {"r": wanted, "s": wanted}
+    assert len(client.asked) == 1, "the keys and values of the rows are found"
+    assert media.num_bytes == 0
+
+
+def test_an_abort_ends_the_wait_for_a_sound() -> None:
+    client = RowClient(make_hearing_core(), at_once=False)
+    client.add(make_media("r", sound()))
+    client.finish()
+    client.core.abort_requests(["r"])
+    client.finish()
+    assert not client.core.scheduler.requests
+    assert client.core.scheduler.kv.pool.usage == 0.0
+
+
+@pytest.mark.parametrize(
+    ("media", "error"),
+    [
+        ([], "needs exactly one"),
+        ([sound("a"), sound("b")], "needs exactly one"),
+        ([image(0, 3)], "needs exactly one"),
+        ([sound("a", 5)], "5 rows; this model reads 6"),
+    ],
+)
+def test_a_prompt_without_its_sound_is_refused(media: list[MediaSpan], error: str) -> None:
+    client = RowClient(make_hearing_core())
+    client.add(make_media("r", *media))
+    client.finish()
+    assert error in client.ended["r"].error
+
+
+def test_a_model_that_reads_rows_in_prompts_refuses_those_beside() -> None:
+    client = RowClient(make_core())
+    client.add(make_media("r", sound()))
+    client.finish()
+    assert "none beside it" in client.ended["r"].error
+
+
+@pytest.mark.parametrize("settings", [{"num_drafts": 2}])
+def test_what_excludes_rows_beside_prompts_is_named(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="do not set speculative_config"):
+        make_hearing_core(**settings)

@@ -64,6 +64,8 @@ class CoreMachine(RuleBasedStateMachine):
     state_chunk = 0
     """That of the layer that keeps a state; 0: none does."""
     state_bytes = STATE_BYTES
+    cross_rows = 0
+    """Rows that stand beside each prompt; 0: there are none."""
 
     @initialize(
         block_size=st.sampled_from([1, 3, 4, 16]),
@@ -261,7 +263,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _num_blocks(self, config: EngineConfig) -> int:
         """Return how many blocks the longest request needs."""
-        num_blocks = -(-MAX_MODEL_LEN // config.cache.block_size)
+        size = config.cache.block_size
+        num_blocks = -(-MAX_MODEL_LEN // size) + -(-self.cross_rows // size)
         if not self.windows:
             return num_blocks
         chunk = largest_chunk(config.scheduler)
@@ -276,6 +279,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             state_chunk=self.state_chunk,
             state_bytes=self.state_bytes,
+            cross_rows=self.cross_rows,
         )
 
     def _with_states(self, config: EngineConfig, num_slots: int) -> EngineConfig:
@@ -379,7 +383,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _blocks_to_hit(self) -> set[bytes]:
         keys = self.core.scheduler.kv.pool._by_hash
-        return {key[:-1] for key in keys if key[-1] == 0} if self.windows else set(keys)
+        if self.windows:
+            return {key[:-1] for key in keys if key[-1] == 0}
+        return {key for key in keys if len(key) == 32}  # and not those of rows beside prompts
 
 
 pytestmark = pytest.mark.timeout(600)  # shrinking a failure takes minutes

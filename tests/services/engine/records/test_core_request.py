@@ -159,3 +159,38 @@ def test_images_stand_neither_beside_embeddings_nor_in_what_is_pooled() -> None:
     )
     with pytest.raises(InvalidArgument, match="cannot be pooled"):
         to_core_request(pooled, "key", POOLING, Random(0))
+
+
+BESIDE = types_pb2.ModelLimits(
+    max_model_len=100,
+    vocab_size=100,
+    max_logprobs=20,
+    media_kinds=[types_pb2.MEDIA_KIND_AUDIO],
+    max_sounds_per_prompt=1,
+    max_media_rows=12,
+    cross_media_rows=12,
+)
+
+
+def test_a_sound_reaches_the_core_beside_its_prompt() -> None:
+    sound = item(kind=types_pb2.MEDIA_KIND_AUDIO)
+    request = to_core_request(with_media(sound), "key", BESIDE, Random(0))
+    assert Decoder(EngineCoreRequest).decode(encode(request)).media == [MediaSpan(0, 0, 0, b"k", 12)]
+
+
+@pytest.mark.parametrize(
+    ("items", "error"),
+    [
+        ([], "0 sounds and this model writes down exactly one: send the sound to /v1/audio/transcriptions"),
+        ([item(kind=2), item(kind=2)], "2 sounds and this model writes down exactly one"),
+        ([item()], "writes down exactly one"),
+        ([item((0, 4, 0), kind=2)], "runs in the prompt"),
+        ([item(kind=2, key=b"")], "no key"),
+        ([item(kind=2, levels=2)], "not one level"),
+        ([item(kind=2, num_rows=11)], "11 rows; this model reads 12"),
+    ],
+)
+def test_a_prompt_has_one_sound_beside_it(items: list[types_pb2.MediaItem], error: str) -> None:
+    with pytest.raises(InvalidArgument, match=error) as raised:
+        to_core_request(with_media(*items), "key", BESIDE, Random(0))
+    assert raised.value.field == "media"

@@ -1,0 +1,69 @@
+"""Whisper's decoder gives transformers' tokens, however its requests are computed."""
+
+from typing import Any
+
+import pytest
+
+from tests.parity.transcripts import Transcript, TranscriptEngine, transcript_reference
+
+
+def wanted() -> list[list[int]]:
+    return [case.tokens for case in transcript_reference().cases]
+
+
+def cases() -> list[Transcript]:
+    return transcript_reference().cases
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix_caching": True}, {"budget": 8, "max_num_seqs": 4}])
+def test_tokens_are_those_of_transformers(options: dict[str, Any]) -> None:
+    engine = TranscriptEngine(transcript_reference(), **options)
+    assert engine.transcribe(cases()) == wanted()
+    assert engine.transcribe(cases()[::-1]) == wanted()[::-1]
+    assert [engine.transcribe([case])[0] for case in cases()] == wanted()
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_every_backend_computes_them(backend: str) -> None:
+    assert TranscriptEngine(transcript_reference(), attention_backend=backend).transcribe(cases()) == wanted()
+
+
+def test_two_threads_and_batch_invariance() -> None:
+    assert TranscriptEngine(transcript_reference(), num_threads=2).transcribe(cases()) == wanted()
+    assert TranscriptEngine(transcript_reference(), batch_invariant=True).transcribe(cases()) == wanted()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_preempted_requests_go_on(caching: bool) -> None:
+    # Room for the rows of three sounds and some tokens.
+    engine = TranscriptEngine(transcript_reference(), num_blocks=3 * 94 + 7, prefix_caching=caching)
+    for _ in range(3):
+        assert engine.transcribe(cases()) == wanted()
+    assert engine.stats.num_preemptions > 0
+
+
+def test_samples_of_one_sound_share_its_rows() -> None:
+    # No room for the rows of two sounds.
+    options: dict[str, Any] = {"prefix_caching": True, "num_blocks": 94 + 16, "max_model_len": 100}
+    engine, case = TranscriptEngine(transcript_reference(), **options), cases()[0]
+    names = [engine.add(case, seed=seed, temperature=1.0) for seed in range(5)]
+    samples = engine.run(names)
+    assert len({tuple(sample) for sample in samples}) > 1
+    assert engine.num_asked == 1
+    alone = [TranscriptEngine(transcript_reference()).transcribe([case], temperature=1.0)[0]]
+    assert samples[:1] == alone
+    assert engine.transcribe([case]) == [case.tokens]
+    assert engine.num_asked == 1, "the keys and values were found"
+
+
+def test_the_key_of_another_sound_gives_other_tokens() -> None:
+    engine = TranscriptEngine(transcript_reference(), one_key=True, prefix_caching=True)
+    assert engine.transcribe(cases()) != wanted()
+
+
+@pytest.mark.parametrize("quantization", ["int8-dynamic", None])
+def test_other_dtypes_give_nearly_the_tokens(quantization: Any) -> None:
+    options = {"quantization": quantization} if quantization else {"dtype": "bfloat16"}
+    found = TranscriptEngine(transcript_reference(), **options).transcribe(cases())
+    equal = [text[0] == right[0] for text, right in zip(found, wanted(), strict=True)]
+    assert sum(equal) >= 4, (found, wanted())

@@ -125,7 +125,8 @@ class ModelWorker:
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
-            self._drafting = Drafting(self._config.speculative, loader, lambda: self._model, self._config.cache.dtype)
+            speculative, dtype, slot = self._config.speculative, self._config.cache.dtype, self._slot
+            self._drafting = Drafting(speculative, loader, lambda: self._model, dtype, lambda: slot.path)
         library, routes, place = None, routes_of(self._model), self._ranks.place
         self._ranks.balance(lambda: expert_layers(self._model), lambda: expert_counts(self._model))
         if isinstance(self._model, CheckedModel):

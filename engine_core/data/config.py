@@ -31,13 +31,13 @@ class PoolerConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_default
 class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are drafted that one step of the model verifies. Users write it as JSON (names as in vLLM)."""
 
-    method: Literal["ngram", "draft_model", "eagle"]
+    method: Literal["ngram", "draft_model", "eagle", "mtp"]
     """ngram: tokens that followed the same tokens earlier in the prompt or output; draft_model: a small model of the
-    same vocabulary; eagle: a head on the model's hidden states."""
+    same vocabulary; eagle: a head on the model's hidden states; mtp: the head that Qwen3-Next and Qwen3.5 bring."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 6
     """Most drafts of a request in a step."""
     model: str = ""
-    """Checkpoint directory or hub id of the draft model or head; not for ngram."""
+    """Checkpoint directory or hub id of the draft model or head; not for ngram and mtp."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 5
     """ngram: the longest sequence that is looked up."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
@@ -53,9 +53,9 @@ class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_de
                 f"prompt_lookup_min is {self.prompt_lookup_min} and prompt_lookup_max is {self.prompt_lookup_max}; the "
                 "first must not be above the second"
             )
-        if self.method == "ngram" and self.model:
-            raise ValueError("model: the method ngram has no model; use draft_model or eagle")
-        if self.method != "ngram" and not self.model:
+        if self.method in ("ngram", "mtp") and self.model:
+            raise ValueError(f"model: the method {self.method} has no model of its own; use draft_model or eagle")
+        if self.method in ("draft_model", "eagle") and not self.model:
             raise ValueError(f"model: the method {self.method} needs the checkpoint that drafts")
 
 
@@ -395,7 +395,7 @@ class EngineConfig(Struct, frozen=True):
     reasoning: ReasoningConfig = ReasoningConfig()
     speculative: Annotated[
         SpeculativeConfig | None,
-        "Draft tokens that one step verifies: a JSON object with method (ngram, draft_model or eagle), "
+        "Draft tokens that one step verifies: a JSON object with method (ngram, draft_model, eagle or mtp), "
         "num_speculative_tokens and what the method needs (docs/use/speculation.md). No token changes.",
         Meta(extra={"name": "speculative_config"}),
     ] = None

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.model_files.sentence_texts import read_sentence_texts
 
@@ -36,10 +36,11 @@ from .files.config_reader import (
     is_class_of_transformers,
     read_media,
     read_wrapper,
+    stored_names,
 )
 from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, WITHOUT_MODULES, is_encoder
 from .gguf.config import described_by, read_model
-from .load_config import check_quantization, load_model_config, read_dtype
+from .load_config import MTP_HEAD, check_mtp, check_quantization, load_model_config, read_dtype
 from .local_config import (
     NO_INT8_SHAPES,
     check_batch_invariant,
@@ -97,6 +98,8 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         raise ValueError("runner is generate, but this model generates no text; choose auto or pooling")
     if found.config is None:
         _check_dtype(path, worker.dtype)
+    if config.speculative is not None:
+        _check_drafts(config.speculative, path, found)
     place = place_of(config.parallel)
     if worker.batch_invariant and found.by != "built in":
         raise ValueError(f"batch_invariant: {_UNORDERED[found.by]} follow the batch")
@@ -130,6 +133,21 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
             check_batch_invariant(config, found.config)
     _check_context(config.max_model_len, found.config.max_model_len)
     return found
+
+
+def _check_drafts(speculative: SpeculativeConfig, path: Path, found: ServedHow) -> None:
+    """Raise ``ValueError`` if what drafts cannot, as far as configurations and the heads of files say."""
+    if speculative.method == "mtp":
+        check_mtp(found.config if isinstance(found.config, ModelConfig) else None)
+        if is_gguf(path) or MTP_HEAD not in stored_names(path):
+            raise ValueError(f"speculative_config: {path} has no tensor {MTP_HEAD}, the head of the method mtp")
+    drafting = Path(speculative.model)
+    if speculative.method == "draft_model" and (drafting / "config.json").is_file():
+        kind, types = read_model(drafting)[1].get("model_type"), transformers_types()
+        if kind in (types["states"] if types is not None else ()):
+            raise ValueError(
+                f"speculative_config.model: layers of {drafting.name} keep a state between tokens; it cannot draft"
+            )
 
 
 def _check_media(path: Path, name: str, found: ServedHow, *, spreads_context: bool) -> None:

@@ -395,8 +395,11 @@ class DecoderModel:
         self._norm = AddNorm(checkpoint, "model.norm", config, ops, shifts=config.traits.shifts_last_norm)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))
+        if config.mixer is not None:  # configurations of Qwen3-Next do not mention the head that drafts
+            checkpoint.skip_below("mtp.")
+            return
         for layer in range(config.num_further_layers):
-            checkpoint.skip_below(f"model.layers.{config.num_layers + layer}." if config.mixer is None else "mtp.")
+            checkpoint.skip_below(f"model.layers.{config.num_layers + layer}.")
 
     def forward(
         self,

@@ -182,8 +182,7 @@ def stored_rows(config: ModelConfig) -> dict[str, StoredRows]:
         rows = torch.arange(2 * size * config.num_heads * config.head_size).view(-1, 2, config.head_size)
         for name, part in zip(("q_proj", "gate_proj"), rows.unbind(1), strict=True):
             found[f"self_attn.{name}"] = StoredRows("self_attn.q_proj", part.flatten(), rows.numel())
-    if config.family == "qwen3_next":
-        assert config.mixer is not None
+    if config.family == "qwen3_next" and config.mixer is not None:
         found |= _rows_by_key_head(config.mixer, config.mixer.groups * size)
     return found
 

@@ -22,7 +22,7 @@ from ..models.model import LanguageModel
 from ..models.self_check import CheckedModel
 from ..ops.torch_ops import TorchOps
 from .drafter import Drafter, DraftModel, make_recorded_drafter
-from .eagle import EagleHead, EmbedsTokens, load_greedy_head
+from .eagle import EagleHead, EmbedsTokens, MtpHead, load_greedy_head, mtp_config
 from .greedy_drafts import load_greedy_drafts
 from .model_proposer import ModelProposer
 from .ngram import NgramProposer
@@ -42,21 +42,34 @@ class Drafting:
     """Holds the draft model or the head of a worker, if the method has one."""
 
     def __init__(
-        self, config: SpeculativeConfig, loader: ModelLoader, target: GetModel, kv_cache_dtype: KVCacheDtype = "auto"
+        self,
+        config: SpeculativeConfig,
+        loader: ModelLoader,
+        target: GetModel,
+        kv_cache_dtype: KVCacheDtype = "auto",
+        target_path: Callable[[], Path] = Path,
     ) -> None:
-        """Load what drafts. Raises ``ValueError`` naming what does not fit the model."""
+        """Load what drafts. Raises ``ValueError`` naming what does not fit the model. ``target_path`` returns where the
+        weights of the target are from, among which are those of its own head (MTP)."""
         self._kv_cache_dtype = kv_cache_dtype
         self._config = config
         self._loader = replace(loader, load_format="auto")  # what drafts has weights of its own
         self._target = target
-        self._path = Path(config.model)
+        self._target_path = target_path
         self._proposers: list[ModelProposer] = []
         self.kv_config: ModelConfig | None = None
         """Describes the layers that lie behind the model's in the KV pool; None: there are none."""
-        if config.method != "ngram":
+        if config.method == "mtp":
+            self.kv_config = replace(mtp_config(target().config), kv_cache_dtype=kv_cache_dtype)
+            self._drafter: Drafter | None = self._load()
+        elif config.method != "ngram":
             self.kv_config = replace(loader.read_config(self._path), kv_cache_dtype=kv_cache_dtype)
             _check(self.kv_config, target().config)
-            self._drafter: Drafter | None = self._load()
+            self._drafter = self._load()
+
+    @property
+    def _path(self) -> Path:
+        return self._target_path() if self._config.method == "mtp" else Path(self._config.model)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -114,7 +127,7 @@ class Drafting:
     def restore(self) -> None:
         """Bring back dropped weights, and take over those of the model that a head uses. Raises ``ValueError`` as the
         constructor."""
-        if self.kv_config is not None and (self._drafter is None or self._config.method == "eagle"):
+        if self.kv_config is not None and (self._drafter is None or self._config.method in ("eagle", "mtp")):
             self._drafter = self._load()
             for proposer in self._proposers:
                 proposer.drafter = self._drafter
@@ -127,6 +140,8 @@ class Drafting:
         assert self.kv_config is not None
         if self._config.method == "eagle":
             return self._load_head(self.kv_config)
+        if self._config.method == "mtp":
+            return self._load_own_head(self.kv_config)
         model = self._loader.load(self._path)
         if isinstance(model, CheckedModel):
             raise ValueError(f"{_FIELD}: {self._path.name} needs transformers' modules, which do not draft")
@@ -150,6 +165,12 @@ class Drafting:
             head = EagleHead(checkpoint, config, loader.ops or TorchOps(), device, get_target, at_once)
             checkpoint.refuse_rest()
         return head
+
+    def _load_own_head(self, config: ModelConfig) -> MtpHead:
+        loader, device = self._loader, self._loader.device or _CPU
+        get_target = cast("Callable[[], EmbedsTokens]", self._target)
+        with Checkpoint(self._path, config.dtype, device, config.scheme) as checkpoint:
+            return MtpHead(checkpoint, config, loader.ops or TorchOps(), device, get_target)
 
 
 def _check(draft: ModelConfig, target: ModelConfig) -> None:

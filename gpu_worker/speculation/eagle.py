@@ -1,10 +1,12 @@
 """Drafts with an EAGLE head: one layer that predicts the model's next hidden state from the state before a token and
-the token itself (Li et al., "EAGLE: speculative sampling requires rethinking feature uncertainty").
+the token itself (Li et al., "EAGLE: speculative sampling requires rethinking feature uncertainty"); or with the head
+that the model's own checkpoint brings (multi-token prediction).
 
 The KV of a token lies in the token's own slot and depends on nothing after it, so cached blocks can be shared.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -14,13 +16,16 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..batch.input_batch import Ints, StepInputs
+from ..checkpoint.load_config import check_mtp
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..device.device_link import to_device
 from ..kernels.compiler import KernelsUnavailable
+from ..layers.expert_routes import ExpertRoutes
 from ..layers.linear import load_linear
 from ..layers.rotary import RotaryEmbedding
-from ..models.decoder import AddNorm, Attention
+from ..models.decoder import AddNorm, Attention, DecoderLayer
+from ..models.mixers import stored_rows
 from ..models.mlp import MLP
 from ..models.model import LanguageModel
 from ..ops.ops import Ops
@@ -70,15 +75,25 @@ class EagleHead:
         at_once: GreedyDrafts | None = None,
     ) -> None:
         """``target`` returns the model that the head drafts for, which sleep replaces."""
-        self.at_once = at_once
-        size, quantization = config.hidden_size, config.quantization
-        self._target = target
-        self._fc = load_linear(checkpoint, ["fc"], 2 * size, [size], False, quantization)
+        self._begin(checkpoint, "fc", config, target, at_once)
         self._attention = Attention(checkpoint, "layers.0.self_attn", config, ops, 0)
         self._norm = AddNorm(checkpoint, "layers.0.post_attention_layernorm", config, ops)
         self._mlp = MLP(checkpoint, "layers.0.mlp", config, ops)
         self._rotary = RotaryEmbedding(config.ropes[0], device, ops.rotation)
         checkpoint.skip(["embed_tokens.weight"])  # the model's own is used
+
+    def _begin(
+        self,
+        checkpoint: Checkpoint,
+        fc: str,
+        config: ModelConfig,
+        target: Callable[[], EmbedsTokens],
+        at_once: GreedyDrafts | None = None,
+    ) -> None:
+        """Load what joins a token and the state before it, and set what all heads have."""
+        size = config.hidden_size
+        self.at_once, self._target = at_once, target
+        self._fc = load_linear(checkpoint, [fc], 2 * size, [size], False, config.quantization)
         self._before: dict[str, Tensor] = {}
         """[hidden_size]: the state of the last token that the model has computed, by request."""
 
@@ -139,3 +154,57 @@ class EagleHead:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._target().compute_logits(hidden)
+
+
+def mtp_config(target: ModelConfig) -> ModelConfig:
+    """Return the configuration of the layer of a model's own head. Raises ``ValueError`` for a model whose class has
+    none that is read."""
+    check_mtp(target)
+    experts = None if target.experts is None else replace(target.experts, layers=(True,))
+    return replace(
+        target,
+        num_layers=1,
+        ropes=target.ropes[:1],
+        attention_scales=target.attention_scales[:1],
+        sliding_windows=(None,),
+        experts=experts,
+        mixer=None,
+        states=None,
+        num_further_layers=0,
+    )
+
+
+class MtpHead(EagleHead):
+    """Drafts with the head of Qwen3-Next and Qwen3.5: a layer with attention between norms, which predicts the token
+    after next. Each further draft takes the head's own state in the place of the model's."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        ops: Ops,
+        device: torch.device,
+        target: Callable[[], EmbedsTokens],
+    ) -> None:
+        """``config``: that of :func:`mtp_config`; ``target`` as in :class:`EagleHead`."""
+        checkpoint.stored_rows = stored_rows(config)
+        self._begin(checkpoint, "mtp.fc", config, target)
+        self._of_token, self._of_state, self._norm = (
+            AddNorm(checkpoint, f"mtp.{name}", config, ops)
+            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        )
+        routes = None if config.experts is None else ExpertRoutes(config.experts.count, config.experts.per_token, 1)
+        self._layer = DecoderLayer(checkpoint, "mtp.layers.0", config, ops, 0, routes)
+        axes = () if config.media is None else config.media.axes
+        self._rotary = RotaryEmbedding(config.ropes[0], device, ops.rotation, ops.rowwise(torch.log1p), axes)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, states: Tensor | None, kv_caches: list[KVCache], plan: AttentionPlan
+    ) -> Tensor:
+        assert states is not None
+        size = states.shape[1]
+        joined = torch.empty(len(states), 2 * size, dtype=states.dtype, device=states.device)
+        joined[:, :size] = self._of_token(self._target().embed_tokens(input_ids), None)
+        joined[:, size:] = self._of_state(states, None)
+        residual = self._fc(joined)
+        return self._norm(residual, self._layer(residual, None, self._rotary(positions), kv_caches[0], plan))

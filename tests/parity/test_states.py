@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from tests.gpu_worker.speculation.mtp_checkpoint import OWN_HEADS, add_head
 from tests.parity.engine import Engine
 from tests.parity.state_checkpoints import SERVED, make_model, write_model
 from tokenloom.engine_core.data.config import SpeculativeConfig
@@ -23,14 +24,14 @@ class Reference:
     """Answers prompts with transformers' own ``generate``."""
 
     def __init__(self, kind: str, **entries: Any) -> None:
-        self._model = make_model(kind, **entries)
+        self.model = make_model(kind, **entries)
 
     def answers(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         return [self._answer(torch.tensor([prompt]), count) for prompt in prompts]
 
     def _answer(self, ids: Any, count: int) -> list[int]:
         with torch.inference_mode():
-            out = self._model.generate(
+            out = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=count,
@@ -118,9 +119,9 @@ def propose_from(whole: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(NgramProposer, "propose", propose)
 
 
-def make_drafting(path: Path, **settings: Any) -> Engine:
+def make_drafting(path: Path, method: Literal["ngram", "mtp"] = "ngram", **settings: Any) -> Engine:
     """Return an engine that drafts also on a busy machine, on which no draft looks as if it paid."""
-    engine = make_engine(path, speculative=SpeculativeConfig("ngram", num_speculative_tokens=3), **settings)
+    engine = make_engine(path, speculative=SpeculativeConfig(method, num_speculative_tokens=3), **settings)
     drafts = engine.core.scheduler.drafts
     assert drafts is not None
     drafts.free_rows = drafts.costs = None
@@ -134,6 +135,31 @@ def test_drafts(path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1"])
 def test_drafts_of_built_in_layers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_drafts(write_model(kind, tmp_path), Reference(kind), monkeypatch, "native")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", OWN_HEADS)
+def test_drafts_of_its_own_head(kind: str, dtype: str, tmp_path: Path) -> None:
+    """In bfloat16 the tokens are those of an engine that drafts nothing."""
+    reference = Reference(kind, **OWN_HEADS[kind])
+    for name, parameter in reference.model.named_parameters():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+            parameter.mul_(0.01)  # so that a head which reads the last token alone is often right
+    reference.model.lm_head.weight.mul_(20)  # and sure of it
+    reference.model.save_pretrained(tmp_path)
+    add_head(tmp_path, reference.model, is_sharp=True)
+    settings: dict[str, Any] = {"budget": 160, "max_num_seqs": 4, "model_impl": "native", "dtype": dtype}
+    prompts = [draw(length, seed=60 + length) for length in (66, 9, 130)]
+    plain = make_engine(tmp_path, **settings).generate(prompts, [30] * 3)
+    if dtype == "float32":
+        assert plain == reference.answers(prompts, 30)
+    engine = make_drafting(tmp_path, "mtp", **settings)
+    for _ in range(2):  # the second time the prompts' beginnings are found
+        assert engine.generate(prompts, [30] * 3) == plain
+    counts = engine.stats.spec_decoding
+    assert counts is not None
+    assert counts.num_accepted_tokens > 40
+    assert engine.stats.prefix_cache_hits > 0
 
 
 def test_a_model_that_keeps_a_state_does_not_draft(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Serves ``Encoder``: keeps the files of requests, and answers with rows."""
 
 import asyncio
+import contextlib
 import hashlib
 import math
 from collections.abc import AsyncIterator
@@ -42,6 +43,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 MESSAGE_SECONDS = 60.0
 """Between two messages of a ``Put``."""
+LOOK_SECONDS = 1.0
+"""How often an encoder that drains looks for leases that have ended."""
 CHUNK_BYTES = 1 << 20
 """Of rows in a message: 9.8 MB take 9 ms of both ends so, 16 in pieces of 256 KiB, 15 of 4 MiB and 39 of 16 MiB."""
 MAX_WAITING = 1024
@@ -187,6 +190,16 @@ class EncoderServicer(EncoderServicerBase):
     async def GetEncoderInfo(self, request: GetEncoderInfoRequest, context: _Context) -> GetEncoderInfoResponse:
         self._info.encoded = self._cache.num_computed
         return self._info
+
+    async def until_unused(self) -> None:
+        """Return when no call is answered and no request needs a file that is here."""
+        while self.num_calls or self._files.num_pinned_bytes:
+            self.changed.clear()
+            # A lease ends without a call: that of a request whose gateway has died is released by nothing else.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self.changed.wait()
+            self._files.expire()
 
     def _check(self, header: PutHeader) -> None:
         if header.kind not in self._info.media_kinds:

@@ -58,7 +58,7 @@ class EncoderSettings(ServiceSettings, frozen=True, kw_only=True):
     media_rows_bytes: Annotated[_Bytes, "Memory for rows that were computed, in bytes."] = 1 << 30
     media_lease: Annotated[
         _Seconds, "Seconds for which a file stays for a request that never says that it has ended."
-    ] = 600.0
+    ] = 180.0
     allowed_media_domains: Annotated[
         tuple[str, ...],
         "Hosts from which files are fetched: names, or *.name for all below one. Empty: requests carry their files.",

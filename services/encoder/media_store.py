@@ -101,7 +101,7 @@ class MediaStore(Generic[Data]):
 
     def reserve(self, tenant: str, num_bytes: int, own: int) -> None:
         """Keep room for more of a file that holds ``own`` bytes. Raises as :meth:`Room.grow_to`."""
-        self._expire()
+        self.expire()
         free = self._max_bytes - self.num_pinned_bytes - self._arriving
         is_alone = free + own == self._max_bytes
         if num_bytes > free and is_alone:
@@ -127,7 +127,7 @@ class MediaStore(Generic[Data]):
 
     def find(self, owner: FileOwner, digest: bytes, request_id: str) -> PutResponse | None:
         """Return what is known of a file that this owner has put, and pin it; None: it is not there."""
-        self._expire()
+        self.expire()
         file = self._files.get(digest)
         if file is None or owner not in file.owners:
             return None
@@ -143,7 +143,7 @@ class MediaStore(Generic[Data]):
     def data(self, digest: bytes) -> Data | None:
         """Return a file for an engine, which names it because a gateway does; None: it is not there. The leases of its
         requests begin anew: one that transcribes hours asks for piece after piece."""
-        self._expire()
+        self.expire()
         if (file := self._files.get(digest)) is None:
             return None
         self._files.move_to_end(digest)
@@ -159,7 +159,7 @@ class MediaStore(Generic[Data]):
 
     def forget_unused(self) -> None:
         """Forget the files that no request pins."""
-        self._expire()
+        self.expire()
         for digest in [digest for digest, file in self._files.items() if not file.pins]:
             self.num_bytes -= len(self._files.pop(digest).data)
 
@@ -188,7 +188,8 @@ class MediaStore(Generic[Data]):
             live = ((end, name, each) for name, one in self._files.items() for each, end in one.pins.items())
             self._leases = deque(sorted(live))
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """End the pins whose leases are over."""
         now = self._clock()
         while self._leases and self._leases[0][0] <= now:
             ends_at, digest, pin = self._leases.popleft()

@@ -46,7 +46,6 @@ class EncoderService:
     def __init__(self, settings: EncoderSettings) -> None:
         self._settings = settings
         self._undo = contextlib.AsyncExitStack()
-        self._files: MediaStore[Any] | None = None
         self._servicer: EncoderServicer | None = None
         self._link: EncoderLink | None = None
 
@@ -66,10 +65,10 @@ class EncoderService:
             )
         fingerprint = await asyncio.to_thread(_fingerprint, path, settings)
         most = settings.sound_disk_bytes if hears else settings.media_files_bytes
-        self._files = MediaStore[Any](most, settings.media_lease, asyncio.get_running_loop().time)
+        files = MediaStore[Any](most, settings.media_lease, asyncio.get_running_loop().time)
         cache = RowCache(settings.media_rows_bytes)
-        metrics = EncoderMetrics(host.metrics, self._files, cache)
-        preparer, reader = self._reader(path, metrics, self._files, hears=hears)
+        metrics = EncoderMetrics(host.metrics, files, cache)
+        preparer, reader = self._reader(path, metrics, files, hears=hears)
         maker = RowMaker(str(path), settings, MakerMetrics(metrics.decode, metrics.tower), preparer, hears=hears)
         self._undo.push_async_callback(maker.close)
         await maker.start()
@@ -83,7 +82,7 @@ class EncoderService:
         if isinstance(preparer, SoundDecoders):
             self._describe_sounds(info, preparer)
         info.processor = await asyncio.to_thread(digest_of, filter(Path.is_file, map(path.joinpath, IMAGE_FILES)))
-        self._servicer = EncoderServicer(self._files, cache, maker, info, metrics, reader, fetcher)
+        self._servicer = EncoderServicer(files, cache, maker, info, metrics, reader, fetcher)
         host.add_servicer(add_EncoderServicer_to_server, self._servicer)
         await self._join(host, info)
 
@@ -91,10 +90,8 @@ class EncoderService:
         """Let gateways put new files elsewhere, and return when no request needs one that is here."""
         if self._link is not None:
             self._link.drain()
-        servicer, files = self._servicer, self._files
-        while servicer is not None and files is not None and (servicer.num_calls or files.num_pinned_bytes):
-            servicer.changed.clear()
-            await servicer.changed.wait()
+        if self._servicer is not None:
+            await self._servicer.until_unused()
 
     async def stop(self) -> None:
         await self._undo.aclose()

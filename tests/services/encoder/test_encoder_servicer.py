@@ -80,6 +80,23 @@ async def test_caches_are_forgotten_but_not_what_requests_need(files: bool) -> N
     assert encoder.maker.num_made == 2
 
 
+@pytest.mark.parametrize("is_released", [False, True])
+async def test_it_is_used_until_requests_have_ended_or_their_leases(
+    monkeypatch: pytest.MonkeyPatch, is_released: bool
+) -> None:
+    monkeypatch.setattr(encoder_servicer, "LOOK_SECONDS", 0.0 if not is_released else 1000.0)
+    encoder = FakeEncoder()
+    await encoder.put(b"image", request_id="r")
+    waiting = asyncio.create_task(encoder.servicer.until_unused())
+    await settle()
+    assert not waiting.done()
+    if is_released:
+        await encoder.servicer.ReleaseFiles(ReleaseFilesRequest(request_id="r", tenant="t"), NO_CONTEXT)
+    else:
+        encoder.now += 1000.0  # its gateway has died
+    await asyncio.wait_for(waiting, 30)
+
+
 async def test_not_more_images_are_computed_than_there_are_places() -> None:
     encoder = FakeEncoder()
     files = [b"image %d" % number for number in range(6)]

@@ -11,7 +11,7 @@ import torch
 from typer.main import get_command
 
 from tokenloom.cli.main import app
-from tokenloom.engine_core.data.config import EngineConfig, KVConfig, LoraConfig, ParallelConfig, SpeculativeConfig
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig, ParallelConfig, SpeculativeConfig
 from tokenloom.gpu_worker.checkpoint.local_config import check_options
 from tokenloom.gpu_worker.kernels import triton
 from tokenloom.gpu_worker.platform.platform import check_device
@@ -62,10 +62,8 @@ def images_and_sounds_but_no_video() -> bool:
 
 def refuses_with_workers() -> bool:
     two = ParallelConfig(tensor_parallel_size=2)
-    drafts = EngineConfig(parallel=two, speculative=SpeculativeConfig("ngram"))
-    for config in (drafts, EngineConfig(parallel=two, lora=LoraConfig(enable=True))):
-        with pytest.raises(ValueError, match="use one worker"):
-            check_options(config)
+    with pytest.raises(ValueError, match="use one worker"):
+        check_options(EngineConfig(parallel=two, speculative=SpeculativeConfig("ngram")))
     return True
 
 
@@ -114,8 +112,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "Tokenloom's GPU path has Triton kernels and graphs of decode steps, but has not run on a GPU yet "
     "([features.md](../reference/features.md)).": gpus_are_to_come,
     "Tokenloom's models read text, images and sounds, but no video.": images_and_sounds_but_no_video,
-    "Tokenloom has speculative decoding and LoRA adapters, but refuses both with several "
-    "workers.": refuses_with_workers,
+    "Tokenloom has speculative decoding, but refuses it with several workers.": refuses_with_workers,
     "Tokenloom's nixl transport moves host memory only.": nixl_moves_host_memory,
     "Tokenloom has manifests, and a planner that changes the roles of engines (`tokenloom plan --apply`), but no "
     "operator.": plans_and_has_manifests,

@@ -11,7 +11,19 @@ from collections.abc import Sequence
 from itertools import groupby
 from types import ModuleType
 
-from tests.attack import bodies, browsers, connections, grammars, images, shares, stalls, tenants, trailers, validators
+from tests.attack import (
+    bodies,
+    browsers,
+    connections,
+    grammars,
+    images,
+    shares,
+    sounds,
+    stalls,
+    tenants,
+    trailers,
+    validators,
+)
 from tests.attack.attack import Attack, Result, run_attack
 from tests.attack.canary import running_canary
 from tests.attack.target import attacked
@@ -27,6 +39,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     browsers,
     stalls,
     images,
+    sounds,
 )
 
 

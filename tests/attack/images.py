@@ -104,11 +104,16 @@ def files(target: Target, names: tuple[str, ...] = (), at_once: int = 4) -> Outc
         if not statuses <= expected:
             wrong.append(f"{name} was answered with {statuses}")
     _served(target)
-    encoder = target.process("encoder")
-    memory = sum(_rss(each) for each in (encoder, *encoder.children(recursive=True))) / MIB
+    memory = encoder_memory(target)
     if memory > MAX_ENCODER_MIB:
         wrong.append(f"the encoder's processes have {memory:.0f} MiB")
     return Outcome(f"encoder {memory:.0f} MiB", wrong)
+
+
+def encoder_memory(target: Target) -> float:
+    """Return the memory of all processes of the encoder, in MiB."""
+    encoder = target.process("encoder")
+    return sum(_rss(each) for each in (encoder, *encoder.children(recursive=True))) / MIB
 
 
 def _rss(process: psutil.Process) -> int:
@@ -121,7 +126,7 @@ def _rss(process: psutil.Process) -> int:
 def private_urls(target: Target) -> Outcome:
     """Name hosts of this machine, of its networks and of a cloud; nothing may be dialled."""
     _served(target)
-    with _listener() as (port, reached):
+    with listener() as (port, reached):
         urls = [
             *(
                 f"http://{host}:{port}/a.png"
@@ -147,7 +152,7 @@ def private_urls(target: Target) -> Outcome:
 
 
 @contextmanager
-def _listener() -> Iterator[tuple[int, list[str]]]:
+def listener() -> Iterator[tuple[int, list[str]]]:
     """Listen on this machine; yield the port, and who has connected."""
     reached: list[str] = []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.checkpoints.whole_sound import write_whole_sound
 from tests.checkpoints.whole_vision import write_whole_vision
 from tests.e2e.conftest import Served, serving
 from tests.e2e.test_busy import HOOK
@@ -32,7 +33,7 @@ class Setup:
         flags: More flags of ``tokenloom serve``.
         descriptors: The most descriptors that a process of the mesh may have; None: what this process may have.
         hook: Whether SIGUSR2 keeps the event loop of a process busy.
-        reads_images: Whether the model is one that reads images, with an encoder.
+        reads_images, reads_sounds: Whether the model is one that reads these, with an encoder.
     """
 
     keys: bool = True
@@ -40,6 +41,7 @@ class Setup:
     descriptors: int | None = None
     hook: bool = False
     reads_images: bool = False
+    reads_sounds: bool = False
 
 
 class Target:
@@ -121,6 +123,8 @@ def attacked(setup: Setup) -> Iterator[Target]:
         model: tuple[str, ...] = ()
         if setup.reads_images:
             model = str(write_whole_vision("llava", Path(folder))), "--served-model-name", MODEL
+        if setup.reads_sounds:
+            model = str(write_whole_sound("qwen2_audio", Path(folder))), "--served-model-name", MODEL
         yield Target(serve(*model, "--worker", "hash", *setup.flags, wrapper=wrapper, **environment), setup)
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from tests.attack import bodies, browsers, images, shares, tenants, trailers, validators
+from tests.attack import bodies, browsers, images, shares, sounds, tenants, trailers, validators
 from tests.attack.attack import MIB, Attack, run_attack
 from tests.attack.canary import Canary, running_canary
 from tests.attack.target import Setup, Target, attacked
@@ -45,6 +45,26 @@ def test_images_disturb_no_other_key() -> None:
             Attack("image-files", partial(images.files, names=names, at_once=2)),
             Attack("image-urls", images.private_urls),
             Attack("image-many", partial(images.many_images, num=500)),
+        ):
+            assert run_attack(attack, target, canary).outcome.wrong == [], attack.name
+
+
+def test_sounds_disturb_no_other_key() -> None:
+    with attacked(sounds.SETUP) as target, running_canary(target, CANARY_TOKENS) as canary:
+        names = (
+            "wav-then-zip",
+            "video",
+            "bomb",
+            "cut",
+            "playlist",
+            "list",
+            "elsewhere-alias",
+            "noise-webm",
+            "many-samples",
+        )
+        for attack in (
+            Attack("sound-files", partial(sounds.files, names=names, at_once=2)),
+            Attack("sound-many", partial(sounds.many_sounds, num=300)),
         ):
             assert run_attack(attack, target, canary).outcome.wrong == [], attack.name
 

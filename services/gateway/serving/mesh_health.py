@@ -16,7 +16,7 @@ from ..mesh.tokenizer_client import TokenizerClient
 PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine")
 """The parts of every mesh."""
 ENCODER = "encoder"
-"""The part that a mesh has, too, whose model reads images."""
+"""The part that a mesh has, too, whose model reads images or sounds."""
 PUBLISH_SECONDS = 0.25
 """How often gRPC health follows the state of the mesh."""
 

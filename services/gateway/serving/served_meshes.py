@@ -136,7 +136,7 @@ class ServedMeshes:
             await health.set_answering(not self.missing())
             states = [(parts[ENCODER], missing) for parts, missing in self.states().values() if ENCODER in parts]
             if states:
-                await health.set_images(any(part.num_serving and not missing for part, missing in states))
+                await health.set_media(any(part.num_serving and not missing for part, missing in states))
             await asyncio.sleep(PUBLISH_SECONDS)
 
     def cancel(self, request_id: str, tenant: str) -> None:

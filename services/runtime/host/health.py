@@ -19,9 +19,9 @@ LIVENESS = "liveness"
 """A name that is SERVING as long as the process answers: one that waits for others, or drains, must not be killed."""
 READINESS = "readiness"
 """A name that is SERVING while the service takes work. A gateway takes requests while no engine serves: they wait."""
-
-IMAGES = "images"
-"""A name that is SERVING while a gateway answers requests with images. It is not known where no model reads any."""
+MEDIA = "media"
+"""A name that is SERVING while a gateway answers requests with images or sounds. It is not known where no model reads
+any."""
 
 
 class Health:
@@ -39,7 +39,7 @@ class Health:
         self._is_ready = False
         self._is_healthy = True
         self._is_answering = True
-        self._reads_images: bool | None = None  # None: no model does
+        self._answers_media: bool | None = None  # None: no model does
         self.serving = False
 
     async def start(self, edge: Edge) -> None:
@@ -77,11 +77,11 @@ class Health:
             self._is_answering = answering
             await self._publish()
 
-    async def set_images(self, answered: bool) -> None:
-        """Set whether requests with images are answered too, under :data:`IMAGES`. Nothing else follows from it:
-        requests of text need no encoder."""
-        if answered != self._reads_images:
-            self._reads_images = answered
+    async def set_media(self, answered: bool) -> None:
+        """Set whether requests with images or sounds are answered too, under :data:`MEDIA`. Nothing else follows from
+        it: requests of text need no encoder."""
+        if answered != self._answers_media:
+            self._answers_media = answered
             await self._publish()
 
     async def _publish(self) -> None:
@@ -90,8 +90,8 @@ class Health:
         # Readiness ignores the other parts: requests wait at a gateway while no engine serves. A Service of Kubernetes
         # without a ready pod would refuse them instead.
         await self._servicer.set(READINESS, _status(is_ready))
-        if self._reads_images is not None:
-            await self._servicer.set(IMAGES, _status(self.serving and self._reads_images))
+        if self._answers_media is not None:
+            await self._servicer.set(MEDIA, _status(self.serving and self._answers_media))
         await asyncio.gather(*(self._servicer.set(name, _status(self.serving)) for name in self._names))
 
     async def close(self) -> None:

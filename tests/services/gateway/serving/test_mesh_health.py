@@ -16,7 +16,7 @@ from tests.services.gateway.fake_encoders import with_encoders
 from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.process.fall_backs import KINDS
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS
-from tokenloom.services.runtime.host.health import IMAGES, LIVENESS, READINESS
+from tokenloom.services.runtime.host.health import LIVENESS, MEDIA, READINESS
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import coordinator_pb2, inference_pb2, types_pb2
 
@@ -47,11 +47,11 @@ async def until_grpc_health(mesh: FakeMesh, *, serving: bool) -> None:
             await asyncio.sleep(0.01)
 
 
-async def until_images(mesh: FakeMesh, *, answered: bool) -> None:
+async def until_media(mesh: FakeMesh, *, answered: bool) -> None:
     async with asyncio.timeout(30):
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):  # the name is not known yet
-                if await grpc_health(mesh, IMAGES) == answered:
+                if await grpc_health(mesh, MEDIA) == answered:
                     return
             await asyncio.sleep(0.01)
 
@@ -273,15 +273,15 @@ async def test_a_mesh_whose_model_reads_images_says_that_encoders_are_missing(so
     mesh.outputs.auto = ["x"]
     async with with_encoders(mesh, 2) as encoders, mesh.gateway(), mesh.http() as http:
         assert (await until_status(http, "ok"))["parts"]["encoder"] == ok(2)
-        await until_images(mesh, answered=True)
+        await until_media(mesh, answered=True)
 
         await mesh.coordinator.set_encoders(**{"encoder-1": mesh.address("encoder-1")})
         health = await until_status(http, "degraded")
         assert health["parts"]["encoder"] == {"state": "degraded", "serving": 1, "known": 2}
-        assert await grpc_health(mesh, IMAGES)
+        assert await grpc_health(mesh, MEDIA)
 
         await mesh.coordinator.set_encoders()
-        await until_images(mesh, answered=False)
+        await until_media(mesh, answered=False)
         health = (await http.get("/health")).json()
         assert health["parts"]["encoder"] == {"state": "missing", "serving": 0, "known": 2}
         assert (health["degraded"], health.get("missing")) == (["encoder"], None)
@@ -293,7 +293,7 @@ async def test_a_mesh_whose_model_reads_images_says_that_encoders_are_missing(so
         names = [f"encoder-{index}" for index in range(len(encoders))]
         await mesh.coordinator.set_encoders(**{name: mesh.address(name) for name in names})
         await until_status(http, "ok")
-        await until_images(mesh, answered=True)
+        await until_media(mesh, answered=True)
 
 
 async def test_encoders_that_drain_are_not_missing(socket_dir: Path) -> None:
@@ -310,5 +310,5 @@ async def test_a_mesh_for_text_has_no_encoders(mesh: FakeMesh, http: httpx.Async
     assert "encoder" not in (await until_status(http, "ok"))["parts"]
     async with open_channel(mesh.grpc_address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=IMAGES))
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=MEDIA))
     assert failure.value.code() == grpc.StatusCode.NOT_FOUND

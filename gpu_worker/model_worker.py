@@ -119,6 +119,8 @@ class ModelWorker:
             check_products(loader.read_config(Path(config.model)).dtype)
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
+        if model_config.cross_rows and not self._platform.pool_is_on_host:
+            raise ValueError(f"models that write down sound are not computed on {self._device.type} yet: choose cpu")
         if self._loras is not None:
             self._loras.check_model(model_config.layers_of_model)
         self._pooler = self._make_pooler()

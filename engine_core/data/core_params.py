@@ -35,6 +35,23 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """With JSON: nothing may stand between two tokens."""
 
 
+class TimestampRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Lets moments of time stand in a transcript as in ``types.proto``."""
+
+    first_token_id: int
+    no_timestamps_token_id: int
+    num_text_ids: int
+    max_initial_index: int | None = None
+
+
+class TranscriptRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Says which tokens may stand in a transcript, as in ``types.proto``."""
+
+    suppressed_token_ids: tuple[int, ...] = ()
+    begin_suppressed_token_ids: tuple[int, ...] = ()
+    timestamps: TimestampRules | None = None
+
+
 class CoreSamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=False, kw_only=True):  # type: ignore[misc]
     """Resolved sampling parameters of one request: most are rows of the table, and these are what the engine adds or
     receives in another form. (The rows may be changed where callers make them, but not here, hence the ignored rule.)
@@ -49,6 +66,8 @@ class CoreSamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=Fal
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear in the output."""
     structured_output: StructuredOutput | None = None
+    transcript: TranscriptRules | None = None
+    """What may stand in a transcript; None: anything."""
 
 
 DRAWS_NOTHING = CoreSamplingParams(max_tokens=1, seed=0)

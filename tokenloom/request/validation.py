@@ -226,6 +226,19 @@ def _check_repetition_detection(params: Params, limits: Limits, field: str) -> N
         raise InvalidArgument(f"{field}: min_count must be from 2 to {MAX_REPETITION}", field)
 
 
+def _check_transcript(params: Params, limits: Limits, field: str) -> None:
+    if not limits.cross_media_rows:
+        raise InvalidArgument(f"{field} is only for models that write down sound", field)
+    rules = params.transcript
+    for token_ids in (rules.suppressed_token_ids, rules.begin_suppressed_token_ids):
+        if token_ids:
+            _check_token_ids(token_ids, limits, field, limits.vocab_size)
+    if rules.HasField("timestamps"):
+        times = rules.timestamps
+        ids = (times.first_token_id, times.no_timestamps_token_id, times.num_text_ids)
+        _check_token_ids(ids, limits, field)
+
+
 def _check_thinking_token_budget(params: Params, limits: Limits, field: str) -> None:
     if limits.reasoning == types_pb2.REASONING_MODE_UNSPECIFIED:
         raise InvalidArgument(
@@ -286,5 +299,6 @@ _OWN_RULES: dict[str, Callable[[Params, Limits, str], None]] = {
     "repetition_detection": _check_repetition_detection,
     "thinking_token_budget": _check_thinking_token_budget,
     "return_routed_experts": _check_routed_experts,
+    "transcript": _check_transcript,
     "structured_outputs": lambda params, limits, field: check_structured_outputs(params.structured_outputs, field),
 }

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.engine_core.data.core_params import CoreSamplingParams, TimestampRules, TranscriptRules
 
 
 class SeenTokens:
@@ -369,6 +369,79 @@ class Penalties(RowProcessor[tuple[SeenTokens, CoreSamplingParams]]):
         edit.penalties = self._states[row]
 
 
+class _Written:
+    """Holds what the rules of a transcript look at: its number of tokens, the last two, and the last moment of time."""
+
+    def __init__(self, rules: TranscriptRules, output_token_ids: Sequence[int]) -> None:
+        self.rules = rules
+        self.suppressed = np.array(rules.suppressed_token_ids, dtype=np.int64)
+        self.num_tokens = 0
+        self.last_moment: int | None = None
+        self._last_two: tuple[int, int] = (-1, -1)
+        for token_id in output_token_ids:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        self._last_two = self._last_two[1], token_id
+        self.num_tokens += 1
+        if self.rules.timestamps is not None and token_id >= self.rules.timestamps.first_token_id:
+            self.last_moment = token_id
+
+    def ends_with(self, first_moment: int) -> tuple[bool, bool]:
+        """Return whether the last token is a moment, and whether the one before it is, or is missing."""
+        return self._last_two[1] >= first_moment, self.num_tokens < 2 or self._last_two[0] >= first_moment
+
+
+class Transcripts(RowProcessor[_Written]):
+    """Leaves the tokens that may stand in a transcript (the rules of OpenAI's Whisper)."""
+
+    parameters: tuple[str, ...] = ("transcript",)
+
+    def add(
+        self, row: int, params: CoreSamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        assert params.transcript is not None
+        self._states[row] = _Written(params.transcript, output_token_ids)
+
+    def append(self, row: int, token_id: int) -> None:
+        self._states[row].append(token_id)
+
+    def follows_output(self, row: int) -> bool:
+        return True
+
+    def _change(self, logits: LogitsRow, state: _Written) -> None:
+        if not state.num_tokens:
+            logits[list(state.rules.begin_suppressed_token_ids)] = -np.inf
+        logits[state.suppressed] = -np.inf
+        if state.rules.timestamps is not None:
+            _time(logits, state, state.rules.timestamps)
+
+    def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
+        raise NotImplementedError("what a transcript may have next depends on the logits: only the host knows")
+
+
+def _time(logits: LogitsRow, state: _Written, rules: TimestampRules) -> None:
+    """Mask what may not follow in a transcript with moments of time."""
+    first = rules.first_token_id
+    logits[rules.no_timestamps_token_id] = -np.inf
+    is_moment, follows_moment = state.ends_with(first)
+    if is_moment and follows_moment:
+        logits[first:] = -np.inf  # text follows the beginning of a segment
+    elif is_moment:
+        logits[: rules.num_text_ids] = -np.inf  # the next segment, or the end, follows the end of one
+    if state.last_moment is not None:
+        # A segment may begin when the one before it ends, but no segment is empty.
+        logits[first : state.last_moment + (not is_moment or follows_moment)] = -np.inf
+    if not state.num_tokens:
+        logits[:first] = -np.inf
+        if rules.max_initial_index is not None:
+            logits[first + rules.max_initial_index + 1 :] = -np.inf
+    moments = logits[first:].astype(np.float64)
+    largest = moments.max(initial=-np.inf)
+    if largest > -np.inf and largest + np.log(np.exp(moments - largest).sum()) > logits[:first].max(initial=-np.inf):
+        logits[:first] = -np.inf
+
+
 def make_logits_processors() -> LogitsProcessors:
-    """Return all kinds of processors, in vLLM V1's order."""
-    return LogitsProcessors([AllowedTokens(), BadWords(), MinTokens(), LogitBias(), Penalties()])
+    """Return all kinds of processors, in vLLM V1's order; the rules of transcripts compare what the others left."""
+    return LogitsProcessors([AllowedTokens(), BadWords(), MinTokens(), LogitBias(), Penalties(), Transcripts()])

@@ -137,7 +137,7 @@ class FallBack(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "repetition_detection", "structured_outputs", "skip_reading_prefix_cache", "thinking_token_budget", "return_routed_experts", "routed_experts_prompt_start")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "repetition_detection", "structured_outputs", "skip_reading_prefix_cache", "thinking_token_budget", "return_routed_experts", "routed_experts_prompt_start", "transcript")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,7 @@ class SamplingParams(_message.Message):
     THINKING_TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
     RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_PROMPT_START_FIELD_NUMBER: _ClassVar[int]
+    TRANSCRIPT_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -191,7 +192,30 @@ class SamplingParams(_message.Message):
     thinking_token_budget: int
     return_routed_experts: bool
     routed_experts_prompt_start: int
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., repetition_detection: _Optional[_Union[RepetitionDetection, _Mapping]] = ..., structured_outputs: _Optional[_Union[StructuredOutputs, _Mapping]] = ..., skip_reading_prefix_cache: _Optional[bool] = ..., thinking_token_budget: _Optional[int] = ..., return_routed_experts: _Optional[bool] = ..., routed_experts_prompt_start: _Optional[int] = ...) -> None: ...
+    transcript: TranscriptRules
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., repetition_detection: _Optional[_Union[RepetitionDetection, _Mapping]] = ..., structured_outputs: _Optional[_Union[StructuredOutputs, _Mapping]] = ..., skip_reading_prefix_cache: _Optional[bool] = ..., thinking_token_budget: _Optional[int] = ..., return_routed_experts: _Optional[bool] = ..., routed_experts_prompt_start: _Optional[int] = ..., transcript: _Optional[_Union[TranscriptRules, _Mapping]] = ...) -> None: ...
+
+class TranscriptRules(_message.Message):
+    __slots__ = ("suppressed_token_ids", "begin_suppressed_token_ids", "timestamps")
+    SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
+    suppressed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    begin_suppressed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    timestamps: TimestampRules
+    def __init__(self, suppressed_token_ids: _Optional[_Iterable[int]] = ..., begin_suppressed_token_ids: _Optional[_Iterable[int]] = ..., timestamps: _Optional[_Union[TimestampRules, _Mapping]] = ...) -> None: ...
+
+class TimestampRules(_message.Message):
+    __slots__ = ("first_token_id", "no_timestamps_token_id", "num_text_ids", "max_initial_index")
+    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    NO_TIMESTAMPS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TEXT_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_INITIAL_INDEX_FIELD_NUMBER: _ClassVar[int]
+    first_token_id: int
+    no_timestamps_token_id: int
+    num_text_ids: int
+    max_initial_index: int
+    def __init__(self, first_token_id: _Optional[int] = ..., no_timestamps_token_id: _Optional[int] = ..., num_text_ids: _Optional[int] = ..., max_initial_index: _Optional[int] = ...) -> None: ...
 
 class RepetitionDetection(_message.Message):
     __slots__ = ("min_pattern_size", "max_pattern_size", "min_count")

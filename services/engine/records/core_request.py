@@ -17,6 +17,8 @@ from tokenloom.engine_core.data.core_params import (
     LateInteraction,
     PoolingTask,
     StructuredOutput,
+    TimestampRules,
+    TranscriptRules,
 )
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 from tokenloom.engine_core.data.messages import EngineCoreRequest, SessionTurn
@@ -236,6 +238,15 @@ def _read_structured_outputs(constraint: types_pb2.StructuredOutputs) -> Structu
     return StructuredOutput(kind, getattr(constraint, kind))
 
 
+def _read_transcript(rules: types_pb2.TranscriptRules) -> TranscriptRules:
+    times = None
+    if rules.HasField("timestamps"):
+        wire = rules.timestamps
+        most = wire.max_initial_index if wire.HasField("max_initial_index") else None
+        times = TimestampRules(wire.first_token_id, wire.no_timestamps_token_id, wire.num_text_ids, most)
+    return TranscriptRules(tuple(rules.suppressed_token_ids), tuple(rules.begin_suppressed_token_ids), times)
+
+
 # The core takes plain data only: protobuf's repeated fields, maps and messages cannot be encoded for it.
 _READERS: dict[str, Callable[[Any], Any]] = {
     **{name: tuple for name, row in rows(SamplingFields) if isinstance(row, inspect.ListType)},
@@ -245,6 +256,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
         max_pattern_size=wire.max_pattern_size, min_pattern_size=wire.min_pattern_size, min_count=wire.min_count
     ),
     "structured_outputs": _read_structured_outputs,
+    "transcript": _read_transcript,
 }
 
 _MAX_QUERY_ID_CHARS = 256

@@ -167,7 +167,7 @@ def test_structured_outputs_have_limits() -> None:
 
 def test_every_parameter_is_checked_or_refused() -> None:
     """Every field of the contract is a row of the table, or a rule of its own checks it."""
-    of_other_form = {"bad_words", "structured_outputs"}
+    of_other_form = {"bad_words", "structured_outputs", "transcript"}
     assert of_other_form < set(validation._OWN_RULES)
     fields = {field.name for field in SamplingParams.DESCRIPTOR.fields}
     assert fields == {*SamplingFields.__struct_fields__, *of_other_form}

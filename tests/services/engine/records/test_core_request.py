@@ -7,6 +7,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from tests.services.engine.peer import make_add
+from tokenloom.engine_core.data.core_params import TimestampRules, TranscriptRules
 from tokenloom.engine_core.data.embedding_rows import MediaSpan
 from tokenloom.engine_core.data.messages import EngineCoreRequest, SessionTurn
 from tokenloom.engine_core.wire.frames import Decoder, encode
@@ -194,3 +195,26 @@ def test_a_prompt_has_one_sound_beside_it(items: list[types_pb2.MediaItem], erro
     with pytest.raises(InvalidArgument, match=error) as raised:
         to_core_request(with_media(*items), "key", BESIDE, Random(0))
     assert raised.value.field == "media"
+
+
+def test_rules_of_transcripts_reach_the_core() -> None:
+    add = with_media(item(kind=2))
+    add.sampling_params.transcript.suppressed_token_ids.extend([1, 2])
+    add.sampling_params.transcript.begin_suppressed_token_ids.append(3)
+    times = add.sampling_params.transcript.timestamps
+    times.first_token_id, times.no_timestamps_token_id, times.num_text_ids = 60, 59, 50
+    rules = to_core_request(add, "key", BESIDE, Random(0)).sampling_params.transcript
+    assert rules == TranscriptRules((1, 2), (3,), TimestampRules(60, 59, 50))
+    times.max_initial_index = 0
+    rules = to_core_request(add, "key", BESIDE, Random(0)).sampling_params.transcript
+    assert rules == TranscriptRules((1, 2), (3,), TimestampRules(60, 59, 50, 0))
+    times.first_token_id = 100
+    with pytest.raises(InvalidArgument, match="token id 100"):
+        to_core_request(add, "key", BESIDE, Random(0))
+
+
+def test_other_models_refuse_rules_of_transcripts() -> None:
+    add = make_add(1, [1, 2])
+    add.sampling_params.transcript.suppressed_token_ids.append(1)
+    with pytest.raises(InvalidArgument, match="only for models that write down sound"):
+        to_core_request(add, "key", LIMITS, Random(0))

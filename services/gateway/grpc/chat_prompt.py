@@ -81,7 +81,7 @@ def _parts(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, C
     parts = []
     for index, part in enumerate(message.parts):
         kind, field = part.WhichOneof("part"), f"{where}.parts[{index}]"
-        if kind == "image" or kind == "audio":
+        if kind in ("image", "audio"):
             file = ClientFile.of(part.image if kind == "image" else part.audio)
             files[file.digest] = file
             if kind == "image":
@@ -92,8 +92,10 @@ def _parts(where: str, message: inference_pb2.ChatMessage, files: "dict[bytes, C
             parts.append(image_part(f"{field}.image_url", part.image_url))
         elif kind == "audio_url":
             parts.append(sound_part(f"{field}.audio_url", part.audio_url))
-        else:
+        elif kind == "text":
             parts.append({"type": "text", "text": part.text})
+        else:  # what a newer client knows, or nothing
+            raise InvalidArgument(f"{field} must be a text, an image or a sound", field)
     return parts
 
 

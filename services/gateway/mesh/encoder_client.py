@@ -144,13 +144,16 @@ class EncoderClient:
         until, refusal = loop.time() + WAIT_SECONDS, errors.Unavailable(_NO_ENCODER)
         cost, stage = 1 + (0 if file is None else file.num_bytes), self._stage if digest else self._fetches
         while True:
-            for address in _ranked(self._addresses(), digest or part.url.encode()):
+            num_without, addresses = 0, self._addresses()
+            for address in _ranked(addresses, digest or part.url.encode()):
                 if not debt.pay():
                     break
                 await stage.begin(owner.tenant, cost)
                 asked[address] = None
                 try:
-                    return address, await self._put(self._stub(address), part, digest, file, owner)
+                    if (found := await self._put(self._stub(address), part, digest, file, owner)) is not None:
+                        return address, found
+                    num_without += 1
                 except errors.TokenloomError as error:
                     if (cause := cause_of(error)) is None:
                         _name(error, part)
@@ -159,6 +162,8 @@ class EncoderClient:
                     refusal = error  # type: ignore[assignment]
                 finally:
                     stage.end(owner.tenant, cost)
+            if num_without and num_without == len(addresses):
+                raise _unknown(part)
             if loop.time() + AGAIN_SECONDS > until:
                 raise refusal
             await asyncio.sleep(AGAIN_SECONDS)
@@ -170,7 +175,8 @@ class EncoderClient:
 
     async def _put(
         self, stub: _Stub, part: MediaPart, digest: bytes, file: AnyFile | None, owner: FilesOwner
-    ) -> encoder_pb2.PutResponse:
+    ) -> encoder_pb2.PutResponse | None:
+        """Return what an encoder says of a file that it has now; None: it has none, and there is none to send."""
         header = encoder_pb2.PutHeader(
             tenant=owner.tenant,
             cache_salt=owner.salt,
@@ -188,7 +194,7 @@ class EncoderClient:
             if found.has and found.has[0]:
                 return found.facts[0]
             if file is None:
-                raise _unknown(part)
+                return None  # one that was fetched from a URL is where the URL's hash has put it
         sent = ClientFile((await file.read(),), file.num_bytes, digest) if isinstance(file, StoredMedia) else file
         return await _answer(stub, stub.Put(_messages(header, sent)))
 

@@ -129,6 +129,8 @@ def test_parts_may_be_sounds() -> None:
     ("message", "field"),
     [
         (pb.ChatMessage(role="user", content="a", parts=[pb.ContentPart(text="b")]), "chat.messages[0].parts"),
+        (pb.ChatMessage(role="user", parts=[pb.ContentPart()]), "chat.messages[0].parts[0]"),
+        (pb.ChatMessage(role="user", parts=[pb.ContentPart(audio_url="a")]), "chat.messages[0].parts[0].audio_url"),
         (
             pb.ChatMessage(role="user", parts=[pb.ContentPart(image_url="file:///a")]),
             "chat.messages[0].parts[0].image_url",

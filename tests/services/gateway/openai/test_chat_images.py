@@ -174,6 +174,18 @@ async def test_a_uuid_names_an_image_within_its_tenant(vision: Vision) -> None:
     assert vision.num_puts == 1
 
 
+async def test_a_uuid_names_what_was_fetched_from_a_url_too(vision: Vision) -> None:
+    """Which encoder has the file is decided by the URL, and not by the file's digest."""
+    vision.mesh.outputs.auto = ["blue"]
+    for index in range(8):
+        for each in vision.encoders:
+            each.urls[f"https://example.org/{index}.png"] = f"image {index}".encode()
+        shown = part(f"https://example.org/{index}.png", uuid=f"sky {index}")
+        assert (await post(vision.http, shown)).status_code == 200
+        response = await post(vision.http, {"type": "image_url", "image_url": None, "uuid": f"sky {index}"})
+        assert response.status_code == 200, response.text
+
+
 async def test_encoders_fetch_urls(vision: Vision) -> None:
     vision.mesh.outputs.auto = ["blue"]
     for each in vision.encoders:

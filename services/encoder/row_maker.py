@@ -116,7 +116,11 @@ class ImageDecoders:
         """Write the pixels of an image to a slot. Raises ``InvalidArgument`` for a file that cannot be decoded, and as
         :meth:`.HelperPool.run`."""
         job = DecodeJob(data, slot, item.options_json, item.num_in_prompt or 1)
-        return _decoded(await self._decoders.run(msgspec.msgpack.encode(job))).parts
+        try:
+            return _decoded(await self._decoders.run(msgspec.msgpack.encode(job))).parts
+        except (errors.DeadlineExceeded, errors.ResourceExhausted) as error:
+            # Its own doing. Engines repeat what finds no room for half a minute, and each try ended a process.
+            raise errors.InvalidArgument(error.message, "messages") from None
 
     async def _start_headers(self) -> HelperProcess:
         return await self._start_decoding("", HEADER_SECONDS)

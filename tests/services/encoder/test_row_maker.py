@@ -191,3 +191,17 @@ async def test_a_file_that_is_not_prepared_gives_its_slot_back() -> None:
         with pytest.raises(errors.InvalidArgument):
             await maker.make(b"bad", item(b"d"))
     await maker.close()
+
+
+@pytest.mark.parametrize(
+    "error", [errors.DeadlineExceeded("too much time"), errors.ResourceExhausted("too much memory", retry_after=None)]
+)
+async def test_an_image_that_takes_too_much_is_refused(error: errors.TokenloomError) -> None:
+    class Decoders:
+        async def run(self, request: bytes) -> bytes:
+            raise error
+
+    images = ImageDecoders("/model", EncoderSettings.of(model="any"))
+    images._decoders = cast(Any, Decoders())
+    with pytest.raises(errors.InvalidArgument, match=error.message):
+        await images.prepare(b"image", MediaItem(), 0)

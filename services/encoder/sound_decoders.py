@@ -18,7 +18,7 @@ MEMORY_BYTES = 512 << 20
 """Of one sound: the index of a day of MP4 takes 130 MB, and the samples of a piece with its spectrum 60."""
 START_SECONDS = 300.0
 WAIT_SECONDS = 60.0
-"""As long as a piece may take, on a busy machine; a whole sound may take ``BUSY`` times its processor time."""
+"""As long as a piece may take, on a busy machine; a whole sound may take that or ``BUSY`` times its processor time."""
 BUSY = 6
 
 
@@ -34,8 +34,8 @@ class SoundDecoders:
     def __init__(self, path: str, settings: EncoderSettings, seconds: Histogram) -> None:
         """``path``: the checkpoint's directory. ``seconds``: observes those that a whole sound takes."""
         self._path, self._settings, self._seconds = path, settings, seconds
-        wait = BUSY * settings.sound_timeout
-        self._readers = HelperPool(self._start_reader, settings.sound_workers, "decode the sound", wait)
+        self._wait = max(WAIT_SECONDS, BUSY * settings.sound_timeout)
+        self._readers = HelperPool(self._start_reader, settings.sound_workers, "decode the sound", self._wait)
         self._preparers = HelperPool(self._start_preparer, settings.image_workers, "prepare the sound", WAIT_SECONDS)
         self._ready = SoundReady()
         self._slots: tuple[int, ...] = ()
@@ -87,8 +87,7 @@ class SoundDecoders:
         return _checked(await self._preparers.run(msgspec.msgpack.encode(job))).parts
 
     async def _start_reader(self) -> HelperProcess:
-        settings = self._settings
-        return await self._start(settings.sound_timeout, BUSY * settings.sound_timeout, ())
+        return await self._start(self._settings.sound_timeout, self._wait, ())
 
     async def _start_preparer(self) -> HelperProcess:
         return await self._start(self._settings.image_timeout, WAIT_SECONDS, self._slots)

@@ -76,11 +76,14 @@ class MeshHealth:
             "engine": PartState(*engines),
         }
         limits = self._mesh.limits
+        transcribes = info is not None and info.HasField("transcript")
+        reads_media = info is not None and (info.media_kinds or transcribes)
         # Engines with --language-model-only read text, whatever the tokenizer could.
-        if info is not None and info.media_kinds and (limits is None or limits.media_kinds):
+        if reads_media and (limits is None or limits.media_kinds):
             num_serving, num_known = self._mesh.count_encoders()
-            # At least one is missing if there never was any. Requests of text are answered without.
-            parts[ENCODER] = PartState(num_serving, max(num_known, 1), is_needed=False)
+            # At least one is missing if there never was any. Requests of text are answered without, and a model that
+            # transcribes has no others.
+            parts[ENCODER] = PartState(num_serving, max(num_known, 1), is_needed=transcribes)
         return parts
 
     def fall_backs(self) -> list[FallBack]:

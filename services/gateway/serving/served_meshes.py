@@ -128,7 +128,7 @@ class ServedMeshes:
     def missing(self) -> list[str]:
         """Return the parts without which no model is answered now; empty when any is."""
         missing = [missing for _, missing in self.states().values()]
-        return [] if not all(missing) else [part for part in PARTS if any(part in each for each in missing)]
+        return [] if not all(missing) else [part for part in (*PARTS, ENCODER) if any(part in each for each in missing)]
 
     async def publish(self, health: Health) -> None:
         """Make gRPC health follow whether requests are answered, until cancelled."""

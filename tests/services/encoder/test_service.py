@@ -3,6 +3,8 @@
 import contextlib
 import hashlib
 import io
+import struct
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +28,7 @@ from tokenloom.gpu_worker.towers.sound_tower import SoundTower
 from tokenloom.gpu_worker.towers.tower import Tower
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.encoder import sound_decoders
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.encoder.service import EncoderService
 from tokenloom.services.runtime.host.service import running
@@ -169,3 +172,28 @@ async def test_a_sound_takes_no_more_than_its_time(tmp_path: Path, socket_dir: P
         info = await stub.GetEncoderInfo(GetEncoderInfoRequest())
         assert (info.sampling_rate, info.max_piece_samples, info.max_pixels) == (16_000, 480_000, 0)
         assert list(info.media_kinds) == [MEDIA_KIND_AUDIO]
+
+
+async def test_a_long_sound_is_in_no_ones_memory(
+    tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sound_decoders, "MEMORY_BYTES", 24 << 20)
+    checkpoint, minutes = write_whole_sound("qwen2_audio", tmp_path), 20
+    size = minutes * 60 * 32_000
+    head = struct.pack("<4sIHHIIHH4sI", b"fmt ", 16, 1, 1, 16_000, 32_000, 2, 16, b"data", size)
+
+    def arriving() -> Iterator[PutRequest]:
+        yield PutRequest(header=PutHeader(kind=MEDIA_KIND_AUDIO))
+        yield PutRequest(data=b"RIFF" + struct.pack("<I", 36 + size) + b"WAVE" + head)
+        for _ in range(minutes * 60):
+            yield PutRequest(data=bytes(32_000))
+
+    async with serving(checkpoint, socket_dir) as stub:
+        tracemalloc.start()
+        try:
+            facts = await stub.Put(arriving())
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert facts.samples == minutes * 60 * 16_000
+    assert peak < facts.samples * 4 / 8, "of what its samples take"

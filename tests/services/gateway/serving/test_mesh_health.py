@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.loop_clock import pass_time
 from tests.services.gateway.fake_encoders import with_encoders
 from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh, FakeRequest
+from tests.services.gateway.openai.ear import listening
 from tokenloom.process.fall_backs import KINDS
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS
 from tokenloom.services.runtime.host.health import LIVENESS, MEDIA, READINESS
@@ -294,6 +295,15 @@ async def test_a_mesh_whose_model_reads_images_says_that_encoders_are_missing(so
         await mesh.coordinator.set_encoders(**{name: mesh.address(name) for name in names})
         await until_status(http, "ok")
         await until_media(mesh, answered=True)
+
+
+async def test_a_model_that_transcribes_answers_nothing_without_an_encoder(socket_dir: Path) -> None:
+    async with listening(socket_dir) as ear:
+        assert (await until_status(ear.http, "ok"))["parts"]["encoder"] == ok(2)
+        await ear.mesh.coordinator.set_encoders()
+        await until_missing(ear.http, "encoder")
+        assert (await ear.http.get("/health")).status_code == 503
+        await until_grpc_health(ear.mesh, serving=False)
 
 
 async def test_encoders_that_drain_are_not_missing(socket_dir: Path) -> None:

@@ -8,7 +8,8 @@ from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, Parall
 
 from ..parallel.sharding import RankPlace, Shard
 from .mixer_config import state_layout
-from .model_config import ExpertSwitches, MixerSwitches, ModelConfig
+from .model_config import INT8_DYNAMIC, ExpertSwitches, MixerSwitches, ModelConfig
+from .quantization.entries import CompressedTensors
 
 
 def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:
@@ -83,7 +84,6 @@ def check_options(config: EngineConfig) -> None:
         return
     options = {
         "speculative_config": config.speculative is not None,
-        "quantization": config.worker.quantization is not None,
         "runner pooling": config.worker.runner == "pooling",
         "pooler_config": config.worker.pooler_config is not None,
         "kv_transports with decode_context_parallel_size": context > 1 and bool(config.kv.transports),
@@ -286,9 +286,13 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
     num_layers = config.num_layers if mixer is None else len(mixer.layers)
     if place.num_stages > num_layers:
         raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {num_layers} layers")
-    if config.scheme is not None or config.quantization is not None:
-        method = config.quantization or (config.scheme.name if config.scheme else "")
-        raise ValueError(f"quantization: {method} is not supported with several workers yet; use one worker")
+    rounds = isinstance(config.scheme, CompressedTensors) and config.scheme.int8_inputs
+    if size > 1 and (rounds or config.quantization == INT8_DYNAMIC):
+        # Each rank would round its part of a row by that part's largest number, and not by the row's.
+        raise ValueError(
+            "quantization: inputs that are rounded to int8 are not supported with tensor_parallel_size yet; use one "
+            "worker"
+        )
     if config.has_class_head or not config.has_output:
         raise ValueError("models that only pool are not supported with several workers yet; use one worker")
 

@@ -115,9 +115,8 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         if found.state_chunk:
             config.check_states(found.state_chunk)
         return found
-    if not place.is_whole and (found.by == "encoder" or is_gguf(path)):
-        what = "encoders are" if found.by == "encoder" else f"{path}: GGUF files are"
-        raise ValueError(f"{what} not supported with several workers; use one worker")
+    if not place.is_whole and found.by == "encoder":
+        raise ValueError("encoders are not supported with several workers; use one worker")
     if found.config is None:
         _check_module_encoder(path, config.max_model_len)
         return found

@@ -16,7 +16,7 @@ from ..parallel.ranks import ONLY_RANK, Ranks
 from ..parallel.sharding import Dimension, length, total
 from .directory_source import DirectorySource
 from .files.config_reader import weight_files
-from .files.quantized_weight import PackedWeight, fill_rows
+from .files.quantized_weight import PackedWeight, fill_rows, take_part
 from .gguf.source import GgufSource
 from .quantization.entries import Scheme
 
@@ -176,7 +176,7 @@ class Checkpoint:
             return tensor
         if self.device.type == "meta":
             return torch.empty(tuple(map(length, shape)), dtype=dtype or self.dtype, device="meta")
-        tensor = fill_rows(stored, dtype or self.dtype, self.device)
+        tensor = take_part(fill_rows(stored, dtype or self.dtype, self.device), shape)
         self._count_copied(stored.shape[0] * stored.shape[1] * stored.bits // 8)
         return tensor
 
@@ -273,16 +273,6 @@ class Checkpoint:
 def _indices(dimension: Dimension) -> Tensor | None:
     """Return which entries of a dimension this rank has; None: all."""
     return None if isinstance(dimension, int) else take_part(torch.arange(total(dimension)), (dimension,))
-
-
-def take_part(whole: Tensor, shape: Sequence[Dimension]) -> Tensor:
-    """Return this rank's part of a tensor of a checkpoint: a view of whole rows, otherwise a contiguous copy."""
-    part = whole
-    for number, dimension in enumerate(shape):
-        if not isinstance(dimension, int):
-            runs = [part.narrow(number, first, end - first) for first, end in dimension.ranges]
-            part = (runs[0] if len(runs) == 1 else torch.cat(runs, number)).contiguous()
-    return part
 
 
 def _open(path: Path, scheme: Scheme | None) -> WeightSource:

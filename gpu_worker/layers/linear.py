@@ -4,6 +4,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +27,14 @@ from ..checkpoint.weights import Linear as Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
 from ..kernels.library import uses_triton
 from ..parallel.group import RankGroup
-from ..parallel.sharding import Dimension, length
+from ..parallel.sharding import Dimension, length, total
 from .fp8_linear import MULTIPLE, Fp8Linear, WidenedLinear, can_round
 from .panel_linear import PackedLinear, PanelLinear, can_pack, outruns_onednn
 from .quantized_linear import GROUP, Int8Linear, QuantizedLinear
 
 log = logging.getLogger(__name__)
+Cut: TypeAlias = tuple[Dimension, Dimension]
+"""The outputs and inputs of a weight that a rank has."""
 
 
 class PlainLinear:
@@ -212,12 +215,13 @@ def _load_linear(
     pairs = list(zip(names, outputs, strict=True))
     biases = [_take_bias(checkpoint, name, rows, unbiased) for name, rows in pairs] if bias else []
     merged_bias = _merge(biases) if biases else None
-    is_whole = all(isinstance(each, int) for each in (inputs, *outputs))  # ranks read plain tensors only
-    if is_whole and quantization is None and checkpoint.dtype != torch.float32:
-        taken = [checkpoint.take_packed(f"{name}.weight", length(rows), length(inputs)) for name, rows in pairs]
+    if quantization is None and checkpoint.dtype != torch.float32:
+        taken = [checkpoint.take_packed(f"{name}.weight", total(rows), total(inputs)) for name, rows in pairs]
         packed = [each for each in taken if each is not None]
-        if len(packed) == len(pairs) and (layer := make_packed(packed, merged_bias, checkpoint.device)) is not None:
-            return layer
+        if len(packed) == len(pairs):
+            cuts = [(rows, inputs) for rows in outputs]
+            if (layer := make_packed(packed, merged_bias, checkpoint.device, cuts)) is not None:
+                return layer
     weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
     return _make_joined(weights, merged_bias, quantization)
 
@@ -239,36 +243,41 @@ def load_conv1d(
     return _summed(make_linear(weight.t().contiguous(), bias, quantization), checkpoint, inputs)
 
 
-def make_packed(packed: Sequence[PackedWeight], bias: Tensor | None, device: torch.device) -> Linear | None:
+def make_packed(
+    packed: Sequence[PackedWeight], bias: Tensor | None, device: torch.device, cuts: Sequence[Cut] | None = None
+) -> Linear | None:
     """Make one layer of weights that are stored in few bits, and whose outputs follow each other, which keeps them so;
-    None if no kernel fits all of them."""
+    None if no kernel fits all of them. ``cuts``: the outputs and inputs of each that this rank has; None: all."""
     if device.type != "cpu":
         return None  # the kernels would read the device's addresses as the host's
-    floats = [each.floats() for each in packed if isinstance(each, PackedFloats)]
-    weights = [each for each in floats if each is not None]
+    cuts = [each.shape for each in packed] if cuts is None else cuts
+    floats = [(each.floats(), cut) for each, cut in zip(packed, cuts, strict=True) if isinstance(each, PackedFloats)]
+    weights = [each.part(*cut) for each, cut in floats if each is not None]
     try:
-        return WidenedLinear(weights, bias) if len(weights) == len(packed) else _make_integers(packed, bias)
+        return WidenedLinear(weights, bias) if len(weights) == len(packed) else _make_integers(packed, bias, cuts)
     except KernelsUnavailable as error:
         if device.type != "meta":
             warn_unavailable(f"quantized layers are unpacked at load: {error}")
         return None
 
 
-def _make_integers(packed: Sequence[PackedWeight], bias: Tensor | None) -> Linear | None:
+def _make_integers(packed: Sequence[PackedWeight], bias: Tensor | None, cuts: Sequence[Cut]) -> Linear | None:
     inputs = packed[0].shape[1]
     by_channel = all(each.bits == 8 and each.group == inputs and not each.has_offsets for each in packed)
     if by_channel and all(each.rounds_inputs for each in packed):
-        weights = [each.quantized() for each in packed]
+        weights = [each.quantized().part(*cut) for each, cut in zip(packed, cuts, strict=True)]
         values, scales = _merge([each.values for each in weights]), _merge([each.scales for each in weights])
         return Int8Linear(values, bias, scales.flatten())
-    floats = [each.whole() for each in packed if isinstance(each, PackedFloats4)]
+    pairs = list(zip(packed, cuts, strict=True))
+    floats = [each.whole().part(*cut) for each, cut in pairs if isinstance(each, PackedFloats4)]
     groups = {each.group for each in packed}
     if len(floats) < len(packed) and (len(groups) > 1 or (group := groups.pop()) is None or group % GROUP):
         return None
     if len(floats) == len(packed):
         merged = (_merge([each.blocks for each in floats]), _merge([each.exponents for each in floats]))
         return QuantizedLinear(Float4Weight(*merged), bias)
-    return QuantizedLinear(_merge_quantized([each.quantized() for each in packed]), bias)
+    # A rank unpacks the integers of one whole matrix, and keeps its part of them.
+    return QuantizedLinear(_merge_quantized([each.quantized().part(*cut) for each, cut in pairs]), bias)
 
 
 def _merge_quantized(weights: list[QuantizedWeight]) -> QuantizedWeight:

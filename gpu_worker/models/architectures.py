@@ -8,7 +8,6 @@ from types import ModuleType
 import torch
 
 from tokenloom.engine_core.data.config import LoadFormat
-from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..checkpoint.dummy_source import DummySource
@@ -186,8 +185,6 @@ class ModelLoader:
         )
 
     def _check_for_ranks(self, path: Path) -> None:
-        if is_gguf(path):
-            raise ValueError(f"{path.name}: several workers read no GGUF file yet; use one worker")
         if self._by_transformers(path):
             raise ValueError("model_impl: transformers' modules are not divided among several workers; use one worker")
         self.check(path)

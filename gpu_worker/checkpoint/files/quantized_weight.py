@@ -2,8 +2,9 @@
 layer's weight as small integers with a scale for each group of inputs, and rounds weights to it."""
 
 import ctypes
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from ...kernels.compiler import KernelsUnavailable
 from ...kernels.library import load_quantized
 from ...kernels.threads import kernel_threads
+from ...parallel.sharding import Dimension, ShardedDimension, length
 
 _LEAST, _LARGEST = -8, 7
 """The levels of four bits."""
@@ -22,6 +24,27 @@ _EXTREMES = (8.4, 7.9, 7.4)
 """Levels, as a positive number, to which the largest number of a group may be scaled; above 8 it is clipped."""
 _AT_ONCE = 1 << 18
 """Numbers that are rounded at a time, so that the float32 copies made on the way stay in the processor's cache."""
+
+
+def take_part(whole: Tensor, shape: Sequence[Dimension]) -> Tensor:
+    """Return this rank's part of a tensor of a checkpoint: a view of whole rows, otherwise a contiguous copy."""
+    part = whole
+    for number, dimension in enumerate(shape):
+        if not isinstance(dimension, int):
+            runs = [part.narrow(number, first, end - first) for first, end in dimension.ranges]
+            part = (runs[0] if len(runs) == 1 else torch.cat(runs, number)).contiguous()
+    return part
+
+
+def _part_of_groups(groups: Tensor, group: int, outputs: Dimension, inputs: Dimension) -> tuple[Tensor, int]:
+    """Return the entries [out, groups] of these outputs and inputs, and how many inputs share one. A part that begins
+    or ends within a group has smaller groups, several of which share an entry."""
+    if isinstance(inputs, int) or groups.shape[1] == 1:  # one group of all inputs is each part's
+        return take_part(groups, (outputs, groups.shape[1])), min(group, length(inputs))
+    step = math.gcd(group, *(border for borders in inputs.ranges for border in borders))
+    groups = groups.repeat_interleave(group // step, dim=1) if step < group else groups
+    runs = tuple((first // step, end // step) for first, end in inputs.ranges)
+    return take_part(groups, (outputs, ShardedDimension(groups.shape[1], runs))), step
 
 
 @dataclass(frozen=True)
@@ -59,6 +82,14 @@ class QuantizedWeight:
             grouped += self.offsets[..., None]
         return grouped.view(outputs, inputs).to(dtype)
 
+    def part(self, outputs: Dimension, inputs: Dimension) -> "QuantizedWeight":
+        """Return the weight of these outputs and inputs."""
+        scales, group = _part_of_groups(self.scales, self.group, outputs, inputs)
+        offsets = None
+        if self.offsets is not None:
+            offsets, _ = _part_of_groups(self.offsets, self.group, outputs, inputs)
+        return QuantizedWeight(take_part(self.values, (outputs, inputs)), scales, offsets, group)
+
     @staticmethod
     def _describe(tensor: Tensor) -> str:
         return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
@@ -74,6 +105,11 @@ class FloatWeight:
     """[out, ceil(in / group)] float32."""
     group: int
     """How many inputs share a scale."""
+
+    def part(self, outputs: Dimension, inputs: Dimension) -> "FloatWeight":
+        """Return the weight of these outputs and inputs."""
+        scales, group = _part_of_groups(self.scales, self.group, outputs, inputs)
+        return FloatWeight(take_part(self.values, (outputs, inputs)), scales, group)
 
 
 _FLOATS4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -93,6 +129,14 @@ class Float4Weight:
     def shape(self) -> tuple[int, int]:
         """Return (outputs, inputs)."""
         return self.blocks.shape[0], 2 * self.blocks.shape[1]
+
+    def part(self, outputs: Dimension, inputs: Dimension) -> "Float4Weight":
+        """Return the weight of these outputs and inputs. Raises :class:`KernelsUnavailable` for inputs that begin or
+        end within a group."""
+        exponents, group = _part_of_groups(self.exponents, 32, outputs, inputs)
+        if group < 32:
+            raise KernelsUnavailable("a rank's inputs begin or end within 32 that share an exponent")
+        return Float4Weight(_part_of_groups(self.blocks, 2, outputs, inputs)[0], exponents)
 
     def dequantize(self) -> Tensor:
         """Return the weight [out, in], float32."""

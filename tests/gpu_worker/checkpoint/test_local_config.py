@@ -131,7 +131,6 @@ def test_what_cannot_be_divided_is_named(config: ModelConfig, place: RankPlace, 
     ("name", "changes"),
     [
         ("speculative_config", {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2)}),
-        ("quantization", {"worker": WorkerConfig(quantization="int4")}),
         ("runner pooling", {"worker": WorkerConfig(runner="pooling")}),
     ],
 )
@@ -142,11 +141,14 @@ def test_options_that_need_one_worker_are_named(name: str, changes: dict[str, ob
         check_options(replace(config, parallel=parallel(2)))
 
 
-def test_transformers_modules_and_gguf_files_are_refused(tmp_path: Path) -> None:
+def test_transformers_modules_are_refused() -> None:
     ranks = Ranks(RankPlace(0, 2))
     with pytest.raises(ValueError, match="transformers' modules are not divided"):
         ModelLoader(model_impl="transformers", ranks=ranks).load(DEMO)
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"model\.gguf: several workers read no GGUF file"):
-        ModelLoader(ranks=ranks).load(file)
+
+
+def test_inputs_that_ranks_would_round_apart_are_refused() -> None:
+    config = dataclasses.replace(load_model_config(DEMO), quantization="int8-dynamic")
+    local_config(config, RankPlace(0, 1, 0, 2))
+    with pytest.raises(ValueError, match="rounded to int8 are not supported with tensor_parallel_size"):
+        local_config(config, RankPlace(0, 2))

@@ -77,9 +77,9 @@ def parallel_config_hash(facts: dict[str, str]) -> bytes:
 
 def check_states(config: EngineConfig, model: ModelInfo) -> None:
     """Raise ``ValueError``, naming the setting, for what an engine cannot do with a model whose layers keep a state."""
+    config.check_states(model.state_chunk if model.state_bytes else 0)
     if not model.state_bytes:
         return
-    config.check_states(model.state_chunk)
     if config.kv.transports and not model.pool_is_on_host:
         raise ValueError(
             "layers of this model keep a state between tokens, which moves between pools of hosts only; do not set "

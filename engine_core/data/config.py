@@ -198,7 +198,7 @@ class CacheConfig(Struct, frozen=True):
     state_memory_bytes: Annotated[
         Count | None,
         "Bytes of the KV cache's memory that hold the states of layers that keep one; by default a share by how many "
-        "tokens' KV a state is as large as.",
+        "tokens' KV a state is as large as. Refused for a model without such layers.",
     ] = None
     gpu_memory_utilization: Annotated[
         Annotated[float, Meta(gt=0, le=1)],
@@ -421,7 +421,11 @@ class EngineConfig(Struct, frozen=True):
 
     def check_states(self, chunk: int) -> None:
         """Raise ``ValueError``, naming the settings, for what excludes layers that keep a state between tokens, and
-        that compute prompts in chunks of so many tokens."""
+        that compute prompts in chunks of so many tokens. 0: no layer does, which excludes memory for states."""
+        if not chunk:
+            if self.cache.state_memory_bytes is not None:
+                raise ValueError("state_memory_bytes: no layer of this model keeps a state; leave it out")
+            return
         settings = {
             "decode_context_parallel_size above 1": self.parallel.decode_context_parallel_size > 1,
         }

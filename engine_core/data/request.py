@@ -116,10 +116,13 @@ class SessionReturn(NamedTuple):
     keep_ns: int = 0
 
 
+_NONE = frozenset[int]()
+
+
 class RequestState:
     """Holds the slot of a request, which has the state after all of its computed tokens."""
 
-    __slots__ = ("draft_slot", "fork", "hit", "is_kept", "lent_slot", "slot")
+    __slots__ = ("draft_slot", "fork", "hit", "is_kept", "last", "lent_slot", "message", "slot")
 
     def __init__(self) -> None:
         self.slot = -1
@@ -128,6 +131,10 @@ class RequestState:
         """Whether the slot must stay as it is, because it may be hit: the next step writes to another one."""
         self.draft_slot = -1
         """The slot that takes the state after the drafts of the step in work; -1: it has none."""
+        self.last = 0
+        """After how many tokens of the prompt the last state is kept; 0: none is."""
+        self.message = 0
+        """The same of the message before the prompt's last one."""
         self.lent_slot = -1
         """The slot that takes the state after all known tokens, because another engine will read it; -1: none does, or
         it has it by now."""
@@ -163,6 +170,7 @@ class RequestKV:
         "session",
         "skip_reading_prefix_cache",
         "state",
+        "stop_token_ids",
     )
 
     def __init__(
@@ -209,6 +217,8 @@ class RequestKV:
         """Prompt tokens whose KV was found when the request was first scheduled."""
         self.num_external_cached_tokens = 0
         """The part of them that came from another engine or tier."""
+        self.stop_token_ids: frozenset[int] = _NONE
+        """They end messages in its prompt as they end its output."""
         self.state: RequestState | None = None
         """Its slot for the states of layers that keep one; None: it has none, or the model keeps no state."""
 
@@ -339,6 +349,7 @@ class Request:
             self.routed_rows,
             message.media,
         )
+        self.kv.stop_token_ids = self.stop_token_ids
         self.kv.num_prompt_tokens = self.num_prompt_tokens
         """What the KV cache and its connectors know of it."""
 

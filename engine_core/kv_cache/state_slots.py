@@ -23,6 +23,8 @@ FORK_TOKENS = 1024
 # A prompt of 160 k tokens that is preempted near its end would begin again.
 FAR_TOKENS = 16_384
 """A state is kept after each multiple of so many tokens of a prompt."""
+_LONGEST_MESSAGE = 16_384
+"""So many tokens at the end of a prompt are searched for the ends of its messages, which takes half a millisecond."""
 
 
 class _Kept(NamedTuple):
@@ -32,6 +34,8 @@ class _Kept(NamedTuple):
     request: RequestKV
     num_tokens: int
     state: RequestState
+    is_spare: bool = False
+    """Whether it gives way to all others."""
 
 
 class StateSlotPool:
@@ -88,7 +92,9 @@ class StateSlotPool:
         self.pool.release([each.slot for each in kept] + self._read)
         self._read = []
         for each, is_first in zip(kept, is_new, strict=True):
-            if is_first and each.state.hit:
+            if is_first and each.is_spare:
+                self.pool.demote(each.slot)
+            elif is_first and each.state.hit:
                 self._demote(each.state)
 
     def can_run(self, state: RequestState) -> bool:
@@ -120,8 +126,8 @@ class StateSlotPool:
             state.is_kept, position = is_kept, stop
             if is_kept:
                 self.pool.share([state.slot])
-                self._kept.append(_Kept(state.slot, request, stop, state))
-        if end >= self._last_boundary(request):
+                self._kept.append(_Kept(state.slot, request, stop, state, is_spare=stop == state.message))
+        if end >= state.last:
             self._prompts.pop(request.request_id, None)
 
     def add_drafts(self, request: RequestKV, num_drafts: int) -> None:
@@ -227,8 +233,10 @@ class StateSlotPool:
             state.slot = slot
         if (num_found - num_hits) * self._block_size >= self.fork_tokens:
             state.fork = num_found * self._block_size // self.boundary * self.boundary
-        if (last := self._last_boundary(request)) > num_hits * self._block_size:
-            self._prompts[request.request_id] = (request, last)
+        if self._keeps_any:
+            self._choose_ends(request, state)
+        if state.last > num_hits * self._block_size:
+            self._prompts[request.request_id] = (request, state.last)
 
     def lend(self, request: RequestKV) -> int:
         """Choose the slot for the state after all tokens of an admitted request, which another engine will read.
@@ -248,7 +256,7 @@ class StateSlotPool:
             self.pool.release([state.slot])
         [state.slot] = self.pool.allocate(1)
         state.is_kept, state.hit = False, b""
-        if num_tokens >= self._last_boundary(request):
+        if num_tokens >= state.last:
             self._prompts.pop(request.request_id, None)
 
     def finish_load(self, request: RequestKV) -> None:
@@ -319,22 +327,41 @@ class StateSlotPool:
         """Return whether only its owner has a slot, so that nothing but a later hit is lost if it changes in place."""
         return slot >= 0 and self.pool.ref_counts[slot] == 1
 
-    def _last_boundary(self, request: RequestKV) -> int:
-        """Return after how many tokens of a prompt the last state is kept; 0: none is."""
-        if not self._keeps_any:
-            return 0
-        return (request.num_prompt_tokens - (2 if self.is_strict else 1)) // self.boundary * self.boundary
+    def _choose_ends(self, request: RequestKV, state: RequestState) -> None:
+        """Choose after which tokens near the end of a prompt states are kept.
+
+        The stop tokens in a prompt say where its messages end. What a template writes behind the last one opens the
+        answer, and may stand in no later prompt. A client that changes its last message goes on from the one before.
+        """
+        length = request.num_prompt_tokens
+        ends = list[int]()
+        if stop_token_ids := request.stop_token_ids:
+            tokens = request.all_token_ids
+            for index in range(length - 1, max(0, length - _LONGEST_MESSAGE) - 1, -1):
+                if tokens[index] in stop_token_ids:
+                    ends.append(index + 1)
+                    if len(ends) == 2:
+                        break
+        last = length - (2 if self.is_strict else 1)
+        if ends and length - ends[0] <= self.boundary:
+            last = min(last, ends[0])
+        state.last = last // self.boundary * self.boundary
+        if len(ends) == 2 and (before := ends[1] // self.boundary * self.boundary) < state.last:
+            state.message = before
 
     def _boundaries(self, request: RequestKV, begin: int, end: int) -> Iterable[int]:
         """Return after how many tokens in (begin, end] a state is to be kept."""
-        if not self._keeps_any:
+        state = request.state
+        if not self._keeps_any or state is None:
             return ()
-        last = self._last_boundary(request)
+        last = state.last
         if self.keeps_all:
-            step, most = self.boundary, min(end, last) if self.is_strict else end
+            step, most = self.boundary, end
+            if self.is_strict:
+                most = min(end, (request.num_prompt_tokens - 2) // step * step)
             return range((begin // step + 1) * step, most + 1, step)
         step = self.far_tokens // self.boundary * self.boundary
-        stops = {last, min(request.state.fork, last) if request.state is not None else last}
+        stops = {last, min(state.fork, last), state.message}
         if step:
             stops.update(range((begin // step + 1) * step, min(end, last) + 1, step))
         return [stop for stop in stops if begin < stop <= end]

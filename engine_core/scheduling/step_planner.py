@@ -434,6 +434,9 @@ class StepPlanner:
             most = min(most, num_before)
             num_tokens, cut = min(num_tokens, most), most if most == num_before else 0
         if kv.media and kv.num_computed_tokens < kv.media[-1].end:
+            if self._states is not None:
+                # A tenant's share may be less than a chunk, which the rows of an image do not round up to.
+                num_tokens = max(num_tokens, min(most, self._states.fewest_tokens(kv, kv.num_computed_tokens)))
             wanted, most = num_tokens, self._media_chunk(request, num_tokens, num_missing, plan)
             # Rows of an image may come only when the tokens before them are computed, so they end a chunk anywhere.
             num_tokens, cut = most, most if most < wanted else 0

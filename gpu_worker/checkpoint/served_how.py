@@ -124,8 +124,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         local_config(found.config, place)
         check_kv_dtype(found.config, config.cache.dtype)
         check_chunks(found.config, config.cache.block_size)
-        if found.state_chunk:
-            config.check_states(found.state_chunk)
+        config.check_states(found.state_chunk)
         if found.config.cross_rows:
             config.check_cross()
         if worker.batch_invariant:

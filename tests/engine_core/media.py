@@ -39,14 +39,14 @@ def make_media(
     return request
 
 
-def expected(request: EngineCoreRequest, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """Return the tokens of a request whose every row is right."""
+def expected(request: EngineCoreRequest, vocab_size: int = VOCAB_SIZE, state_chunk: int = 0) -> list[int]:
+    """Return the tokens of a request whose every row is right. ``state_chunk``: the worker's."""
     prompt = list(request.prompt_token_ids)
     for span in request.media:
         whole = rows_of(span.rows_key)
         rows = whole[span.row_offset : span.row_offset + span.num_tokens]
         prompt[span.position : span.end] = embeds_ids(EmbedsSpan(span.position, rows))
-    return expected_tokens(prompt, request.sampling_params.max_tokens, vocab_size)
+    return expected_tokens(prompt, request.sampling_params.max_tokens, vocab_size, state_chunk=state_chunk)
 
 
 class RowClient:

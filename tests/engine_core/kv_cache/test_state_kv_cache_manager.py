@@ -300,3 +300,54 @@ class TestStrict:
         manager.admit(request, [])
         compute(manager, request, 22)
         assert [count for count, _, _ in spans(manager)] == [16, 2, 1, 1, 1, 1]
+
+
+END = 399
+
+
+def chat(*messages: list[int], header: int = 3) -> list[int]:
+    """Return a prompt of messages that a stop token ends, with the tokens that open the answer."""
+    return [token for message in messages for token in (*message, END)] + list(range(300, 300 + header))
+
+
+def begin_chat(manager: StateKVCacheManager, name: str, token_ids: list[int]) -> RequestKV:
+    request = RequestKV(name, token_ids)
+    request.stop_token_ids = frozenset({END})
+    manager.admit(request, manager.find_cached_blocks(request))
+    compute(manager, request, len(token_ids) - request.num_computed_tokens)
+    step(manager)
+    return request
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_changed_last_message_begins_behind_the_one_before(chunk: int) -> None:
+    manager = make(chunk=chunk)
+    system = list(range(14))
+    manager.free(begin_chat(manager, "a", chat(system, list(range(30, 50)))))
+    changed = RequestKV("b", chat(system, list(range(60, 75))))
+    assert len(manager.find_cached_blocks(changed)) * SIZE == 12, "the whole blocks of the first message"
+
+
+def test_a_state_lies_before_what_opens_the_answer() -> None:
+    """A template may write other tokens there when the answer has become a message of the history."""
+    manager = make()
+    manager.free(begin_chat(manager, "a", chat(list(range(18)), header=3)))
+    later = RequestKV("b", [*range(18), END, 7, 8, 9, *range(50, 60)])
+    assert len(manager.find_cached_blocks(later)) * SIZE == 16
+
+
+def test_ends_of_earlier_messages_are_given_up_first() -> None:
+    manager = make(num_slots=4)
+    manager.free(begin_chat(manager, "a", chat(list(range(14)), list(range(30, 50)))))
+    earlier, last = manager.states.pool._by_hash
+    assert next(iter(manager.states.pool._cached)) == manager.states.pool.find(earlier)
+    for index in range(2):
+        manager.free(begin_chat(manager, f"b{index}", list(range(100 + 20 * index, 117 + 20 * index))))
+    assert manager.states.pool.find(earlier) is None
+    assert manager.states.pool.find(last) is not None
+
+
+def test_a_prompt_without_stop_tokens_keeps_its_end_alone() -> None:
+    manager = make()
+    manager.free(begin_chat(manager, "a", list(range(30))))
+    assert len(manager.states.pool._by_hash) == 1

@@ -2,11 +2,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tests.engine_core.helpers import make_request
+from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.engine_core.invariants import check_counts
+from tests.engine_core.media import RowClient, image, make_media
 from tests.engine_core.planned_steps import make_scheduler, step
+from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 
 
@@ -134,3 +138,17 @@ def test_a_whole_chunk_of_a_state_ends_before_the_first_embedding(position: int)
         ends.append(ends[-1] + step(scheduler)[0].num_scheduled_tokens["a"])
     assert position in ends
     assert all(end % 8 == 0 for end in ends[:-1] if end != position)
+
+
+@pytest.mark.parametrize("num_requests", [3, 6])
+@pytest.mark.parametrize("budget", [24, 32, 48])
+def test_a_share_of_less_than_a_whole_chunk_is_rounded_up_before_an_image(budget: int, num_requests: int) -> None:
+    """A tenant's share of a step is cut to the rows of the image first, and no token was left of it."""
+    config = make_config(block_size=4, num_blocks=400, budget=budget, max_model_len=200, caching=False)
+    worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256, state_chunk=16, state_bytes=10_000)
+    client = RowClient(EngineCore(config, UniProcExecutor(worker)))
+    spans = [image(70, 10, f"image {index}") for index in range(num_requests)]
+    requests = [make_media(f"r{index}", span, length=100, tenant=f"t{index % 3}") for index, span in enumerate(spans)]
+    client.add(*requests)
+    client.finish()
+    assert [len(client.tokens[request.request_id]) for request in requests] == [5] * num_requests

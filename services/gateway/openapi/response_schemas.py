@@ -408,6 +408,7 @@ class MeshState(msgspec.Struct):
     max_model_len: Annotated[int | None, Meta(description="Limit of prompt and output tokens.")]
     max_logprobs: Annotated[int | None, Meta(description="Limit of log probabilities per token.")]
     reads_images: Annotated[bool, Meta(description="Whether the model and an encoder read images.")]
+    reads_sounds: Annotated[bool, Meta(description="Whether the model and an encoder read sounds in chats.")]
     missing: Annotated[list[str], Meta(description="Services without which requests are not answered now.")]
     live: Annotated[int, Meta(description="Outputs in progress at this gateway.")]
     placement: Annotated[str | None, Meta(description="Rule by which engines are chosen.")]

@@ -35,7 +35,8 @@ def mesh_state(mesh: ServedMesh) -> dict[str, object]:
         "model": mesh.model,
         "max_model_len": limits.max_model_len if limits else None,
         "max_logprobs": limits.max_logprobs if limits else None,
-        "reads_images": _reads_images(mesh),
+        "reads_images": _reads(mesh, MediaKind.MEDIA_KIND_IMAGE),
+        "reads_sounds": _reads(mesh, MediaKind.MEDIA_KIND_AUDIO),
         "missing": missing,
         "live": mesh.generator.num_live,
         "placement": mesh.view.placement,
@@ -45,10 +46,10 @@ def mesh_state(mesh: ServedMesh) -> dict[str, object]:
     }
 
 
-def _reads_images(mesh: ServedMesh) -> bool:
-    """Return whether the model reads images and there is, or was, an encoder for them."""
+def _reads(mesh: ServedMesh, kind: MediaKind) -> bool:
+    """Return whether prompts may hold files of a kind and there is, or was, an encoder for them."""
     limits = mesh.health.limits()
-    reads = limits is not None and MediaKind.MEDIA_KIND_IMAGE in limits.media_kinds
+    reads = limits is not None and kind in limits.media_kinds and not limits.cross_media_rows
     return reads and bool(mesh.view.known_encoders)
 
 
@@ -127,8 +128,8 @@ _TYPES: Mapping[str, bytes] = {
 }
 # The page runs only its own files and connects only to its own gateway; no other page may show it in a frame.
 _POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src data:; "
+    b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = (
     (b"cache-control", b"no-cache"),  # keep it, and ask whether it has changed

@@ -5,14 +5,14 @@ import { byId, html, setText } from "./dom.js";
 const listeners = new Set();
 let chosen; // undefined: the first model of the gateway
 let served;
-let offerImages = () => {};
+let offerFiles = () => {};
 
 /** Call a function when another model was chosen. */
 export const onModel = (listener) => listeners.add(listener);
 
-/** Call a function with whether the mesh reads images, whenever the gateway reports it. */
-export const onImages = (listener) => {
-  offerImages = listener;
+/** Call a function with whether the mesh reads images, and sounds, whenever the gateway reports it. */
+export const onFiles = (listener) => {
+  offerFiles = listener;
 };
 
 /** Return the name of the model; undefined until the gateway has reported it. */
@@ -22,9 +22,9 @@ export const modelName = () => chosen ?? served;
 export const ofModel = (path) => (chosen === undefined ? path : `${path}?model=${encodeURIComponent(chosen)}`);
 
 /** Show the model, or a choice if there are several. */
-export const showModels = ({ model, models, reads_images }) => {
+export const showModels = ({ model, models, reads_images, reads_sounds }) => {
   served = model;
-  offerImages(reads_images);
+  offerFiles(reads_images, reads_sounds);
   const select = byId("models");
   const isChoice = models.length > 1;
   byId("model").hidden = isChoice;

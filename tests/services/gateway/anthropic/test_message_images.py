@@ -63,6 +63,8 @@ async def test_images_of_tools(vision: Vision) -> None:
     [
         (image(b"bad"), "messages[0].content[1].source.data"),
         ({"type": "image"}, "messages[0].content[1].source"),
+        ({"type": "video", "source": {"type": "base64"}}, "messages[0].content[1].type: 'video'"),
+        ({"type": "audio", "source": {"type": "base64"}}, "messages[0].content[1].type: 'audio'"),
         ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "messages[0].content[1].source.type"),
         ({"type": "image", "source": {"type": "base64"}}, "messages[0].content[1].source.media_type"),
         ({"type": "image", "source": {"type": "url", "url": "ftp://a"}}, "messages[0].content[1].source.url"),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
 from tokenloom.v1 import coordinator_pb2, types_pb2
@@ -40,7 +41,20 @@ async def test_whether_the_model_reads_images(mesh: FakeMesh, http: httpx.AsyncC
     await mesh.coordinator.set_engines("engine-5")
     assert not (await until(http, "engine-5", "serving"))["reads_images"]
     await mesh.coordinator.set_encoders(encoder="unix:/a")
-    assert (await until(http, "encoder", "serving"))["reads_images"]
+    seen = await until(http, "encoder", "serving")
+    assert (seen["reads_images"], seen["reads_sounds"]) == (True, False)
+
+
+@pytest.mark.parametrize("cross_rows", [0, 1500])
+async def test_whether_prompts_hold_sounds(mesh: FakeMesh, http: httpx.AsyncClient, cross_rows: int) -> None:
+    """Those of a model that transcribes have them beside them."""
+    kinds = [types_pb2.MEDIA_KIND_AUDIO]
+    limits = types_pb2.ModelLimits(max_model_len=512, media_kinds=kinds, cross_media_rows=cross_rows)
+    mesh.coordinator.limits = limits
+    await mesh.coordinator.set_engines("engine-5")
+    await mesh.coordinator.set_encoders(encoder="unix:/a")
+    seen = await until(http, "encoder", "serving")
+    assert (seen["reads_images"], seen["reads_sounds"]) == (False, not cross_rows)
 
 
 async def test_a_lost_engine_is_named_until_it_returns(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

@@ -8,7 +8,7 @@ export class Message {
     this.id = ++lastId;
     this.role = role; // user, assistant or tool
     this.content = content;
-    this.pictures = pictures; // of a user: {name, url}, each a data: URL
+    this.pictures = pictures; // of a user, and sounds: {name, url}, each a data: URL
     this.reasoning = "";
     this.toolCalls = []; // of an assistant: {id, name, arguments, result}
     this.tokens = []; // with log probabilities, if asked for: {text, logprob, alternatives}
@@ -57,10 +57,14 @@ export class Conversation {
   }
 }
 
-/** Return the content of a user's message: its text, behind its pictures if it has any. */
+const partOf = ({ url }) => (url.startsWith("data:image/")
+  ? { type: "image_url", image_url: { url } }
+  : { type: "audio_url", audio_url: { url } });
+
+/** Return the content of a user's message: its text, behind its pictures and sounds if it has any. */
 export const contentOf = (text, pictures) => {
   if (!pictures.length) return text;
-  const shown = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  const shown = pictures.map(partOf);
   return text ? [...shown, { type: "text", text }] : shown;
 };
 

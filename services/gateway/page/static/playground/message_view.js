@@ -17,7 +17,7 @@ export class MessageView {
     this.reasoning = html("details", { class: "reasoning", hidden: true, open: true },
       html("summary", {}, "Reasoning"), html("div"));
     this.tools = html("div");
-    this.pictures = html("ul", { class: "pictures", "aria-label": "Images" });
+    this.pictures = html("ul", { class: "pictures", "aria-label": "Images and sounds" });
     this.error = html("p", { class: "problem", role: "alert", hidden: true });
     this.foot = html("div");
     this.bar = html("span", { class: "message-actions" });

@@ -1,14 +1,19 @@
-// Holds the pictures that the next message shows: chosen, dropped or pasted, each with a button that removes it.
+// Holds the pictures that the next message shows, or the sounds that it plays: chosen, dropped or pasted, each with a button
+// that removes it.
 
 import { byId, button, html, setText } from "../dom.js";
 import { megabytes } from "../numbers.js";
 
-const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
+const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const MAX_BYTES = 20 << 20; // of a file, as encoders have it by default; a stricter gateway says so itself
 
-/** Return pictures as a list, named by their files. `remove`: called with the one whose button is pressed; undefined: no buttons. */
+const shown = ({ name, url }) => (url.startsWith("data:image/")
+  ? html("img", { src: url, alt: name, title: name })
+  : html("audio", { src: url, controls: true, "aria-label": name, title: name }));
+
+/** Return pictures and sounds as a list, named by their files. `remove`: called with the one whose button is pressed; undefined: no buttons. */
 export const pictureList = (pictures, remove) => pictures.map((each) => html("li", {},
-  html("img", { src: each.url, alt: each.name, title: each.name }),
+  shown(each),
   remove && button("×", () => remove(each), { "aria-label": `Remove ${each.name}`, title: "Remove" })));
 
 const read = (file) => new Promise((resolve, reject) => {
@@ -18,9 +23,13 @@ const read = (file) => new Promise((resolve, reject) => {
   reader.readAsDataURL(file);
 });
 
-/** Return why a file cannot be shown to the model; empty if it can. */
-const problemOf = (file) => {
-  if (!TYPES.includes(file.type)) return `${file.name} is no PNG, JPEG, WebP or GIF.`;
+/** Return why a file cannot be shown to the model; empty if it can. `types`: what the model reads. */
+const problemOf = (file, types) => {
+  const isSound = types.includes("audio/*") && file.type.startsWith("audio/");
+  if (!isSound && !types.includes(file.type)) {
+    const wanted = [...(types.includes(IMAGES[0]) ? ["PNG, JPEG, WebP or GIF"] : []), ...(types.includes("audio/*") ? ["sound"] : [])];
+    return `${file.name} is no ${wanted.join(" and no ")}.`;
+  }
   if (file.size > MAX_BYTES) return `${file.name} has ${megabytes(file.size)}, more than ${megabytes(MAX_BYTES)}.`;
   return "";
 };
@@ -28,7 +37,7 @@ const problemOf = (file) => {
 export class Pictures {
   constructor() {
     this.chosen = []; // {name, url}, each a data: URL
-    this.isRead = false; // whether the mesh reads images
+    this.types = []; // of the files that the mesh reads
     this.list = byId("pictures");
     this.note = byId("picture-note");
     this.input = byId("picture-files");
@@ -67,7 +76,7 @@ export class Pictures {
   async add(files) {
     const problems = new Set();
     for (const file of [...files]) {
-      const problem = this.isRead ? problemOf(file) : "No images are read here.";
+      const problem = this.types.length ? problemOf(file, this.types) : "No images and no sounds are read here.";
       if (problem) problems.add(problem);
       else await read(file).then((picture) => this.chosen.push(picture), (error) => problems.add(error.message));
     }
@@ -96,9 +105,12 @@ export class Pictures {
     this.list.replaceChildren(...pictureList(this.chosen, (each) => this.remove(each)));
   }
 
-  /** Offer images only if the mesh reads them. */
-  allow(isRead) {
-    this.isRead = isRead;
-    byId("add-pictures").hidden = !isRead;
+  /** Offer images and sounds only if the mesh reads them. */
+  allow(images, sounds) {
+    this.types = [...(images ? IMAGES : []), ...(sounds ? ["audio/*"] : [])];
+    this.input.accept = this.types.join(",");
+    const add = byId("add-pictures");
+    add.hidden = !this.types.length;
+    setText(add, images && sounds ? "Files" : sounds ? "Sounds" : "Images");
   }
 }

@@ -1,7 +1,7 @@
 // Lets a conversation with the model run: send, stop, regenerate, edit.
 
 import { byId, html } from "../dom.js";
-import { modelName, onImages } from "../model.js";
+import { modelName, onFiles } from "../model.js";
 import { receive } from "./answer_stream.js";
 import { startCodeDialog } from "./code_dialog.js";
 import { Conversation, Message, contentOf } from "./conversation.js";
@@ -173,7 +173,7 @@ export const startPlayground = () => {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !document.querySelector("dialog[open]")) playground.stop();
   });
-  onImages((isRead) => playground.pictures.allow(isRead));
+  onFiles((images, sounds) => playground.pictures.allow(images, sounds));
   byId("stop").addEventListener("click", () => playground.stop());
   byId("new-chat").addEventListener("click", () => playground.clear());
   byId("toggle-settings").addEventListener("click", toggleSettings);

@@ -301,7 +301,8 @@ class ModelRunner:
         """Return the results of the prompts that are pooled and complete."""
         assert self._pooler is not None, "the core refuses such requests"
         rows, ends, begins = (array.tolist() for array in (inputs.rows, inputs.seq_lens, inputs.cu_query_lens))
-        results = self._batch.pooled.pool(self._pooler, rows, ends, begins, hidden)
+        attended = {} if inputs.cross is None else inputs.cross.attended
+        results = self._batch.pooled.pool(self._pooler, rows, ends, begins, hidden, attended)
         return {inputs.req_ids[index]: result for index, result in results.items()}
 
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:

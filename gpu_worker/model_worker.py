@@ -46,6 +46,7 @@ from .numerics import numerics_of
 from .ops.ops_choice import make_ops
 from .parallel.ranks import ONLY_RANK, join_ranks
 from .platform.platform import Platform, check_device
+from .pooling.alignment import Aligner
 from .pooling.pooler import Pooler, check_pooling, make_pooler
 from .speculation.drafting import Drafting
 from .step_recordings import StepRecordings, make_recorded_steps
@@ -326,7 +327,7 @@ class ModelWorker:
 
     def check_weights(self, path: str) -> None:
         self._require_slot().check(Path(path))
-        if self._ranks.place.is_alone:
+        if self._ranks.place.is_alone and not self._model.config.cross_rows:
             info, head = (None, None) if self._pooler is None else (self._pooler.info, self._pooler.head)
             config = self._kv_config
             check_pooling(info, Path(path), self._config.worker, config.hidden_size, head, config.has_output)
@@ -408,6 +409,8 @@ class ModelWorker:
         if not self._ranks.place.is_alone:
             return None
         config, model = self._config.worker, self._model
+        if model.config.cross_rows:
+            return Aligner.of_model(model.config)
         head = model.head if isinstance(model, DecoderModel) else None
         path, hidden_size, has_output = self._require_slot().path, model.config.hidden_size, model.config.has_output
         return make_pooler(path, config, hidden_size, head, is_encoder=False, has_output=has_output)

@@ -87,6 +87,8 @@ class PoolingTask(enum.IntEnum):
     """One vector for each token of the prompt."""
     TOKEN_CLASSIFY = 5
     """The probabilities of the classes for each token of the prompt."""
+    ALIGN = 6
+    """For each token of the prompt, the row of the sound beside it at which the token is spoken."""
 
     @property
     def is_by_token(self) -> bool:
@@ -113,9 +115,11 @@ class CorePoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defau
     first_part_tokens: int = 0
     """Tokens of the prompt's first part, which have token type 0, and those after it 1; 0: all have type 0."""
     skipped_tokens: int = 0
-    """So many tokens at the begin of the prompt take no part in the vector of the prompt."""
+    """So many tokens at the begin of the prompt take no part in the vector of the prompt, or in the alignment."""
     late_interaction: LateInteraction | None = None
     """Only with ``TOKEN_EMBED``: the vectors stay in the core."""
+    aligned_rows: int = 0
+    """With ``ALIGN``: rows of the sound in which something may be spoken; 0: all."""
 
 
 class ModelPooling(msgspec.Struct, frozen=True):

@@ -49,14 +49,20 @@ NUM_CLASSES = 2
 _NUM_COLUMNS = 8
 
 
-def hash_pooling(*, generates: bool) -> ModelPooling:
-    """Return what the hash worker pools: everything."""
+def hash_pooling(*, generates: bool, aligns: bool = False) -> ModelPooling:
+    """Return what the hash worker pools: everything, or only times with a sound beside prompts (``aligns``)."""
+    if aligns:
+        return ModelPooling((PoolingTask.ALIGN,), frozenset((PoolingTask.ALIGN,)))
     by_token = frozenset(task for task in PoolingTask if task.is_by_token)
-    return ModelPooling(tuple(PoolingTask), by_token, generates=generates, matryoshka=True, vector_size=_NUM_COLUMNS)
+    tasks = tuple(task for task in PoolingTask if task is not PoolingTask.ALIGN)
+    return ModelPooling(tasks, by_token, generates=generates, matryoshka=True, vector_size=_NUM_COLUMNS)
 
 
 def hash_pooled(prefix: npt.NDArray[np.int32], params: CorePoolingParams) -> Floats:
     """Pool ``prefix`` [n, 2], which holds token ids and positions: a task by token hashes each row, others all rows."""
+    if params.task is PoolingTask.ALIGN:  # a row for each token
+        rows = np.arange(len(prefix), dtype=np.float32) - params.skipped_tokens
+        return np.clip(rows, 0, params.aligned_rows - 1 if params.aligned_rows else None)
     is_vector = params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
     if params.task.is_by_token:
         logits = np.stack([_numbers(row) for row in prefix])

@@ -186,7 +186,7 @@ class HashWorker:
             numerics="hash" if self._states is None else f"hash/state{self._states.chunk}",
             hidden_size=self._hidden_size,
             experts_per_token=self._experts_per_token,
-            pooling=hash_pooling(generates=self._config.runner != "pooling"),
+            pooling=hash_pooling(generates=self._config.runner != "pooling", aligns=self._cross_rows > 0),
             state_bytes=self._state_bytes,
             state_chunk=1 if self._states is None else self._states.chunk,
             media=self._media_traits(),

@@ -16,6 +16,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from ..device.device_link import to_device
 from .attention_backend import TOKENWISE, AttentionBackend, AttentionPlan, IntArray, KVCache, ScoreRule
+from .cache import elements
 
 Int32s = npt.NDArray[np.int32]
 
@@ -36,6 +37,9 @@ class StepRows(NamedTuple):
     """[R, blocks]: where the keys and values of each request's rows lie."""
     written: Sequence[WrittenRows]
     """What this step writes."""
+    attended: dict[int, list[Tensor]]
+    """For requests that ask for it, by their index in [0, R): the weights [heads, n, num_rows] with which their tokens
+    attend to the rows in chosen heads, a part for each layer that has some. The layers add them."""
 
 
 class CrossBackend:
@@ -115,6 +119,19 @@ class CrossPlan:
         for writer, each in zip(self._writers, written, strict=True):
             # Copied: arrays from a message are read-only, which torch does not support.
             yield writer, to_device(each.rows.copy(), self._device).to(dtype)
+
+    def note_weights(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule, heads: Sequence[int]) -> None:
+        """Add the weights of these heads of a layer for the requests that ask for them."""
+        if self._step is None:
+            return
+        for request, parts in self._step.attended.items():
+            begin, end = self._cu_query_lens[request : request + 2].tolist()
+            blocks = elements(kv_cache[0][torch.from_numpy(self._step.tables[request]).to(kv_cache.device)])
+            keys = blocks.transpose(0, 1).flatten(1, 2)[:, : self._backend.num_rows, : query.shape[2]].float()
+            chosen = query[begin:end, heads].transpose(0, 1).float()
+            shared = query.shape[1] // len(keys)
+            scores = chosen @ keys[[head // shared for head in heads]].transpose(1, 2) * rule.scale
+            parts.append(scores.softmax(-1))
 
     def tables(self) -> Int32s:
         """Return where the keys and values of each request's rows lie, [R, blocks]."""

@@ -310,7 +310,7 @@ class InputBatch:
                 self._gathered = None if drafts else gathered
                 self._inputs = StepInputs(step_rows.req_ids, rows, *gathered, drafts=drafts)
             if self._cross is not None:
-                return replace(self._inputs, cross=self._cross.step(step_rows.req_ids, rows, media_rows))
+                return replace(self._inputs, cross=self._cross.step(step_rows.req_ids, rows, media_rows, self.pooled))
             if not self.media.images:
                 return self._inputs
             lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
@@ -323,7 +323,7 @@ class InputBatch:
             if self.prompt_embeds.live:
                 self.prompt_embeds.settle(rows, inputs.seq_lens)
             if self._cross is not None:
-                return replace(inputs, cross=self._cross.step(step_rows.req_ids, rows, media_rows))
+                return replace(inputs, cross=self._cross.step(step_rows.req_ids, rows, media_rows, self.pooled))
             if not self.media.images:
                 return inputs
         starts = inputs.seq_lens.astype(np.int64) - lengths

@@ -1,12 +1,13 @@
 """Holds the images of the batch's rows: where their rows enter a step, which rotary positions tokens have behind and
 inside them, and which of their tokens see later ones. No step of requests without images comes here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 
@@ -159,13 +160,23 @@ class CrossRows:
         for req_id, blocks in block_ids.items():
             self._tables[row_of[req_id]] = blocks
 
-    def step(self, req_ids: Sequence[str], rows: Ints, given: Mapping[str, list[EmbedsSpan]]) -> StepRows:
+    def step(
+        self,
+        req_ids: Sequence[str],
+        rows: Ints,
+        given: Mapping[str, list[EmbedsSpan]],
+        aligned: Collection[int] = (),
+    ) -> StepRows:
         """Return what the requests of a step, in these rows of the batch, have beside their prompts. ``given``: the
-        rows that came with the step, by request."""
+        rows that came with the step, by request. ``aligned``: rows of the batch whose requests ask when tokens are
+        spoken."""
         written = [
             WrittenRows(index, span.rows) for index, req_id in enumerate(req_ids) for span in given.get(req_id, ())
         ]
-        return StepRows(self._tables[rows], written)
+        attended: dict[int, list[Tensor]] = {}
+        if aligned:
+            attended = {index: [] for index, row in enumerate(rows.tolist()) if row in aligned}
+        return StepRows(self._tables[rows], written, attended)
 
 
 def _parts(span: EmbedsSpan) -> tuple[int, npt.NDArray[np.float32]]:

@@ -1,6 +1,7 @@
 """Reads the configuration of a checkpoint by its family. Absent entries take the defaults of the family's class in
 transformers. Nothing here imports torch: the checks before a start read the same."""
 
+import json
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,7 @@ def load_model_config(
     check_quantization(quantization)
     return replace(
         config,
+        alignment_heads=_alignment_heads(path, config) if config.cross_rows else (),
         quantization=quantization,
         scheme=scheme,
         has_class_head=has_class_head,
@@ -415,7 +417,7 @@ _OF_TOWER = (
 )
 """Entries of Whisper's encoder, which the service of encoders reads, and of its training."""
 _OF_TRANSCRIPTS = (
-    *("is_encoder_decoder", "decoder_layerdrop", "forced_decoder_ids", "median_filter_width", "alignment_heads"),
+    *("is_encoder_decoder", "decoder_layerdrop", "forced_decoder_ids", "alignment_heads"),
     *("use_weighted_layer_sum", "classifier_proj_size", "scale_embedding"),
 )
 """Entries of other classes, of what is made of the tokens, and one that the decoder's class does not use."""
@@ -430,7 +432,23 @@ def _add_whisper(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
         raise reader.unsupported(
             "max_source_positions", f"must be at least max_target_positions = {config.max_model_len}"
         )
-    return replace(config, cross_rows=rows)
+    width = reader.take_int("median_filter_width", 7)
+    if width % 2 == 0:
+        raise reader.error("median_filter_width", "must be odd")
+    return replace(config, cross_rows=rows, median_filter_width=width)
+
+
+def _alignment_heads(path: Path, config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Return what ``generation_config.json`` names. Raises ``ValueError`` for a head that the model does not have."""
+    file = path / "generation_config.json"
+    try:
+        named = json.loads(file.read_text(encoding="utf-8")).get("alignment_heads") or [] if file.is_file() else []
+        heads = tuple((int(layer), int(head)) for layer, head in named)
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{file}: alignment_heads must be a list of pairs of a layer and a head") from None
+    if any(not (0 <= layer < config.num_layers and 0 <= head < config.num_heads) for layer, head in heads):
+        raise ValueError(f"{file}: alignment_heads names a head that the model does not have")
+    return heads
 
 
 def _read_opt(reader: ConfigReader, hidden_size: int) -> OPTSwitches:

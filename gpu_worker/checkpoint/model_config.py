@@ -324,6 +324,11 @@ class ModelConfig:
     cross_rows: int = 0
     """Rows of the sound beside a prompt, to which each layer attends behind its own tokens; 0: prompts have none."""
 
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """(layer, head) of those whose attention to a sound says when a token is spoken; empty: none is named."""
+    median_filter_width: int = 7
+    """How many rows of a sound are smoothed together for that."""
+
     shard: Shard = WHOLE
     """Which part of each layer this rank computes; the numbers of heads, and the intermediate sizes, are its own."""
     first_layer: int = 0

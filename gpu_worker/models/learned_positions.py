@@ -53,12 +53,15 @@ class CrossAttention:
         self._out = load_linear(checkpoint, [f"{prefix}.out_proj"], heads, [hidden], True, config.quantization)
         self._head_size = config.head_size
         self._rule = ScoreRule(config.attention_scales[layer], sees_images=True)
+        self._timing_heads = [head for of, head in config.alignment_heads if of == config.first_layer + layer]
 
     def __call__(self, x: Tensor, kv_cache: KVCache, plan: CrossPlan) -> Tensor:
         for writer, rows in plan.written(x.dtype):
             key, value = self._key_value(rows).view(len(rows), -1, self._head_size).chunk(2, dim=1)
             writer.write_kv(key, value, kv_cache)
         query = self._query(x).view(x.shape[0], -1, self._head_size)
+        if self._timing_heads:
+            plan.note_weights(query, kv_cache, self._rule, self._timing_heads)
         return self._out(plan.attend_rows(query, kv_cache, self._rule).flatten(1))
 
 

@@ -1,9 +1,10 @@
 """Turns hidden states of prompts into vectors, classes and scores."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -250,7 +251,13 @@ class PooledRows(dict[int, PooledPrompt]):
     """Holds the batch rows whose prompts are pooled. A step without such rows costs one dict lookup."""
 
     def pool(
-        self, pooler: Pooler, rows: list[int], ends: list[int], cu_query_lens: list[int], hidden: Tensor
+        self,
+        pooler: Pooler,
+        rows: list[int],
+        ends: list[int],
+        cu_query_lens: list[int],
+        hidden: Tensor,
+        attended: Mapping[int, Sequence[Tensor]] = MappingProxyType({}),
     ) -> dict[int, Floats]:
         """Add the states of a step. Returns the results of prompts that are complete, by index in the step.
 
@@ -259,6 +266,7 @@ class PooledRows(dict[int, PooledPrompt]):
             ends: [R] how many tokens of each are computed after the step.
             cu_query_lens: [R + 1] where the tokens of each begin.
             hidden: [T, hidden_size]
+            attended: By index in the step, weights that take the place of the states: see ``StepRows``.
         """
         results = {}
         for index, row in enumerate(rows):
@@ -266,7 +274,10 @@ class PooledRows(dict[int, PooledPrompt]):
                 continue
             if prompt.states is None:
                 prompt.states = pooler.start(prompt.params)
-            prompt.states.add(hidden[cu_query_lens[index] : cu_query_lens[index + 1]])
+            if index in attended:
+                prompt.states.add(torch.cat(list(attended[index])))
+            else:
+                prompt.states.add(hidden[cu_query_lens[index] : cu_query_lens[index + 1]])
             if ends[index] == prompt.num_tokens:
                 results[index] = pooler.finish(prompt.states, prompt.params)
         return results

@@ -1,10 +1,14 @@
 """Whisper's decoder gives transformers' tokens, however its requests are computed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from tests.checkpoints.whisper_checkpoint import ALIGNMENT_HEADS
 from tests.parity.transcripts import Transcript, TranscriptEngine, transcript_reference
+from tokenloom.engine_core.data.core_params import CorePoolingParams, PoolingTask
 
 
 def wanted() -> list[list[int]]:
@@ -67,3 +71,40 @@ def test_other_dtypes_give_nearly_the_tokens(quantization: Any) -> None:
     found = TranscriptEngine(transcript_reference(), **options).transcribe(cases())
     equal = [text[0] == right[0] for text, right in zip(found, wanted(), strict=True)]
     assert sum(equal) >= 4, (found, wanted())
+
+
+class Outputs(dict[str, Any]):
+    """What transformers' ``generate`` would return, as far as it reads it when it aligns tokens."""
+
+    def __init__(self, cross_attentions: Any, sequences: Any) -> None:
+        super().__init__()
+        self.cross_attentions, self.sequences = cross_attentions, sequences
+
+
+@torch.inference_mode()
+def times_of(case: Transcript, num_frames: int | None) -> list[float]:
+    """Return the row at which transformers takes each token to be spoken; the last one has that of the one before."""
+    model, ids = transcript_reference().model, torch.tensor([case.prompt + case.tokens])
+    encoded = torch.from_numpy(case.rows)[None]
+    found = model.model.decoder(ids, encoder_hidden_states=encoded, output_attentions=True).cross_attentions
+    times = model._extract_token_timestamps(
+        Outputs([found], ids), ALIGNMENT_HEADS, 1.0, num_frames=num_frames, num_input_ids=len(case.prompt)
+    )
+    rows: list[float] = times[0, :-1].tolist()
+    return rows
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 8, "max_num_seqs": 4}, {"attention_backend": "torch"}])
+def test_tokens_are_timed_as_by_transformers(options: dict[str, Any]) -> None:
+    engine = TranscriptEngine(transcript_reference(), prefix_caching=True, **options)
+    names = []
+    for index, case in enumerate(cases()):
+        spoken = replace(case, prompt=case.prompt + case.tokens)
+        rows = 0 if index % 2 else 700
+        pooling = CorePoolingParams(PoolingTask.ALIGN, skipped_tokens=len(case.prompt), aligned_rows=rows)
+        names.append(engine.add(spoken, 1, pooling))
+    engine.add(cases()[0])  # another request decodes meanwhile
+    engine.run([*names, "transcript-6"])
+    for index, (name, case) in enumerate(zip(names, cases(), strict=True)):
+        assert engine.pooled[name].tolist() == times_of(case, None if index % 2 else 1400), index
+    assert len({tuple(engine.pooled[name].tolist()) for name in names}) == len(names)

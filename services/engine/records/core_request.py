@@ -274,7 +274,7 @@ def to_core_pooling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -
     validation.check_pooling_prompt(add.prompt.token_ids, limits, field="prompt")
     if add.prompt.embeds:
         raise InvalidArgument("prompt embeddings cannot be pooled; send token ids", "prompt_embeds")
-    if add.prompt.media:
+    if add.prompt.media and wire.task != types_pb2.POOLING_TASK_ALIGN:
         raise InvalidArgument("images and sounds cannot be pooled; send text", "media")
     if add.accepted_token_ids or add.hold_kv or add.HasField("kv_source"):
         raise InvalidArgument("a pooling request has no output tokens and moves no KV", "pooling_params")
@@ -290,6 +290,7 @@ def to_core_pooling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -
         first_part_tokens=wire.first_part_tokens,
         skipped_tokens=wire.skipped_tokens,
         late_interaction=_late_interaction(wire),
+        aligned_rows=wire.aligned_rows,
     )
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_PUTS: Final = 8
-"""Files that are on their way to encoders; further ones wait for their tenants' turns."""
+"""Files that are on their way to an encoder; further ones wait for their tenants' turns."""
 MAX_FETCHES: Final = 8
 """Files that encoders fetch; a slow host must not take the turns of files that are here."""
 MAX_WAITING: Final = 4096
@@ -74,10 +74,9 @@ class EncoderClient:
         self._channels = channels
         self._draw_id = draw_id
         self.kept = kept
-        self._links: dict[str, tuple[grpc.aio.Channel, _Stub]] = {}  # by address
+        self._links: dict[str, _Link] = {}  # by address
         loop = asyncio.get_running_loop()
         self._budget = RetryBudget(loop.time)
-        self._stage = FairStage(MAX_PUTS, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING_BYTES)
         self._fetches = FairStage(
             MAX_FETCHES, "images to fetch", max_waiting=MAX_WAITING, max_cost=MAX_WAITING, leaves_spare=True
         )
@@ -98,8 +97,8 @@ class EncoderClient:
     async def close(self) -> None:
         """End all calls."""
         await self._tasks.close()
-        for channel, _ in self._links.values():
-            await channel.close()
+        for link in self._links.values():
+            await link.channel.close()
 
     def digest_of(self, part: MediaPart, tenant: str) -> bytes:
         """Return the digest of a part's file; empty: it is only at a URL. Raises ``InvalidArgument`` for a name that is
@@ -142,16 +141,18 @@ class EncoderClient:
         loop, debt = asyncio.get_running_loop(), RetryDebt(self._budget)
         self._budget.add_request()
         until, refusal = loop.time() + WAIT_SECONDS, errors.Unavailable(_NO_ENCODER)
-        cost, stage = 1 + (0 if file is None else file.num_bytes), self._stage if digest else self._fetches
+        cost = 1 + (0 if file is None else file.num_bytes)
         while True:
             num_without, addresses = 0, self._addresses()
             for address in _ranked(addresses, digest or part.url.encode()):
                 if not debt.pay():
                     break
+                link = self._link(address)
+                stage = link.turns if digest else self._fetches
                 await stage.begin(owner.tenant, cost)
                 asked[address] = None
                 try:
-                    if (found := await self._put(self._stub(address), part, digest, file, owner)) is not None:
+                    if (found := await self._put(link.stub, part, digest, file, owner)) is not None:
                         return address, found
                     num_without += 1
                 except errors.TokenloomError as error:
@@ -205,13 +206,13 @@ class EncoderClient:
         """Return the addresses of those that drain too: they wait until the files that they have are released."""
         return {entry.identity.address for entry in self._view.known_encoders}
 
-    def _stub(self, address: str) -> _Stub:
+    def _link(self, address: str) -> "_Link":
         if address not in self._links:
             for left in self._links.keys() - self._known():
-                self._tasks.spawn(self._links.pop(left)[0].close(LEAVE_SECONDS), name="close a channel to an encoder")
-            channel = self._channels.open(address, "encoder")
-            self._links[address] = channel, encoder_pb2_grpc.EncoderStub(channel)
-        return self._links[address][1]
+                channel = self._links.pop(left).channel
+                self._tasks.spawn(channel.close(LEAVE_SECONDS), name="close a channel to an encoder")
+            self._links[address] = _Link(self._channels.open(address, "encoder"))
+        return self._links[address]
 
     async def _release(self, address: str, owner: FilesOwner) -> None:
         request = encoder_pb2.ReleaseFilesRequest(request_id=owner.request_id, tenant=owner.tenant)
@@ -221,11 +222,24 @@ class EncoderClient:
             if address not in self._known():  # it is gone, and its memory with it
                 return
             try:
-                await self._stub(address).ReleaseFiles(request, timeout=RELEASE_SECONDS)
+                await self._link(address).stub.ReleaseFiles(request, timeout=RELEASE_SECONDS)
                 return
             except grpc.aio.AioRpcError as failure:
                 log.debug("encoder %s: %s", address, failure.code().name)
             await asyncio.sleep(AGAIN_SECONDS * 2**attempt)
+
+
+class _Link:
+    """Leads to one encoder.
+
+    Attributes:
+        turns: Of its own, so that an encoder that does not answer holds up no files of the others.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.stub: _Stub = encoder_pb2_grpc.EncoderStub(channel)
+        self.turns = FairStage(MAX_PUTS, "images", max_waiting=MAX_WAITING, max_cost=MAX_WAITING_BYTES)
 
 
 class RequestMedia:

@@ -38,7 +38,7 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
         self.error: errors.TokenloomError | None = None  # of all calls
         self.answering = asyncio.Event()  # it says nothing while this is not set
         self.answering.set()
-        self.asked = asyncio.Event()  # by any call
+        self.asked, self.num_asked = asyncio.Event(), asyncio.Semaphore(0)  # by any call
         self.was_left = asyncio.Event()  # by a call that was cancelled before its answer
         self.fetching = asyncio.Event()  # URLs are answered while it is set
         self.fetching.set()
@@ -104,6 +104,7 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServicer):
 
     async def _check(self, context: Any) -> None:
         self.asked.set()
+        self.num_asked.release()
         try:
             await self.answering.wait()
         except asyncio.CancelledError:

@@ -319,6 +319,26 @@ async def test_files_of_a_silent_encoder_are_put_at_another(vision: Vision, monk
     assert [list(other.files.values()), list(silent.files.values())] == [images, []]
 
 
+async def test_a_silent_encoder_holds_up_no_files_of_the_others(vision: Vision) -> None:
+    vision.mesh.outputs.auto = ["blue"]
+    silent, other = (vision.mesh.address(f"encoder-{index}") for index in range(2))
+
+    def is_silents(data: bytes) -> bool:
+        return encoder_client._ranked([silent, other], hashlib.sha256(data).digest())[0] == silent
+
+    images = [b"image %d" % number for number in range(100)]
+    stuck = list(filter(is_silents, images))[: encoder_client.MAX_PUTS + 1]
+    (free, *_) = (data for data in images if not is_silents(data))
+    vision.encoders[0].answering.clear()
+    calls = [asyncio.create_task(post(vision.http, part(data))) for data in stuck]
+    for _ in range(encoder_client.MAX_PUTS):
+        await asyncio.wait_for(vision.encoders[0].num_asked.acquire(), SOON)
+    assert (await post(vision.http, part(free))).status_code == 200
+    assert not any(call.done() for call in calls)
+    vision.encoders[0].answering.set()
+    assert [(await call).status_code for call in calls] == [200] * len(calls)
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_an_encoder_that_drains_gets_word_of_the_end(vision: Vision, is_lost: bool) -> None:
     call = asyncio.create_task(post(vision.http, part(IMAGE)))

@@ -21,8 +21,6 @@ from .multipart import Upload, boundary_of
 
 STEP_BYTES: Final = 1 << 20
 """Of a body without a length, room is taken in such steps."""
-WRITE_BYTES: Final = 256 << 10
-"""Written at a time, in a thread."""
 
 
 class SpooledFile:
@@ -128,19 +126,14 @@ class SoundUploads:
     async def _fill(
         self, exchange: HttpExchange, upload: Upload, share: TenantShare, held: ExitStack, length: int | None
     ) -> None:
-        gathered, num_bytes, room = bytearray(), 0, STEP_BYTES if length is None else length
+        num_bytes, room = 0, STEP_BYTES if length is None else length
         try:
             async for piece in exchange.body.stream(self.max_bytes + FORM_BYTES, length):
-                gathered += piece
                 num_bytes += len(piece)
                 while num_bytes > room:
                     held.callback(share.take_sound(STEP_BYTES, self.room).release)
                     room += STEP_BYTES
-                if len(gathered) >= WRITE_BYTES:
-                    data = bytes(gathered)
-                    gathered.clear()
-                    await asyncio.to_thread(upload.write, data)
-            await asyncio.to_thread(upload.write, bytes(gathered))
+                await asyncio.to_thread(upload.write, piece)
         except OSError as error:
             raise storage_fails(error) from error
         upload.close()

@@ -189,9 +189,9 @@ class SoundCalls:
                     opened = await held.enter_async_context(opens())
                     break
                 except errors.ResourceExhausted as refusal:
-                    if loop.time() >= until:
-                        raise
                     seconds = refusal.retry_after or 1.0
+                    if loop.time() + seconds > until:
+                        raise
                 await asyncio.sleep(seconds)
             yield opened
 

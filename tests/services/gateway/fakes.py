@@ -63,8 +63,12 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.tool_format_json = b""
         self.max_sentence_tokens = self.skipped_tokens = 0
         self.media_kinds: Sequence[types_pb2.MediaKind] = ()
+        self.vocab_size = 256
         self.transcript: tokenizer_pb2.TranscriptTraits | None = None
         self.transcripts: list[tokenizer_pb2.EncodeTranscriptRequest] = []
+        self.make_transcript: (
+            Callable[[tokenizer_pb2.EncodeTranscriptRequest], tokenizer_pb2.TokenizedPrompt] | None
+        ) = None
         self.calls = 0
         self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
         self.prompts: list[tokenizer_pb2.EncodeRequest] = []
@@ -105,6 +109,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         """The prompt is the text before, the language and the task, each byte a token."""
         await self._count(context)
         self.transcripts.append(request)
+        if self.make_transcript is not None:
+            return tokenizer_pb2.EncodeTranscriptResponse(prompt=self.make_transcript(request))
         text = f"{request.previous_text}^{request.language}{request.task or ''}"
         prompt = tokenizer_pb2.TokenizedPrompt(token_ids=text.encode())
         options = b"%d+%d" % (request.start, request.samples)
@@ -127,7 +133,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         await self.tells.wait()
         return tokenizer_pb2.GetTokenizerInfoResponse(
             fingerprint=self.fingerprint,
-            vocab_size=256,
+            vocab_size=self.vocab_size,
             eos_token_ids=self.eos_token_ids,
             has_chat_template=True,
             default_sampling_params=self.defaults,

@@ -53,16 +53,22 @@ def hear(request: FakeRequest, ids: Sequence[int], logprob: float = -0.5, silenc
 
 def say(request: FakeRequest, ids: Sequence[int], logprob: float = -0.5, silence: float = 0.125) -> None:
     """Send output with log probabilities."""
+    texts = [bytes([each]) if each < FIRST_SPECIAL else b"<|special|>" for each in ids]
     columns = types_pb2.Logprobs(sampled=[logprob] * len(ids), rank=[1] * len(ids))
     if SILENCE in request.submit.sampling_params.logprob_token_ids:
         columns.top = 1
         columns.token_id.extend([SILENCE] * len(ids))
         columns.logprob.extend([math.log(silence)] * len(ids))
+    send(request, ids, texts, columns)
+
+
+def send(request: FakeRequest, ids: Sequence[int], texts: Sequence[bytes], columns: types_pb2.Logprobs) -> None:
+    """Send a frame with output and its log probabilities."""
     part = output_processor_pb2.SlotTextLogprobs(
         slot=request.submit.slot,
         token_index=request._num_tokens[0],
         logprobs=columns,
-        sampled_text=[bytes([each]) if each < FIRST_SPECIAL else b"<|special|>" for each in ids],
+        sampled_text=texts,
         token_text=[b""] * len(columns.token_id),
     )
     frame = output_processor_pb2.ProcessFrame(
@@ -134,21 +140,29 @@ class Ear:
 
 @asynccontextmanager
 async def listening(
-    directory: Path, traits: tokenizer_pb2.TranscriptTraits = TRAITS, **settings: Any
+    directory: Path,
+    traits: tokenizer_pb2.TranscriptTraits = TRAITS,
+    *,
+    vocab_size: int = 256,
+    end: int = EOS,
+    seconds: float | None = 60.0,
+    **settings: Any,
 ) -> AsyncIterator[Ear]:
-    """Run a gateway whose model hears what the test says."""
+    """Run a gateway whose model hears what the test says. ``seconds``: after which the test hangs; None: never."""
     mesh = FakeMesh(directory)
+    mesh.seconds = seconds
     async with with_encoders(mesh, 2) as encoders:
         for tokenizer in (mesh.tokenizer, mesh.second_tokenizer):
-            tokenizer.media_kinds, tokenizer.transcript = (), traits
+            tokenizer.media_kinds, tokenizer.transcript, tokenizer.vocab_size = (), traits, vocab_size
+            tokenizer.eos_token_ids = [end]
         mesh.coordinator.limits = types_pb2.ModelLimits(
             max_model_len=448,
-            vocab_size=256,
+            vocab_size=vocab_size,
             media_kinds=[types_pb2.MEDIA_KIND_AUDIO],
             max_sounds_per_prompt=1,
             pooling_tasks=[types_pb2.POOLING_TASK_ALIGN],
         )
-        async with mesh.gateway(**settings), mesh.http() as http:
+        async with mesh.gateway(**settings), mesh.http(timeout=seconds) as http:
             ear = Ear(mesh, encoders, http)
             listens = asyncio.create_task(ear.listen())
             try:

@@ -41,8 +41,6 @@ from .running_generation import RunningGeneration
 if TYPE_CHECKING:
     from ..mesh.encoder_client import RequestMedia
 
-_NEVER: Final = -100.0
-"""Added to the logits of tokens that transcripts never hold."""
 _TOGETHER: Final = 64
 """Tokens that an output processor sends at once where no client waits for each."""
 T = TypeVar("T")
@@ -119,7 +117,7 @@ class SoundCalls:
         sampling = types_pb2.SamplingParams(
             temperature=request.temperature,
             logprobs=0,
-            logit_bias=dict.fromkeys(self.traits.suppressed_ids, _NEVER),
+            transcript=_rules(self.traits, has_stamps=place.has_stamps),
         )
         if request.seed is not None:
             sampling.seed = request.seed
@@ -268,6 +266,18 @@ class Transcription:
                 self.words += words_of(each.tokens, part, self.language, traits)
         self.segments += segments
         yield tokens[num_settled : slices[-1].end], advance
+
+
+def _rules(traits: TranscriptTraits, *, has_stamps: bool) -> types_pb2.TranscriptRules:
+    """Return what may stand in a transcript."""
+    rules = types_pb2.TranscriptRules(
+        suppressed_token_ids=traits.suppressed_ids, begin_suppressed_token_ids=traits.begin_suppressed_ids
+    )
+    if has_stamps:
+        stamps = rules.timestamps
+        stamps.first_token_id, stamps.no_timestamps_token_id = traits.first_timestamp_id, traits.no_timestamps_id
+        stamps.num_text_ids, stamps.max_initial_index = traits.first_special_id, traits.max_initial_timestamp
+    return rules
 
 
 def _heard(token_ids: Sequence[int], parts: Sequence[output_processor_pb2.SlotTextLogprobs]) -> Iterator[HeardToken]:

@@ -29,6 +29,7 @@ TRAITS = tokenizer_pb2.TranscriptTraits(
     max_initial_timestamp=50,
     no_speech_id=SILENCE,
     suppressed_ids=[7],
+    begin_suppressed_ids=[8],
     first_special_id=FIRST_SPECIAL,
 )
 MODEL = {"model": "fake"}
@@ -160,6 +161,7 @@ async def listening(
             vocab_size=vocab_size,
             media_kinds=[types_pb2.MEDIA_KIND_AUDIO],
             max_sounds_per_prompt=1,
+            cross_media_rows=1500,
             pooling_tasks=[types_pb2.POOLING_TASK_ALIGN],
         )
         async with mesh.gateway(**settings), mesh.http(timeout=seconds) as http:

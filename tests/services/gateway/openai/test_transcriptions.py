@@ -13,6 +13,8 @@ import pytest
 
 from tests.services.gateway.openai.ear import (
     ENGLISH,
+    FIRST_SPECIAL,
+    NO_STAMPS,
     SILENCE,
     STAMP,
     TRAITS,
@@ -54,7 +56,12 @@ async def test_a_short_sound(ear: Ear) -> None:
     asked = first.submit.sampling_params
     assert (list(asked.allowed_token_ids), list(asked.logprob_token_ids)) == ([ENGLISH, ENGLISH + 1], [SILENCE])
     asked = second.submit.sampling_params
-    assert (asked.temperature, asked.max_tokens, dict(asked.logit_bias)) == (0.0, 444, {7: -100.0})
+    assert (asked.temperature, asked.max_tokens) == (0.0, 444)
+    assert (list(asked.transcript.suppressed_token_ids), list(asked.transcript.begin_suppressed_token_ids)) == (
+        [7],
+        [8],
+    )
+    assert not asked.transcript.HasField("timestamps")
     calls = [*ear.mesh.tokenizer.transcripts, *ear.mesh.second_tokenizer.transcripts]
     assert not any(each.with_timestamps for each in calls)
 
@@ -80,6 +87,13 @@ async def test_a_long_sound_is_heard_in_pieces_that_begin_at_timestamps(ear: Ear
     assert segment["no_speech_prob"] == pytest.approx(0.125)
     assert segment["compression_ratio"] == pytest.approx(compression_ratio("one two thr"))
     assert {prompt_of(each) for each in ear.requests} == {"Names^", "Names^de1"}
+    stamps = ear.requests[-1].submit.sampling_params.transcript.timestamps
+    assert (stamps.first_token_id, stamps.no_timestamps_token_id, stamps.num_text_ids) == (
+        STAMP,
+        NO_STAMPS,
+        FIRST_SPECIAL,
+    )
+    assert stamps.max_initial_index == 50
 
 
 @pytest.mark.parametrize("form", ["json", "text"])

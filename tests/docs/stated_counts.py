@@ -16,6 +16,7 @@ from tokenloom.services.gateway.grpc import chat_prompt, message_bounds
 from tokenloom.services.gateway.http import http_exchange as pieces
 from tokenloom.services.gateway.http import large_json, request_body
 from tokenloom.services.gateway.http.server import http_protocol
+from tokenloom.services.gateway.mesh import encoder_client
 from tokenloom.services.gateway.metrics import usage_counts
 from tokenloom.services.gateway.page import traffic
 from tokenloom.services.gateway.records import pooling_input
@@ -51,6 +52,7 @@ def _default(flag: str) -> str:
 SENTENCES = {
     "README.md": [f"The demo model ships with the repository ({_DEMO_BYTES / 1e6:.1f} MB)"],
     "docs/operate/security.md": [
+        f"| files of images and sounds, in a gateway | bytes | {encoder_client.MAX_PUTS} to each encoder |",
         f"{_WORDS[_CERTIFICATE_ALERTS]} alerts warn",
         f"A body above {_kib(request_body.OFF_LOOP_BYTES)} is counted before any of it is built: it may hold "
         f"{large_json.MAX_CONTAINERS:,} objects and arrays, {large_json.MAX_STRINGS:,} strings and "

@@ -66,7 +66,7 @@ class SoundDecoders:
         """Write the samples of a file into another one. Raises ``InvalidArgument`` for a file that is not read, and as
         :meth:`.HelperPool.run`."""
         began = asyncio.get_running_loop().time()
-        job, files = msgspec.msgpack.encode(ReadJob(len(source))), (source.descriptor, target.descriptor)
+        job, files = msgspec.msgpack.encode(ReadJob(source.num_bytes)), (source.descriptor, target.descriptor)
         try:
             reply = _checked(await self._readers.run(job, files))
         except errors.DeadlineExceeded:  # its own doing, so that no client should send it again

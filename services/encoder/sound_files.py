@@ -26,6 +26,8 @@ LOOK_SECONDS = 0.25
 """How often the disk that a sound takes is looked at while it is decoded: 20 MB of samples come in that time."""
 MAX_WAITING = 1024
 """Sounds that wait to be decoded."""
+LEAST_BYTES = 4 << 20
+"""What a sound counts for at least: it takes a descriptor, of which 8 GiB of the smallest would take a million."""
 
 
 class SoundFile:
@@ -38,19 +40,25 @@ class SoundFile:
         peak: As ``towers.sound_processor.Piece`` has it.
     """
 
-    def __init__(self, folder: str) -> None:
-        """``folder``: where the disk has room; empty: the system's folder for temporary files. Raises
-        ``ResourceExhausted`` if no file can be made there."""
+    def __init__(self, folder: str, least_bytes: int = LEAST_BYTES) -> None:
+        """``folder``: where the disk has room; empty: the system's folder for temporary files. ``least_bytes``: what it
+        counts for at least. Raises ``ResourceExhausted`` if no file can be made there."""
         try:
             with tempfile.TemporaryFile(dir=folder or None) as file:
                 self.descriptor = os.dup(file.fileno())
         except OSError as error:
             raise _disk_is_full(error) from error
         self._finalizer = weakref.finalize(self, os.close, self.descriptor)
+        self._least_bytes = least_bytes
         self.num_samples = 0
         self.peak = 0.0
 
     def __len__(self) -> int:
+        return max(self._least_bytes, self.num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the file now."""
         return os.fstat(self.descriptor).st_size
 
     def close(self) -> None:
@@ -111,11 +119,17 @@ class SoundReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SoundLimits:
-    """Says how much a sound may take. ``num_readers``: sounds that are decoded at a time."""
+    """Says how much a sound may take, and where.
+
+    Attributes:
+        num_readers: Sounds that are decoded at a time.
+        folder, least_bytes: As :class:`SoundFile` has them.
+    """
 
     max_bytes: int
     num_readers: int
     folder: str
+    least_bytes: int = LEAST_BYTES
 
 
 class SoundFiles:
@@ -141,8 +155,8 @@ class SoundFiles:
         ``PayloadTooLarge`` for too many, and ``ResourceExhausted`` if the disk has no room.
         """
         with (
-            self._files.arriving(header.tenant, header.num_bytes) as room,
-            contextlib.closing(SoundFile(self._limits.folder)) as source,
+            self._files.arriving(header.tenant, max(header.num_bytes, self._limits.least_bytes)) as room,
+            contextlib.closing(self._new_file()) as source,
         ):
             digest, num_bytes = await self._receive(parts, source, room, header.num_bytes)
             if header.digest and digest != header.digest:
@@ -152,7 +166,7 @@ class SoundFiles:
                 return facts
             await self._turns.begin(header.tenant, num_bytes)
             try:
-                sound = await self._decode(source, num_bytes, room)
+                sound = await self._decode(source, room)
             finally:
                 self._turns.end(header.tenant, num_bytes)
             self._seconds.inc(sound.num_samples // self._reader.rate)
@@ -180,15 +194,18 @@ class SoundFiles:
             raise errors.InvalidArgument("The file is empty.", "messages")
         return digest.digest(), num_bytes
 
-    async def _decode(self, source: SoundFile, num_bytes: int, room: Room) -> SoundFile:
+    def _new_file(self) -> SoundFile:
+        return SoundFile(self._limits.folder, self._limits.least_bytes)
+
+    async def _decode(self, source: SoundFile, room: Room) -> SoundFile:
         """Return the samples of a file. It ends when they find no more room."""
-        target = SoundFile(self._limits.folder)
+        target = self._new_file()
         reading = asyncio.ensure_future(self._reader.read(source, target))
         try:
             while not (await asyncio.wait({reading}, timeout=LOOK_SECONDS))[0]:
-                room.grow_to(num_bytes + len(target))
+                room.grow_to(len(source) + len(target))
             reading.result()
-            room.grow_to(num_bytes + len(target))
+            room.grow_to(len(source) + len(target))
             return target
         except BaseException:
             reading.cancel()

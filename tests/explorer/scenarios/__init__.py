@@ -7,6 +7,7 @@ from tests.explorer.world import Scenario
 
 from .batches import BatchScenario, FileScenario, KeptBatchScenario
 from .core_clients import CoreClientScenario
+from .encoders import EncoderScenario
 from .generations import GenerationScenario
 from .hubs import HubScenario
 from .meshes import MeshScenario
@@ -29,4 +30,5 @@ SCENARIOS: Final[dict[str, Callable[[], Scenario]]] = {
     "meshes": MeshScenario,
     "core clients": CoreClientScenario,
     "rows": RowScenario,
+    "encoders": EncoderScenario,
 }

@@ -63,7 +63,7 @@ class FakeReader:
     async def read(self, source: SoundFile, target: SoundFile) -> None:
         self.num_read += 1
         self.num_running += 1
-        data = read_all(source.descriptor, len(source), 0)
+        data = read_all(source.descriptor, source.num_bytes, 0)
         try:
             if data.startswith(b"bad"):
                 raise errors.InvalidArgument("The file has no sound.", "messages")
@@ -88,7 +88,7 @@ class FakeEncoder:
         self.kind = MEDIA_KIND_AUDIO if hears else MEDIA_KIND_IMAGE
         info = GetEncoderInfoResponse(media_kinds=[self.kind], max_file_bytes=1 << 16)
         self.metrics = EncoderMetrics(CollectorRegistry(), self.files, self.cache)
-        sounds = SoundFiles(self.files, self.reader, SoundLimits(1 << 16, 2, ""), self.metrics.sound_seconds)
+        sounds = SoundFiles(self.files, self.reader, SoundLimits(1 << 16, 2, "", 0), self.metrics.sound_seconds)
         reader = sounds if hears else self.maker
         self.servicer = EncoderServicer(
             self.files, self.cache, self.maker, info, self.metrics, reader, cast(MediaFetcher | None, fetcher)

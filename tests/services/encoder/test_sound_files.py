@@ -13,7 +13,7 @@ from tests.services.encoder.fakes import FakeEncoder, digest_of
 from tests.services.encoder.test_encoder_servicer import has, rows
 from tokenloom.request import errors
 from tokenloom.services.encoder import sound_files
-from tokenloom.services.encoder.sound_files import PieceOptions, SoundFile
+from tokenloom.services.encoder.sound_files import LEAST_BYTES, PieceOptions, SoundFile
 from tokenloom.v1.encoder_pb2 import PutHeader, PutRequest, ReleaseFilesRequest
 from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem
 
@@ -175,3 +175,11 @@ def test_a_file_is_closed_when_nothing_refers_to_it() -> None:
     del file
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(descriptor)
+
+
+def test_a_small_sound_counts_for_its_descriptor() -> None:
+    file = SoundFile("")
+    file.write(bytes(10), 0)
+    assert (len(file), file.num_bytes) == (LEAST_BYTES, 10)
+    file.write(b"x", 5 << 20)
+    assert len(file) == (5 << 20) + 1

@@ -214,7 +214,8 @@ class OffloadConnector:
         metadata = OffloadMetadata(self._blocks.step, self._evictions, self._loads)
         self._blocks.step += 1
         if self._states is not None:
-            self._states.states.pool.step = self._blocks.step
+            # A state can be hit, and counts as registered, a step after the one that writes it.
+            self._states.states.pool.step = self._blocks.step - 1
         self._evictions, self._loads, self._evicted_bytes = [], [], 0
         return metadata
 

@@ -66,6 +66,16 @@ def test_a_state_comes_back_alone_where_the_pool_has_its_blocks(tmp_path: Path, 
     check_idle(core.core.scheduler)
 
 
+def test_a_state_that_is_given_up_in_the_step_after_its_own_is_saved(tmp_path: Path, chunk: int) -> None:
+    """As on an engine that computes prompts only, whose next prompt takes the blocks of the one before."""
+    core = make(tmp_path, chunk, num_blocks=16)
+    for seed in (0, 1, 2, 0):
+        prompt = prompt_of(seed, 50)
+        assert core.run(prompt, max_tokens=1) == [expected(prompt, 1, chunk)]
+        core.settle()
+    assert core.core.scheduler.stats().kv_bytes_received["offload"] > LARGE
+
+
 def test_a_loaded_state_is_hit_without_a_load(tmp_path: Path, chunk: int) -> None:
     core = make(tmp_path, chunk, num_blocks=120, num_states=3)
     for seed in range(5):

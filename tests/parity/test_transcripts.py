@@ -1,13 +1,23 @@
 """Whisper's decoder gives transformers' tokens, however its requests are computed."""
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.checkpoints.whisper_checkpoint import ALIGNMENT_HEADS
-from tests.parity.transcripts import Transcript, TranscriptEngine, transcript_reference
+from tests.checkpoints.whisper_checkpoint import ALIGNMENT_HEADS, RATE, whisper_id
+from tests.checkpoints.whole_sound import sound
+from tests.parity.transcripts import (
+    BEGIN,
+    NUM_TOKENS,
+    PROMPTS,
+    Transcript,
+    TranscriptEngine,
+    transcript_reference,
+)
+from tokenloom import LLM, SamplingParams
 from tokenloom.engine_core.data.core_params import CorePoolingParams, PoolingTask
 
 
@@ -108,3 +118,27 @@ def test_tokens_are_timed_as_by_transformers(options: dict[str, Any]) -> None:
     for index, (name, case) in enumerate(zip(names, cases(), strict=True)):
         assert engine.pooled[name].tolist() == times_of(case, None if index % 2 else 1400), index
     assert len({tuple(engine.pooled[name].tolist()) for name in names}) == len(names)
+
+
+def test_the_offline_api_hears_the_sound_beside_a_prompt() -> None:
+    reference = transcript_reference()
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    llm = LLM(str(reference.path), dtype="float32", num_kv_blocks=1000)
+    with closing(llm):
+        prompts = [
+            {"prompt_token_ids": case.prompt, "multi_modal_data": {"audio": sound(seconds, seed)}}
+            for case, (seconds, seed, _) in zip(cases(), PROMPTS, strict=True)
+        ]
+        outputs = llm.generate(prompts, params)
+        text = "".join(BEGIN)
+        (spelled,) = llm.generate({"prompt": text, "multi_modal_data": {"audio": (sound(2.0, 0), RATE)}}, params)
+        with pytest.raises(ValueError, match=r"has 30.1 seconds, and this model hears 30 at once"):
+            llm.generate({"prompt": text, "multi_modal_data": {"audio": sound(30.1, 0)}}, params)
+        with pytest.raises(ValueError, match="exactly one, and no image"):
+            llm.generate({"prompt": text, "multi_modal_data": {"audio": [sound(1.0), sound(2.0)]}}, params)
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    ends = whisper_id("<|endoftext|>")
+    assert [[each for each in text if each != ends] for text in found] == [
+        [each for each in text if each != ends] for text in wanted()
+    ]
+    assert list(spelled.outputs[0].token_ids) == found[0]

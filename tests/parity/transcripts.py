@@ -22,9 +22,9 @@ from tokenloom.engine_core.data.embedding_rows import MediaSpan, RowsKey
 from tokenloom.engine_core.data.messages import ArrivedRows, EngineCoreRequest
 
 NUM_TOKENS = 24
-_BEGIN = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+BEGIN = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
 _PREVIOUS = [whisper_id("<|startofprev|>"), *range(60, 97)]
-_PROMPTS: list[tuple[float, int, list[int]]] = [
+PROMPTS: list[tuple[float, int, list[int]]] = [
     (2.0, 0, []),
     (5.0, 1, []),
     (2.0, 0, _PREVIOUS),
@@ -74,8 +74,8 @@ def transcript_reference() -> TranscriptReference:
     path = write_whole_sound("whisper", Path(_FOLDERS[-1].name))
     model: Any = transformers.WhisperForConditionalGeneration.from_pretrained(path, attn_implementation="eager")
     reference = TranscriptReference(path, model.eval(), transformers.WhisperFeatureExtractor.from_pretrained(path), [])
-    for seconds, seed, previous in _PROMPTS:
-        prompt = previous + list(map(whisper_id, _BEGIN))
+    for seconds, seed, previous in PROMPTS:
+        prompt = previous + list(map(whisper_id, BEGIN))
         features = reference.features(seconds, seed)
         with torch.inference_mode():
             rows = model.model.encoder(features).last_hidden_state[0].numpy()

@@ -21,8 +21,9 @@ from tokenloom.engine_core.data.config import WorkerConfig
 from tokenloom.engine_core.data.embedding_rows import RowsKey
 from tokenloom.request.errors import TokenloomError
 from tokenloom.services.tokenizer.media.media_reader import MediaReader
+from tokenloom.services.tokenizer.media.transcript_prompts import TranscriptPrompts
 from tokenloom.services.tokenizer.spelled_tokens import Rendered
-from tokenloom.v1.tokenizer_pb2 import MediaSize
+from tokenloom.v1.tokenizer_pb2 import EncodeTranscriptRequest, MediaSize
 from tokenloom.v1.types_pb2 import MEDIA_KIND_AUDIO, MEDIA_KIND_IMAGE, MediaItem, MediaKind
 
 if TYPE_CHECKING:  # transformers, which few callers need
@@ -218,6 +219,25 @@ class OfflineMedia:
         text, items = self._reader.expand(rendered.text, sizes, salt)
         return replace(rendered, text=text), PromptMedia(items, files)
 
+    def beside(self, given: Sequence[GivenMedia], salt: bytes = b"") -> PromptMedia | None:
+        """Return the sound that stands beside a prompt; None: the model reads images or sounds in prompts. Raises
+        ``ValueError``, also for a sound that is longer than what the model hears at once."""
+        if self._transcripts is None:
+            return None
+        if [each.kind for each in given] != [MEDIA_KIND_AUDIO]:
+            raise ValueError("this model writes down sound: each prompt has exactly one, and no image")
+        files: dict[bytes, bytes | Samples] = {}
+        sound = self._sound(given[0], files)
+        traits = self._transcripts.traits
+        if sound.samples > traits.piece_samples:
+            raise ValueError(
+                f"the sound has {sound.samples / traits.sampling_rate:.1f} seconds, and this model hears "
+                f"{traits.piece_samples / traits.sampling_rate:g} at once: cut it, or send it to a server's "
+                "/v1/audio/transcriptions"
+            )
+        piece = EncodeTranscriptRequest(sound=sound, samples=sound.samples, cache_salt=salt)
+        return PromptMedia(self._transcripts.encode(piece).media, files)
+
     def place(self, media: PromptMedia, token_ids: list[int]) -> None:
         """Give images and sounds their places in a prompt's tokens. Raises ``InvalidArgument``."""
         assert self._reader is not None, "expanded by a reader"
@@ -256,6 +276,10 @@ class OfflineMedia:
         return None if self._worker.language_model_only else MediaReader.of_checkpoint(self._path, self._tokenizer)
 
     @cached_property
+    def _transcripts(self) -> TranscriptPrompts | None:
+        return TranscriptPrompts.of_checkpoint(self._path, self._tokenizer)
+
+    @cached_property
     def _processor(self) -> "Processor":
         from tokenloom.gpu_worker.towers.processor import Processor
 
@@ -275,8 +299,10 @@ class OfflineMedia:
         device = self._worker.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        assert self._reader is not None, "expanded by a reader"
-        made = SoundTower if self._reader.family.kind == MEDIA_KIND_AUDIO else Tower
+        hears = self._transcripts is not None
+        if self._reader is not None:
+            hears = self._reader.family.kind == MEDIA_KIND_AUDIO
+        made = SoundTower if hears else Tower
         return made(self._path, self._worker.dtype, device)
 
     def _sound(self, given: GivenMedia, files: dict[bytes, bytes | Samples]) -> MediaSize:

@@ -129,6 +129,8 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer, media: Offlin
             raise ValueError(f"{key} must be a string, not {type(value).__name__}")
         whole_text("the prompt" if key == "prompt" else key, value or "")
     if (data := prompt.get("multi_modal_data")) and (given := media_of(data)):
+        if media is not None and (sound := media.beside(given, salt.encode())) is not None:
+            return TokenizedPrompt(text, _ids_beside(text, token_ids, tokenizer), salt.encode(), media=sound)
         if media is None or text is None or len(prompt.keys() - {"cache_salt"}) > 2:
             raise ValueError("multi_modal_data needs a prompt of text with the model's mark for each image or sound")
         return _with_media(text, given, salt.encode(), tokenizer, media)
@@ -143,6 +145,17 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer, media: Offlin
             raise ValueError("a prompt needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'")
         return TokenizedPrompt(text, tokenizer.encode(text).ids, salt.encode())
     return TokenizedPrompt(text, narrow_token_ids("prompt_token_ids", token_ids), salt.encode())
+
+
+def _ids_beside(text: str | None, token_ids: object, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a prompt with a sound beside it. Raises ``ValueError``."""
+    if (text is None) == (token_ids is None):
+        raise ValueError("a prompt with a sound beside it needs either 'prompt' or 'prompt_token_ids'")
+    if text is None:
+        return narrow_token_ids("prompt_token_ids", token_ids)
+    # Its special tokens are spelled: the tokenizer's own would begin a second transcript.
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 def _with_media(

@@ -2,6 +2,7 @@
 encoder is killed while it hears."""
 
 import io
+import math
 import threading
 import wave
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ import torch
 import transformers
 
 from tests.checkpoints.whole_sound import RATE, sound, write_whole_sound
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.services.gateway.records.transcript import HeardToken, Word, words_of
+from tokenloom.services.output_processor.text.vocabulary import Vocabulary
+from tokenloom.services.tokenizer.media.transcript_prompts import TranscriptPrompts
 
 LONG_SECONDS = 70
 
@@ -123,6 +128,25 @@ def test_long_sounds(mesh: Any, reference: Reference) -> None:
         assert ours["text"] == reference.decoded(other["tokens"])
     assert len({each["seek"] for each in answer["segments"]}) > 1
     assert answer["duration"] == LONG_SECONDS
+
+
+def test_words(mesh: Any, path: Path, reference: Reference) -> None:
+    samples = sound(LONG_SECONDS, 5)
+    fields = {"response_format": "verbose_json", "timestamp_granularities[]": "word", "language": "en"}
+    ours = post(mesh, samples, **fields).json()["words"]
+    theirs = reference.segments(heard(samples), language="en", task="transcribe", return_token_timestamps=True)
+    tokenizer = load_tokenizer(path)
+    prompts, vocabulary = TranscriptPrompts.of_checkpoint(path, tokenizer), Vocabulary(tokenizer)
+    assert prompts is not None
+    expected: list[Word] = []
+    for each in theirs:
+        tokens = [HeardToken(token, vocabulary.token_bytes(token), 0.0) for token in each["tokens"].tolist()]
+        times = [math.nan, *each["token_timestamps"].tolist()]  # when the first one begins, the segment does not say
+        expected += words_of(tokens, times, "en", prompts.traits)
+    assert [(each["word"], each["end"]) for each in ours] == [(each.text, round(each.end, 2)) for each in expected]
+    for one, other in zip(ours, expected, strict=True):
+        assert math.isnan(other.start) or one["start"] == round(other.start, 2)
+    assert len({each["end"] for each in ours}) > 3
 
 
 def test_openai_client_streams(mesh: Any, reference: Reference) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.e2e.conftest import Served, serving
+from tests.services.gateway.page.check_pictures import check_pictures
 from tests.services.gateway.page.chromium import Page, page
 from tests.services.gateway.page.other_clients import other_clients
-from tests.services.gateway.page.page_audit import CONTRASTS, FOCUS, MIN_CONTRAST, UNNAMED
+from tests.services.gateway.page.page_audit import CONTRASTS, FOCUS, MIN_CONTRAST, UNNAMED, Findings
 
 IMAGES = Path(__file__).parents[4] / "docs" / "images"
 KEY, ADMIN_KEY = "key-of-the-test", "admin-key-of-the-test"
@@ -33,41 +34,36 @@ _STATE = (
 _ANSWER = "[...document.querySelectorAll('.message.assistant')].at(-1)"
 
 
-class Checks:
+class Checks(Findings):
     """Uses the page as a user would, and collects what is not as it should be."""
 
-    def __init__(self, page: Page, served: Served) -> None:
-        self.page, self.served = page, served
-        self.wrong: list[str] = []
-
-    def expect(self, is_right: object, text: str) -> None:
-        print(f"{'ok   ' if is_right else 'WRONG'} {text}", flush=True)
-        if not is_right:
-            self.wrong.append(text)
+    def __init__(self, tab: Page, served: Served) -> None:
+        super().__init__(tab)
+        self.served = served
 
     async def keys(self) -> None:
         """Enter the keys, which the page asks for."""
-        await self.page.until("document.querySelector('#keys-dialog').open")
-        await self.page.write(KEY)
-        await self.page.press("Tab")
-        await self.page.write(ADMIN_KEY)
-        await self.page.press("Enter")
-        await self.page.until("document.querySelectorAll('.part').length >= 7")
-        stored = await self.page.run("JSON.stringify([Object.keys(localStorage), Object.keys(sessionStorage).length])")
+        await self.tab.until("document.querySelector('#keys-dialog').open")
+        await self.tab.write(KEY)
+        await self.tab.press("Tab")
+        await self.tab.write(ADMIN_KEY)
+        await self.tab.press("Enter")
+        await self.tab.until("document.querySelectorAll('.part').length >= 7")
+        stored = await self.tab.run("JSON.stringify([Object.keys(localStorage), Object.keys(sessionStorage).length])")
         self.expect(json.loads(stored) == [[], 2], "the keys are in the storage of the tab only")
 
     async def parts(self) -> None:
-        health = await self.page.run(_TEXT.format("#health"))
-        names = await self.page.run("[...document.querySelectorAll('.part b')].map((each) => each.textContent)")
+        health = await self.tab.run(_TEXT.format("#health"))
+        names = await self.tab.run("[...document.querySelectorAll('.part b')].map((each) => each.textContent)")
         self.expect("serving" in health, f"every part is shown ({', '.join(names)}): {health}")
 
     async def ask(self, question: str) -> None:
-        await self.page.run("document.querySelector('#draft').focus()")
-        await self.page.write(question)
-        await self.page.press("Enter")
+        await self.tab.run("document.querySelector('#draft').focus()")
+        await self.tab.write(question)
+        await self.tab.press("Enter")
 
     async def answered(self) -> None:
-        await self.page.until(
+        await self.tab.until(
             f"{_ANSWER}?.getAttribute('aria-busy') === 'false' && {_ANSWER}.querySelector('.timeline')"
         )
 
@@ -75,51 +71,35 @@ class Checks:
         """Stream an answer, stop a long one, and regenerate it."""
         await self.ask(QUESTION)
         await self.answered()
-        text = await self.page.run(f"{_ANSWER}.querySelector('.message-text').textContent")
-        legend = await self.page.run(f"{_ANSWER}.querySelector('.timeline-legend').textContent")
+        text = await self.tab.run(f"{_ANSWER}.querySelector('.message-text').textContent")
+        legend = await self.tab.run(f"{_ANSWER}.querySelector('.timeline-legend').textContent")
         self.expect("7" in text, f"an answer streams: {text!r}")
         self.expect("prefill" in legend and "decode" in legend, f"its timeline: {legend}")
         await self.set("Max tokens", "400")
         await self.ask("Count as far as you can.")
-        await self.page.until(f"{_ANSWER}.querySelector('.message-text').textContent.length > 2")
-        await self.page.press("Escape")
+        await self.tab.until(f"{_ANSWER}.querySelector('.message-text').textContent.length > 2")
+        await self.tab.press("Escape")
         await self.answered()
-        note = await self.page.run(f"{_ANSWER}.querySelector('.timeline').textContent")
+        note = await self.tab.run(f"{_ANSWER}.querySelector('.timeline').textContent")
         self.expect("stopped" in note, f"a stopped answer: {note}")
         await self.set("Max tokens", "60")
         await self.click(_ANSWER, "Regenerate")
-        await self.page.until(f"{_ANSWER}?.querySelector('.timeline') && !{_ANSWER}.textContent.includes('stopped')")
-        count = await self.page.run("document.querySelectorAll('.message.assistant').length")
+        await self.tab.until(f"{_ANSWER}?.querySelector('.timeline') && !{_ANSWER}.textContent.includes('stopped')")
+        count = await self.tab.run("document.querySelectorAll('.message.assistant').length")
         self.expect(count == 2, "the stopped answer is generated again in its place")
-
-    async def click(self, place: str, text: str) -> None:
-        """Click the button with this text."""
-        await self.page.run(
-            f"[...{place}.querySelectorAll('button')].find((each) => each.textContent === '{text}').click()"
-        )
-
-    async def set(self, label: str, value: str) -> None:
-        """Set a field of the settings."""
-        script = """((label, value) => {
-          const named = [...document.querySelectorAll('.field')].filter((each) => each.textContent.startsWith(label));
-          const input = named.at(-1).querySelector('input, select, textarea');
-          input.value = value;
-          input.dispatchEvent(new Event('input', { bubbles: true }));
-        })"""
-        await self.page.run(f"{script}({json.dumps(label)}, {json.dumps(value)})")
 
     async def edit(self) -> None:
         """Change the first message, which drops what came after it."""
         first = "document.querySelector('.message.user')"
-        await self.page.run(
+        await self.tab.run(
             f"[...{first}.querySelectorAll('button')].find((each) => each.textContent === 'Edit').click()"
         )
-        await self.page.run(f"{first}.querySelector('textarea').select()")
-        await self.page.write("What is 5 plus 4?")
-        await self.page.press("Enter")
-        await self.page.until("document.querySelectorAll('.message').length === 2")
+        await self.tab.run(f"{first}.querySelector('textarea').select()")
+        await self.tab.write("What is 5 plus 4?")
+        await self.tab.press("Enter")
+        await self.tab.until("document.querySelectorAll('.message').length === 2")
         await self.answered()
-        text = await self.page.run(f"{_ANSWER}.querySelector('.message-text').textContent")
+        text = await self.tab.run(f"{_ANSWER}.querySelector('.message-text').textContent")
         self.expect("9" in text, f"an edited message is answered anew: {text!r}")
 
     async def tokens(self) -> None:
@@ -128,9 +108,9 @@ class Checks:
             await self.set(label, value)
         await self.ask("Tell me a story.")
         await self.answered()
-        await self.page.run(f"{_ANSWER}.querySelector('.tokens').focus()")
-        await self.page.press(*["ArrowRight"] * 6)
-        rows = await self.page.run(f"{_ANSWER}.querySelectorAll('.inspector li').length")
+        await self.tab.run(f"{_ANSWER}.querySelector('.tokens').focus()")
+        await self.tab.press(*["ArrowRight"] * 6)
+        rows = await self.tab.run(f"{_ANSWER}.querySelectorAll('.inspector li').length")
         self.expect(rows >= 3, f"a token shows {rows} alternatives")
         await self.set("Log probabilities", "")
 
@@ -141,7 +121,7 @@ class Checks:
         )
         await self.ask("What is 2 plus 2?")
         await self.answered()
-        text = await self.page.run(f"{_ANSWER}.querySelector('.message-text').textContent")
+        text = await self.tab.run(f"{_ANSWER}.querySelector('.message-text').textContent")
         self.expect(text.startswith("{"), f"an answer in the form of a schema: {text!r}")
         await self.set("JSON schema", "")
 
@@ -153,20 +133,20 @@ class Checks:
         await self.new_chat()
         await self.ask("What is the weather in Paris?")
         await self.answered()
-        call = await self.page.run(f"{_ANSWER}.querySelector('.tool-call').textContent")
+        call = await self.tab.run(f"{_ANSWER}.querySelector('.tool-call').textContent")
         self.expect("get_weather" in call and "Paris" in call, f"a tool is called: {call}")
-        await self.page.run(f"{_ANSWER}.querySelector('.tool-result textarea').focus()")
-        await self.page.write('{"weather": "sunny"}')
-        await self.page.run(f"{_ANSWER}.querySelector('.tool-result').requestSubmit()")
-        await self.page.until(f"!{_ANSWER}.querySelector('.tool-call')")
+        await self.tab.run(f"{_ANSWER}.querySelector('.tool-result textarea').focus()")
+        await self.tab.write('{"weather": "sunny"}')
+        await self.tab.run(f"{_ANSWER}.querySelector('.tool-result').requestSubmit()")
+        await self.tab.until(f"!{_ANSWER}.querySelector('.tool-call')")
         await self.answered()
-        text = await self.page.run(f"{_ANSWER}.querySelector('.message-text').textContent")
+        text = await self.tab.run(f"{_ANSWER}.querySelector('.message-text').textContent")
         self.expect(text, f"the model continues with the tool's result: {text!r}")
         await self.set("Tools", "")
 
     async def new_chat(self, *questions: str) -> None:
         """Begin another conversation."""
-        await self.page.run("document.querySelector('#new-chat').click()")
+        await self.tab.run("document.querySelector('#new-chat').click()")
         for question in questions:
             await self.ask(question)
             await self.answered()
@@ -174,11 +154,11 @@ class Checks:
     async def code(self) -> None:
         """Show the request as a command and as a program, without the key, and run them."""
         await self.new_chat(QUESTION)
-        await self.page.run("document.querySelector('#open-code').click()")
-        shown = [await self.page.run(_TEXT.format("#code"))]
-        await self.page.run("document.querySelector('input[value=python]').click()")
-        shown.append(await self.page.run(_TEXT.format("#code")))
-        await self.page.press("Escape")
+        await self.tab.run("document.querySelector('#open-code').click()")
+        shown = [await self.tab.run(_TEXT.format("#code"))]
+        await self.tab.run("document.querySelector('input[value=python]').click()")
+        shown.append(await self.tab.run(_TEXT.format("#code")))
+        await self.tab.press("Escape")
         self.expect(not any(KEY in each for each in shown), "the request as curl and as Python, without the key")
         for wanted, command in (
             (b"[DONE]", ("bash", "-c", shown[0])),
@@ -192,8 +172,8 @@ class Checks:
 
     async def requests(self) -> None:
         """See the last requests with the admin key."""
-        await self.page.until("document.querySelectorAll('#requests tbody tr').length >= 5")
-        text = await self.page.run(_TEXT.format("#requests"))
+        await self.tab.until("document.querySelectorAll('#requests tbody tr').length >= 5")
+        text = await self.tab.run(_TEXT.format("#requests"))
         self.expect("chat/completions" in text and "plus" not in text, "the last requests, without prompts")
 
     async def kill(self) -> None:
@@ -201,22 +181,22 @@ class Checks:
         index = int(ENGINE.rpartition("-")[2])
         (engine,) = (row for row in self.served.ps() if (row["service"], row["index"]) == ("engine", index))
         os.kill(engine["pid"], signal.SIGKILL)
-        await self.page.until(f"({_STATE.format(ENGINE)}).startsWith('lost')")
-        pill = await self.page.run("document.querySelector('#health').className")
+        await self.tab.until(f"({_STATE.format(ENGINE)}).startsWith('lost')")
+        pill = await self.tab.run("document.querySelector('#health').className")
         self.expect("bad" in pill, f"{ENGINE} was killed and is red")
         await self.looks("dark")
-        await self.page.until(f"({_STATE.format(ENGINE)}) === 'serving'")
-        await self.page.until("document.querySelector('#health').className.includes('ok')")
-        events = await self.page.run(_TEXT.format("#events"))
+        await self.tab.until(f"({_STATE.format(ENGINE)}) === 'serving'")
+        await self.tab.until("document.querySelector('#health').className.includes('ok')")
+        events = await self.tab.run(_TEXT.format("#events"))
         self.expect(f"{ENGINE} is serving again" in events, f"it has come back: {events}")
 
     async def reach(self) -> None:
         """Walk over the page with the keyboard; every stop shows its focus."""
-        await self.page.run("document.activeElement.blur()")
+        await self.tab.run("document.activeElement.blur()")
         seen = []
         for _ in range(80):
-            await self.page.press("Tab")
-            seen.append(await self.page.run(FOCUS))
+            await self.tab.press("Tab")
+            seen.append(await self.tab.run(FOCUS))
         names = {name for name, _ in seen}
         wanted = {"theme", "open-keys", "map", "plot", "toggle-settings", "messages", "draft", "send"}
         self.expect(wanted - names == set(), f"the keyboard reaches everything ({wanted - names or 'nothing'} missing)")
@@ -224,30 +204,30 @@ class Checks:
 
     async def looks(self, scheme: str) -> None:
         """Take a picture in one colour scheme, and check contrasts and names."""
-        await self.page.show(WIDTH, HEIGHT, scheme)
-        await self.page.run("document.querySelectorAll('.column, .map').forEach((each) => each.scrollTo(0, 0))")
-        await self.page.until(f"document.querySelector('.plot').ariaValueMax >= {MIN_INTERVALS - 1}")
+        await self.tab.show(WIDTH, HEIGHT, scheme)
+        await self.tab.run("document.querySelectorAll('.column, .map').forEach((each) => each.scrollTo(0, 0))")
+        await self.tab.until(f"document.querySelector('.plot').ariaValueMax >= {MIN_INTERVALS - 1}")
         IMAGES.mkdir(exist_ok=True)
         path = IMAGES / f"page-{scheme}.png"
-        await self.page.picture(path)
+        await self.tab.picture(path)
         self.expect(path.stat().st_size <= MAX_PICTURE_BYTES, f"{path.name}: {path.stat().st_size} bytes")
-        contrasts = await self.page.run(CONTRASTS)
+        contrasts = await self.tab.run(CONTRASTS)
         self.expect(not contrasts, f"{scheme}: every text has a contrast of {MIN_CONTRAST} {contrasts or ''}")
-        unnamed = await self.page.run(UNNAMED)
+        unnamed = await self.tab.run(UNNAMED)
         self.expect(not unnamed, f"{scheme}: every control has a name {unnamed or ''}")
-        wide = await self.page.run("document.documentElement.scrollWidth")
+        wide = await self.tab.run("document.documentElement.scrollWidth")
         self.expect(wide <= WIDTH, f"{scheme}: the page fits into {WIDTH} pixels")
 
     def network(self) -> None:
         """Look at every request of the tab."""
         home = urlsplit(self.served.url).netloc
-        urls = self.page.requested()
+        urls = self.tab.requested()
         others = {
             url for url in urls if urlsplit(url).netloc != home and not url.startswith(("data:", "about:", "blob:"))
         }
         self.expect(not others, f"{len(urls)} requests, none to another host {others or ''}")
         self.expect(not any(KEY in url for url in urls), "no key in a URL")
-        complaints = [each for each in self.page.complaints() if "401" not in each]
+        complaints = [each for each in self.tab.complaints() if "401" not in each]
         self.expect(not complaints, f"the browser complains about nothing {complaints or ''}")
 
 
@@ -282,6 +262,8 @@ def main() -> int:
         flags = ("--prefill", "1", "--decode", "2", "--pd-threshold", "0", "--num-kv-blocks", "48")
         served = serve(*flags, TOKENLOOM_API_KEY=KEY, TOKENLOOM_ADMIN_API_KEY=ADMIN_KEY)
         wrong = asyncio.run(check(served, Path(directory)))
+        served.stop(signal.SIGTERM)
+        wrong += check_pictures(serve, Path(directory) / "images")
     return bool(wrong)
 
 

@@ -1,6 +1,40 @@
 """Looks for barriers in a page that is open: contrasts that are too low, and controls without a name."""
 
+import json
+
+from tests.services.gateway.page.chromium import Page
+
 MIN_CONTRAST = 4.5
+
+
+class Findings:
+    """Uses a page, prints what was checked, and collects what is not as it should be."""
+
+    def __init__(self, tab: Page) -> None:
+        self.tab = tab
+        self.wrong: list[str] = []
+
+    def expect(self, is_right: object, text: str) -> None:
+        print(f"{'ok   ' if is_right else 'WRONG'} {text}", flush=True)
+        if not is_right:
+            self.wrong.append(text)
+
+    async def click(self, place: str, text: str) -> None:
+        """Click the button with this text."""
+        await self.tab.run(
+            f"[...{place}.querySelectorAll('button')].find((each) => each.textContent === '{text}').click()"
+        )
+
+    async def set(self, label: str, value: str) -> None:
+        """Set a field of the settings."""
+        script = """((label, value) => {
+          const named = [...document.querySelectorAll('.field')].filter((each) => each.textContent.startsWith(label));
+          const input = named.at(-1).querySelector('input, select, textarea');
+          input.value = value;
+          input.dispatchEvent(new Event('input', { bubbles: true }));
+        })"""
+        await self.tab.run(f"{script}({json.dumps(label)}, {json.dumps(value)})")
+
 
 CONTRASTS = """(() => {
   const canvas = new OffscreenCanvas(1, 1).getContext('2d', { willReadFrequently: true });

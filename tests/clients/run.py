@@ -21,6 +21,7 @@ from tests.clients import environments
 from tests.clients.scripted_mesh import WORDS
 from tests.clients.table import CLIENTS, Client
 from tests.services.gateway.fakes import MODEL
+from tokenloom.model_files.model_path import PICTURE_MODEL_NAME as PICTURE_MODEL
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CHECKPOINT = Path("tokenloom/demo_model").absolute()
@@ -50,20 +51,27 @@ def main() -> int:
     if unknown := set(args.names) - {client.name for client in CLIENTS}:
         parser.error(f"no client named {', '.join(unknown)}; there are {', '.join(c.name for c in CLIENTS)}")
     args.log.mkdir(parents=True, exist_ok=True)
-    with serving(args.log / "mesh.log") as mesh, scripted(args.log / "scripted.log") as scripted_mesh:
-        results = [run(client, mesh | scripted_mesh, args.log) for client in chosen]
+    # In float32, so that likelihoods can be held to another library's.
+    flags = ("--prefill", "1", "--decode", "1", "--dtype", "float32")
+    with (
+        serving(args.log / "mesh.log", *flags) as mesh,
+        scripted(args.log / "scripted.log") as scripted_mesh,
+        serving(args.log / "pictures.log", PICTURE_MODEL) as pictures,
+    ):
+        mesh |= scripted_mesh | {"PICTURE_URL": pictures["TOKENLOOM_URL"], "PICTURE_MODEL": PICTURE_MODEL}
+        mesh["PICTURE_FILE"] = str(CHECKPOINT / "picture" / "example.png")
+        results = [run(client, mesh, args.log) for client in chosen]
     print(table(results))
     return 0 if all(result.ok for result in results) else 1
 
 
 @contextmanager
-def serving(log: Path) -> Iterator[dict[str, str]]:
-    """A mesh of two engines with the demo model; what its clients' environment holds."""
+def serving(log: Path, *arguments: str) -> Iterator[dict[str, str]]:
+    """A mesh, of the demo model if ``arguments`` name no other one; what its clients' environment holds."""
     directory = Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp"))
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory), "TOKENLOOM_ADMIN_API_KEY": ADMIN_KEY}
     tokenloom = (sys.executable, "-m", "tokenloom.cli.main")
-    # In float32, so that likelihoods can be held to another library's.
-    command = (*tokenloom, "serve", "--port", "0", "--prefill", "1", "--decode", "1", "--dtype", "float32")
+    command = (*tokenloom, "serve", "--port", "0", *arguments)
     with log.open("wb") as file:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=file, text=True)
     try:
@@ -112,7 +120,7 @@ def run(client: Client, mesh: dict[str, str], logs: Path) -> Result:
     """Installs it if need be, and runs its script."""
     print(f"{client.name} …", file=sys.stderr, flush=True)
     started, version = time.monotonic(), "?"
-    log = logs / f"{Path(client.script).name}.log"
+    log = logs / f"{client.script.replace('/', '-')}.log"
     with tempfile.TemporaryDirectory(prefix="tl-client-") as out, log.open("w+") as file:
         try:
             home = environments.interpreter(client)

@@ -4,7 +4,8 @@ A script under ``scripts/`` reads from its environment where the mesh is: ``TOKE
 ``TOKENLOOM_GRPC`` (host:port), ``TOKENLOOM_MODEL``, ``TOKENLOOM_CHECKPOINT`` (the model's directory),
 ``TOKENLOOM_PYTHON`` (one with transformers), ``TOKENLOOM_ADMIN_KEY`` and ``OUT``, a folder of its own, where it runs.
 ``SCRIPTED_URL`` and ``SCRIPTED_MODEL`` are those of a scripted model, which finishes tasks; ``SCRIPTED_WORDS`` is what
-the file ``made.txt`` holds then. ``scripts/faults.py`` has the requests that fail.
+the file ``made.txt`` holds then. ``PICTURE_URL`` and ``PICTURE_MODEL`` are those of a model that reads images, and
+``PICTURE_FILE`` is one. ``scripts/faults.py`` has the requests that fail.
 It ends with status 0 when everything was as it should be, and prints, last, one line for the table.
 """
 
@@ -60,6 +61,12 @@ CLIENTS = (
     Client("anthropic (JS)", "anthropic_client.mjs", ("@anthropic-ai/sdk@1.12.0",)),
     Client("ollama (Python)", "ollama_client.py", ("ollama==0.6.3",)),
     Client("ollama (JS)", "ollama_client.mjs", ("ollama@0.6.4",)),
+    Client("openai (images)", "pictures/openai_client.py", ("openai==3.54.0",)),
+    Client("openai (images, JS)", "pictures/openai_client.mjs", ("openai@6.49.0", "zod@4.6.7")),
+    Client("anthropic (images)", "pictures/anthropic_client.py", ("anthropic==2.12.0",)),
+    Client("ollama (images)", "pictures/ollama_client.py", ("ollama==0.6.3",)),
+    Client("litellm (images)", "pictures/litellm_client.py", ("litellm[mcp]==1.106.2",)),
+    Client("langchain-openai (images)", "pictures/langchain_client.py", ("langchain-openai==1.7.3",)),
     Client("Codex CLI", "codex_client.mjs", ("@openai/codex@0.169.0",)),
     Client("Claude Code", "claude_code_client.mjs", ("@anthropic-ai/claude-code@2.1.330",)),
     Client("OpenCode", "opencode_client.mjs", ("opencode-ai@1.18.33",)),

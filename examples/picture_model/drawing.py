@@ -10,6 +10,12 @@ from PIL import Image, ImageDraw
 
 CANVAS = 48
 """Pixels of a side as the model sees it; places and sizes are in these."""
+PLACES = (
+    *("at the top left", "at the top", "at the top right"),
+    *("on the left", "in the middle", "on the right"),
+    *("at the bottom left", "at the bottom", "at the bottom right"),
+)
+RELATIONS = ("to the left of", "to the right of", "above", "below")
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 COLOURS: dict[str, tuple[float, float, float, float, float, float]] = {
     "red": (-0.02, 0.01, 0.8, 1.0, 0.75, 1.0),
@@ -44,13 +50,13 @@ class Shape:
     @property
     def place(self) -> str:
         """Where it is in the picture, in words."""
-        row = _third(self.y, ("top", "middle", "bottom"))
-        column = _third(self.x, ("left", "middle", "right"))
-        if row == column == "middle":
-            return "in the middle"
-        if row == "middle":
-            return f"on the {column}"
-        return f"at the {row}" if column == "middle" else f"at the {row} {column}"
+        return PLACES[3 * _third(self.y) + _third(self.x)]
+
+    def relation(self, other: "Shape") -> str:
+        """Return how it lies to another shape, in words."""
+        if abs(self.x - other.x) > abs(self.y - other.y):
+            return "to the left of" if self.x < other.x else "to the right of"
+        return "above" if self.y < other.y else "below"
 
     def covers(self, x: float, y: float) -> bool:
         """Return whether the point is within the shape's bounding box."""
@@ -65,8 +71,8 @@ class Scene:
     background: str
 
 
-def _third(position: float, names: tuple[str, str, str]) -> str:
-    return names[min(2, int(3 * position / CANVAS))]
+def _third(position: float) -> int:
+    return min(2, int(3 * position / CANVAS))
 
 
 def _unclear(position: float) -> bool:

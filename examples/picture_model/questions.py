@@ -56,13 +56,6 @@ def _called(shape: Shape) -> str:
     return f"{shape.colour} {shape.name}"
 
 
-def _relation(first: Shape, second: Shape) -> str:
-    """Return how the first shape lies to the second."""
-    if abs(first.x - second.x) > abs(first.y - second.y):
-        return "to the left of" if first.x < second.x else "to the right of"
-    return "above" if first.y < second.y else "below"
-
-
 def _what(scene: Scene, rng: random.Random) -> Pair:
     first = scene.shapes[0]
     question = rng.choice(_WHAT).format(picture=rng.choice(_NAMES))
@@ -70,8 +63,8 @@ def _what(scene: Scene, rng: random.Random) -> Pair:
         return question, f"There is {_article(_called(first))} {first.place}."
     left, right = sorted(scene.shapes, key=lambda shape: shape.x)
     upper, lower = sorted(scene.shapes, key=lambda shape: shape.y)
-    first, second = (left, right) if _relation(left, right) == "to the left of" else (upper, lower)
-    return question, f"There is {_article(_called(first))} {_relation(first, second)} {_article(_called(second))}."
+    first, second = (left, right) if left.relation(right) == "to the left of" else (upper, lower)
+    return question, f"There is {_article(_called(first))} {first.relation(second)} {_article(_called(second))}."
 
 
 def _colour(scene: Scene, rng: random.Random) -> Pair:
@@ -96,7 +89,7 @@ def _where(scene: Scene, rng: random.Random) -> Pair:
     if len(scene.shapes) == 1:
         return question, f"The {name} is {shape.place}."
     (other,) = (each for each in scene.shapes if each is not shape)
-    return question, f"The {name} is {_relation(shape, other)} the {other.name}."
+    return question, f"The {name} is {shape.relation(other)} the {other.name}."
 
 
 def _which(scene: Scene, rng: random.Random) -> Pair:
@@ -140,8 +133,8 @@ MAKERS: dict[str, Callable[[Scene, random.Random], Pair]] = {
     "limits": _limits,
 }
 """The kinds of questions about a picture."""
-WEIGHTS = (5, 3, 3, 2, 1, 1, 2, 1)
-"""How often each kind is asked."""
+WEIGHTS = (3, 4, 3, 4, 1, 2, 5, 1)
+"""How often each kind is asked: those about a named shape or colour are learnt last."""
 
 
 def conversation(scene: Scene, rng: random.Random, turns: int) -> list[Pair]:

@@ -26,7 +26,7 @@ from examples.demo_model.tokenizer import own_turns
 from examples.demo_model.train import lr_factor
 from tokenloom.model_files.model_path import DEMO_MODEL
 
-from .drawing import CANVAS, COLOURS, SHAPES, Scene, Shape, draw, make_scene
+from .drawing import CANVAS, COLOURS, PLACES, RELATIONS, SHAPES, Scene, Shape, draw, make_scene
 from .questions import conversation, without_picture
 
 PATCH = 8
@@ -34,6 +34,9 @@ ROWS = (CANVAS // PATCH) ** 2
 """Tokens of the prompt that a picture takes."""
 CONTEXT = 1024
 IMAGE = "<image>"
+HUES = (*COLOURS, "grey")
+FACTS = (SHAPES, HUES, PLACES, (*RELATIONS, "alone"))
+"""What the tower learns of the shape that covers a patch, or of what is behind the shapes: its colour."""
 PREPROCESSOR = {
     "image_processor_type": "CLIPImageProcessor",
     "processor_class": "LlavaProcessor",
@@ -113,6 +116,12 @@ def build_model(tokenizer: Any) -> Any:
     return model
 
 
+def load_model(folder: Path) -> Any:
+    """Return a checkpoint that was trained before, in float32."""
+    whole: Any = LlavaForConditionalGeneration
+    return whole.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
 def pixels_of(picture: Any) -> Tensor:
     """Return what the processor makes of a square picture: float32 [3, 48, 48]."""
     small = picture.resize((CANVAS, CANVAS), Image.Resampling.BICUBIC)
@@ -169,13 +178,17 @@ class Maker:
 
 
 def covered(scene: Scene) -> Tensor:
-    """Return the number of the kind and of the colour that cover the centre of each patch, 0 for none: [rows, 2]."""
-    found = torch.zeros(ROWS, 2, dtype=torch.int64)
+    """Return what covers the centre of each patch: [rows, 4], the numbers of its kind, its colour, its place and how it
+    lies to the other shape, each 0 for nothing. Between shapes the colour is that of the background."""
+    found = torch.zeros(ROWS, len(FACTS), dtype=torch.int64)
+    found[:, 1] = 1 + HUES.index(scene.background)
     for row in range(ROWS):
         y, x = (PATCH * (each + 0.5) for each in divmod(row, CANVAS // PATCH))
         for shape in scene.shapes:
             if shape.covers(x, y):
-                found[row] = torch.tensor([1 + SHAPES.index(shape.name), 1 + list(COLOURS).index(shape.colour)])
+                others = [other for other in scene.shapes if other is not shape]
+                words = (shape.name, shape.colour, shape.place, shape.relation(others[0]) if others else "alone")
+                found[row] = torch.tensor([1 + names.index(word) for names, word in zip(FACTS, words, strict=True)])
     return found
 
 
@@ -189,7 +202,7 @@ class Trainer:
     def __init__(self, model: Any, lr_matrix: float, lr_other: float) -> None:
         width = model.config.vision_config.hidden_size
         self._model = model
-        self._patches = torch.nn.Linear(width, len(SHAPES) + len(COLOURS) + 2)
+        self._patches = torch.nn.Linear(width, sum(len(names) + 1 for names in FACTS))
         named = list(model.named_parameters())
         matrices = [weight for name, weight in named if weight.ndim == 2 and (".layers." in name or "linear" in name)]
         chosen = {id(weight) for weight in matrices}
@@ -227,7 +240,7 @@ class Trainer:
         return seen
 
     def _of_patches(self, seen: Tensor, covers: Tensor) -> Tensor:
-        parts = self._patches(seen).flatten(0, 1).float().split((len(SHAPES) + 1, len(COLOURS) + 1), dim=-1)
+        parts = self._patches(seen).flatten(0, 1).float().split([len(names) + 1 for names in FACTS], dim=-1)
         losses = map(torch.nn.functional.cross_entropy, parts, covers.flatten(0, 1).unbind(1))
         return torch.stack(list(losses)).sum()
 
@@ -260,6 +273,7 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--start", type=Path, help="folder of a checkpoint that is trained further")
     parser.add_argument("--steps", type=int, default=420, help="of the whole model")
     parser.add_argument("--tower-steps", type=int, default=350, help="of the tower alone, before")
     parser.add_argument("--batch", type=int, default=32, help="conversations a step")
@@ -273,7 +287,7 @@ def main() -> None:
     args = parse_args()
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
+    model = load_model(args.start) if args.start else build_model(tokenizer)
     maker = Maker(tokenizer, random.Random(args.seed))
     trainer = Trainer(model, args.lr_matrix, args.lr_other)
     print(f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer)}", flush=True)

@@ -61,8 +61,9 @@ $(BIN)/pip install --upgrade pip \
 	&& $(BIN)/pip install --no-deps 'nixl>=1.5' 'nixl-cu12>=1.5'
 endef
 
-demo: install ## start the whole mesh, chat once through it, show where the time went, stop everything
+demo: install ## start the whole mesh, chat once through it, show where the time went, stop everything; then ask about a picture
 	@$(BIN)/tokenloom demo
+	@$(BIN)/tokenloom demo --model tokenloom-picture
 
 test: PROCESSES = 4
 test: install ## run the tests, except those of the three commands below; they need neither a GPU nor a network

@@ -41,7 +41,7 @@ def answers(llm: LLM, asked: list[Asked]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="folder of the checkpoint")
+    parser.add_argument("--model", default="tokenloom-picture", help="folder of the checkpoint")
     parser.add_argument("--pictures", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", type=Path, help="folder for the pictures of wrong answers")

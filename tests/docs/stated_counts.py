@@ -5,7 +5,7 @@ import re
 from tokenloom.engine_core.data import draft_counts as draft_history
 from tokenloom.engine_core.data.config import SpeculativeConfig
 from tokenloom.engine_core.data.parallel_config import EplbConfig
-from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import PACKAGED
 from tokenloom.request import adapter_names as adapter_name
 from tokenloom.request import output_constraints, sampling_params, validation
 from tokenloom.services.coordinator.lease import kubernetes_lease
@@ -37,7 +37,9 @@ _EPLB = EplbConfig()
 _SPECULATION = SpeculativeConfig("ngram")
 _ALERTS = (ROOT / "observability" / "prometheus" / "alerts.yml").read_text()
 _CERTIFICATE_ALERTS = len(re.findall(r"alert: TokenloomCertificate", _ALERTS))
-_DEMO_BYTES = sum(path.stat().st_size for path in DEMO_MODEL.iterdir() if path.is_file())
+_DEMO_BYTES, _PICTURE_BYTES = (
+    sum(path.stat().st_size for path in model.iterdir() if path.is_file()) for model in PACKAGED.values()
+)
 
 
 def _kib(number: int) -> str:
@@ -50,7 +52,10 @@ def _default(flag: str) -> str:
 
 
 SENTENCES = {
-    "README.md": [f"The demo model ships with the repository ({_DEMO_BYTES / 1e6:.1f} MB)"],
+    "README.md": [
+        f"The demo model ships with the repository ({_DEMO_BYTES / 1e6:.1f} MB), "
+        f"and so does the picture model ({_PICTURE_BYTES / 1e6:.1f} MB)"
+    ],
     "docs/operate/security.md": [
         f"| files of images and sounds, in a gateway | bytes | {encoder_client.MAX_PUTS} to each encoder |",
         f"{_WORDS[_CERTIFICATE_ALERTS]} alerts warn",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tokenloom.model_files.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL, PACKAGED
 
 COMMAND = (sys.executable, "-m", "tokenloom.cli.main", "demo")
 
@@ -33,6 +33,13 @@ def test_it_answers_shows_the_times_and_leaves_nothing(socket_dir: Path) -> None
     assert list((socket_dir / "tokenloom").iterdir()) == []
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if any(str(socket_dir) in argument for argument in command)]
+
+
+def test_a_picture_is_shown_and_described(socket_dir: Path) -> None:
+    done = run(socket_dir, "--model", "tokenloom-picture")
+    assert done.returncode == 0, done.stderr
+    assert str(PACKAGED["tokenloom-picture"] / "example.png") in done.stdout.replace("\n", "")
+    assert "There is a yellow star to the left of a blue circle." in done.stdout
 
 
 def test_a_failure_shows_the_logs_and_ends_with_status_1(socket_dir: Path, tmp_path: Path) -> None:

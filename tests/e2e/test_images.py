@@ -3,6 +3,8 @@ cache without any, and when the encoder is killed while its rows are wanted."""
 
 import base64
 import io
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import httpx
 import psutil
 import torch
 import transformers
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from tests.checkpoints.vision_prompts import picture
 from tests.checkpoints.whole_vision import token_id, write_whole_vision
@@ -100,3 +102,22 @@ def test_answers_are_those_of_the_whole_model(serve: Any, tmp_path: Path) -> Non
     psutil.Process(served.encoder()["pid"]).kill()
     late = [picture(33, 44, 5)]
     assert served.answer(late, asked)[0] == served.expected(late, asked)
+
+
+def test_the_command_line_asks_the_packaged_model_about_a_drawing(serve: Any, tmp_path: Path) -> None:
+    mesh = serve("tokenloom-picture")
+    drawing = Image.new("RGB", (300, 300), "white")
+    ImageDraw.Draw(drawing).rectangle((90, 90, 210, 210), fill="red")
+    drawing.save(tmp_path / "drawing.png")
+    command = [sys.executable, "-m", "tokenloom.cli.main", "chat", "--base-url", mesh.url, "--temperature", "0"]
+
+    def answer(*arguments: str) -> str:
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
+        )
+        return done.stdout.strip()
+
+    shown = ("--image", str(tmp_path / "drawing.png"))
+    assert answer("What is in the picture?", *shown) == "There is a red square in the middle."
+    assert answer("What colour is the square?", *shown) == "The square is red."
+    assert answer("What is in the picture?").startswith("I see no picture.")

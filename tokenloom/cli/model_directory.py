@@ -20,7 +20,7 @@ def model_directory(
         hint: What the error names: the argument or the option that holds the model.
         weights: Whether the files of weights are needed; a hub's other files are downloaded in any case.
     """
-    if model != model_path.DEMO_MODEL_NAME:
+    if model not in model_path.PACKAGED:
         with reported():
             check_place(model, model_path.expanded(model))
     try:

@@ -14,7 +14,7 @@ from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.gguf.gguf_file import SUFFIX, is_later_part, read_gguf
 from tokenloom.gpu_worker.checkpoint.files.config_reader import architecture_of
 from tokenloom.gpu_worker.checkpoint.files.text_part import wrapper_of
-from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME, weight_paths
+from tokenloom.model_files.model_path import PACKAGED, weight_paths
 
 from .failures import RequestFailed, reported
 from .server import ApiKey, BaseUrl, Server, connect
@@ -103,8 +103,9 @@ def _template_lines(row: dict[str, Any]) -> str:
 
 
 def checkpoints(folders: list[Path]) -> Iterator[LocalModel]:
-    """Yield the demo model, the models in the hub's cache, and those in `folders` (checkpoints, or folders of them)."""
-    yield from _read(DEMO_MODEL, DEMO_MODEL_NAME)
+    """Yield the models of the package, in the hub's cache, and in `folders` (checkpoints, or folders of them)."""
+    for name, path in PACKAGED.items():
+        yield from _read(path, name)
     yield from _in_hub_cache()
     for folder in folders:
         for path in sorted(

@@ -1,1 +1,1 @@
-"""The checkpoint that is served when no model is named: `tokenloom-demo`."""
+"""The checkpoint that is served when no model is named, `tokenloom-demo`, and in `picture/` `tokenloom-picture`."""

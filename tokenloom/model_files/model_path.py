@@ -102,16 +102,20 @@ DEMO_ADAPTERS = Path(str(resources.files("tokenloom.demo_adapters")))
 """The LoRA adapters of that checkpoint that come with the package, each in a directory of its name."""
 DEMO_MODEL_NAME = "tokenloom-demo"
 """The name under which it is served and requested."""
+PICTURE_MODEL_NAME = "tokenloom-picture"
+"""The name of a small model that comes with the package and answers about pictures of shapes."""
+PACKAGED = {DEMO_MODEL_NAME: DEMO_MODEL, PICTURE_MODEL_NAME: DEMO_MODEL / "picture"}
+"""The checkpoints that come with the package, by the names under which they are served."""
 
 
 def resolve(model: str, *, weights: bool = True, cache: HubCache | None = None) -> Path:
-    """Return the directory of the demo model, of a local checkpoint, or of a hub id (cached or downloaded), or the path
-    of a GGUF file.
+    """Return the directory of a model of ``PACKAGED``, of a local checkpoint, or of a hub id (cached or downloaded), or
+    the path of a GGUF file.
 
     A hub id may end in ``@revision``. Without ``weights`` only the files that describe the model are downloaded, into
     ``cache``. Raises ``NotFound``.
     """
-    path = DEMO_MODEL if model == DEMO_MODEL_NAME else expanded(model)
+    path = PACKAGED.get(model) or expanded(model)
     if is_gguf(path) and is_checkpoint(path):
         return path.parent.resolve() / path.name  # in the hub's cache it links to a blob, whose name says nothing
     if is_checkpoint(path):
@@ -137,8 +141,9 @@ def is_checkpoint(path: Path) -> bool:
 
 def served_name(path: Path, model: str = "") -> str:
     """Return the default name for clients: the hub id, the last part of the directory, or a GGUF file's stem."""
-    if path.resolve() == DEMO_MODEL.resolve():
-        return DEMO_MODEL_NAME
+    for name, packaged in PACKAGED.items():
+        if path.resolve() == packaged.resolve():
+            return name
     if is_gguf(path):
         return whole_stem(path)
     return hub_id(model) if model and not os.path.exists(expanded(model)) else path.name

@@ -11,6 +11,7 @@ from tokenloom.model_files.model_path import DEMO_MODEL
 
 def test_the_demo_model_has_its_own_name() -> None:
     assert model_directory("tokenloom-demo", None) == (DEMO_MODEL.resolve(), "tokenloom-demo")
+    assert model_directory("tokenloom-picture", None) == ((DEMO_MODEL / "picture").resolve(), "tokenloom-picture")
 
 
 def test_a_directory_is_served_under_its_last_part(tmp_path: Path) -> None:

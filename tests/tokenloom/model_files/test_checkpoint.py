@@ -34,6 +34,7 @@ def change(path: Path, **values: object) -> None:
 
 def test_resolve(model: Path) -> None:
     assert model_path.resolve("tokenloom-demo") == model_path.DEMO_MODEL.resolve()
+    assert model_path.resolve("tokenloom-picture") == (model_path.DEMO_MODEL / "picture").resolve()
     assert model_path.resolve(str(model)) == model.resolve()
 
 
@@ -81,6 +82,7 @@ def test_a_gguf_file_of_a_cache_keeps_its_name(tmp_path: Path) -> None:
 
 def test_served_names(model: Path) -> None:
     assert model_path.served_name(model_path.DEMO_MODEL) == "tokenloom-demo"
+    assert model_path.served_name(model_path.DEMO_MODEL / "picture") == "tokenloom-picture"
     assert model_path.served_name(model) == "my-model"
     assert model_path.served_name(model, str(model)) == "my-model"
     assert model_path.served_name(Path("/cache/snapshots/abc"), "org/name") == "org/name"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tokenloom.model_files.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME, PACKAGED, PICTURE_MODEL_NAME
 from tokenloom.process.uncollected_imports import uncollected_imports
 
 PROMPT = "Tell me a story about a dragon."
@@ -21,7 +21,7 @@ def demo(
     image: Annotated[
         Path | None,
         typer.Option(
-            help="Image file that the question shows.",
+            help="Image file that the question shows; tokenloom-picture brings one.",
             exists=True,
             dir_okay=False,
             readable=True,
@@ -34,5 +34,7 @@ def demo(
     with uncollected_imports():
         from .demo_run import run_demo  # here, because it takes gRPC, which the help does not need
 
+    if image is None and model == PICTURE_MODEL_NAME:
+        image = PACKAGED[PICTURE_MODEL_NAME] / "example.png"
     asked = prompt or (PROMPT if image is None else IMAGE_PROMPT)
     run_demo(asked, image, model, max_tokens, speculative_config)

@@ -195,7 +195,7 @@ def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
         max_sessions=MAX_SESSIONS,
         max_message_bytes=settings.max_body_bytes_in_flight,
         max_media_bytes=settings.max_media_bytes_in_flight,
-        max_sound_bytes=settings.max_sound_bytes_in_flight,
+        max_sound_bytes=settings.max_audio_bytes_in_flight,
         clock=lambda: loop.time(),
     )
 

@@ -154,7 +154,7 @@ def transcription_routes(settings: GatewaySettings, meshes: ServedMeshes, shares
         from ..files.sound_uploads import SoundUploads  # here: most gateways transcribe nothing
         from ..openai.transcriptions import TranscriptionsApi
 
-        uploads = SoundUploads(settings.max_sound_bytes, shares.sounds)
+        uploads = SoundUploads(settings.max_audio_bytes, shares.sounds)
         alone = meshes.first if meshes.is_one else None
         return TranscriptionsApi(meshes.pick, alone, uploads, shares, settings.strict)
 

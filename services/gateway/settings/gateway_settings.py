@@ -164,10 +164,10 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Bytes of images, decoded, that requests in work hold at the same time, and of one request at most; further "
         "ones are refused with a retryable error. They count for no other limit of bodies.",
     ] = 256 << 20
-    max_sound_bytes: Annotated[
+    max_audio_bytes: Annotated[
         Count, "Largest upload of /v1/audio/transcriptions and /v1/audio/translations; OpenAI takes 25 MB."
     ] = 256 << 20
-    max_sound_bytes_in_flight: Annotated[
+    max_audio_bytes_in_flight: Annotated[
         Count,
         "Bytes of these uploads that are on disk, in the directory for temporary files, while their requests run; "
         "further ones are refused with a retryable error.",
@@ -290,8 +290,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
         if self.max_body_bytes_in_flight < self.max_body_bytes:
             raise ValueError("--max-body-bytes-in-flight must be at least --max-body-bytes")
-        if self.max_sound_bytes_in_flight < self.max_sound_bytes:
-            raise ValueError("--max-sound-bytes-in-flight must be at least --max-sound-bytes")
+        if self.max_audio_bytes_in_flight < self.max_audio_bytes:
+            raise ValueError("--max-audio-bytes-in-flight must be at least --max-audio-bytes")
         if (self.operator_tls_cert is None) != (self.operator_tls_key is None):
             raise ValueError("--operator-tls-cert and --operator-tls-key must be set together")
         if self.has_admin and self.certificate is not None and self.operator_certificate is None:

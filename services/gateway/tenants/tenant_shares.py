@@ -20,7 +20,7 @@ MAX_SESSIONS: Final = "max_sessions"
 MAX_QUEUE_SECONDS: Final = "max_queue_seconds"
 MAX_BODY_BYTES_IN_FLIGHT: Final = "max_body_bytes_in_flight"
 MAX_MEDIA_BYTES_IN_FLIGHT: Final = "max_media_bytes_in_flight"
-MAX_SOUND_BYTES_IN_FLIGHT: Final = "max_sound_bytes_in_flight"
+MAX_AUDIO_BYTES_IN_FLIGHT: Final = "max_audio_bytes_in_flight"
 """Names of the gateway's own limits, for the counts of refused requests."""
 LIMITS = (
     *TenantLimits.__struct_fields__,
@@ -29,7 +29,7 @@ LIMITS = (
     MAX_MEDIA_BYTES_IN_FLIGHT,
     MAX_QUEUE_SECONDS,
     MAX_SESSIONS,
-    MAX_SOUND_BYTES_IN_FLIGHT,
+    MAX_AUDIO_BYTES_IN_FLIGHT,
 )
 """Values of the label ``limit``: a tenant's limits by their names in the key file, and the gateway's own."""
 _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
@@ -163,7 +163,7 @@ class TenantShare:
         """Take room for ``size`` bytes of an uploaded sound on disk. ``room``: the gateway's. Raises
         ``ResourceExhausted``."""
         if not room.can_take(size, self._sounds.taken):
-            self.refused[MAX_SOUND_BYTES_IN_FLIGHT] += 1
+            self.refused[MAX_AUDIO_BYTES_IN_FLIGHT] += 1
             state = f"the gateway holds {room.taken} of {room.size} bytes of sounds of requests in work"
             raise ResourceExhausted(f"{state}; retry", retry_after=1.0)
         return take_of_all(size, self._sounds, room)

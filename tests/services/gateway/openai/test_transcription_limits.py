@@ -112,7 +112,7 @@ async def test_tokens_are_charged_once(socket_dir: Path) -> None:
 
 
 async def test_disk_of_sounds_in_work(socket_dir: Path) -> None:
-    limits = {"max_sound_bytes": 1 << 20, "max_sound_bytes_in_flight": 3 << 20}
+    limits = {"max_audio_bytes": 1 << 20, "max_audio_bytes_in_flight": 3 << 20}
     async with listening(socket_dir, **limits) as ear:
         held = hold(ear)
         large = {"file": ("a.wav", b"sound 800 " + b"x" * ((1 << 20) - 10))}
@@ -141,7 +141,7 @@ async def test_an_upload_without_a_length(socket_dir: Path) -> None:
             yield b"x" * 100_000
         yield b"\r\n--b--\r\n"
 
-    async with listening(socket_dir, max_sound_bytes=2 << 20, max_sound_bytes_in_flight=4 << 20) as ear:
+    async with listening(socket_dir, max_audio_bytes=2 << 20, max_audio_bytes_in_flight=4 << 20) as ear:
         ear.heard = {0: tokens(" a")}
         assert (await ear.http.post(ROUTE, content=pieces(15), headers=FORM)).status_code == 200
         assert (await ear.http.post(ROUTE, content=pieces(30), headers=FORM)).status_code == 413

@@ -365,7 +365,7 @@ async def test_a_model_that_is_not_served(ear: Ear) -> None:
 
 
 async def test_sounds_that_are_too_large(socket_dir: Path) -> None:
-    async with listening(socket_dir, max_sound_bytes=1000) as ear:
+    async with listening(socket_dir, max_audio_bytes=1000) as ear:
         data = b"sound 100 " + b"x" * (200 << 10)
         response = await ear.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", data)})
         assert response.status_code == 413

@@ -4,6 +4,7 @@ tokens."""
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tests.checkpoints.sound_prompts import SoundModel
 from tests.checkpoints.vision_prompts import UNWRITTEN, VisionModel, picture
@@ -80,4 +81,25 @@ def test_chats_and_prompts_with_sounds(tmp_path: Path) -> None:
         assert [output.error for output in outputs] == [None] * len(wanted)
         assert [output.prompt_token_ids for output in outputs] == [case.prompt for case in wanted]
         assert [output.outputs[0].token_ids for output in outputs] == [case.tokens for case in wanted]
+    llm.close()
+
+
+def test_the_published_template_has_places_for_sounds(tmp_path: Path) -> None:
+    """As transformers has it, for checkpoints that come without one."""
+    path, heard = write_whole_sound("qwen2_audio", tmp_path), sound(0.5)
+    template = transformers.Qwen2AudioProcessor.default_chat_template.fget(None)
+    question = {"type": "text", "text": "What is it?"}
+    turns = [
+        {"role": "user", "content": [{"type": "audio", "audio": heard}, question, {"type": "audio", "audio": heard}]},
+        {"role": "assistant", "content": "Rain."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    model = SoundModel(path)
+    text = model.processor.apply_chat_template(
+        turns, chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+    assert "Audio 2: <|audio_bos|>" in text
+    llm = LLM(str(path), worker="hash", num_gpu_blocks_override=64)
+    (output,) = llm.chat(turns, SamplingParams(max_tokens=1), chat_template=template, use_tqdm=False)
+    assert output.prompt_token_ids == model.prompt(text, [heard, heard]).token_ids
     llm.close()

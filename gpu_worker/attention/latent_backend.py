@@ -88,6 +88,8 @@ class LatentBackend(LocalBackend):
         """``name``: ``reference`` absorbs every query, in float32."""
         super().__init__(config, block_size, device)
         self.name = name
+        # Beside states, which have the same bits wherever a prompt is cut, attention has one form, too.
+        self.expands = name not in ("reference", TOKENWISE) and config.mixer is None
 
     def plan(
         self,
@@ -138,7 +140,7 @@ class LatentPlan:
         slot_mapping: IntArray,
     ) -> None:
         self._device = backend.device
-        self._expands = backend.name not in ("reference", TOKENWISE)
+        self._expands = backend.expands
         self._work: tuple[list[LatentSpan], list[LatentSpan], Tensor] | None = None
         self._slots = torch.from_numpy(slot_mapping.astype(np.int64)).to(self._device)
         starts, lengths = cu_query_lens.tolist(), seq_lens.tolist()

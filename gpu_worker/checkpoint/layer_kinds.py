@@ -38,7 +38,9 @@ def read_ropes(
         chosen = {kind: with_context(rope, max_model_len or 1) for kind, rope in by_kind.items()}
         return tuple(chosen[kind] for kind in _gemma_kinds(reader, family, num_layers))
     rope = read_rope(reader, head_size, max_position, theta, DECODERS[family].rotated_share)
-    if family == "nemotron_h" or (family == "granitemoehybrid" and reader.take("position_embedding_type") != "rope"):
+    if family in ("nemotron_h", "kimi_linear") or (
+        family == "granitemoehybrid" and reader.take("position_embedding_type") != "rope"
+    ):
         rope = no_rotation(head_size)
     if family == "phi3" and rope.scaling != 1.0 and not isinstance(rope.scaling, LongRopeScaling):
         raise reader.unsupported(
@@ -111,6 +113,7 @@ def read_windows(reader: ConfigReader, family: str, num_layers: int, max_model_l
             | "lfm2"
             | "nemotron_h"
             | "falcon_h1"
+            | "kimi_linear"
         ):
             return (None,) * num_layers
         case "mistral" | "mixtral" | "phi3":
@@ -217,6 +220,8 @@ def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediat
         return _read_deepseek(reader, family == "deepseek_v3", num_layers)
     if family == "granitemoehybrid":
         return _read_granite(reader, num_layers, intermediate_size)
+    if family == "kimi_linear":
+        return _read_kimi(reader, num_layers)
     if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "llama4"):
         return None
     for training_only in ("router_aux_loss_coef", "router_jitter_noise"):
@@ -301,6 +306,35 @@ def _read_granite(reader: ConfigReader, num_layers: int, shared_size: int) -> Ex
         shared_size=shared_size,
         normalizes_weights=True,
         layers=(True,) * num_layers,
+    )
+
+
+def _read_kimi(reader: ConfigReader, num_layers: int) -> ExpertSwitches:
+    """Read the experts of Kimi-Linear, under DeepSeek's names of their entries."""
+    for unread in ("moe_layer_freq", "use_grouped_topk"):
+        reader.take(unread)  # published files hold them; the class does not read them
+    if reader.take("moe_router_activation_func", "sigmoid") != "sigmoid":
+        raise reader.unsupported("moe_router_activation_func", "must be sigmoid", is_known=False)
+    kinds, first = reader.take("mlp_layer_types"), reader.take_count("first_k_dense_replace", 1)
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
+        raise reader.error("mlp_layer_types", f"must be a list of num_hidden_layers = {num_layers} entries")
+    size, per_token = reader.take_int("moe_intermediate_size", 1024), reader.take_int("num_experts_per_tok", 8)
+    count = reader.take_int("n_routed_experts", 256)
+    _check_per_token(reader, per_token, count)
+    layers = tuple(layer >= first if kinds is None else kinds[layer] == "sparse" for layer in range(num_layers))
+    return ExpertSwitches(
+        count=count,
+        per_token=per_token,
+        intermediate_size=size,
+        shared_size=size * reader.take_count("n_shared_experts", 1),
+        normalizes_weights=reader.take_bool("norm_topk_prob", True),
+        router=RouterSwitches(
+            num_groups=reader.take_int("n_group", 1),
+            groups_per_token=reader.take_int("topk_group", 1),
+            has_independent_scores=True,
+            scale=reader.take_float("routed_scaling_factor", 2.446),
+        ),
+        layers=layers,
     )
 
 

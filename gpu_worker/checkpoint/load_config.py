@@ -139,11 +139,25 @@ def note_precision(path: Path, dtype: str) -> None:
         )
 
 
+_KIMI_NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_local_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+}
+"""What Kimi-Linear's files call entries of DeepSeek."""
+
+
 def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted_model_len: int | None) -> ModelConfig:
     """Read Llama and its relatives."""
     traits = DECODERS[family]
     if family == "mamba2":
         return read_mamba2(reader, dtype, wanted_model_len)
+    if family == "kimi_linear":
+        reader.rename(_KIMI_NAMES)
     hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
     num_layers = all_layers = reader.take_layers("num_hidden_layers", count_parts(reader, family))
     if (mixer := read_mixer(reader, family, hidden_size, all_layers)) is not None:
@@ -298,7 +312,8 @@ def _clamped_swiglu(reader: ConfigReader) -> str:
 
 def _add_latent(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
     """Return the configuration with the compressed KV of DeepSeek-V2 and V3; its ``head_size`` is the rotated part."""
-    query_rank = None if reader.take("q_lora_rank", 1536) is None else reader.take_int("q_lora_rank", 1536)
+    default = None if config.family == "kimi_linear" else 1536
+    query_rank = None if reader.take("q_lora_rank", default) is None else reader.take_int("q_lora_rank", default)
     reader.take("qk_head_dim")  # the sum of its parts
     latent = LatentSwitches(
         rank=reader.take_int("kv_lora_rank", 512),
@@ -306,7 +321,8 @@ def _add_latent(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
         key_size=reader.take_int("qk_nope_head_dim", 128),
         value_size=reader.take_int("v_head_dim", 128),
         query_rank=query_rank,
-        is_interleaved=config.family == "deepseek_v2" or reader.take_bool("rope_interleave", True),
+        is_interleaved=config.family == "deepseek_v2"
+        or (config.family != "kimi_linear" and reader.take_bool("rope_interleave", True)),
     )
     factor = config.ropes[0].score_factor
     return replace(

@@ -9,7 +9,7 @@ from .files.supported import DECODERS, STATEFUL
 from .model_config import DtypeName, MixerSwitches, ModelConfig, Multipliers, StateLayout, StateShape
 from .rope_config import no_rotation
 
-_FORMS = {"delta": "gdn-scan-fp32", "mamba2": "mamba2-scan-fp32", "conv": "conv"}
+_FORMS = {"delta": "gdn-scan-fp32", "kimi": "kda-scan-fp32", "mamba2": "mamba2-scan-fp32", "conv": "conv"}
 """How states are computed, as an engine's numerics name it: token after token, in float32."""
 _KEEPING = ("linear_attention", "mamba", "conv")
 _ATTENDING = ("full_attention", "attention")
@@ -57,6 +57,8 @@ def read_mixer(reader: ConfigReader, family: str, hidden_size: int, num_layers: 
         return _read_nemotron(reader, hidden_size, num_layers)
     if family == "falcon_h1":
         return _read_falcon(reader, hidden_size, num_layers)
+    if family == "kimi_linear":
+        return _read_kimi(reader, num_layers)
     layers = _kept_layers(reader, family, num_layers)
     if all(layers):
         raise reader.unsupported("layer_types", "must name a layer with attention")
@@ -106,6 +108,36 @@ def _read_delta(reader: ConfigReader, layers: tuple[bool, ...]) -> MixerSwitches
         state_size=_state_size(reader, "linear_key_head_dim", 128),
         taps=reader.take_int("linear_conv_kernel_dim", 4) - 1,
         layers=layers,
+    )
+
+
+def _read_kimi(reader: ConfigReader, num_layers: int) -> MixerSwitches:
+    """Read the delta attention of Kimi-Linear, whose published files have an object for it, and count layers from 1."""
+    _check(reader, "mla_use_nope", True)
+    if reader.take("hidden_act", "silu") not in ("silu", "swish"):
+        raise reader.unsupported("hidden_act", "must be silu")
+    found = reader.take("linear_attn_config")
+    nested, kinds = found if isinstance(found, dict) else {}, reader.take("layer_types")
+    heads, size, kernel = (
+        nested.get(own, reader.take_int(name, default))
+        for own, name, default in (
+            ("num_heads", "linear_num_heads", 32),
+            ("head_dim", "linear_head_dim", 128),
+            ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
+        )
+    )
+    if kinds is None and isinstance(keeping := nested.get("kda_layers"), list):
+        layers = tuple(layer + 1 in keeping for layer in range(num_layers))
+    elif kinds is None:
+        layers = tuple(layer == 0 or layer % 4 != 0 for layer in range(num_layers))
+    else:
+        layers = _kept_layers(reader, "kimi_linear", num_layers)
+    if all(layers):
+        raise reader.unsupported("layer_types", "must name a layer with attention")
+    if size > _MOST_STATE_SIZE:
+        raise reader.unsupported("linear_attn_config", f"must have heads of at most {_MOST_STATE_SIZE}")
+    return MixerSwitches(
+        kind="kimi", heads=heads, groups=heads, head_size=size, state_size=size, taps=kernel - 1, layers=layers
     )
 
 
@@ -278,7 +310,7 @@ def _check(reader: ConfigReader, name: str, known: object) -> None:
 def state_layout(mixer: MixerSwitches, hidden_size: int) -> StateLayout:
     """Return what each layer keeps of a sequence between tokens."""
     recurrent = None
-    if mixer.kind == "delta":
+    if mixer.kind in ("delta", "kimi"):
         recurrent = (mixer.heads, mixer.state_size, mixer.head_size)
     elif mixer.kind == "mamba2":
         recurrent = (mixer.heads, mixer.head_size, mixer.state_size)

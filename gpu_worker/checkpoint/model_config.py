@@ -182,8 +182,9 @@ class Multipliers:
 class MixerSwitches:
     """Holds what only layers know that keep a state in the place of attention, or beside it."""
 
-    kind: Literal["delta", "mamba2", "conv"]
-    """The gated delta rule, Mamba-2, or nothing but a short convolution."""
+    kind: Literal["delta", "kimi", "mamba2", "conv"]
+    """The gated delta rule, the same with a decay of each channel of a key (Kimi), Mamba-2, or nothing but a short
+    convolution."""
     heads: int = 0
     """Of values (delta), or of inputs (mamba2)."""
     groups: int = 0

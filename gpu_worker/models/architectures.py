@@ -23,6 +23,7 @@ from ..checkpoint.weights import Adapt, Checkpoint
 from ..kernels.compiler import parallel_build
 from ..kernels.prebuilt import Variant
 from ..layers.linear import report_share
+from ..ops.cpu_ops import CPUOps, TokenwiseOps
 from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
 from ..parallel.ranks import ONLY_RANK, Ranks, Stage
@@ -68,6 +69,8 @@ def load_model(
             lambda: modules(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization, max_model_len),
         )
     config = local_config(found.config, ranks.place)
+    if config.latent is not None and config.mixer is not None and type(ops) is CPUOps:
+        ops = TokenwiseOps()  # a token has the bits of any batch, as its states have
     if config.shard.spreads_context:
         ops = TorchOps(config.num_kv_heads)  # the kernels write keys and values where they rotate them
     source = None

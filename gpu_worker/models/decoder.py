@@ -331,7 +331,10 @@ def _load_mlp(
         assert routes is not None
         number = sum(config.experts.layers[:layer])
         return Experts(checkpoint, prefix, config, ops, config.experts, routes.layers[number])
-    return MLP(checkpoint, f"{prefix}.{config.traits.mlp_name}", config, ops)
+    name = config.traits.mlp_name
+    if config.family == "kimi_linear" and f"{prefix}.{name}.gate_proj.weight" not in checkpoint:
+        name = "block_sparse_moe"  # as transformers writes those without experts, too
+    return MLP(checkpoint, f"{prefix}.{name}", config, ops)
 
 
 class DecoderModel:

@@ -71,6 +71,7 @@ class _Matrices:
 _PARTS = {
     "mixtral": ("block_sparse_moe", MLPNames(gate="w1", up="w3", down="w2")),
     "granitemoehybrid": ("block_sparse_moe", MLPNames()),
+    "kimi_linear": ("block_sparse_moe", MLPNames(gate="w1", up="w3", down="w2")),
 }
 """By the family: what the checkpoint calls the part of a layer with the experts, and their matrices."""
 

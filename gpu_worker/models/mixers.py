@@ -58,6 +58,49 @@ class GatedDeltaNet:
         return self._out(self._ops.gated_norm(out, gate, self._norm, self._eps, norm_first=True).flatten(1))
 
 
+class KimiDelta:
+    """Computes the gated delta rule with a decay of each channel of a key (Kimi-Linear)."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
+        assert config.mixer is not None
+        mixer, hidden, part, quantization = config.mixer, config.hidden_size, config.shard.part, config.quantization
+        self._ops, self._states, self._mixer, self._eps = ops, ops.states, mixer, config.norm_eps
+        inner, heads, size = part(mixer.inner_size), part(mixer.heads), mixer.head_size
+        names = [f"{prefix}.{name}_proj" for name in "qkv"]
+        self._project = load_linear(checkpoint, names, hidden, [inner] * 3, False, quantization)
+        # In the model's dtype whatever the others are rounded to: few outputs, and decays are powers of them.
+        names = [f"{prefix}.{name}_proj" for name in ("f_a", "g_a", "b")]
+        self._small = load_linear(checkpoint, names, hidden, [size, size, heads], False)
+        self._decay = load_linear(checkpoint, [f"{prefix}.f_b_proj"], size, [inner], False)
+        self._gate = load_linear(checkpoint, [f"{prefix}.g_b_proj"], size, [inner], False, quantization)
+        parts = [
+            _load_convolution(checkpoint, f"{prefix}.{name}_conv1d", inner, mixer, has_silu=True) for name in "qkv"
+        ]
+        self._conv = Convolution(torch.cat([each.weight for each in parts], 1), None, has_silu=True)
+        rates = -checkpoint.take(f"{prefix}.A_log", 1, 1, heads, 1, dtype=torch.float32).exp().flatten()
+        self._rates = rates.repeat_interleave(size)
+        self._bias = checkpoint.take(f"{prefix}.dt_bias", inner, dtype=torch.float32)
+        self._zeros = torch.zeros_like(rates)
+        self._norm = checkpoint.take(f"{prefix}.o_norm.weight", size)
+        self._out = load_linear(checkpoint, [f"{prefix}.o_proj"], inner, [hidden], False, quantization)
+
+    def __call__(self, x: Tensor, rotation: Rotation, states: LayerStates, plan: StatePlan) -> Tensor:
+        assert states.recurrent is not None
+        size, heads = self._mixer.head_size, self._mixer.heads
+        convolved = self._states.short_conv(self._project(x), self._conv, states.conv, plan)
+        query, key, value = (each.view(-1, heads, size) for each in convolved.chunk(3, dim=1))
+        small = self._small(x)
+        wide = self._decay(small[:, :size].contiguous())
+        decay, _ = self._states.delta_gates(wide, wide, self._rates, self._bias)
+        b = small[:, 2 * size :]
+        _, beta = self._states.delta_gates(b, b, self._zeros, self._zeros)
+        gates = (decay.view(-1, heads, size), beta)
+        out = self._states.gated_delta(query, key, value, gates, states.recurrent, plan)
+        normed = self._ops.add_norm(out.view(-1, size), None, self._norm, self._eps)
+        gate = self._gate(small[:, size : 2 * size].contiguous())
+        return self._out(self._ops.gate_by_sigmoid(normed.view(len(x), -1), gate))
+
+
 class Mamba2:
     """Computes Mamba-2 over the convolved inputs of a token (Granite 4)."""
 
@@ -142,8 +185,13 @@ class ShortConvolution:
         return self._out(self._ops.short_conv(inputs, self._conv, states.conv, plan, (before, after)))
 
 
-Mixer = GatedDeltaNet | Mamba2 | ShortConvolution
-_KINDS: Mapping[str, type[Mixer]] = {"delta": GatedDeltaNet, "mamba2": Mamba2, "conv": ShortConvolution}
+Mixer = GatedDeltaNet | KimiDelta | Mamba2 | ShortConvolution
+_KINDS: Mapping[str, type[Mixer]] = {
+    "delta": GatedDeltaNet,
+    "kimi": KimiDelta,
+    "mamba2": Mamba2,
+    "conv": ShortConvolution,
+}
 
 
 def load_mixer(checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> Mixer:

@@ -89,7 +89,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "kimi_linear": {
         **_EXPERTS,
         "intermediate_size": 96,
-        "kv_lora_rank": 32,
+        "kv_lora_rank": 64,
         "layer_types": _THREE_OF_FOUR,
         "linear_head_dim": 16,
         "linear_num_heads": 4,

@@ -19,7 +19,16 @@ from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 
 EXACT = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "bamba", "nemotron_h", "lfm2"]
-BUILT_IN = ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1"]
+BUILT_IN = [
+    "qwen3_next",
+    "qwen3_5_text",
+    "granitemoehybrid",
+    "lfm2",
+    "mamba2",
+    "nemotron_h",
+    "falcon_h1",
+    "kimi_linear",
+]
 _TALKS, _TURNS, _TOKENS = 12, 3, 16
 _CROWD = 3
 _LARGEST_STATE = 40_000

@@ -132,7 +132,9 @@ def test_drafts(path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatc
     check_drafts(path, reference, monkeypatch, "transformers")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1", "kimi_linear"]
+)
 def test_drafts_of_built_in_layers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_drafts(write_model(kind, tmp_path), Reference(kind), monkeypatch, "native")
 

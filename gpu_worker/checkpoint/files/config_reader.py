@@ -93,6 +93,10 @@ class ConfigReader:
         self._taken.add(name)
         return self._values.get(name, default)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Take entries by other names than the file has for them."""
+        self._values = {names.get(name, name): value for name, value in self._values.items()}
+
     def take_architecture(self) -> str:
         """Return the name of the model's class (:func:`architecture_of`). Raises ``ValueError``."""
         self._taken.add("architectures")

@@ -31,6 +31,7 @@ Family = Literal[
     "mamba2",
     "nemotron_h",
     "falcon_h1",
+    "kimi_linear",
     "gpt2",
     "opt",
     "whisper",
@@ -64,6 +65,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Mamba2ForCausalLM": "mamba2",
     "NemotronHForCausalLM": "nemotron_h",
     "FalconH1ForCausalLM": "falcon_h1",
+    "KimiLinearForCausalLM": "kimi_linear",
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
     "WhisperForConditionalGeneration": "whisper",
@@ -75,7 +77,10 @@ WITHOUT_MODULES = ("MuseGlimmerForCausalLM", "WhisperForConditionalGeneration")
 LEARNED_POSITIONS = ("gpt2", "opt", "whisper")
 """Names the families with an embedding of each position, which ``models.learned_positions`` computes."""
 
-STATEFUL = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1")
+STATEFUL = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1"),
+    "kimi_linear",
+)
 """Names the families of which some layers keep a state between tokens."""
 
 CLASS_HEAD = "ForSequenceClassification"
@@ -346,6 +351,7 @@ DECODERS: dict[str, DecoderTraits] = {
         state_name="mamba",
         stored_names=(("post_attention_layernorm", "pre_ff_layernorm"), ("model.norm", "model.final_layernorm")),
     ),
+    "kimi_linear": DecoderTraits(norm_eps=1e-5, is_latent=True, may_have_attention_bias=True, state_name="self_attn"),
     "mamba2": _MAMBA2,
     "nemotron_h": replace(
         _MAMBA2,

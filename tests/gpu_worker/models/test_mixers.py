@@ -29,6 +29,7 @@ KINDS = (
     "mamba2",
     "nemotron_h",
     "falcon_h1",
+    "kimi_linear",
 )
 _EXPERTS = {name: value for name, value in SERVED["qwen3_next"].items() if name != "intermediate_size"}
 FACTORS = {
@@ -195,6 +196,30 @@ def test_falcon_h1_may_have_a_norm_and_biases(norms_first: bool, make: Any, tmp_
     row = driver.begin(draw(40, seed=1))
     driver.step((row, [(33, 0)]))
     driver.step((row, [(7, 0)]))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([row.tokens])).logits[0]
+    torch.testing.assert_close(torch.cat(row.logits), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_published_kimi_linear_counts_its_layers_from_one(make: Any, tmp_path: Path) -> None:
+    """Entries of moonshotai/Kimi-Linear-48B-A3B-Instruct (config.json); its first MLP is called as that of others."""
+    reference = make("kimi_linear")
+    reference.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    lists = {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
+    delta = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}
+    for name in ("layer_types", "mlp_layer_types", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads"):
+        del config[name]
+    config |= {"linear_attn_config": lists | delta, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+    config |= {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True}
+    config |= {"num_nextn_predict_layers": 0, "rope_scaling": None, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): each for name, each in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    driver = Driver(load(tmp_path))
+    row = driver.begin(draw(20, seed=1))
+    driver.step((row, [(20, 0)]))
     with torch.inference_mode():
         expected = reference(torch.tensor([row.tokens])).logits[0]
     torch.testing.assert_close(torch.cat(row.logits), expected, rtol=1e-3, atol=1e-3)

@@ -24,6 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("mamba2", {}),
     "nemotron_h": ("nemotron_h", {}),
     "falcon_h1": ("falcon_h1", FACTORS),
+    "kimi_linear": ("kimi_linear", {}),
     "falcon_h1 with a norm": ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 1}),
 }
 

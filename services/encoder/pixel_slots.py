@@ -17,6 +17,9 @@ import numpy.typing as npt
 Pixels = dict[str, npt.NDArray[Any]]
 MAX_SLOT_BYTES = 1 << 30
 """Of one image's pixels: far more than any processor makes of the largest image."""
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+"""The environment of processes that prepare: the threads of numpy's products waited for each other, and a product for
+the loudness of a sound took nine times the processor time."""
 _DTYPES = frozenset({"float32", "float16", "int64", "int32", "uint8", "bool"})
 
 

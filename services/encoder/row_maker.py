@@ -19,7 +19,7 @@ from tokenloom.v1.types_pb2 import MediaItem
 
 from .decode_worker import DecodeJob, DecodeReply, DecodeSetup
 from .encoder_settings import EncoderSettings
-from .pixel_slots import PixelPart, PixelSlots, new_memory, read_all
+from .pixel_slots import ONE_THREAD, PixelPart, PixelSlots, new_memory, read_all
 from .tower_worker import GPU_BATCH, TowerInput, TowerJob, TowerReady, TowerReply, TowerSetup
 
 DECODE_MEMORY_BYTES = 2 << 30
@@ -131,7 +131,8 @@ class ImageDecoders:
     async def _start_decoding(self, path: str, seconds: float) -> HelperProcess:
         setup = DecodeSetup(path, DECODE_MEMORY_BYTES, seconds, WAIT_SECONDS, self._settings.max_image_pixels)
         packed, slots = msgspec.msgpack.encode(setup), self._slots if path else ()
-        return await start_helper(f"{__package__}.decode_worker", packed, self._take_decoder, START_SECONDS, slots)
+        module = f"{__package__}.decode_worker"
+        return await start_helper(module, packed, self._take_decoder, START_SECONDS, slots, ONE_THREAD)
 
     def _take_decoder(self, data: bytes) -> None:
         self.is_confined = _decoded(data, "model").is_confined and self.is_confined

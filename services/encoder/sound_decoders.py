@@ -10,7 +10,7 @@ from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 from tokenloom.v1.types_pb2 import MediaItem
 
 from .encoder_settings import EncoderSettings
-from .pixel_slots import PixelPart
+from .pixel_slots import ONE_THREAD, PixelPart
 from .sound_files import PieceOptions, SoundFile
 from .sound_worker import PieceJob, ReadJob, SoundReady, SoundReply, SoundSetup
 
@@ -95,7 +95,8 @@ class SoundDecoders:
     async def _start(self, seconds: float, wait_seconds: float, slots: tuple[int, ...]) -> HelperProcess:
         setup = SoundSetup(self._path, MEMORY_BYTES, seconds, wait_seconds, self._settings.max_sound_seconds)
         packed = msgspec.msgpack.encode(setup)
-        return await start_helper(f"{__package__}.sound_worker", packed, self._take, START_SECONDS, slots)
+        module = f"{__package__}.sound_worker"
+        return await start_helper(module, packed, self._take, START_SECONDS, slots, ONE_THREAD)
 
     def _take(self, data: bytes) -> None:
         ready = msgspec.msgpack.decode(data, type=SoundReady)

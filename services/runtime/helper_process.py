@@ -1,11 +1,12 @@
 """Runs child processes that answer one message with one message, and that can be killed while they do."""
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Self
 
 from tokenloom.process.helper_pipe import LENGTH, OUT_OF_MEMORY
@@ -35,13 +36,15 @@ class HelperProcess:
         self._writer = writer
 
     @classmethod
-    async def launch(cls, module: str, pass_fds: Sequence[int] = ()) -> Self:
-        """Start the process of a module. ``pass_fds``: descriptors that it has under the same numbers. Raises
-        ``OSError``."""
+    async def launch(
+        cls, module: str, pass_fds: Sequence[int] = (), environment: Mapping[str, str] | None = None
+    ) -> Self:
+        """Start the process of a module. ``pass_fds``: descriptors that it has under the same numbers. ``environment``:
+        variables that it has too, unless this process has them. Raises ``OSError``."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                process = await asyncio.to_thread(_spawn, theirs, module, pass_fds)
+                process = await asyncio.to_thread(_spawn, theirs, module, pass_fds, environment or {})
         except BaseException:
             ours.close()
             raise
@@ -166,13 +169,19 @@ class HelperPool:
 
 
 async def start_helper(
-    module: str, setup: bytes, check: Callable[[bytes], object], seconds: float, pass_fds: Sequence[int] = ()
+    module: str,
+    setup: bytes,
+    check: Callable[[bytes], object],
+    seconds: float,
+    pass_fds: Sequence[int] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> HelperProcess:
-    """Return a process that has answered its first message. ``check`` raises for an answer that refuses it.
+    """Return a process that has answered its first message. ``check`` raises for an answer that refuses it; the last
+    arguments are those of :meth:`HelperProcess.launch`.
 
     Raises ``OSError``, or what ``check`` and :meth:`HelperProcess.talk` raise.
     """
-    process = await HelperProcess.launch(module, pass_fds)
+    process = await HelperProcess.launch(module, pass_fds, environment)
     try:
         check(await process.talk(setup, seconds))
     except BaseException:
@@ -181,7 +190,10 @@ async def start_helper(
     return process
 
 
-def _spawn(theirs: socket.socket, module: str, pass_fds: Sequence[int]) -> "subprocess.Popen[bytes]":
+def _spawn(
+    theirs: socket.socket, module: str, pass_fds: Sequence[int], environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     # Not through the event loop: uvloop forks, which gRPC's threads do not take well; subprocess uses vfork.
     command = [sys.executable, "-m", module]
-    return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=pass_fds)
+    variables = {**environment, **os.environ}
+    return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=pass_fds, env=variables)

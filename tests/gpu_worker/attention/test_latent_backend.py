@@ -87,7 +87,7 @@ class Step:
         return torch.cat(parts)
 
 
-CONFIG: Any = SimpleNamespace(latent=LATENT)
+CONFIG: Any = SimpleNamespace(latent=LATENT, mixer=None)
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -162,4 +162,4 @@ def test_what_is_not_finite_stays_with_its_request(dtype: torch.dtype, value: fl
 def test_shapes_that_the_kernel_does_not_take(rank: int, block_size: int, reason: str) -> None:
     latent = LatentSwitches(rank=rank, rope_size=8, key_size=8, value_size=8, query_rank=None, is_interleaved=True)
     with pytest.raises(KernelsUnavailable, match=reason):
-        LatentCPUBackend(SimpleNamespace(latent=latent), block_size, CPU)  # type: ignore[arg-type]
+        LatentCPUBackend(SimpleNamespace(latent=latent, mixer=None), block_size, CPU)  # type: ignore[arg-type]

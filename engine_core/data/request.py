@@ -144,6 +144,14 @@ class RequestState:
         """The number of tokens after which its prompt parts from others; 0: that is not known."""
 
 
+class ParkedTokens(NamedTuple):
+    """Says under which names a preempted request finds its blocks and its slot, until others need these."""
+
+    num_tokens: int
+    blocks: list[bytes]
+    slot: bytes
+
+
 # A record of its own, so that the KV cache, its connectors and their tests need nothing that schedules requests.
 class RequestKV:
     """Holds the KV of one request. The KV cache manager maintains the blocks and their hashes."""
@@ -162,6 +170,7 @@ class RequestKV:
         "num_external_cached_tokens",
         "num_prompt_tokens",
         "num_registered_blocks",
+        "parked",
         "prompt_embeds",
         "remote",
         "request_id",
@@ -219,6 +228,8 @@ class RequestKV:
         """The part of them that came from another engine or tier."""
         self.stop_token_ids: frozenset[int] = _NONE
         """They end messages in its prompt as they end its output."""
+        self.parked: ParkedTokens | None = None
+        """What it had computed when it was preempted, of a model whose layers keep a state."""
         self.state: RequestState | None = None
         """Its slot for the states of layers that keep one; None: it has none, or the model keeps no state."""
 

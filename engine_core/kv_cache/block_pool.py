@@ -60,6 +60,8 @@ class BlockPool:
         self.wrong: set[int] = set()
         """Held blocks that were forgotten: their content, and what was computed from it, is not to be registered. They
         leave the set with their last holder."""
+        self.parked: set[bytes] = set()
+        """Names of content that one preempted request looks for, and no listener knows."""
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self.find: Callable[[bytes], int | None] = self._by_hash.get
@@ -158,6 +160,23 @@ class BlockPool:
         self.registered_in[block_id] = self.step
         return True
 
+    def park(self, block_id: int, name: bytes) -> bytes:
+        """Return the name of a held block: that of its content, or this new one if it has none."""
+        if (content := self._hashes[block_id]) is not None:
+            return content
+        self.register(block_id, name)
+        self.parked.add(name)
+        return name
+
+    def unpark(self, block_ids: Iterable[int]) -> None:
+        """Take the names of :meth:`park` off these held blocks, whose content may change from now on."""
+        for block_id in block_ids:
+            if (name := self._hashes[block_id]) in self.parked:
+                assert name is not None, "it is in the set"
+                self.parked.remove(name)
+                del self._by_hash[name]
+                self._hashes[block_id] = None
+
     def forget(self, block_ids: Iterable[int]) -> None:
         """Let these held blocks not be found any more, because their content is wrong."""
         for block_id in block_ids:
@@ -199,14 +218,14 @@ class BlockPool:
                 self.kept.remove(block_id)
             self._blank.append(block_id)
         self.kept.forget(block_id)
-        for listener in self.listeners:
-            listener.evicted(block_id, block_hash)
+        self._report_evicted(block_id, block_hash)
 
     def forget_all(self) -> None:
         """Let no block be found any more; held blocks stay held."""
         for block_id in self._by_hash.values():
             self._hashes[block_id] = None
         self._by_hash.clear()
+        self.parked.clear()
         # Held blocks are not marked wrong: after a lost step or new weights their owners lose them or compute them
         # again.
         self._blank.extend(reversed(self._cached))
@@ -224,9 +243,15 @@ class BlockPool:
         assert block_hash is not None, "a free block without content is blank"
         del self._by_hash[block_hash]
         self._hashes[block_id] = None
+        self._report_evicted(block_id, block_hash)
+        return block_id
+
+    def _report_evicted(self, block_id: int, block_hash: bytes) -> None:
+        if self.parked and block_hash in self.parked:
+            self.parked.remove(block_hash)
+            return
         for listener in self.listeners:
             listener.evicted(block_id, block_hash)
-        return block_id
 
 
 def hash_next_block(request: RequestKV, block_size: int, seed: bytes) -> None:

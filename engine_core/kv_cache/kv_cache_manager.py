@@ -35,9 +35,12 @@ class _PooledKV(ABC):
     def _register_blocks(self, request: RequestKV, num_full_blocks: int) -> None:
         """Let the first full blocks be found by their content."""
 
-    def num_hit_tokens(self, hits: list[int]) -> int:
-        """Return how many tokens the blocks of a found table hold."""
+    def num_hit_tokens(self, hits: list[int], request: RequestKV | None = None) -> int:
+        """Return how many tokens the blocks of a table hold that was found for a request."""
         return len(hits) // self.num_groups * self.block_size
+
+    def park(self, request: RequestKV) -> None:  # noqa: B027
+        """Do nothing: what a preempted request has computed is found by its tokens."""
 
     def load_table(self, request: RequestKV, num_tokens: int) -> list[int]:
         """Return where a request that loads its first ``num_tokens`` tokens has them."""

@@ -35,8 +35,8 @@ class KVManager(Protocol):
     def finds_more(self, request: RequestKV, num_hits: int) -> bool:
         """Return whether a waiting request would find a longer table than one of ``num_hits`` entries."""
 
-    def num_hit_tokens(self, hits: list[int]) -> int:
-        """Return how many tokens the blocks of a found table hold."""
+    def num_hit_tokens(self, hits: list[int], request: RequestKV | None = None) -> int:
+        """Return how many tokens the blocks of a table hold that was found for a request."""
 
     def lacks_cross(self, request: RequestKV) -> bool:
         """Return whether the keys and values of the rows beside a waiting request's prompt have to be written."""
@@ -74,6 +74,10 @@ class KVManager(Protocol):
 
     def forget(self, request: RequestKV) -> None:
         """Let nothing be hit that a request computed or shared."""
+
+    def park(self, request: RequestKV) -> None:
+        """Let a request that is about to be preempted find what it has computed, until others need the memory. Does
+        nothing where any prompt with its tokens finds it."""
 
     def free(self, request: RequestKV, turn: SessionReturn | None = None) -> None:
         """Take all memory of a request back."""

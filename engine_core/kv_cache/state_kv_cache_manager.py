@@ -3,7 +3,7 @@
 from ..data.config import CacheConfig
 from ..data.kv_events import KVEventLog, StateEvents
 from ..data.kv_groups import KVCacheConfig
-from ..data.request import RequestKV, SessionReturn
+from ..data.request import ParkedTokens, RequestKV, SessionReturn
 from .kv_cache_manager import KVCacheManager
 from .state_slots import StateSlotPool
 
@@ -24,6 +24,7 @@ class StateKVCacheManager(KVCacheManager):
             self.states.events = StateEvents(events)
             self.states.pool.listeners.append(self.states.events)
         self._looked = ("", 0)
+        self._num_parked = 0
         # Without a state at its end KV is worth nothing. In strict mode decoded tokens have other KV than a prompt with
         # the same tokens, and under the hash only one of them can be found.
         self._registers_output = self.states.keeps_all and not self.states.is_strict
@@ -31,6 +32,10 @@ class StateKVCacheManager(KVCacheManager):
     def find_cached_blocks(self, request: RequestKV, start: int = 0) -> list[int]:
         """Return the blocks of the longest cached prefix of a waiting request that ends with a state."""
         assert not start, "a hit ends with a state wherever the search begins"
+        if request.parked is not None:
+            if (table := self._find_parked(request.parked)) is not None:
+                return table
+            request.parked = None  # others needed a part of it
         hits = super().find_cached_blocks(request)
         return hits[: self.states.longest(request, len(hits))]
 
@@ -48,16 +53,56 @@ class StateKVCacheManager(KVCacheManager):
     ) -> bool:
         """Return whether a waiting request gets a slot and blocks; the arguments are those of
         :meth:`.KVCacheManager.can_admit`. One whose beginning another request computes waits for its state."""
-        num_here = self.num_hit_tokens(hits) + num_external_tokens
+        num_here = self.num_hit_tokens(hits, request) + num_external_tokens
         return self.states.can_begin(request, num_here, loads=num_external_tokens > 0) and super().can_admit(
             request, hits, num_tokens, num_spare, num_external_tokens
         )
 
     def admit(self, request: RequestKV, hits: list[int]) -> None:
         """Start the block table of a request with the cached blocks that it shares, and the state after them."""
+        if request.parked is not None:
+            self._unpark(request, request.parked, hits)
+            return
         more = super().find_cached_blocks(request, len(hits))
         super().admit(request, hits)
         self.states.begin(request, len(hits), len(hits) + len(more))
+
+    def num_hit_tokens(self, hits: list[int], request: RequestKV | None = None) -> int:
+        """Return how many tokens the blocks of a table hold that was found for a request."""
+        parked = request.parked if request is not None and hits else None
+        return super().num_hit_tokens(hits) if parked is None else parked.num_tokens
+
+    def park(self, request: RequestKV) -> None:
+        """Let a request that is about to be preempted find what it has computed, until others need the memory.
+
+        Neither KV nor a state of decoded tokens is found by prompts, and its state lies within a block.
+        """
+        state, count = request.state, request.num_computed_tokens
+        is_whole = state is not None and state.slot >= 0 and not self.states.is_pending(state.slot)
+        skips = request.skip_reading_prefix_cache or request.routed_rows is not None
+        if not (self.enable_prefix_caching and is_whole and count) or skips or self.pool.wrong:
+            return
+        assert state is not None
+        self._num_parked += 1
+        blocks = request.block_ids[: -(-count // self.block_size)]
+        names = [
+            self.pool.park(block_id, b"%d %d" % (self._num_parked, index)) for index, block_id in enumerate(blocks)
+        ]
+        request.parked = ParkedTokens(count, names, self.states.pool.park(state.slot, b"%d" % self._num_parked))
+
+    def _find_parked(self, parked: ParkedTokens) -> list[int] | None:
+        table = [block_id for name in parked.blocks if (block_id := self.pool.find(name)) is not None]
+        is_whole = len(table) == len(parked.blocks) and self.states.pool.find(parked.slot) is not None
+        return table if is_whole else None
+
+    def _unpark(self, request: RequestKV, parked: ParkedTokens, table: list[int]) -> None:
+        request.parked = None
+        super().admit(request, table)
+        self.pool.unpark(table)
+        contents = [self.pool.content_of(block_id) for block_id in table]
+        request.num_registered_blocks = contents.index(None) if None in contents else len(contents)
+        request.num_computed_tokens = parked.num_tokens
+        self.states.resume(request, parked.slot)
 
     def reserve(self, request: RequestKV) -> list[int]:
         """Choose the blocks of an admitted request that another engine will read, and the slot for the state after

@@ -270,6 +270,22 @@ class StateSlotPool:
             self.pool.share([state.slot])
             self._kept.append(_Kept(state.slot, request, num_tokens, state))
 
+    def is_pending(self, slot: int) -> bool:
+        """Return whether the state in a slot can be hit from the next step on only."""
+        return any(each.slot == slot for each in self._kept)
+
+    def resume(self, request: RequestKV, name: bytes) -> None:
+        """Give a request that was preempted the state that it had."""
+        state = request.state = RequestState()
+        slot = self.pool.find(name)
+        assert slot is not None, "it was found"
+        self.pool.share([slot])
+        self.pool.unpark([slot])
+        state.slot, state.is_kept = slot, self.pool.content_of(slot) is not None
+        self._choose_ends(request, state)
+        if state.last > request.num_computed_tokens:
+            self._prompts[request.request_id] = (request, state.last)
+
     def give_back(self, request: RequestKV) -> None:
         """Take the slots of a request back, if it has any."""
         self._prompts.pop(request.request_id, None)

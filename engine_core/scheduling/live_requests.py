@@ -278,7 +278,7 @@ class Admission:
                 self.expired.append(request)
                 continue
             hits = [] if request.kv.block_ids else self._kv.find_cached_blocks(request.kv)
-            num_here = self._kv.num_hit_tokens(hits) if hits else request.kv.num_computed_tokens
+            num_here = self._kv.num_hit_tokens(hits, request.kv) if hits else request.kv.num_computed_tokens
             num_external = 0 if self._remote is None else self._num_external_tokens(request, num_here)
             if num_external is None:
                 return None
@@ -382,7 +382,7 @@ class Admission:
 
         A request that has loaded once does not load again.
         """
-        if self._remote is None or request.kv.block_ids:
+        if self._remote is None or request.kv.block_ids or request.kv.parked is not None:
             return 0
         skips = request.kv.skip_reading_prefix_cache or request.routed_rows is not None
         if skips and not request.kv.is_decode_leg:

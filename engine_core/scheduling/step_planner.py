@@ -286,6 +286,8 @@ class StepPlanner:
         """Take the blocks of a request back and let it wait again. The caller removes it from ``running``."""
         if self._remote is not None:
             self._remote.connector.request_preempted(request.kv)
+        if status is RequestStatus.PREEMPTED:
+            self._kv.park(request.kv)
         self._kv.free(request.kv)
         if request.kv.media and self._live.media is not None:
             self._live.media.drop(request)

@@ -107,7 +107,9 @@ def _check_states(states: StateSlotPool, scheduler: Scheduler) -> None:
     assert len(free) == pool.num_free
     registered = {slot: name for slot, name in enumerate(pool._hashes) if name is not None}
     assert registered == {slot: name for name, slot in pool._by_hash.items()}
-    assert pool._by_hash.keys() <= scheduler.kv.pool._by_hash.keys()
+    assert pool._by_hash.keys() - pool.parked <= scheduler.kv.pool._by_hash.keys()
+    assert pool.parked <= pool._by_hash.keys()
+    assert scheduler.kv.pool.parked <= scheduler.kv.pool._by_hash.keys()
     assert states._prompts.keys() <= requests.keys()
     own = Counter(state.slot for state in owners if not state.is_kept)
     assert all(count == 1 == pool.ref_counts[slot] for slot, count in own.items())

@@ -351,3 +351,52 @@ def test_a_prompt_without_stop_tokens_keeps_its_end_alone() -> None:
     manager = make()
     manager.free(begin_chat(manager, "a", list(range(30))))
     assert len(manager.states.pool._by_hash) == 1
+
+
+def decode(manager: StateKVCacheManager, request: RequestKV, count: int) -> None:
+    for number in range(count):
+        request.all_token_ids.append(200 + number)
+        compute(manager, request, 1)
+        step(manager)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_preempted_request_goes_on_where_it_was(chunk: int) -> None:
+    manager = make(chunk=chunk)
+    request = begin(manager, "a", list(range(11)))
+    step(manager)
+    decode(manager, request, 4)
+    assert request.state is not None
+    slot, table = request.state.slot, request.block_ids
+    manager.park(request)
+    manager.free(request)
+    request.all_token_ids.append(250)
+    hits = manager.find_cached_blocks(request)
+    assert (hits, manager.num_hit_tokens(hits, request)) == (table, 15)
+    other = RequestKV("b", [*request.all_token_ids, 1])
+    assert manager.num_hit_tokens(manager.find_cached_blocks(other), other) == 8, "no other prompt finds it"
+    assert manager.can_admit(request, hits, 16, 0)
+    manager.admit(request, hits)
+    compute(manager, request, 1)
+    assert spans(manager) == [(1, slot, slot)]
+    assert not manager.pool.parked | manager.states.pool.parked
+    manager.free(request)
+
+
+@pytest.mark.parametrize("takes_slot", [False, True])
+def test_a_preempted_request_begins_at_its_prompt_if_others_needed_a_part(takes_slot: bool) -> None:
+    manager = make(num_slots=4)
+    request = begin(manager, "a", list(range(11)))
+    step(manager)
+    decode(manager, request, 3)
+    assert request.state is not None
+    slot = request.state.slot
+    manager.park(request)
+    manager.free(request)
+    pool = manager.states.pool if takes_slot else manager.pool
+    manager.states.pool.demote(slot)
+    pool.release(pool.allocate(pool.num_blank + 1))
+    hits = manager.find_cached_blocks(request)
+    assert manager.num_hit_tokens(hits, request) == 8
+    manager.admit(request, hits)
+    assert request.num_computed_tokens == 8

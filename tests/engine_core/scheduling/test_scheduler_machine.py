@@ -377,7 +377,7 @@ class CoreMachine(RuleBasedStateMachine):
                 case StateRemoved():
                     self.told_states.remove(event.named_block)
         if (states := self.core.scheduler.kv.states) is not None and states.events is not None:
-            assert states.events._named.keys() == states.pool._by_hash.keys()
+            assert states.events._named.keys() == states.pool._by_hash.keys() - states.pool.parked
             assert set(states.events._named.values()) == self.told_states
         assert self.told_blocks == self._blocks_to_hit()
 

@@ -346,7 +346,7 @@ class ModelRunner:
         """End a step whose tokens another rank draws."""
         assert self._sampled_tokens is not None
         if len(inputs.sampled):
-            self._sampled_tokens.expect(inputs.req_ids, rows_of(inputs, inputs.sampled))
+            self._sampled_tokens.expect(inputs.req_ids, rows_of(inputs, inputs.sampled), inputs.most_drafts)
         return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
 
     @torch.inference_mode()

@@ -127,9 +127,11 @@ class ModelWorker:
         self._pooler = self._make_pooler()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
-        if self._config.speculative is not None:
+        if self._config.speculative is not None and self._ranks.place.samples:
+            # The rank that draws drafts too, with the whole of what drafts; the others get drafts with the next step.
             speculative, dtype, slot = self._config.speculative, self._config.cache.dtype, self._slot
-            self._drafting = Drafting(speculative, loader, lambda: self._model, dtype, lambda: slot.path)
+            alone = replace(loader, ranks=ONLY_RANK)
+            self._drafting = Drafting(speculative, alone, lambda: self._model, dtype, lambda: slot.path)
         library, routes, place = None, routes_of(self._model), self._ranks.place
         self._ranks.balance(lambda: expert_layers(self._model), lambda: expert_counts(self._model))
         if isinstance(self._model, CheckedModel):
@@ -167,8 +169,9 @@ class ModelWorker:
         return loader if self._loras is None else replace(loader, adapt=self._loras.adapt)
 
     def _choose_groups(self, config: ModelConfig) -> list[KVGroup]:
-        if (self._drafting is not None and self._drafting.kv_bytes_per_token) or self._ranks.place.shares_table:
-            return []  # what drafts sees every token
+        drafts_with_model = self._config.speculative is not None and self._config.speculative.method != "ngram"
+        if drafts_with_model or self._ranks.place.shares_table:
+            return []  # what drafts sees every token, and ranks have the same groups
         return model_groups(config.kv_windows, self._max_model_len, self._config, config.kv_sources)
 
     def determine_available_memory(self) -> int:
@@ -191,7 +194,9 @@ class ModelWorker:
         batches = decode_batches(scheduler, kv_cache.num_blocks)
         with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
             run_decode_steps(self._require_runner(), batches, block_size)
-        num_free = 0 if self._config.speculative is None else self._free_rows(kv_cache.num_blocks)
+        # How many steps it measures depends on their times, and all ranks must compute the same.
+        measures = self._config.speculative is not None and self._ranks.place.is_alone
+        num_free = self._free_rows(kv_cache.num_blocks) if measures else 0
         if self._pool is not None and self._pool.device is None:
             self._pages = PoolPages(self._pool)
             self._pages.drop()  # most of them take memory when requests are about to write to them

@@ -61,6 +61,11 @@ class StepInputs:
     limits: Ints | None = None
     """[T]: the last position that each token sees in layers that show it its image; None: its own."""
 
+    @property
+    def most_drafts(self) -> int:
+        """Return how many drafts the request with the most has."""
+        return max(map(len, self.drafts.values()), default=0)
+
     def num_logit_rows(self) -> Ints:
         """Return how many rows of logits each request of ``sampled`` has with its drafts, [S]."""
         drafts, req_ids = self.drafts, self.req_ids

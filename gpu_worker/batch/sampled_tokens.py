@@ -17,7 +17,9 @@ class _Expected:
 
     req_ids: frozenset[str]
     rows: Ints
-    """[S]: rows of the batch that get a token each."""
+    """[S]: rows of the batch that get tokens."""
+    most_drafts: int
+    """Of a row: each gets a token and as many of its drafts as are accepted."""
 
 
 class SampledTokens:
@@ -35,14 +37,14 @@ class SampledTokens:
         self._expected: deque[_Expected] = deque()  # bounded by the steps in flight
 
     def publish(self, token_ids: Ints) -> None:
-        """Send the tokens [S] of a step to the other ranks."""
+        """Send the tokens of a step to the other ranks: [S], or [S, 1 + most drafts] if it verified drafts."""
         tokens = torch.from_numpy(token_ids)
         for rank in self._others:
             self._peers.send(tokens, rank)
 
-    def expect(self, req_ids: list[str], rows: Ints) -> None:
+    def expect(self, req_ids: list[str], rows: Ints, most_drafts: int) -> None:
         """Note that these rows [S] of these requests get tokens in the step that this rank has just computed."""
-        self._expected.append(_Expected(frozenset(req_ids), rows.copy()))
+        self._expected.append(_Expected(frozenset(req_ids), rows.copy(), most_drafts))
 
     def settle(self, step: SchedulerOutput) -> None:
         """Take the tokens that ``step`` needs, and those drawn before them."""
@@ -53,5 +55,8 @@ class SampledTokens:
         touched = [*step.num_scheduled_tokens, *step.finished_req_ids, *step.preempted_req_ids]
         while any(not each.req_ids.isdisjoint(touched) for each in self._expected):
             oldest = self._expected.popleft()
-            tokens = self._peers.receive(oldest.rows.shape, torch.int64, self._output_rank)
-            self._batch.append(oldest.rows, tokens.numpy())
+            shape = oldest.rows.shape + ((oldest.most_drafts + 1,) if oldest.most_drafts else ())
+            tokens = self._peers.receive(shape, torch.int64, self._output_rank).numpy()
+            for column in tokens.reshape(len(oldest.rows), -1).T:
+                is_kept = column >= 0
+                self._batch.append(oldest.rows[is_kept], column[is_kept])

@@ -4,7 +4,7 @@ device, do not support."""
 import os
 from dataclasses import replace
 
-from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, ParallelConfig
+from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, ParallelConfig, SpeculativeConfig
 
 from ..parallel.sharding import RankPlace, Shard
 from .mixer_config import state_layout
@@ -82,8 +82,10 @@ def check_options(config: EngineConfig) -> None:
         raise ValueError(f"block_size: {config.cache.block_size} tokens cannot be spread evenly over {context} workers")
     if parallel.world_size == 1 and not parallel.spreads_experts_over_engines:
         return
+    if config.speculative is not None and parallel.world_size > 1:
+        _check_drafts(config.speculative, parallel)
     options = {
-        "speculative_config": config.speculative is not None,
+        "speculative_config": config.speculative is not None and parallel.spreads_experts_over_engines,
         "runner pooling": config.worker.runner == "pooling",
         "pooler_config": config.worker.pooler_config is not None,
         "kv_transports with decode_context_parallel_size": context > 1 and bool(config.kv.transports),
@@ -95,6 +97,19 @@ def check_options(config: EngineConfig) -> None:
     for name, is_set in options.items():
         if is_set:
             raise ValueError(f"{name}: is not supported with {several}")
+
+
+def _check_drafts(speculative: SpeculativeConfig, parallel: ParallelConfig) -> None:
+    """Raise ``ValueError`` if the rank that draws cannot have what drafts."""
+    where = f"speculative_config: method {speculative.method}"
+    if (
+        parallel.pipeline_parallel_size > 1
+    ):  # steps overlap, and each would have to wait for what the one before accepts
+        raise ValueError("speculative_config: is not supported with pipeline_parallel_size yet; leave one of them out")
+    if speculative.method == "mtp":
+        raise ValueError(f"{where} is not supported with {parallel.world_size} workers yet; use one worker")
+    if speculative.method != "ngram" and parallel.decode_context_parallel_size > 1:
+        raise ValueError(f"{where} keeps the KV of every token: leave out decode_context_parallel_size")
 
 
 def check_kv_dtype(config: ModelConfig, dtype: KVCacheDtype) -> None:

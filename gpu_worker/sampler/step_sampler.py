@@ -117,7 +117,8 @@ class StepSampler:
         logits_metrics_interval: int = 0,
         publish: Callable[[Ints], None] | None = None,
     ) -> None:
-        """``publish``: is called with the tokens [S] of each step that draws any. The others are those of
+        """``publish``: is called with the tokens [S] of each step that draws any, or [S, 1 + most drafts] of one that
+        verifies drafts, ``NO_TOKEN`` behind those that were accepted. The others are those of
         :class:`~tokenloom.gpu_worker.model_runner.ModelRunner`.
         """
         self.batch = batch
@@ -196,6 +197,15 @@ class StepSampler:
         draws.keep(drawn.token_ids)
         expected.add(self.batch.expect_tokens(rows), drawn.tokens)
         return PendingStep(output, drawn, inputs.sampled.tolist(), has_masks=bool(processors))
+
+    def publish_verified(self, inputs: StepInputs, output: ModelRunnerOutput) -> None:
+        """Let the other ranks know the tokens of a step that verified drafts, which the batch has already."""
+        if self._publish is not None:
+            tokens = np.full((len(inputs.sampled), inputs.most_drafts + 1), NO_TOKEN, dtype=np.int64)
+            for row, place in zip(tokens, inputs.sampled.tolist(), strict=True):
+                kept = output.sampled_token_ids[place] or [0]  # what the batch holds for a row without a token
+                row[: len(kept)] = kept
+            self._publish(tokens)
 
     @property
     def measures(self) -> bool:

@@ -86,6 +86,7 @@ class Speculation:
         is_stateless = self._rejection is None and self._sampler.only_draws(grammar)
         if not (is_stateless and self._draw_at_once(inputs, logits, output)):
             self._draw_in_passes(inputs, logits, _first_rows(inputs), grammar, output)
+        self._sampler.publish_verified(inputs, output)
 
     def _draw_at_once(self, inputs: StepInputs, logits: Tensor, output: ModelRunnerOutput) -> bool:
         """Draw from all rows, as if every draft were right, and keep the tokens up to the first that differs.

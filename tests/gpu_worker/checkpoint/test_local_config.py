@@ -15,6 +15,7 @@ from tokenloom import demo_model
 from tokenloom.engine_core.data.config import (
     CacheConfig,
     EngineConfig,
+    ParallelConfig,
     SpeculativeConfig,
     WorkerConfig,
 )
@@ -130,7 +131,6 @@ def test_what_cannot_be_divided_is_named(config: ModelConfig, place: RankPlace, 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("speculative_config", {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2)}),
         ("runner pooling", {"worker": WorkerConfig(runner="pooling")}),
     ],
 )
@@ -139,6 +139,20 @@ def test_options_that_need_one_worker_are_named(name: str, changes: dict[str, ob
     check_options(config)
     with pytest.raises(ValueError, match=f"{name}: is not supported with 2 workers"):
         check_options(replace(config, parallel=parallel(2)))
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("ngram", {"pipeline_parallel_size": 2}, "not supported with pipeline_parallel_size"),
+        ("mtp", {"tensor_parallel_size": 2}, "method mtp is not supported with 2 workers"),
+        ("eagle", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "keeps the KV of every token"),
+    ],
+)
+def test_drafts_that_ranks_cannot_have(method: Any, changes: dict[str, Any], message: str) -> None:
+    speculative = SpeculativeConfig(method=method, model="x", num_speculative_tokens=2)
+    with pytest.raises(ValueError, match=message):
+        check_options(EngineConfig(speculative=speculative, parallel=ParallelConfig(**changes)))
 
 
 def test_transformers_modules_are_refused() -> None:

@@ -30,7 +30,7 @@ class WrittenRows(NamedTuple):
     """[num_rows, hidden_size]"""
 
 
-class StepRows(NamedTuple):
+class StepCross(NamedTuple):
     """Holds what a step of R requests has beside their prompts."""
 
     tables: Int32s
@@ -87,10 +87,10 @@ class CrossPlan:
         self._cu_query_lens = cu_query_lens
         self._device = torch.device("cpu")
         self._rows: AttentionPlan | None = None
-        self._step: StepRows | None = None
+        self._step: StepCross | None = None
         self._writers: list[AttentionPlan] = []
 
-    def take(self, step: StepRows, device: torch.device) -> None:
+    def take(self, step: StepCross, device: torch.device) -> None:
         """Let the plan be that of a step with these rows. Without it each token sees what lies in the first block, as
         a step does that only measures memory and time."""
         self._step, self._device = step, device

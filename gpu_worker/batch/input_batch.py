@@ -12,7 +12,7 @@ from tokenloom.engine_core.data.core_params import CorePoolingParams, CoreSampli
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 
-from ..attention.cross_backend import StepRows as StepCross
+from ..attention.cross_backend import StepCross
 from ..attention.states import StatePlan
 from ..pooling.pooler import PooledPrompt, PooledRows
 from ..sampler.host.logits_processors import make_logits_processors

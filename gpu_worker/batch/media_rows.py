@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, MediaSpan
 
-from ..attention.cross_backend import StepRows, WrittenRows
+from ..attention.cross_backend import StepCross, WrittenRows
 from .prompt_rows import TokenRows
 
 Ints = npt.NDArray[np.int64]
@@ -166,7 +166,7 @@ class CrossRows:
         rows: Ints,
         given: Mapping[str, list[EmbedsSpan]],
         aligned: Collection[int] = (),
-    ) -> StepRows:
+    ) -> StepCross:
         """Return what the requests of a step, in these rows of the batch, have beside their prompts. ``given``: the
         rows that came with the step, by request. ``aligned``: rows of the batch whose requests ask when tokens are
         spoken."""
@@ -176,7 +176,7 @@ class CrossRows:
         attended: dict[int, list[Tensor]] = {}
         if aligned:
             attended = {index: [] for index, row in enumerate(rows.tolist()) if row in aligned}
-        return StepRows(self._tables[rows], written, attended)
+        return StepCross(self._tables[rows], written, attended)
 
 
 def _parts(span: EmbedsSpan) -> tuple[int, npt.NDArray[np.float32]]:

@@ -266,7 +266,7 @@ class PooledRows(dict[int, PooledPrompt]):
             ends: [R] how many tokens of each are computed after the step.
             cu_query_lens: [R + 1] where the tokens of each begin.
             hidden: [T, hidden_size]
-            attended: By index in the step, weights that take the place of the states: see ``StepRows``.
+            attended: By index in the step, weights that take the place of the states: see ``StepCross``.
         """
         results = {}
         for index, row in enumerate(rows):

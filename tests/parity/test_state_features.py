@@ -13,6 +13,8 @@ from tests.parity.test_states import Reference, draw, free_slots
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
+from tokenloom.engine_core.data.request import RequestStatus
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 
 KIND = "qwen3_5_text"
 PROMPT = draw(150, 1)
@@ -98,3 +100,27 @@ def test_log_probabilities_of_a_prompt_do_not_depend_on_its_chunks(engine: Engin
     assert len(found[0]) == len(PROMPT) - 1
     for others in found[1:]:
         assert np.allclose(others, found[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_a_preempted_request_computes_nothing_again(path: Path, tokens: list[int], impl: Any) -> None:
+    engine = Engine(path, num_blocks=256, prefix_caching=True, budget=128, model_impl=impl)
+    scheduler = engine.core.scheduler
+    engine.core.add_request(EngineCoreRequest("r", PROMPT, PARAMS))
+    outputs, sizes, schedule = list[EngineCoreOutput](), list[int](), scheduler.schedule
+
+    def noted() -> SchedulerOutput:
+        scheduled = schedule()
+        sizes.append(scheduled.total_num_scheduled_tokens)
+        return scheduled
+
+    scheduler.schedule = noted  # type: ignore[method-assign]
+    while engine.core.has_work():
+        if len(tokens_of(outputs)) == 4 and scheduler.running:
+            [request] = scheduler._live.take_running()
+            scheduler._planner.requeue(request, RequestStatus.PREEMPTED)
+            scheduler._preempted_req_ids.append("r")
+        outputs += engine.core.step().outputs
+    assert scheduler.stats().num_preemptions == 1
+    assert sum(sizes) == len(PROMPT) + 7
+    assert tokens_of(outputs) == tokens

@@ -60,7 +60,7 @@ class MakerMetrics:
     tower: Histogram
 
 
-class Preparer(Protocol):
+class MediaPreparer(Protocol):
     """Makes of files what the tower computes."""
 
     is_confined: bool
@@ -160,7 +160,7 @@ class RowMaker:
         path: str,
         settings: EncoderSettings,
         metrics: MakerMetrics,
-        preparer: Preparer,
+        preparer: MediaPreparer,
         *,
         hears: bool = False,
         clock: Callable[[], float] = time.monotonic,

@@ -127,6 +127,10 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         config.check_states(found.state_chunk)
         if found.config.cross_rows:
             config.check_cross()
+            if has_gpu and worker.device != "cpu":
+                raise ValueError(
+                    f"{path}: models that write down sound are computed on CPUs only yet: choose --device cpu"
+                )
         if worker.batch_invariant:
             check_batch_invariant(config, found.config)
     _check_context(config.max_model_len, found.config.max_model_len)

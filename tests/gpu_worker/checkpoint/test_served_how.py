@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from tests.checkpoints.whisper_checkpoint import WHISPER_CONFIG
 from tests.parity.vision_checkpoints import BY_MODULES, CONFIGS
 from tokenloom.engine_core.data.config import (
     CacheConfig,
@@ -19,6 +21,7 @@ from tokenloom.engine_core.data.config import (
     WorkerConfig,
 )
 from tokenloom.gpu_worker.checkpoint import served_how as module
+from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.checkpoint.served_how import ServedHow, served_how, transformers_types
 
 SIZES = {
@@ -394,3 +397,21 @@ def test_modules_with_a_scan_have_no_chunks(tmp_path: Path) -> None:
     scheduler = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=100, long_prefill_token_threshold=64)
     assert answer(tmp_path, of("JambaForCausalLM", "jamba"), scheduler=scheduler).state_chunk == 1
     assert answer(tmp_path, LLAMA, scheduler=scheduler).state_chunk == 0
+
+
+def test_what_excludes_sounds_beside_prompts_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(WHISPER_CONFIG))
+    worker = WorkerConfig(model=str(path))
+    found = served_how(EngineConfig(worker=worker), has_gpu=False)
+    assert isinstance(found.config, ModelConfig)
+    assert found.config.cross_rows == 1500
+    with pytest.raises(ValueError, match="choose --device cpu"):
+        served_how(EngineConfig(worker=worker), has_gpu=True)
+    served_how(EngineConfig(worker=replace(worker, device="cpu")), has_gpu=True)
+    with pytest.raises(ValueError, match="writes down the sound beside each prompt; do not set enable_lora"):
+        served_how(EngineConfig(worker=worker, lora=LoraConfig(enable=True)), has_gpu=False)
+    (path / "config.json").write_text(json.dumps(WHISPER_CONFIG | {"max_source_positions": 100}))
+    with pytest.raises(ValueError, match="max_source_positions must be at least max_target_positions = 448"):
+        served_how(EngineConfig(worker=worker), has_gpu=False)

@@ -3,7 +3,7 @@ import pytest
 
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig, KVGroup
-from tokenloom.engine_core.data.model_info import ModelInfo
+from tokenloom.engine_core.data.model_info import MediaTraits, ModelInfo
 from tokenloom.engine_core.kv_cache.kv_cache_size import size_kv_cache
 
 MODEL = ModelInfo(vocab_size=10, max_model_len=1000, kv_bytes_per_token=100, kv_layout="", numerics="")
@@ -118,3 +118,15 @@ def test_a_rank_of_a_data_parallel_group_with_experts_reserves_the_null_block() 
     experts = msgspec.structs.replace(MODEL, experts_per_token=8)
     assert size_kv_cache(config, experts, lambda: 0) == KVCacheConfig(5, 16, has_null_block=True)
     assert size_kv_cache(config, MODEL, lambda: 0) == KVCacheConfig(5, 20), "a dense model computes no dummy batches"
+
+
+def test_rows_beside_prompts_take_blocks_of_the_same_pool() -> None:
+    model = msgspec.structs.replace(MODEL, media=MediaTraits(("audio",), cross_rows=100))  # 7 blocks
+    config = EngineConfig(
+        worker=WorkerConfig(model=""), cache=CacheConfig(block_size=16), scheduler=SchedulerConfig(max_num_seqs=4)
+    )
+    assert size_kv_cache(config, model, lambda: 10**9).num_blocks == 4 * (63 + 7)
+    few = size_kv_cache(config, model, lambda: 16 * 100 * 12)
+    assert (few.num_blocks, few.cross_blocks, few.max_model_len) == (12, 7, 80)
+    with pytest.raises(ValueError, match=r"holds 0 tokens \(6 blocks of 16, beside the 7 of a sound\)"):
+        size_kv_cache(config, model, lambda: 16 * 100 * 6)

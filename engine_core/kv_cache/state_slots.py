@@ -83,6 +83,11 @@ class StateSlotPool:
         """Tokens that a prompt may have to compute in one step, so that its chunk ends where it may."""
         return self.chunk + 1 if self.is_strict else 0
 
+    @property
+    def num_coming(self) -> int:
+        """States for which a waiting request may wait, because a running one is about to keep them."""
+        return len(self._prompts) + len(self._kept)
+
     # Steps
 
     def begin_step(self) -> None:

@@ -210,6 +210,7 @@ class _Blocked(NamedTuple):
     request: Request
     num_free: int
     num_free_states: int
+    num_coming: int
     num_hits: int
 
 
@@ -308,7 +309,9 @@ class Admission:
             elif others_run or not self._make_room():
                 # While others run, their end frees blocks. With nothing running, only leases and loaded prefixes can,
                 # and waiting for them would be waiting for ever.
-                self._blocked = _Blocked(request, self._kv.pool.num_free, self._num_free_states, len(hits))
+                self._blocked = _Blocked(
+                    request, self._kv.pool.num_free, self._num_free_states, self._num_coming, len(hits)
+                )
                 return None
         return None
 
@@ -364,6 +367,11 @@ class Admission:
         states = self._kv.states
         return 0 if states is None else states.pool.num_free
 
+    @property
+    def _num_coming(self) -> int:
+        states = self._kv.states
+        return 0 if states is None else states.num_coming
+
     def _is_still_blocked(self, request: Request) -> bool:
         """Return whether nothing has improved since the head of the queue did not fit."""
         # A full pool is the normal state under load: without this, each step would hash and search the head's prompt
@@ -374,6 +382,8 @@ class Admission:
             and blocked.request is request
             and self._kv.pool.num_free <= blocked.num_free
             and self._num_free_states <= blocked.num_free_states
+            # With the last slots taken, the state that it waited for was not kept, and nothing else would change.
+            and self._num_coming >= blocked.num_coming
             and not self._kv.finds_more(request.kv, blocked.num_hits)
         )
 

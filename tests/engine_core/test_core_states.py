@@ -112,3 +112,17 @@ def test_memory_for_states_is_refused_by_name_where_no_layer_keeps_one() -> None
     config = replace(config, cache=replace(config.cache, state_memory_bytes=1 << 20))
     with pytest.raises(ValueError, match="state_memory_bytes: no layer of this model keeps a state"):
         EngineCore(config, UniProcExecutor(HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256)))
+
+
+def test_a_request_begins_when_the_state_that_it_waited_for_is_not_kept() -> None:
+    config = make_config(budget=32, max_num_seqs=2, long_prefill=12)
+    config = replace(config, cache=replace(config.cache, state_memory_bytes=2 * 10_000))
+    worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256, state_chunk=1, state_bytes=10_000)
+    core = EngineCore(config, UniProcExecutor(worker))
+    prompt = [*PROMPT, 1]  # its last boundary lies within a step, and with two slots that state is not kept
+    core.add_request(make_request("a", prompt, 60))
+    core.add_request(make_request("b", [*prompt, 1]))
+    ended = []
+    while core.has_work():
+        ended += [output.request_id for output in core.step().outputs if output.finish_reason is not None]
+    assert ended == ["b", "a"], "a slot was free for b"

@@ -85,4 +85,4 @@ class Transcript(msgspec.Struct, kw_only=True, omit_defaults=True):
     segments: Annotated[list[TranscriptSegment] | None, Meta(description="With verbose_json.")] = None
     words: Annotated[list[TranscriptWord] | None, Meta(description="With verbose_json, if asked for.")] = None
     logprobs: Annotated[list[TranscriptLogprob] | None, Meta(description="With json, if asked for.")] = None
-    usage: SoundUsage
+    usage: Annotated[SoundUsage, Meta(description="How much was heard.")]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -187,6 +188,19 @@ async def test_log_probabilities(ear: Ear) -> None:
     assert (await ear.post(900, **fields)).json()["logprobs"] == expected
     *_, done = events_of((await ear.post(900, **fields, stream="true")).text)
     assert done["logprobs"] == expected
+
+
+@pytest.mark.parametrize("route", ["transcriptions", "translations"])
+@pytest.mark.parametrize("fields", [{}, {"response_format": "verbose_json"}])
+async def test_answers_are_as_described(ear: Ear, route: str, fields: dict[str, str]) -> None:
+    if route == "transcriptions":
+        fields = {**fields, **({"timestamp_granularities[]": "word"} if fields else {"include[]": "logprobs"})}
+    ear.heard = {0: tokens("| a b|", 0, 20)}
+    answer = await ear.post(900, route=route, **fields)
+    assert answer.status_code == 200, answer.text
+    api = (await ear.http.get("/openapi.json")).json()
+    schema = api["paths"][f"/v1/audio/{route}"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    jsonschema.validate(answer.json(), {**schema, "components": api["components"]})
 
 
 async def test_translations(ear: Ear) -> None:

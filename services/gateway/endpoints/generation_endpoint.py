@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
-from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pick_headers
+from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers
 
 from ..encoding import sse
 from ..generation.delivered import Delivered
 from ..generation.running_generation import RunningGeneration
 from ..http.client_flow import Headers as HeaderPairs
 from ..http.client_flow import TurnShare
-from ..http.http_exchange import HttpExchange, respond_in_pieces
+from ..http.http_exchange import IGNORED_HEADER, HttpExchange, listed, respond_in_pieces, trace_headers
 from ..http.request_body import BodyParser
 from ..mesh.collector import Delta
 from ..mesh.mesh_view import MeshLoad
@@ -282,16 +282,10 @@ ReadRequest = tuple[GenerateRequest, AnswerOptions, ResumeToken]
 RANK_HEADER = b"x-data-parallel-rank"
 """Names the engine of a data-parallel group that must serve the request (as in vLLM)."""
 _MAX_RANK_DIGITS = 9
-IGNORED_HEADER = b"x-tokenloom-ignored"
-"""Names the fields of the body that had no effect."""
 VOLATILE_HEADER = b"x-tokenloom-volatile"
 """Names the lines that were taken out of the system prompt or moved, because its client changes them."""
 KEY_FIELD = "Idempotency-Key"
 """Names a request, so that a client may repeat it safely."""
-MAX_IGNORED = 32
-"""Limits the names in that header."""
-MAX_NAME = 64
-"""Limits the length of each."""
 
 
 class GenerationApi(Protocol):
@@ -425,19 +419,6 @@ def read_rank(value: bytes) -> int:
             "X-data-parallel-rank must be the number of a rank, from 0 on", "X-data-parallel-rank"
         )
     return int(value)
-
-
-def listed(names: Sequence[str]) -> bytes:
-    """Return names as a header's value; those that a header cannot hold are left out."""
-    fit = [name for name in names[:MAX_IGNORED] if name.isascii() and name.isprintable() and len(name) <= MAX_NAME]
-    return ", ".join(fit).encode()
-
-
-def trace_headers(exchange: HttpExchange) -> Headers:
-    """Return the headers of the trace that the client has begun."""
-    if b"traceparent" not in exchange.headers:
-        return NO_HEADERS
-    return pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
 
 
 async def _whole(

@@ -24,9 +24,9 @@ from ..mesh.tokenizer_client import TokenizerClient
 from ..records.generate_request import GenerateRequest, SoundPrompt
 from ..records.pooling_input import PoolingInput
 from ..records.transcript import (
+    HeardSegment,
     HeardToken,
     PieceFigures,
-    Segment,
     Word,
     compression_ratio,
     cut,
@@ -207,7 +207,7 @@ class Transcription:
         self._calls = calls
         self.seconds = 0.0
         self.language = calls.request.language
-        self.segments: list[Segment] = []
+        self.segments: list[HeardSegment] = []
         self.words: list[Word] = []
         self._silence: float | None = None  # the probability in the first piece, if the language was found there
 

@@ -13,9 +13,9 @@ from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from ..assistant.message_plans import MessagePlan, ParsedMessage, calls_of, reasoning_of, text_of
-from ..endpoints.generation_endpoint import IGNORED_HEADER, listed
 from ..generation.delivered import Delivered
 from ..generation.running_generation import RunningGeneration
+from ..http.http_exchange import IGNORED_HEADER, listed
 from ..mesh.collector import Delta
 from ..records.generate_request import GenerateRequest
 from ..records.model_names import NamedAdapter

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.telemetry import tracing
 
 from ..encoding.sse import encode_json
 from ..request_log.request_record import RequestRecord
@@ -21,6 +22,14 @@ from .response_counts import OTHER
 
 if TYPE_CHECKING:
     from .body_files import BodyFiles
+
+
+IGNORED_HEADER = b"x-tokenloom-ignored"
+"""Names the fields of the body that had no effect."""
+MAX_IGNORED = 32
+"""Limits the names in that header."""
+MAX_NAME = 64
+"""Limits the length of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +314,19 @@ def _headers(error: errors.TokenloomError) -> Headers:
         yield b"www-authenticate", b"Bearer"
     if isinstance(error, MethodNotAllowed):
         yield b"allow", error.allowed.encode()
+
+
+def listed(names: Sequence[str]) -> bytes:
+    """Return names as a header's value; those that a header cannot hold are left out."""
+    fit = [name for name in names[:MAX_IGNORED] if name.isascii() and name.isprintable() and len(name) <= MAX_NAME]
+    return ", ".join(fit).encode()
+
+
+def trace_headers(exchange: HttpExchange) -> tracing.Headers:
+    """Return the headers of the trace that the client has begun."""
+    if b"traceparent" not in exchange.headers:
+        return tracing.NO_HEADERS
+    return tracing.pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
 
 
 async def respond_in_pieces(exchange: HttpExchange, body: Iterator[bytes], headers: Headers = ()) -> None:

@@ -17,12 +17,11 @@ from tokenloom.v1.tokenizer_pb2 import (
 )
 
 from ..encoding import sse
-from ..endpoints.generation_endpoint import IGNORED_HEADER, listed, trace_headers
 from ..files.multipart import Upload
 from ..files.sound_uploads import SoundForm, SoundUploads
 from ..generation.transcription import SoundCalls, Transcription, TranscriptRequest
 from ..http.client_flow import Headers as HeaderPairs
-from ..http.http_exchange import JSON, HttpExchange
+from ..http.http_exchange import IGNORED_HEADER, JSON, HttpExchange, listed, trace_headers
 from ..openapi.transcription_schemas import (
     SoundUsage,
     Transcript,
@@ -33,7 +32,7 @@ from ..openapi.transcription_schemas import (
 )
 from ..records.generate_request import GenerateRequest
 from ..records.media import MediaPart
-from ..records.transcript import HeardToken, Segment
+from ..records.transcript import HeardSegment, HeardToken
 from ..serving.served_mesh import ServedMesh
 from ..tenants.tenant_shares import TenantShares
 
@@ -295,7 +294,7 @@ def _body(
     return sse.encode_json(whole), JSON
 
 
-def _segment(index: int, segment: Segment) -> TranscriptSegment:
+def _segment(index: int, segment: HeardSegment) -> TranscriptSegment:
     figures = segment.figures
     return TranscriptSegment(
         id=index,
@@ -311,18 +310,18 @@ def _segment(index: int, segment: Segment) -> TranscriptSegment:
     )
 
 
-def _srt(segments: Sequence[Segment]) -> Iterator[str]:
+def _srt(segments: Sequence[HeardSegment]) -> Iterator[str]:
     for number, each in enumerate(segments, 1):
         yield f"{number}\n{_clock(each.start, ',')} --> {_clock(each.end, ',')}\n{_cue(each)}\n\n"
 
 
-def _vtt(segments: Sequence[Segment]) -> Iterator[str]:
+def _vtt(segments: Sequence[HeardSegment]) -> Iterator[str]:
     yield "WEBVTT\n\n"
     for each in segments:
         yield f"{_clock(each.start, '.')} --> {_clock(each.end, '.')}\n{_cue(each)}\n\n"
 
 
-def _cue(segment: Segment) -> str:
+def _cue(segment: HeardSegment) -> str:
     """Return the text of a subtitle, in which an arrow would begin another one."""
     return segment.text.strip().replace("-->", "->")
 

@@ -13,10 +13,9 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
 from ..encoding import sse
-from ..endpoints.generation_endpoint import IGNORED_HEADER, listed, trace_headers
 from ..generation.generator import Generator
 from ..generation.running_pooling import RunningPooling
-from ..http.http_exchange import HttpExchange, respond_in_pieces
+from ..http.http_exchange import IGNORED_HEADER, HttpExchange, listed, respond_in_pieces, trace_headers
 from ..http.request_body import BodyParser
 from ..openai.body_reader import Body
 from ..openai.chat import read_chat

@@ -48,7 +48,7 @@ class PieceFigures(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class HeardSegment:
     """A part of a transcript between two timestamps."""
 
     start: float
@@ -103,7 +103,7 @@ def text_of(tokens: Sequence[HeardToken], traits: TranscriptTraits) -> str:
 
 def segments_of(
     tokens: Sequence[HeardToken], slices: Sequence[Slice], figures: PieceFigures, traits: TranscriptTraits
-) -> list[Segment]:
+) -> list[HeardSegment]:
     """Return the segments of a piece that have a text."""
     begin = figures.seek * traits.frame_samples
     found = []
@@ -114,7 +114,7 @@ def segments_of(
         start, end = (
             (begin + at * traits.timestamp_samples) / traits.sampling_rate for at in (each.begins_at, each.ends_at)
         )
-        found.append(Segment(start, end, part, text, figures, each.first))
+        found.append(HeardSegment(start, end, part, text, figures, each.first))
     return found
 
 

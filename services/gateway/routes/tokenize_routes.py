@@ -10,10 +10,9 @@ from tokenloom.request.packed_ids import ids_of
 from tokenloom.v1 import tokenizer_pb2
 
 from ..encoding.sse import encode_json
-from ..endpoints.generation_endpoint import IGNORED_HEADER, listed
 from ..formats.tool_request import read_tools
 from ..generation.generator import Generator
-from ..http.http_exchange import HttpExchange, respond_in_pieces
+from ..http.http_exchange import IGNORED_HEADER, HttpExchange, listed, respond_in_pieces
 from ..http.request_body import BodyParser
 from ..http.route import Routes
 from ..mesh.tokenizer_client import TokenizerClient, limited

@@ -16,8 +16,8 @@ import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.endpoints.generation_endpoint import IGNORED_HEADER
 from tokenloom.services.gateway.http import large_json, request_body
+from tokenloom.services.gateway.http.http_exchange import IGNORED_HEADER
 from tokenloom.services.gateway.http.large_json import check_amount
 from tokenloom.services.gateway.http.request_body import BodyParser
 from tokenloom.services.gateway.openai.body_reader import WITHOUT_EFFECT

@@ -10,7 +10,7 @@ import pytest
 
 from tests.services.gateway.fakes import FakeMesh
 from tests.services.gateway.openai.test_chat import post
-from tokenloom.services.gateway.endpoints.generation_endpoint import IGNORED_HEADER
+from tokenloom.services.gateway.http.http_exchange import IGNORED_HEADER
 
 IGNORED = IGNORED_HEADER.decode()
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in ("get_weather", "get_time")]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.services.gateway.fake_encoders import with_encoders
 from tests.services.gateway.fakes import FakeMesh, FakeRequest
-from tokenloom.services.gateway.endpoints.generation_endpoint import IGNORED_HEADER
+from tokenloom.services.gateway.http.http_exchange import IGNORED_HEADER
 from tokenloom.services.gateway.records.compat import FOREIGN_APIS, IGNORED_FIELDS, ForeignApi, top_field
 from tokenloom.v1 import types_pb2
 

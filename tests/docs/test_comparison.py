@@ -11,7 +11,8 @@ import torch
 from typer.main import get_command
 
 from tokenloom.cli.main import app
-from tokenloom.engine_core.data.config import EngineConfig, KVConfig, ParallelConfig, SpeculativeConfig
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
+from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.gpu_worker.checkpoint.local_config import check_options
 from tokenloom.gpu_worker.kernels import triton
 from tokenloom.gpu_worker.platform.platform import check_device
@@ -60,10 +61,13 @@ def images_and_sounds_but_no_video() -> bool:
     return bool(refused) and read <= {*works} and not any("video" in name for name in works)
 
 
-def refuses_with_workers() -> bool:
-    two = ParallelConfig(tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="use one worker"):
-        check_options(EngineConfig(parallel=two, speculative=SpeculativeConfig("ngram")))
+def refuses_drafts() -> bool:
+    stages, drafts = ParallelConfig(pipeline_parallel_size=2), SpeculativeConfig("ngram")
+    with pytest.raises(ValueError, match="not supported with pipeline_parallel_size"):
+        check_options(EngineConfig(parallel=stages, speculative=drafts))
+    sizes: Any = SimpleNamespace(max_model_len=64)
+    with pytest.raises(ValueError, match="cannot be used with async_scheduling"):
+        Scheduler(EngineConfig(scheduler=SchedulerConfig(async_scheduling=True), speculative=drafts), sizes)
     return True
 
 
@@ -112,7 +116,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "Tokenloom's GPU path has Triton kernels and graphs of decode steps, but has not run on a GPU yet "
     "([features.md](../reference/features.md)).": gpus_are_to_come,
     "Tokenloom's models read text, images and sounds, but no video.": images_and_sounds_but_no_video,
-    "Tokenloom has speculative decoding, but refuses it with several workers.": refuses_with_workers,
+    "Tokenloom refuses speculative decoding with pipeline stages and with asynchronous scheduling.": refuses_drafts,
     "Tokenloom's nixl transport moves host memory only.": nixl_moves_host_memory,
     "Tokenloom has manifests, and a planner that changes the roles of engines (`tokenloom plan --apply`), but no "
     "operator.": plans_and_has_manifests,

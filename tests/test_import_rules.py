@@ -276,6 +276,8 @@ def test_environment_is_read_at_the_edge_only() -> None:
         "tokenloom.services.runtime.host.service_settings",
         # Sets the variable that oneDNN reads, and reads none.
         "tokenloom.gpu_worker.kernels.levels",
+        # Adds to what the processes that it starts inherit, and reads nothing.
+        "tokenloom.services.runtime.helper_process",
         # Where the user keeps caches, as the home directory is read.
         "tokenloom.process",
         # Commands of their own.

@@ -51,6 +51,7 @@ def shape(
         latent=None,
         kv_shapes=(),
         states=None,
+        cross_rows=0,
         attention_chunks=(),
         kv_bytes_per_token=2 * num_kv_heads * row_bytes,
     )

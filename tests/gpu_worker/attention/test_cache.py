@@ -38,6 +38,7 @@ CONFIG: Any = SimpleNamespace(
     latent=None,
     kv_shapes=(),
     states=None,
+    cross_rows=0,
     kv_bytes_per_token=2 * 3 * 2 * 4 * 2,
 )
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.tracing import Headers
@@ -20,6 +20,7 @@ from tokenloom.v1.tokenizer_pb2 import (
     TranscriptTraits,
 )
 
+from ..mesh.collector import Delta
 from ..mesh.tokenizer_client import TokenizerClient
 from ..records.generate_request import GenerateRequest, SoundPrompt
 from ..records.pooling_input import PoolingInput
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 _TOGETHER: Final = 64
 """Tokens that an output processor sends at once where no client waits for each."""
 T = TypeVar("T")
+_Begun: TypeAlias = tuple[RunningGeneration, list[Delta]]
+"""A generation and its first output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +114,8 @@ class SoundCalls:
         )
         return (await encoding).prompt
 
-    def transcribes(self, place: _Place, prompt: TokenizedPrompt) -> AbstractAsyncContextManager[RunningGeneration]:
-        """Run the request that transcribes a piece."""
+    def transcribes(self, place: _Place, prompt: TokenizedPrompt) -> AbstractAsyncContextManager[_Begun]:
+        """Run the request that transcribes a piece; it has begun."""
         request = self.request
         sampling = types_pb2.SamplingParams(
             temperature=request.temperature,
@@ -135,14 +138,15 @@ class SoundCalls:
             allowed_token_ids=[each.token_id for each in traits.languages],
         )
         language, silence = "", 0.0
-        async with self._generates(place, prompt, sampling) as generation:
-            while not generation.done:
-                for delta in await generation.take():
+        async with self._generates(place, prompt, sampling) as (generation, deltas):
+            while deltas:
+                for delta in deltas:
                     named = (each.code for each in traits.languages if each.token_id in delta.token_ids)
                     language = next(named, language)
                     for columns in (part.logprobs for part in delta.logprobs):
                         found = dict(zip(columns.token_id, columns.logprob, strict=True))
                         silence = math.exp(found.get(traits.no_speech_id, -math.inf))
+                deltas = [] if generation.done else await generation.take()
         return language, silence
 
     async def times(self, place: _Place, prompt: TokenizedPrompt, tokens: Sequence[HeardToken]) -> list[float]:
@@ -165,12 +169,19 @@ class SoundCalls:
 
     def _generates(
         self, place: _Place, prompt: TokenizedPrompt, sampling: types_pb2.SamplingParams
-    ) -> AbstractAsyncContextManager[RunningGeneration]:
+    ) -> AbstractAsyncContextManager[_Begun]:
         text = output_processor_pb2.TextOptions(stream_interval=1 if self.request.streams else _TOGETHER)
         # Not a limit of the client's: a tenant whose tokens are limited takes as many as it may.
         most = 0 if sampling.HasField("max_tokens") else self.generator.limits().max_model_len
         request = replace(self._of(prompt), sampling=sampling, text=text, most_tokens=most)
-        return self._opened(place, lambda: self.generator.open(request, self.headers, outlives_call=False))
+        return self._opened(place, lambda: self._begun(request))
+
+    @asynccontextmanager
+    async def _begun(self, request: GenerateRequest) -> AsyncIterator[_Begun]:
+        """Run a request for the length of the ``async with``, which begins with its first output: engines that are full
+        refuse a request only after it was sent."""
+        async with self.generator.open(request, self.headers, outlives_call=False) as generation:
+            yield generation, await generation.take()
 
     def _of(self, prompt: TokenizedPrompt) -> GenerateRequest:
         return replace(self.request.common, prompts=[SoundPrompt(prompt, self.sound)])
@@ -240,9 +251,9 @@ class Transcription:
         prompt = await calls.prompt(place, request.task, self.language, request.previous)
         tokens: list[HeardToken] = []
         num_settled = 0
-        async with calls.transcribes(place, prompt) as generation:
-            while not generation.done:
-                for delta in await generation.take():
+        async with calls.transcribes(place, prompt) as (generation, deltas):
+            while deltas:
+                for delta in deltas:
                     tokens += _heard(delta.token_ids, delta.logprobs)
                 if place.has_stamps:
                     end = _end_of_segments(tokens, num_settled, traits)
@@ -251,6 +262,7 @@ class Transcription:
                 if end > num_settled:
                     yield tokens[num_settled:end], 0
                     num_settled = end
+                deltas = [] if generation.done else await generation.take()
             ends = generation.stop_token_ids
         avg_logprob = math.fsum(each.logprob for each in tokens) / max(len(tokens), 1)  # with what ends the output
         if tokens and tokens[-1].id in ends:

@@ -318,12 +318,13 @@ def _srt(segments: Sequence[HeardSegment]) -> Iterator[str]:
 def _vtt(segments: Sequence[HeardSegment]) -> Iterator[str]:
     yield "WEBVTT\n\n"
     for each in segments:
-        yield f"{_clock(each.start, '.')} --> {_clock(each.end, '.')}\n{_cue(each)}\n\n"
+        text = _cue(each).replace("&", "&amp;").replace("<", "&lt;")  # otherwise players read them as marks
+        yield f"{_clock(each.start, '.')} --> {_clock(each.end, '.')}\n{text}\n\n"
 
 
 def _cue(segment: HeardSegment) -> str:
-    """Return the text of a subtitle, in which an arrow would begin another one."""
-    return segment.text.strip().replace("-->", "->")
+    """Return the text of a subtitle, in which an arrow would begin another one, and an empty line would end it."""
+    return " ".join(filter(None, map(str.strip, segment.text.splitlines()))).replace("-->", "->")
 
 
 def _clock(seconds: float, point: str) -> str:

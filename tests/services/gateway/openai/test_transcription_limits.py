@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.services.gateway.openai.ear import Ear, listening, tokens
+from tests.services.gateway.openai.ear import Ear, listening, piece_of, tokens
+from tokenloom.request import errors
 from tokenloom.services.gateway.files import sound_uploads
 from tokenloom.services.gateway.http import request_body
 
@@ -81,6 +82,30 @@ async def test_a_later_piece_waits_until_there_is_room(socket_dir: Path) -> None
         ear.answer = fill  # type: ignore[method-assign]
         response = await ear.post(1400, language="de")
         assert response.json()["text"] == "one two"
+
+
+async def test_a_later_piece_that_full_engines_refuse_is_sent_again(socket_dir: Path) -> None:
+    async with listening(socket_dir) as ear:
+        ear.heard = {0: tokens("| one||", 0, 20, 20), 400: tokens("| two|", 0, 20)}
+        answer, refused = ear.answer, list[Any]()
+
+        def refuse(request: Any) -> None:
+            if piece_of(request)[0] == 400 and not refused:
+                refused.append(request)
+                request.fail(errors.ResourceExhausted("the engines are full", retry_after=0.01))
+            else:
+                answer(request)
+
+        ear.answer = refuse  # type: ignore[method-assign]
+        response = await ear.post(1400, language="de")
+        assert (response.status_code, response.json().get("text")) == (200, "one two")
+        assert refused
+
+
+async def test_the_first_piece_that_full_engines_refuse_is_refused(socket_dir: Path) -> None:
+    async with listening(socket_dir) as ear:
+        ear.answer = lambda request: request.fail(errors.ResourceExhausted("full"))  # type: ignore[method-assign]
+        assert (await ear.post(1400, language="de")).status_code == 503
 
 
 async def test_a_piece_that_takes_too_long(socket_dir: Path) -> None:

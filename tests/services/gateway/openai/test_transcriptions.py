@@ -113,6 +113,10 @@ async def test_subtitles(ear: Ear) -> None:
     assert vtt.text == (
         "WEBVTT\n\n00:00:00.000 --> 00:00:00.400\none -> two\n\n00:00:00.420 --> 00:00:00.800\nthree\n\n"
     )
+    ear.heard = {0: tokens("| a & <b>\n\nc|", 0, 20)}
+    srt, vtt = [await ear.post(900, response_format=form) for form in ("srt", "vtt")]
+    assert srt.text == "1\n00:00:00,000 --> 00:00:00,400\na & <b> c\n\n"
+    assert vtt.text == "WEBVTT\n\n00:00:00.000 --> 00:00:00.400\na &amp; &lt;b> c\n\n"
     assert {each.headers["content-type"] for each in (srt, vtt)} == {"text/plain; charset=utf-8"}
 
 

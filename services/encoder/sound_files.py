@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -186,7 +186,7 @@ class SoundFiles:
                 raise errors.PayloadTooLarge(f"The file has more than {most:,} bytes.", "messages")
             room.grow_to(num_bytes + len(part))
             # In a thread: a disk that is busy holds up a write, and a digest takes 1 ms for 2 MB.
-            await asyncio.to_thread(_take, part, source, num_bytes, digest.update)
+            await _ended(asyncio.to_thread(_take, part, source, num_bytes, digest.update))
             num_bytes += len(part)
         if expected and num_bytes < expected:
             raise _wrong_size(expected)
@@ -212,6 +212,17 @@ class SoundFiles:
             await asyncio.wait({reading})
             target.close()
             raise
+
+
+async def _ended(call: Coroutine[None, None, None]) -> None:
+    """Run a call in a thread to its end, also when it is cancelled: a write that still went on after its file was
+    closed could reach another tenant's file, which has got the number of its descriptor."""
+    running = asyncio.ensure_future(call)
+    try:
+        await asyncio.shield(running)
+    finally:
+        if not running.done():
+            await asyncio.wait({running})
 
 
 def _take(part: bytes, source: SoundFile, offset: int, hash_on: Callable[[bytes], None]) -> None:

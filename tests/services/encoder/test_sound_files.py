@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -90,6 +91,31 @@ async def test_a_client_that_leaves_ends_its_decoding() -> None:
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     assert (encoder.reader.num_running, encoder.files._arriving) == (0, 0)
+
+
+async def test_a_write_that_is_on_its_way_reaches_no_other_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, write = FakeEncoder(hears=True), sound_files.write_all
+    began, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(*arguments: Any) -> int:
+        began.set()
+        assert goes_on.wait(30)
+        try:
+            return write(*arguments)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(sound_files, "write_all", hold)
+    call = asyncio.create_task(encoder.put(b"sound", pieces=1))
+    await asyncio.to_thread(began.wait)
+    call.cancel()
+    await settle()
+    other = SoundFile("")  # the number of a descriptor that was closed is the next one's
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await asyncio.to_thread(ended.wait)
+    assert (other.num_bytes, encoder.files._arriving) == (0, 0)
 
 
 async def test_no_more_sounds_are_decoded_than_there_are_processes() -> None:

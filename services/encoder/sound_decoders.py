@@ -68,10 +68,15 @@ class SoundDecoders:
         began = asyncio.get_running_loop().time()
         job, files = msgspec.msgpack.encode(ReadJob(source.num_bytes)), (source.descriptor, target.descriptor)
         try:
-            reply = _checked(await self._readers.run(job, files))
+            answer = await self._readers.run(job, files)
         except errors.DeadlineExceeded:  # its own doing, so that no client should send it again
             limit = f"{self._settings.sound_timeout:g} s"
             raise errors.InvalidArgument(f"It takes more than {limit} to decode the sound.", "messages") from None
+        except errors.ResourceExhausted as error:
+            # Its own doing too. Gateways repeat what finds no room for a minute: each time the file was sent again, and
+            # ended a process.
+            raise errors.InvalidArgument(error.message, "messages") from None
+        reply = _checked(answer)
         self._seconds.observe(asyncio.get_running_loop().time() - began)
         target.num_samples, target.peak = reply.num_samples, reply.peak
 

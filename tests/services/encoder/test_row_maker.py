@@ -21,6 +21,9 @@ from tokenloom.request import errors
 from tokenloom.services.encoder.encoder_settings import EncoderSettings
 from tokenloom.services.encoder.pixel_slots import PixelPart, write_all
 from tokenloom.services.encoder.row_maker import KILLER_SECONDS, ImageDecoders, MakerMetrics, RowMaker
+from tokenloom.services.encoder.sound_decoders import SoundDecoders
+from tokenloom.services.encoder.sound_files import SoundFile
+from tokenloom.services.encoder.sound_worker import SoundReply
 from tokenloom.services.encoder.tower_worker import TowerJob, TowerReady, TowerReply
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 from tokenloom.v1.types_pb2 import MediaItem
@@ -205,3 +208,30 @@ async def test_an_image_that_takes_too_much_is_refused(error: errors.TokenloomEr
     images._decoders = cast(Any, Decoders())
     with pytest.raises(errors.InvalidArgument, match=error.message):
         await images.prepare(b"image", MediaItem(), 0)
+
+
+@pytest.mark.parametrize(
+    "error", [errors.DeadlineExceeded("too much time"), errors.ResourceExhausted("too much memory", retry_after=None)]
+)
+async def test_a_sound_that_takes_too_much_is_refused(error: errors.TokenloomError) -> None:
+    class Readers:
+        async def run(self, request: bytes, files: object) -> bytes:
+            raise error
+
+    seconds = Histogram(CollectorRegistry(), "decode", "Seconds.", {}, (1.0,))
+    sounds = SoundDecoders("/model", EncoderSettings.of(model="any"), seconds)
+    sounds._readers = cast(Any, Readers())
+    with pytest.raises(errors.InvalidArgument, match=r"to decode the sound|too much memory"):
+        await sounds.read(SoundFile(""), SoundFile(""))
+
+
+async def test_a_disk_without_room_for_samples_is_no_fault_of_the_sound() -> None:
+    class Readers:
+        async def run(self, request: bytes, files: object) -> bytes:
+            return msgspec.msgpack.encode(SoundReply(is_full=True))
+
+    seconds = Histogram(CollectorRegistry(), "decode", "Seconds.", {}, (1.0,))
+    sounds = SoundDecoders("/model", EncoderSettings.of(model="any"), seconds)
+    sounds._readers = cast(Any, Readers())
+    with pytest.raises(errors.ResourceExhausted, match="disk takes no sound"):
+        await sounds.read(SoundFile(""), SoundFile(""))

@@ -120,7 +120,7 @@ class StateKVCacheManager(KVCacheManager):
             fresh = iter(self.pool.allocate(found.count(None)))
             request.block_ids += [next(fresh) if block_id is None else block_id for block_id in found]
         super().reserve_load(request, num_external_tokens)
-        self.states.begin_load(request, end)
+        self.states.begin_load(request)
 
     def load_table(self, request: RequestKV, num_tokens: int) -> list[int]:
         """Return where a request that loads its first ``num_tokens`` tokens has them: its blocks, and its slot."""

@@ -74,7 +74,8 @@ class StateSlotPool:
         self._kept: list[_Kept] = []  # bounded by the step
         self._draft_runs: dict[str, list[StateRun]] = {}  # of the step that is being planned
         self._read: list[int] = []  # slots that the step reads and no request owns any more
-        # Of running requests: those of whose prompt a state is still to be kept, and after how many tokens.
+        # Of running requests: those of whose prompt a state is still to be kept, and after how many tokens. One that has
+        # loaded a part may be behind the very request that would wait for it, and so has none before its first run.
         self._prompts: dict[str, tuple[RequestKV, int]] = {}
         blocks.listeners.append(_Followers(self))
 
@@ -134,6 +135,8 @@ class StateSlotPool:
                 self._kept.append(_Kept(state.slot, request, stop, state, is_spare=stop == state.message))
         if end >= state.last:
             self._prompts.pop(request.request_id, None)
+        else:
+            self._prompts[request.request_id] = (request, state.last)
 
     def add_drafts(self, request: RequestKV, num_drafts: int) -> None:
         """Plan the runs of drafts after the token of a request that the step computes. A slot is free for them."""
@@ -240,8 +243,6 @@ class StateSlotPool:
             state.fork = num_found * self._block_size // self.boundary * self.boundary
         if self._keeps_any:
             self._choose_ends(request, state)
-        if state.last > num_hits * self._block_size:
-            self._prompts[request.request_id] = (request, state.last)
 
     def lend(self, request: RequestKV) -> int:
         """Choose the slot for the state after all tokens of an admitted request, which another engine will read.
@@ -253,16 +254,14 @@ class StateSlotPool:
         request.state.lent_slot = slot
         return slot
 
-    def begin_load(self, request: RequestKV, num_tokens: int) -> None:
-        """Give an admitted request a slot for the state after its first ``num_tokens`` tokens, which it loads."""
+    def begin_load(self, request: RequestKV) -> None:
+        """Give an admitted request a slot for the state that it loads."""
         state = request.state
         assert state is not None, "it was admitted"
         if state.slot >= 0:
             self.pool.release([state.slot])
         [state.slot] = self.pool.allocate(1)
         state.is_kept, state.hit = False, b""
-        if num_tokens >= state.last:
-            self._prompts.pop(request.request_id, None)
 
     def finish_load(self, request: RequestKV) -> None:
         """Let the state that a request has loaded be hit from the next step on, if it is one that is kept."""

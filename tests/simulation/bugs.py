@@ -125,11 +125,11 @@ def _of_block_before(states: StateSlotPool, request: RequestKV, num_hits: int, n
         state.slot = others[-1]
 
 
-def _over_hit(states: StateSlotPool, request: RequestKV, num_tokens: int) -> None:
+def _over_hit(states: StateSlotPool, request: RequestKV) -> None:
     """Load a state into the slot that the request hit, which others may hit too."""
     assert request.state is not None
     if request.state.slot < 0:
-        _begin_load(states, request, num_tokens)
+        _begin_load(states, request)
     else:
         request.state.is_kept = False
 

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine_core.executor.late import EXECUTORS
+from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_transfer.offloading_core import BLOCK_SIZE, OffloadingCore, expected, prompt_of, rot
 from tokenloom.engine_core.fake_workers.hash_states import STATE_BYTES
@@ -165,3 +166,21 @@ def test_whatever_was_evicted_tokens_are_right(
         assert core.run(*prompts) == [expected(prompt, state_chunk=chunk) for prompt in prompts]
         check_scheduler(core.core.scheduler)
     core.core.shutdown()
+
+
+def test_no_request_waits_for_a_state_of_one_behind_it(tmp_path: Path) -> None:
+    core = OffloadingCore(tmp_path, state_chunk=1, state_bytes=LARGE, num_states=6, num_blocks=60, max_num_seqs=3)
+    for seed in range(9):
+        ask(core, 1, seed)
+    add, step = core.core.add_request, core.core.step
+    add(make_request("long", prompt_of(50, 20), 100, tenant="b"))
+    core.step()
+    prompt = prompt_of(0, 50) + prompt_of(77, 60)
+    add(make_request("loads", prompt, 3, tenant="b"))
+    core.step()
+    add(make_request("first", [*prompt, 1], 3, tenant="a"))  # in the turn of its tenant
+    core.settle()
+    ended = []
+    while core.core.has_work():
+        ended += [output.request_id for output in step().outputs if output.finish_reason is not None]
+    assert ended[2] == "long", "the others did not begin beside it"

@@ -49,6 +49,10 @@ class HashStates:
             self.slots = np.empty(shape, dtype=np.uint8)
         else:
             self.slots = np.frombuffer(memory, dtype=np.uint8, count=num_slots * self.nbytes).reshape(shape)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let the slots hold nothing, where they lie: transports go on to serve that memory."""
         self.slots[:] = _EMPTY
 
     def of(self, row: HashRow, num_drafts: int = 0) -> bytes:

@@ -288,7 +288,7 @@ class HashWorker:
         if "kv_cache" in tags:
             self._cache[:] = -1
             if self._states is not None:
-                self._states.allocate(len(self._states.slots))
+                self._states.clear()
 
     def check_weights(self, path: str) -> None:
         """Check that a model could load the checkpoint."""

@@ -2,6 +2,7 @@
 prompt embeddings and log probabilities of prompts."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,3 +127,14 @@ def test_a_request_begins_when_the_state_that_it_waited_for_is_not_kept() -> Non
     while core.has_work():
         ended += [output.request_id for output in core.step().outputs if output.finish_reason is not None]
     assert ended == ["b", "a"], "a slot was free for b"
+
+
+def test_states_lie_where_transports_read_them_also_after_sleep(core: EngineCore, chunk: int) -> None:
+    executor: Any = core.executor
+    [plane] = executor._worker.kv_pool().state_planes
+    core.sleeping.sleep(1)
+    core.sleeping.wake_up()
+    core.add_request(make_request("a", PROMPT))
+    assert tokens_of(finish(core)["a"]) == wanted(PROMPT, chunk)
+    empty = plane[0] == plane[0, 0, 17]  # a byte behind the hash
+    assert not empty.all(), "what the step wrote is not served"

@@ -74,8 +74,8 @@ class StateSlotPool:
         self._kept: list[_Kept] = []  # bounded by the step
         self._draft_runs: dict[str, list[StateRun]] = {}  # of the step that is being planned
         self._read: list[int] = []  # slots that the step reads and no request owns any more
-        # Of running requests: those of whose prompt a state is still to be kept, and after how many tokens. One that has
-        # loaded a part may be behind the very request that would wait for it, and so has none before its first run.
+        # Of running requests: those of whose prompt a state is still to be kept, and after how many tokens. One that
+        # has loaded a part may be behind the very request that would wait for it: it comes in with its first run.
         self._prompts: dict[str, tuple[RequestKV, int]] = {}
         blocks.listeners.append(_Followers(self))
 

@@ -23,10 +23,11 @@ PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/edit
 LONG_TESTS := tests/e2e tests/chaos tests/soak tests/attack tests/parity tests/mesh/faults
 # Short forms of the benchmarks, and what idle and busy meshes take of a processor: another one.
 BENCHMARK_TESTS := tests/benchmarks tests/e2e/test_busy.py tests/e2e/test_idle.py
-# Kernels built for other processors and for GPUs, and models in parts on several workers and on Ray: another one.
+# Kernels built for other processors and for GPUs, models in parts on several workers and on Ray, and a sample of the
+# pairs of features: another one.
 PLATFORM_TESTS := tests/gpu_worker/kernels/test_quantized_paths.py tests/gpu_worker/kernels/test_prebuilt_results.py \
 	tests/gpu_worker/kernels/test_not_finite_levels.py \
-	tests/gpu_worker/kernels/triton/test_machine_code.py tests/parity/ranks
+	tests/gpu_worker/kernels/triton/test_machine_code.py tests/parity/ranks tests/matrix
 OTHER_TESTS := $(BENCHMARK_TESTS) $(PLATFORM_TESTS)
 # Processes that run tests side by side on two cores. Those of `make test` wait for other processes, disks and timers for
 # half of their time, so a fourth one finds work; three run whole meshes of processes.
@@ -188,8 +189,11 @@ test-long: install ## run the tests of whole meshes, of lost parts and of parity
 test-benchmarks: install ## run short forms of the benchmarks, and measure what idle and busy meshes take (2 minutes)
 	$(PYTEST) $(BENCHMARK_TESTS)
 
-test-platforms: install ## check kernels built for other processors and an H100, and models on several workers (3 minutes)
+test-platforms: install ## check kernels built for other processors and an H100, models on several workers, and some pairs of features (5 minutes)
 	$(PYTEST) $(PLATFORM_TESTS)
+
+matrix: install ## try every pair of features on a mesh of its own and write docs/reference/combinations.md (90 minutes; goes on where it ended)
+	$(BIN)/python -m tests.matrix
 
 compat: install ## serve requests with meshes whose parts are of this and of the last release (2 minutes)
 	$(BIN)/python -m tests.compat
@@ -277,4 +281,4 @@ house-check: install ## fail if a figure of the source tree is beyond its limit 
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check wheel-check pictures site help
+.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat matrix soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check wheel-check pictures site help

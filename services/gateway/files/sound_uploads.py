@@ -9,7 +9,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.errors import Internal, InvalidArgument
 from tokenloom.request.limits import DividedLimit
 
 from ..http.http_exchange import HttpExchange, UnsupportedEncoding
@@ -69,8 +69,14 @@ class DiskFile(ClientFile):
     spooled: SpooledFile
 
     async def parts(self, size: int) -> AsyncIterator[bytes]:
+        """Yield its bytes, at most ``size`` at a time. Raises ``Internal`` if the disk fails."""
         for start in range(0, self.num_bytes, size):
-            yield await asyncio.to_thread(self.spooled.read, start, size)
+            try:
+                data = await asyncio.to_thread(self.spooled.read, start, size)
+            except OSError as error:
+                message = f"the gateway cannot read the sound from its disk ({error.strerror}); send it again"
+                raise Internal(message) from error
+            yield data
 
 
 @dataclass(frozen=True, slots=True)

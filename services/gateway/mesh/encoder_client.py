@@ -197,7 +197,13 @@ class EncoderClient:
             if file is None:
                 return None  # one that was fetched from a URL is where the URL's hash has put it
         sent = ClientFile((await file.read(),), file.num_bytes, digest) if isinstance(file, StoredMedia) else file
-        return await _answer(stub, stub.Put(_messages(header, sent)))
+        failed: list[errors.TokenloomError] = []
+        try:
+            return await _answer(stub, stub.Put(_messages(header, sent, failed)))
+        except errors.Unavailable:
+            if failed:  # gRPC does not say why it has ended the call
+                raise failed[0] from None
+            raise
 
     def _addresses(self) -> list[str]:
         return [entry.identity.address for entry in self._view.encoders]
@@ -325,11 +331,19 @@ class RequestMedia:
         return await self._client.place(part, digest, file, self._owner, self._addresses)
 
 
-async def _messages(header: encoder_pb2.PutHeader, file: ClientFile | None) -> AsyncIterator[encoder_pb2.PutRequest]:
+async def _messages(
+    header: encoder_pb2.PutHeader, file: ClientFile | None, failed: list[errors.TokenloomError]
+) -> AsyncIterator[encoder_pb2.PutRequest]:
+    """Yield the messages of a file. ``failed``: takes the error of one that cannot be read."""
     yield encoder_pb2.PutRequest(header=header)
-    if file is not None:
+    if file is None:
+        return
+    try:
         async for data in file.parts(PIECE_BYTES):
             yield encoder_pb2.PutRequest(data=data)
+    except errors.TokenloomError as error:
+        failed.append(error)
+        raise
 
 
 async def _answer(stub: _Stub, call: Awaitable[T]) -> T:
@@ -338,6 +352,13 @@ async def _answer(stub: _Stub, call: Awaitable[T]) -> T:
         return await answered(call, lambda: stub.GetEncoderInfo(encoder_pb2.GetEncoderInfoRequest()))
     except TimeoutError:
         raise errors.Unavailable("The encoder is silent; retry.") from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # The call was cancelled here, and not the request: the channel of an encoder that has left was closed, or the
+        # file could not be read. As a cancellation it would end the client's connection without an answer.
+        raise errors.Unavailable("The encoder is away; retry.") from None
     except grpc.aio.AioRpcError as failure:
         if wire_errors.was_cut(failure):
             raise errors.Unavailable("The encoder is away; retry.") from failure

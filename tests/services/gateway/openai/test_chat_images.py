@@ -319,6 +319,24 @@ async def test_files_of_a_silent_encoder_are_put_at_another(vision: Vision, monk
     assert [list(other.files.values()), list(silent.files.values())] == [images, []]
 
 
+async def test_a_file_whose_channel_is_closed_is_put_at_another(vision: Vision) -> None:
+    vision.mesh.outputs.auto = ["blue"]
+    addresses = {vision.mesh.address(f"encoder-{index}"): each for index, each in enumerate(vision.encoders)}
+    left = encoder_client._ranked(list(addresses), hashlib.sha256(IMAGE).digest())[0]
+    addresses[left].answering.clear()
+    call = asyncio.create_task(post(vision.http, part(IMAGE)))
+    await asyncio.wait_for(addresses[left].asked.wait(), SOON)
+    service = vision.mesh.service
+    assert service is not None
+    assert service._started is not None
+    client = service._started[0].first.generator._links.encoders
+    assert client is not None
+    await client._links.pop(left).channel.close(0)  # as that of an encoder that has left, after its time
+    assert (await call).status_code == 200
+    assert addresses[left].files == {}
+    addresses[left].answering.set()
+
+
 async def test_a_silent_encoder_holds_up_no_files_of_the_others(vision: Vision) -> None:
     vision.mesh.outputs.auto = ["blue"]
     silent, other = (vision.mesh.address(f"encoder-{index}") for index in range(2))

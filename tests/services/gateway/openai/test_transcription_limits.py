@@ -182,6 +182,16 @@ async def test_a_disk_that_is_full(socket_dir: Path, monkeypatch: pytest.MonkeyP
         assert (response.status_code, "No space left on device; retry later" in response.text) == (503, True)
 
 
+async def test_a_disk_that_does_not_give_a_sound_back(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(spooled: object, start: int, size: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sound_uploads.SpooledFile, "read", damaged)
+    async with listening(socket_dir) as ear:
+        response = await ear.post()
+        assert (response.status_code, "cannot read the sound" in response.text) == (500, True)
+
+
 async def test_a_sound_has_no_name_on_disk(socket_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     async with listening(socket_dir) as ear:

@@ -330,6 +330,8 @@ def _check_redundant(config: ModelConfig, place: RankPlace) -> None:
         raise ValueError("enable_eplb: the model has no experts")
     if config.mlp_bias:
         raise ValueError("enable_eplb: experts with biases are not moved")
+    if config.scheme is not None or config.quantization is not None:  # only a matrix of floats can be sent
+        raise ValueError("enable_eplb: quantized experts are not moved; leave it out")
     count = config.experts.count
     if (count + redundant) % ranks:
         raise ValueError(

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from tests.gpu_worker.checkpoint.published_configs import CONFIGS, LLAMA_4_SCOUT
 from tests.gpu_worker.parallel.rank_threads import parallel
+from tests.parity.reference import save_random
 from tests.parity.state_checkpoints import write_model
 from tokenloom import demo_model
 from tokenloom.engine_core.data.config import (
@@ -166,3 +167,12 @@ def test_inputs_that_ranks_would_round_apart_are_refused() -> None:
     local_config(config, RankPlace(0, 1, 0, 2))
     with pytest.raises(ValueError, match="rounded to int8 are not supported with tensor_parallel_size"):
         local_config(config, RankPlace(0, 2))
+
+
+@pytest.mark.parametrize("place", [RankPlace(0, 2, spreads_experts=True), RankPlace(data_size=2)])
+def test_quantized_experts_are_not_balanced(place: RankPlace, tmp_path: Path) -> None:
+    config = load_model_config(save_random("qwen3_moe", tmp_path))
+    balanced = dataclasses.replace(place, num_redundant_experts=0)
+    local_config(config, balanced)
+    with pytest.raises(ValueError, match="enable_eplb: quantized experts are not moved"):
+        local_config(dataclasses.replace(config, quantization="int4"), balanced)

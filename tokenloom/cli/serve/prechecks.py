@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from msgspec.structs import replace
 
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.preflight.host import (
@@ -63,9 +64,11 @@ def check_models(paths: Iterable[Path], options: MeshOptions) -> None:
 def _engine_config(options: MeshOptions) -> EngineConfig:
     """Return the options of the engines, as they will read them. Raises ``CannotServe``."""
     try:
-        return EngineSettings.read(options.flags.get("engine", ()), options.environment.get("engine", {})).engine
+        read = EngineSettings.read(options.flags.get("engine", ()), options.environment.get("engine", {})).engine
     except ValueError as error:
         raise CannotServe(f"engine: {error}") from None
+    # The supervisor sets the size of a group, over whose engines experts are spread, when it starts each engine.
+    return replace(read, parallel=replace(read.parallel, data_parallel_size=options.ranks.size or 1))
 
 
 def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:

@@ -202,3 +202,14 @@ def test_states_are_passed_between_engines(started: list[MeshOptions], tmp_path:
     result = CliRunner().invoke(app, ["serve", str(model), "--prefill", "1", "--decode", "1"])
     assert result.exit_code == 0, result.output
     assert started[0].engine_roles == ["prefill", "decode"]
+
+
+def test_models_are_checked_for_engines_over_which_experts_are_spread(started: list[MeshOptions]) -> None:
+    spread = ("serve", "--data-parallel-size", "2", "--enable-expert-parallel")
+    result = CliRunner().invoke(
+        app, [*spread, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}']
+    )
+    assert (result.exit_code, started) == (2, [])
+    assert "not supported with experts that are spread over engines" in result.output
+    result = CliRunner().invoke(app, [*spread, "--enable-eplb"])
+    assert "enable_eplb: the model has no experts" in result.output, "there are several engines to balance"

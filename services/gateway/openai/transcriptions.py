@@ -223,22 +223,29 @@ async def _stream(
 ) -> None:
     """Write the text as it is heard."""
     decoder, texts, heard = getincrementaldecoder("utf-8")("replace"), list[str](), list[HeardToken]()
+    unsent: list[HeardToken] = []  # those of a character that is not whole yet
     async for some in tokens:
         new = [each for each in some if each.id < traits.first_special_id]
         text = decoder.decode(b"".join(each.text for each in new))
         if not texts:
             text = text.lstrip()
-        heard += new if answer.has_logprobs else ()
+        unsent += new if answer.has_logprobs else ()
         if text:
             texts.append(text)
-            event: dict[str, object] = {"type": "transcript.text.delta", "delta": text}
-            await _write(exchange, event | _logprobs(new, answer), headers)
+            await _write(exchange, _delta(text) | _logprobs(unsent, answer), headers)
+            heard += unsent
+            unsent = []
     if rest := decoder.decode(b"", final=True):
         texts.append(rest)
-        await _write(exchange, {"type": "transcript.text.delta", "delta": rest}, headers)
+        await _write(exchange, _delta(rest) | _logprobs(unsent, answer), headers)
+    heard += unsent
     done = {"type": "transcript.text.done", "text": "".join(texts), "usage": _usage(transcription)}
     await _write(exchange, done | _logprobs(heard, answer), headers)
     await exchange.finish(sse.DONE)
+
+
+def _delta(text: str) -> dict[str, object]:
+    return {"type": "transcript.text.delta", "delta": text}
 
 
 async def _write(exchange: HttpExchange, event: dict[str, object], headers: HeaderPairs) -> None:

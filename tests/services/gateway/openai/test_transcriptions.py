@@ -24,6 +24,7 @@ from tests.services.gateway.openai.ear import (
     piece_of,
     prompt_of,
     say,
+    send,
     sound,
     tokens,
 )
@@ -205,6 +206,20 @@ async def test_answers_are_as_described(ear: Ear, route: str, fields: dict[str, 
     api = (await ear.http.get("/openapi.json")).json()
     schema = api["paths"][f"/v1/audio/{route}"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
     jsonschema.validate(answer.json(), {**schema, "components": api["components"]})
+
+
+@pytest.mark.parametrize("texts", [(b" ", b"\xc3", b"\xbc", b"!"), (b" a", b"\xc3"), (b" ", b"\xc3")])
+async def test_a_stream_has_the_log_probability_of_each_token(ear: Ear, texts: tuple[bytes, ...]) -> None:
+    def answer(request: Any) -> None:
+        for each in texts:
+            send(request, [ord("a")], [each], types_pb2.Logprobs(sampled=[-0.5], rank=[1]))
+        request.finish()
+
+    ear.answer = answer  # type: ignore[method-assign]
+    *deltas, done = events_of((await ear.post(900, language="de", stream="true", **{"include[]": "logprobs"})).text)
+    assert "".join(each["delta"] for each in deltas) == done["text"]
+    assert [token for each in deltas for token in each["logprobs"]] == done["logprobs"]
+    assert [bytes(each["bytes"]) for each in done["logprobs"]] == list(texts)
 
 
 async def test_translations(ear: Ear) -> None:

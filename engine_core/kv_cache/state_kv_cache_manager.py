@@ -35,7 +35,7 @@ class StateKVCacheManager(KVCacheManager):
         if request.parked is not None:
             if (table := self._find_parked(request.parked)) is not None:
                 return table
-            request.parked = None  # others needed a part of it
+            self._give_up_parked(request, request.parked)  # others needed a part of it
         hits = super().find_cached_blocks(request)
         return hits[: self.states.longest(request, len(hits))]
 
@@ -94,6 +94,15 @@ class StateKVCacheManager(KVCacheManager):
         table = [block_id for name in parked.blocks if (block_id := self.pool.find(name)) is not None]
         is_whole = len(table) == len(parked.blocks) and self.states.pool.find(parked.slot) is not None
         return table if is_whole else None
+
+    def _give_up_parked(self, request: RequestKV, parked: ParkedTokens) -> None:
+        """Let what only this request could have found be the first that others get."""
+        request.parked = None
+        for name in parked.blocks:
+            if name in self.pool.parked:
+                self.pool.evict(name)
+        if parked.slot in self.states.pool.parked:
+            self.states.pool.evict(parked.slot)
 
     def _unpark(self, request: RequestKV, parked: ParkedTokens, table: list[int]) -> None:
         request.parked = None
@@ -163,6 +172,8 @@ class StateKVCacheManager(KVCacheManager):
 
     def free(self, request: RequestKV, turn: SessionReturn | None = None) -> None:
         """Take all blocks and the slot of a request back."""
+        if request.parked is not None and not request.block_ids:
+            self._give_up_parked(request, request.parked)  # it ends, or all that is cached is forgotten
         super().free(request, turn)
         self.states.give_back(request)
 

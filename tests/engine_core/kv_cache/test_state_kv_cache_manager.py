@@ -400,3 +400,23 @@ def test_a_preempted_request_begins_at_its_prompt_if_others_needed_a_part(takes_
     assert manager.num_hit_tokens(hits, request) == 8
     manager.admit(request, hits)
     assert request.num_computed_tokens == 8
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_a_preempted_request_will_not_find_displaces_nothing(is_lost: bool) -> None:
+    """It was found by no other request, and yet freed last: snapshots of prompts went before it."""
+    manager = make(num_slots=4)
+    blanks = manager.pool.num_blank, manager.states.pool.num_blank
+    request = begin(manager, "a", list(range(11)))
+    step(manager)
+    decode(manager, request, 3)
+    manager.park(request)
+    manager.free(request)
+    if is_lost:
+        manager.pool.forget_content([request.block_hashes[1]])
+        assert manager.find_cached_blocks(request) == []
+    manager.free(request)
+    assert not manager.pool.parked | manager.states.pool.parked
+    num_named = 1 if is_lost else 2
+    assert manager.pool.num_blank == blanks[0] - num_named
+    assert manager.states.pool.num_blank == blanks[1] - (not is_lost)

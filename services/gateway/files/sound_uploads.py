@@ -13,12 +13,15 @@ from tokenloom.request.errors import Internal, InvalidArgument
 from tokenloom.request.limits import DividedLimit
 
 from ..http.http_exchange import HttpExchange, UnsupportedEncoding
-from ..http.request_body import too_large
+from ..http.request_body import BODY_SECONDS, BodyTimeout, too_large
 from ..records.media import ClientFile
 from ..tenants.tenant_shares import TenantShare
 from .files_api import FORM_BYTES, storage_fails
 from .multipart import Upload, boundary_of
 
+_SLOWEST_BYTES: Final = 64 << 10
+"""Of an upload in a second, at least, beside the time of any body: a client that sends a byte now and then would hold
+its room for ever."""
 STEP_BYTES: Final = 1 << 20
 """Of a body without a length, room is taken in such steps."""
 
@@ -124,7 +127,11 @@ class SoundUploads:
                 raise storage_fails(error) from error
             held.callback(spooled.close)
             upload = Upload(boundary, spooled.write)
-            await self._fill(exchange, upload, share, held, length)
+            try:
+                async with asyncio.timeout(BODY_SECONDS + (length or limit) / _SLOWEST_BYTES):
+                    await self._fill(exchange, upload, share, held, length)
+            except TimeoutError:
+                raise BodyTimeout("the body did not arrive in time") from None
             if not spooled.size:
                 raise InvalidArgument("the file is empty", "file")
             yield SoundForm(upload, DiskFile((), spooled.size, spooled.digest(), spooled))

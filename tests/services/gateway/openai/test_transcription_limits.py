@@ -126,6 +126,23 @@ async def test_an_upload_that_stops(socket_dir: Path, monkeypatch: pytest.Monkey
         writer.close()
 
 
+async def test_an_upload_that_hardly_goes_on(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sound_uploads, "BODY_SECONDS", 0.05)
+
+    async with listening(socket_dir) as ear:
+        host, _, port = ear.mesh.http_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {ROUTE} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {FORM['Content-Type']}\r\n"
+        writer.write(head.encode() + b"Content-Length: 10000\r\n\r\n" + HEAD)
+        reading = asyncio.create_task(reader.readline())
+        for _ in range(5000):
+            writer.write(b"x")
+            if (await asyncio.wait({reading}, timeout=0.01))[0]:
+                break
+        assert (await reading).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
 async def test_tokens_are_charged_once(socket_dir: Path) -> None:
     async with listening(socket_dir) as ear:
         ear.heard = {0: tokens("| one||", 0, 20, 20), 400: tokens("| two|", 0, 20)}

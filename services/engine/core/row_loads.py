@@ -271,7 +271,7 @@ class RowLoads:
 
     def _fail_all(self, attempts: Collection[Attempt], key: RowsKey, error: TokenloomError) -> None:
         self._metrics.failed(error.reason)
-        log.warning("the rows of an image cannot be loaded for %d requests: %s", len(attempts), error.message)
+        log.warning("the rows of a file cannot be loaded for %d requests: %s", len(attempts), error.message)
         for attempt in attempts:
             self._receiver.fail(attempt, _named(error, key, attempt))
 
@@ -303,25 +303,25 @@ class RowLoads:
             if error.code is Code.RESOURCE_EXHAUSTED:
                 full_since = full_since or self._receiver.clock()
                 if self._receiver.clock() - full_since > _FULL_SECONDS:
-                    raise ResourceExhausted("the encoder has no room for the image; retry the request")
+                    raise ResourceExhausted("the encoder has no room for the file; retry the request")
                 wait = self._pause.full if error.retry_after is None else error.retry_after
                 await asyncio.sleep(min(max(wait, self._pause.away), _MOST_WAIT_SECONDS))
             elif error.code in _AWAY:
                 num_failed += 1
                 if num_failed > _RETRIES:
                     # Another encoder can take the file, which only the gateway can send there.
-                    self._lose(load, request.item.encoder, "the encoder that has the image does not answer")
+                    self._lose(load, request.item.encoder, "the encoder that has the file does not answer")
                     num_failed = 0
                 else:
                     await asyncio.sleep(self._pause.away * 2 ** (num_failed - 1))
             elif error.code is Code.NOT_FOUND:
-                self._lose(load, request.item.encoder, "the encoder does not have the image any more")
+                self._lose(load, request.item.encoder, "the encoder does not have the file any more")
                 num_failed = 0
             elif error.code in (Code.INVALID_ARGUMENT, Code.DEADLINE_EXCEEDED):
                 raise error  # of this image
             else:
                 log.error("an encoder refuses a call: %s", error.message)
-                raise Internal("the encoder could not compute the image")
+                raise Internal("the encoder could not compute the file")
 
     async def _call(self, load: _Load, request: encoder_pb2.GetRequest) -> None:
         async with self._encoders.stub(request.item.encoder) as stub:
@@ -337,7 +337,7 @@ class RowLoads:
                     await self._send(load, rows)
             except TimeoutError:
                 # Repeated here it would take as long again, and the gateway knows the other encoders.
-                self._lose(load, request.item.encoder, "the encoder that has the image is silent")
+                self._lose(load, request.item.encoder, "the encoder that has the file is silent")
             finally:
                 call.cancel()
 
@@ -346,8 +346,8 @@ class RowLoads:
         try:
             await self._receiver.client.send_rows(message)
         except NotSentError as error:
-            log.error("rows of an image cannot be passed to the engine core: %s", error)
-            raise Internal("the rows of an image cannot be passed to the engine core") from None
+            log.error("rows of a file cannot be passed to the engine core: %s", error)
+            raise Internal("the rows of a file cannot be passed to the engine core") from None
         load.num_sent += len(rows)
 
     def _checked(self, load: _Load, chunk: encoder_pb2.RowChunk) -> npt.NDArray[np.float32]:

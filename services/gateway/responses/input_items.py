@@ -209,15 +209,21 @@ def _image(where: str, part: Mapping[str, Any]) -> dict[str, str]:
         if part.get("image_url") is not None:
             raise InvalidArgument(f"{field} and image_url exclude each other", field)
         return {"type": "input_image", "file_id": _string(field, file_id), "field": field}
-    read_image(where, part)
+    read_image(where, _unnamed(part))
     return image_part(f"{where}.image_url", part["image_url"])
 
 
 def _sound(where: str, part: Mapping[str, Any]) -> dict[str, str]:
     from ..records.media import read_sound, sound_part, sound_url  # here: most conversations have none
 
-    read_sound(where, part)
+    read_sound(where, _unnamed(part))
     return sound_part(f"{where}.input_audio", sound_url(where, part["input_audio"]))
+
+
+def _unnamed(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a part without the name that other routes know, by which a client may leave a file out: a stored
+    conversation names its files by their digests."""
+    return {**part, "uuid": None}
 
 
 def _part(where: str, part: object) -> str:

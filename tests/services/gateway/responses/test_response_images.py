@@ -92,6 +92,8 @@ async def test_a_conversation_keeps_its_images(vision: Vision) -> None:
         ({"type": "input_image", "file_id": "file-1"}, "input[0].content[1].file_id"),
         ({"type": "input_image"}, "input[0].content[1].image_url"),
         ({"type": "input_audio"}, "input[0].content[1].input_audio"),
+        ({"type": "input_audio", "uuid": "a"}, "input[0].content[1].input_audio"),
+        ({"type": "input_image", "uuid": "a"}, "input[0].content[1].image_url"),
         ({"type": "input_audio", "input_audio": {"data": "!", "format": "mp3"}}, "input[0].content[1].input_audio"),
         (
             {"type": "input_audio", "input_audio": {"data": "YmFk", "format": "mp3"}},

@@ -4,8 +4,8 @@ import asyncio
 import hashlib
 import tempfile
 import threading
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,10 +38,11 @@ class SpooledFile:
         self._lock = threading.Lock()
         self._digest = hashlib.sha256()
         self.size = 0
+        self._is_left = False
 
     def write(self, data: bytes) -> None:
-        """Add bytes. Raises ``OSError``."""
-        with self._lock:
+        """Add bytes. Raises ``OSError``, and ``ValueError`` after :meth:`close`."""
+        with self._used():
             self._file.seek(0, 2)
             left = memoryview(data)
             while left:
@@ -51,7 +52,7 @@ class SpooledFile:
 
     def read(self, start: int, size: int) -> bytes:
         """Return bytes. Raises ``OSError``, and ``ValueError`` after :meth:`close`."""
-        with self._lock:  # the place at which a file is read belongs to the file
+        with self._used():  # the place at which a file is read belongs to the file
             self._file.seek(start)
             return self._file.read(size) or b""
 
@@ -60,9 +61,20 @@ class SpooledFile:
         return self._digest.digest()
 
     def close(self) -> None:
-        """Remove the file."""
-        with self._lock:
+        """Remove the file, or let the thread that uses it do so: a disk that hangs must not hold up the event loop."""
+        self._is_left = True
+        if self._lock.acquire(blocking=False):
             self._file.close()
+            self._lock.release()
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            if self._is_left:
+                self.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

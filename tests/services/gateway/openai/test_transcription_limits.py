@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,30 @@ async def test_a_disk_that_does_not_give_a_sound_back(socket_dir: Path, monkeypa
     async with listening(socket_dir) as ear:
         response = await ear.post()
         assert (response.status_code, "cannot read the sound" in response.text) == (500, True)
+
+
+async def test_a_file_on_a_disk_that_hangs_is_closed_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, goes_on = threading.Event(), threading.Event()
+    spooled = sound_uploads.SpooledFile()
+    file = spooled._file
+
+    class Hanging:
+        close = file.close
+        seek = file.seek
+
+        def write(self, data: memoryview) -> int:
+            began.set()
+            assert goes_on.wait(30)
+            return file.write(data) or 0
+
+    monkeypatch.setattr(spooled, "_file", Hanging())
+    writing = asyncio.create_task(asyncio.to_thread(spooled.write, b"sound"))
+    await asyncio.to_thread(began.wait)
+    spooled.close()
+    assert not file.closed
+    goes_on.set()
+    await writing
+    assert file.closed
 
 
 async def test_a_sound_has_no_name_on_disk(socket_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

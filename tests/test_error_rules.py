@@ -16,12 +16,14 @@ KEPT = {
     "coordinator/lease/kubernetes_lease.py:keep": "a lease that is not renewed is lost, and the coordinator ends",
     "coordinator/lease/kubernetes_lease.py:_try": "LeaseApi turns every error of a request into ApiError",
     "encoder/row_maker.py:start": "the service starts, or ends with the error",
+    "encoder/sound_decoders.py:read": "its caller is the edge of one Put",
     "engine/control/data_parallel.py:start_wave": "sends one number to the core, which may be dead or refuse it",
     "engine/core/core_link.py:run_aborts": "sends names to the core, which may be dead or refuse them",
     "engine/kv/kv_link.py:run": "reads what this engine's own core sends",
     "engine/kv/kv_loads.py:_hold": "its caller is the edge of one load",
     "engine/running_engine.py:_run_core": "an engine without its core's outputs is to be replaced",
     "gateway/batches/batch_run.py:run": "its caller fails the batch",
+    "gateway/files/files_api.py:_read": "called by a request's handler; no task",
     "gateway/routes/lora_routes.py:_read": "an HTTP handler; no task",
     "gateway/responses/mcp_servers.py:list_tools": "its caller is the edge of one response",
     "runtime/helper_process.py:run": "its caller is the edge of one call",
@@ -31,6 +33,7 @@ KEPT = {
     "gateway/mesh/encoder_client.py:_place": "its caller is the edge of one request",
     "gateway/mesh/encoder_client.py:_release": "its owner logs what else comes, and the lease ends by itself",
     "engine/kv/kv_loads.py:_release": "its caller is the edge of one load",
+    "runtime/local_streams/socket_end.py:read": "awaited by a stream's reader; no task",
     "runtime/host/held_port.py:_connect": "connects a socket, which raises OSError only",
 }
 """Why a coroutine may let other errors through, by file and name."""

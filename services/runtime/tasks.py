@@ -54,6 +54,16 @@ def _has_begun(task: asyncio.Task[Any]) -> bool:
     return task.done() or inspect.getcoroutinestate(coro) != inspect.CORO_CREATED
 
 
+def is_cancelled() -> bool:
+    """Return whether the task that asks is being cancelled.
+
+    A call of gRPC raises ``CancelledError``, too, when its channel is closed in this process. Taken for a cancellation,
+    that would end a client's connection without an answer.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 class Failure:
     """The first error that ends a service."""
 

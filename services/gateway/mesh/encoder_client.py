@@ -16,7 +16,7 @@ from tokenloom.services.runtime.fair_stage import FairStage
 from tokenloom.services.runtime.liveness import answered
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget, RetryDebt, cause_of
-from tokenloom.services.runtime.tasks import Tasks
+from tokenloom.services.runtime.tasks import Tasks, is_cancelled
 from tokenloom.v1 import encoder_pb2, encoder_pb2_grpc, output_processor_pb2
 from tokenloom.v1.tokenizer_pb2 import MediaSize
 
@@ -353,11 +353,9 @@ async def _answer(stub: _Stub, call: Awaitable[T]) -> T:
     except TimeoutError:
         raise errors.Unavailable("The encoder is silent; retry.") from None
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if is_cancelled():
             raise
-        # The call was cancelled here, and not the request: the channel of an encoder that has left was closed, or the
-        # file could not be read. As a cancellation it would end the client's connection without an answer.
+        # The channel of an encoder that has left was closed, or the file could not be read.
         raise errors.Unavailable("The encoder is away; retry.") from None
     except grpc.aio.AioRpcError as failure:
         if wire_errors.was_cut(failure):

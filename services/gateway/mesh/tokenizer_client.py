@@ -18,6 +18,7 @@ from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.services.runtime.streams.slotted_stream import ANY_TOKEN, MAX_WRONG_FRAMES
+from tokenloom.services.runtime.tasks import is_cancelled
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -239,6 +240,13 @@ class TokenizerClient:
                             self._alive.discard(address)
                         retries = retries or CallRetries(self._budget)
                         retries.failed(failure)
+                    except asyncio.CancelledError:
+                        if is_cancelled():
+                            raise
+                        # The channel of a replica that has left was closed with this call in it.
+                        self._alive.discard(address)
+                        retries = retries or CallRetries(self._budget)
+                        retries.lost()
             finally:
                 stage.end(request.tenant, cost)
             # Without a place: a text that a living tokenizer takes must not wait for a chat that none can render.
@@ -353,6 +361,11 @@ class CallRetries:
         if failure.code() not in _LOST:
             raise wire_errors.from_rpc(failure) from failure
         self._num_lost += wire_errors.was_cut(failure)
+
+    def lost(self) -> None:
+        """Note that a replica has left with the call."""
+        self._debt.failed(Cause.SILENT)
+        self._num_lost += 1
 
     def may_ask(self) -> bool:
         """Return whether another replica may be asked in this round."""

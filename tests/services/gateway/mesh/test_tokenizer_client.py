@@ -174,6 +174,22 @@ class LivingReplica:
         return RIGHT
 
 
+class ClosedReplica(LivingReplica):
+    """A replica whose channel this process closes during a call."""
+
+    async def Encode(self, request: object, metadata: object) -> tokenizer_pb2.EncodeResponse:
+        self.calls += 1
+        raise asyncio.CancelledError
+
+
+async def test_a_call_whose_channel_is_closed_asks_another_replica() -> None:
+    closed, living = ClosedReplica(), LivingReplica()
+    client = client_of({"unix:/0": closed, "unix:/1": living})
+    for _ in range(2):
+        assert await asyncio.wait_for(client.encode(["text"]), SOON) == RIGHT
+    assert (closed.calls, living.calls) == (1, 2)
+
+
 async def test_calls_in_between_do_not_turn_a_retry_back_to_the_lost_replica() -> None:
     lost, living = LostReplica(), LivingReplica()
     client = client_of({"unix:/0": living, "unix:/1": lost})

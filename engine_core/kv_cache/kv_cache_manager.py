@@ -179,7 +179,10 @@ class KVCacheManager(_PooledKV):
 
     def forget(self, request: RequestKV) -> None:
         """Let nothing be hit that a request computed or shared, because it may be wrong."""
-        self.pool.forget(request.block_ids)
+        if request.block_ids:
+            self.pool.forget(request.block_ids)
+        else:  # it was preempted while the step was in flight that proved it wrong
+            self.pool.forget_content(request.block_hashes)
 
     def free(self, request: RequestKV, turn: SessionReturn | None = None) -> None:
         """Take all blocks of a request back; their content can be hit until the blocks are needed. ``turn``: of the

@@ -420,3 +420,16 @@ def test_what_a_preempted_request_will_not_find_displaces_nothing(is_lost: bool)
     num_named = 1 if is_lost else 2
     assert manager.pool.num_blank == blanks[0] - num_named
     assert manager.states.pool.num_blank == blanks[1] - (not is_lost)
+
+
+def test_nothing_is_found_of_a_request_that_proves_useless_after_it_was_preempted() -> None:
+    """As with overlapping steps, where one is planned before the logits of the one before are known."""
+    manager = make()
+    request = begin(manager, "a", list(range(11)))
+    step(manager)
+    manager.park(request)
+    manager.free(request)
+    manager.forget(request)
+    assert manager.find_cached_blocks(RequestKV("b", list(range(11)))) == []
+    assert manager.find_cached_blocks(request) == []
+    assert not manager.states.pool._by_hash

@@ -89,12 +89,16 @@ class RowStore:
 
     @classmethod
     def of_model(cls, config: SchedulerConfig, model: ModelInfo) -> "RowStore | None":
-        """Return what keeps the rows for this model; None if it reads text only."""
+        """Return what keeps the rows for this model; None if it reads text only. Raises ``ValueError`` if the sound
+        that stands beside each prompt of the model has no room."""
         if model.media is None:
             return None
-        in_chunks = config.enable_chunked_prefill
-        media = model.media
-        return cls(config.rows_cache_bytes, model.hidden_size, media.levels, media.cross_rows, in_chunks=in_chunks)
+        media, capacity, in_chunks = model.media, config.rows_cache_bytes, config.enable_chunked_prefill
+        if capacity < (size := media.cross_rows * model.hidden_size * _NUMBER_BYTES):
+            raise ValueError(
+                f"rows_cache_bytes is {capacity}; the rows of one sound take {size} bytes, and each prompt has one"
+            )
+        return cls(capacity, model.hidden_size, media.levels, media.cross_rows, in_chunks=in_chunks)
 
     # Admission
 
@@ -105,11 +109,11 @@ class RowStore:
         sizes: dict[RowsKey, int] = {}
         for span in request.kv.media:
             if span.levels != self._levels:
-                return f"an image has rows of {span.levels} levels; this model reads {self._levels}"
+                return f"an image or sound has rows of {span.levels} levels; this model reads {self._levels}"
             size = sizes[span.rows_key] = self._size(span.rows_key)
             if size > self.capacity:
                 return (
-                    f"an image has {span.num_rows} rows, which take {size} bytes; "
+                    f"an image or sound has {span.num_rows} rows, which take {size} bytes; "
                     f"the engine has room for {self.capacity} (--rows-cache-bytes)"
                 )
             if span.is_whole and span.num_tokens > max_tokens:
@@ -119,7 +123,7 @@ class RowStore:
                 )
         if not self._in_chunks and sum(sizes.values()) > self.capacity:
             return (
-                f"the rows of the images take {sum(sizes.values())} bytes; the engine has room for {self.capacity} "
+                f"the rows of the prompt take {sum(sizes.values())} bytes; the engine has room for {self.capacity} "
                 "(--rows-cache-bytes), and without chunked prefill it needs all at once"
             )
         return ""

@@ -116,8 +116,8 @@ class Scheduler:
         is_pooled = request.pooling_params is not None
         error = self._pooled.refusal(request) if is_pooled or not self._pooled.generates else ""
         error = error or _refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv)
+        field = error.partition(" ")[0] if is_pooled else ""  # such an error begins with the name of its field
         if error := error or (self._media_refusal(request) if message.media or self._hears else ""):
-            field = error.partition(" ")[0] if is_pooled else ""  # such an error begins with the name of its field
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, field)
         elif message.accepted_token_ids and (status := finish_status(request)):
             self.ended.end_early(request, status)

@@ -18,6 +18,7 @@ _NO_CHOICE = (
     "allowed_token_ids: none of them may come next, after what bad_words, logit_bias, min_tokens and "
     "structured_outputs forbid"
 )
+_NO_RULED_CHOICE = "transcript: no token may come next, after what its rules and those of other fields forbid"
 # Finite embeddings of 1e20 or damaged weights make NaN, and vLLM answers token 0. Here the request fails alone, and its
 # blocks are not cached: a retry that hit them would fail as well.
 _NO_FINITE_LOGIT = (
@@ -84,8 +85,8 @@ class StepResults:
             self._live.drop_ended()
         if routed:
             _attach_routed(routed, result, outputs)
-        if result.without_choice:
-            self.end_constrained(dict.fromkeys(result.without_choice, _NO_CHOICE), "allowed_token_ids")
+        for request_id in result.without_choice:
+            self._end_without_choice(request_id)
         for request_id in result.without_finite_logit:
             self._fail_computed(request_id)
         self._recorder.attach_events(outputs)
@@ -99,6 +100,16 @@ class StepResults:
             self._live.take_out(request)
             status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
             self._ended.end_early(request, status, error, field if error not in ("", FAILED) else "")
+
+    def _end_without_choice(self, request_id: str) -> None:
+        """End a request that may draw no token, with an error of the field at fault."""
+        if (request := self._requests.get(request_id)) is None:
+            return  # aborted while the step executed
+        params = request.sampling_params
+        if params.transcript is not None and not params.allowed_token_ids:
+            self.end_constrained({request_id: _NO_RULED_CHOICE}, "transcript")
+        else:
+            self.end_constrained({request_id: _NO_CHOICE}, "allowed_token_ids")
 
     def _fail_computed(self, request_id: str) -> None:
         """End a request whose logits are useless. No other request may find its blocks: the KV may be useless too."""

@@ -13,11 +13,14 @@ import pytest
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_core, make_request, tokens_of
 from tests.engine_core.media import ROW_BYTES, RowClient, expected, image, keys_of, make_media, rows_of
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import SchedulerConfig
+from tokenloom.engine_core.data.core_params import CorePoolingParams, PoolingTask
 from tokenloom.engine_core.data.embedding_rows import MediaSpan
 from tokenloom.engine_core.data.messages import ArrivedRows, FinishReason
 from tokenloom.engine_core.data.request import RequestStatus
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.scheduling.media_rows import RowStore
 from tokenloom.engine_core.scheduling.step_planner import PauseState
 
 
@@ -397,7 +400,7 @@ def test_rows_of_other_levels_are_refused() -> None:
     client = RowClient(make_core())
     client.add(make_media("r", MediaSpan(0, 5, 0, b"k", 5, levels=3)))
     client.finish()
-    assert client.ended["r"].error == "an image has rows of 3 levels; this model reads 1"
+    assert client.ended["r"].error == "an image or sound has rows of 3 levels; this model reads 1"
 
 
 def test_drafts_do_not_change_the_tokens() -> None:
@@ -512,6 +515,23 @@ def test_a_prompt_without_its_sound_is_refused(media: list[MediaSpan], error: st
     client.add(make_media("r", *media))
     client.finish()
     assert error in client.ended["r"].error
+
+
+def test_an_engine_without_room_for_a_sound_does_not_start() -> None:
+    worker = HashWorker(make_config(), vocab_size=VOCAB_SIZE, max_model_len=256, cross_rows=6)
+    model, size = worker.load_model(), 6 * ROW_BYTES
+    with pytest.raises(ValueError, match=f"rows_cache_bytes is {size - 1}; the rows of one sound take {size} bytes"):
+        RowStore.of_model(SchedulerConfig(rows_cache_bytes=size - 1), model)
+    assert RowStore.of_model(SchedulerConfig(rows_cache_bytes=size), model) is not None
+
+
+def test_an_alignment_whose_sound_is_refused_names_no_field_that_it_has_not() -> None:
+    client = RowClient(make_hearing_core())
+    pooling = CorePoolingParams(PoolingTask.ALIGN)
+    client.add(msgspec.structs.replace(make_media("r", sound("a", 5)), pooling_params=pooling))
+    client.finish()
+    assert "5 rows; this model reads 6" in client.ended["r"].error
+    assert client.ended["r"].error_field == ""
 
 
 def test_a_model_that_reads_rows_in_prompts_refuses_those_beside() -> None:

@@ -104,7 +104,9 @@ class CoreMachine(RuleBasedStateMachine):
         draft_model: str,
         free_rows: int | None,
     ) -> None:
-        if num_drafts:
+        if self.cross_rows:
+            num_drafts = 0  # models with rows beside prompts refuse drafts
+        elif num_drafts:
             executor = "uniproc"
         config = make_config(
             block_size=block_size,

@@ -1,11 +1,15 @@
 """Tests async scheduling: what overlapping steps must not change, and which tokens they drop."""
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from tests.engine_core.executor.late import LateExecutor
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.core_params import TranscriptRules
 from tokenloom.engine_core.data.messages import EngineCoreOutput, ErrorKind, FinishReason
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -87,6 +91,22 @@ class ChoosyWorker(HashWorker):
             output.sampled_token_ids[output.req_ids.index("a")] = []
             getattr(output, self.reason).append("a")
         return output
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [({}, "transcript"), ({"allowed_token_ids": tuple(range(VOCAB_SIZE))}, "allowed_token_ids")],
+)
+def test_a_transcript_without_a_token_that_may_follow_names_its_rules(params: dict[str, Any], field: str) -> None:
+    config = make_config()
+    core = EngineCore(config, UniProcExecutor(ChoosyWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256)))
+    request, rules = make_request("a", [1, 2, 3], 6), TranscriptRules(suppressed_token_ids=(1,))
+    sampling = msgspec.structs.replace(request.sampling_params, transcript=rules, **params)
+    core.add_request(msgspec.structs.replace(request, sampling_params=sampling))
+    last = finish(core)["a"][-1]
+    assert (last.finish_reason, last.error_field) == (FinishReason.ERROR, field)
+    assert last.error.startswith(f"{field}: ")
+    check_idle(core.scheduler)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

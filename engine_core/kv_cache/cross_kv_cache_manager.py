@@ -57,7 +57,8 @@ class CrossKVCacheManager(KVCacheManager):
     def forget(self, request: RequestKV) -> None:
         """Let nothing be hit that a request computed or shared, because it may be wrong."""
         super().forget(request)
-        self.pool.forget(request.cross_block_ids)
+        # By name: a request that was preempted while the step was in flight that proved it wrong has no blocks.
+        self.pool.forget_content(self._names(request))
 
     def free(self, request: RequestKV, turn: SessionReturn | None = None) -> None:
         """Take all blocks of a request back; their content can be hit until the blocks are needed."""

@@ -91,6 +91,19 @@ def test_wrong_rows_are_forgotten() -> None:
     assert manager.pool.num_free == 12
 
 
+def test_wrong_rows_of_a_preempted_request_are_forgotten() -> None:
+    """With overlapping steps a request may lose its blocks before its logits prove to be NaN."""
+    manager = make()
+    request = begin(manager, request_of("a", [1, 2, 3]))
+    sharer = begin(manager, request_of("a", [1, 2, 4]))
+    manager.free(request)
+    manager.forget(request)
+    assert manager.lacks_cross(request_of("a", [1]))
+    manager.free(sharer)
+    assert manager.lacks_cross(request_of("a", [1]))
+    assert manager.pool.num_free == 12
+
+
 def test_events_name_blocks_of_tokens_only() -> None:
     events = KVEventLog(SIZE)
     manager = make(num_blocks=8, events=events)

@@ -26,7 +26,7 @@ class WorkerAdapters:
         except RanksDifferError as error:
             self._drop_new(msgspec.convert(error.results, list[LoraInfo]))
             if error.is_refused:
-                raise ValueError(f"{path}: the workers do not read the same files: {error}") from error
+                raise ValueError(f"{path}: only some workers accept these files: {error}") from error
             raise
         # Each worker reads the files itself: a file that is replaced between two reads would give the ranks two
         # adapters.

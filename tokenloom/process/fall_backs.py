@@ -33,7 +33,7 @@ KINDS: Final[Mapping[str, str]] = {
     "low_open_files": "The system refuses to raise the soft limit of open files to the hard one.",
     "old_certificate": "A new certificate cannot be used: the previous one stays in use.",
     # Seen by encoders.
-    "unconfined": "Images are decoded in processes that may use the network and other programs.",
+    "unconfined": "Images and sounds are decoded in processes that may use the network and other programs.",
     # Seen by engines of their coordinator.
     "refused": "The coordinator refuses an engine, for example because another one has its name: it gets no requests.",
     "not_in_state": "An engine has not reached the state that operators want: it gets no requests and tries again.",

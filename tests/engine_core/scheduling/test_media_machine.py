@@ -152,7 +152,8 @@ class MediaCoreMachine(CoreMachine):
         for gap, num_rows, name, is_whole in images:
             prompt, hashed = prompt + [5] * gap, hashed + [5] * gap
             whole = is_whole and num_rows <= self.core.scheduler.config.max_num_batched_tokens
-            span = MediaSpan(len(prompt), num_rows, 0, name.encode(), num_rows, whole)
+            key = f"{name} {num_rows}".encode()  # a key says how many rows there are
+            span = MediaSpan(len(prompt), num_rows, 0, key, num_rows, whole)
             rows = rows_of(span.rows_key)
             media.append(span)
             prompt, hashed = prompt + [PLACEHOLDER] * num_rows, hashed + embeds_ids(EmbedsSpan(0, rows))

@@ -23,7 +23,7 @@ def _mark(kind: str, path: Path, llm: LLM) -> str:
     """Return what a chat template of the family writes for an image: the mark, and for Qwen's the tokens around it."""
     reader = MediaReader.of_checkpoint(path, llm.get_tokenizer())
     assert reader is not None
-    return FAMILIES[kind].media_text if kind.startswith("qwen") else reader.family.mark
+    return FAMILIES[kind].image_text if kind.startswith("qwen") else reader.family.mark
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -46,14 +46,15 @@ BY_MODULES = (
     "google/gemma-4-26B-A4B-it",
     "microsoft/Phi-4-multimodal-instruct",
 )
+BY_CLASS_ALONE = ("openai/whisper-large-v3",)
+"""``tests/parity/test_transcripts.py`` has the tokens of a small one."""
 REFUSED = {
-    "openai/whisper-large-v3": "has an encoder and a decoder",
     "google/diffusiongemma-26B-A4B-it": "is a diffusion model",
 }
 
 
 def test_the_list_is_whole() -> None:
-    assert len({*BUILT_IN, *BY_MODULES, *REFUSED}) == 24
+    assert len({*BUILT_IN, *BY_MODULES, *BY_CLASS_ALONE, *REFUSED}) == 24
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, *BY_MODULES])
@@ -62,6 +63,11 @@ def test_a_release_is_served_with_the_tokens_of_its_class(name: str, tmp_path: P
     row = (try_vision if name in OF_VISION else try_release)(name, tmp_path)
     assert row.by == ("built in" if name in BUILT_IN else "transformers")
     assert name in RELEASES or "--language-model-only" in row.reason
+
+
+@pytest.mark.parametrize("name", BY_CLASS_ALONE)
+def test_a_release_is_known_by_its_class(name: str, tmp_path: Path) -> None:
+    assert ask(name, tmp_path).by == "built in"
 
 
 @pytest.mark.parametrize("name", REFUSED)

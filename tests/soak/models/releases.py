@@ -310,7 +310,7 @@ def ask(name: str, directory: Path) -> Row:
     entries = WHISPER_CONFIG if kind == "whisper" else entries
     (directory / "config.json").write_text(json.dumps(entries))
     try:
-        found = answer(directory, EngineConfig(worker=WorkerConfig(language_model_only=True)))
+        found = answer(directory, EngineConfig(worker=WorkerConfig(language_model_only=kind != "whisper")))
     except CannotServe as refusal:
         return Row("", str(refusal).removeprefix(f"{directory / 'config.json'}: "))
     flag = "`--language-model-only`: " if wrapper_of(entries) else ""

@@ -123,7 +123,7 @@ class ModelWorker:
         if model_config.cross_rows and not self._platform.pool_is_on_host:
             raise ValueError(f"models that write down sound are not computed on {self._device.type} yet: choose cpu")
         if self._loras is not None:
-            self._loras.check_model(model_config.layers_of_model)
+            self._loras.check_model(model_config.layers_of_model, model_config.own_layers)
         self._pooler = self._make_pooler()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size

@@ -8,7 +8,7 @@ from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, Parall
 
 from ..parallel.sharding import RankPlace, Shard
 from .mixer_config import state_layout
-from .model_config import INT8_DYNAMIC, ExpertSwitches, MixerSwitches, ModelConfig
+from .model_config import FP8, INT8_DYNAMIC, ExpertSwitches, MixerSwitches, ModelConfig
 from .quantization.entries import CompressedTensors
 
 
@@ -302,10 +302,11 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
     if place.num_stages > num_layers:
         raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {num_layers} layers")
     rounds = isinstance(config.scheme, CompressedTensors) and config.scheme.int8_inputs
-    if size > 1 and (rounds or config.quantization == INT8_DYNAMIC):
+    if size > 1 and (rounds or config.quantization in (INT8_DYNAMIC, FP8)):
+        to = "8-bit floats" if config.quantization == FP8 else "int8"
         # Each rank would round its part of a row by that part's largest number, and not by the row's.
         raise ValueError(
-            "quantization: inputs that are rounded to int8 are not supported with tensor_parallel_size yet; use one "
+            f"quantization: inputs that are rounded to {to} are not supported with tensor_parallel_size yet; use one "
             "worker"
         )
     if config.has_class_head or not config.has_output:

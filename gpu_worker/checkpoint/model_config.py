@@ -346,6 +346,12 @@ class ModelConfig:
     of 8 bits (e4m3), without scales."""
 
     @property
+    def own_layers(self) -> range:
+        """Return this rank's layers by their numbers in the model."""
+        count = self.num_layers if self.mixer is None else len(self.mixer.layers)
+        return range(self.first_layer, self.first_layer + count)
+
+    @property
     def traits(self) -> DecoderTraits:
         """Return what the family's classes fix, for a family of ``families.DECODERS``."""
         return DECODERS[self.family]

@@ -163,7 +163,7 @@ class LoraSlots:
         self._slots: list[bytes] = [b""] * config.max_loras
         """The digest of the adapter in each slot; empty: none."""
         self._dtype = torch.float32  # of the model's activations
-        self._num_layers = 0
+        self._num_layers, self._own = 0, range(0)
         self._grouped: tuple[list[int], bytes, AdaptedRows] | None = None
 
     def adapt(self, base: Linear, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> Linear:
@@ -184,10 +184,10 @@ class LoraSlots:
                 layer.occupy(slot, self._adapters[digest], self._device)
         return layer
 
-    def check_model(self, num_layers: int) -> None:
+    def check_model(self, num_layers: int, own: range) -> None:
         """Raise ``ValueError`` if no layer of the model that was loaded can have an adapter. ``num_layers``: those of
-        all stages; 0: this rank has them all."""
-        self._num_layers = num_layers
+        all stages; 0: this rank has them all. ``own``: those of this stage, by their numbers in the model."""
+        self._num_layers, self._own = num_layers, own
         if not self._shapes:
             raise ValueError(
                 "enable_lora: no layer of this model can have an adapter; its architecture is not supported"
@@ -203,10 +203,7 @@ class LoraSlots:
     def _is_elsewhere(self, name: str) -> bool:
         """Return whether another stage of the pipeline computes a layer of this name."""
         found = _LAYER.search(name)
-        if found is None or name in self._shapes:
-            return False
-        own = {int(each[1]) for each in map(_LAYER.search, self._shapes) if each is not None}
-        return int(found[1]) not in own and int(found[1]) < self._num_layers > len(own)
+        return found is not None and int(found[1]) not in self._own and int(found[1]) < self._num_layers
 
     def drop(self, digest: bytes) -> None:
         """Forget an adapter, which no request names any more."""

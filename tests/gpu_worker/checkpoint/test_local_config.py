@@ -162,10 +162,11 @@ def test_transformers_modules_are_refused() -> None:
         ModelLoader(model_impl="transformers", ranks=ranks).load(DEMO)
 
 
-def test_inputs_that_ranks_would_round_apart_are_refused() -> None:
-    config = dataclasses.replace(load_model_config(DEMO), quantization="int8-dynamic")
+@pytest.mark.parametrize(("quantization", "to"), [("int8-dynamic", "int8"), ("fp8", "8-bit floats")])
+def test_inputs_that_ranks_would_round_apart_are_refused(quantization: str, to: str) -> None:
+    config = dataclasses.replace(load_model_config(DEMO), quantization=quantization)
     local_config(config, RankPlace(0, 1, 0, 2))
-    with pytest.raises(ValueError, match="rounded to int8 are not supported with tensor_parallel_size"):
+    with pytest.raises(ValueError, match=f"rounded to {to} are not supported with tensor_parallel_size"):
         local_config(config, RankPlace(0, 2))
 
 

@@ -392,7 +392,8 @@ def _invalid(error: Exception, data: Data | memoryview) -> errors.InvalidArgumen
     """Return the client's error for one of the decoder's about ``data``."""
     if isinstance(error, RecursionError):
         return errors.InvalidArgument("the body is nested too deeply")
-    if isinstance(error, UnicodeDecodeError):
+    # msgspec raises Python's own error up to 0.22, and from 0.23 on one of its own without a position.
+    if isinstance(error, UnicodeDecodeError) or "UTF-8" in str(error):
         return errors.InvalidArgument("the body is not valid UTF-8")
     # What the decoder says of half a pair depends on what follows: truncated data, or the end of an escape. It is
     # searched for only where the decoder stopped: a search of 8 MB takes 0.3 s under the interpreter's lock.

@@ -12,7 +12,6 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 _CLAIM_SECONDS = 2.0
 """How long the claim of another process is awaited. A claim takes far less; a lock that no process of ours holds must
@@ -45,10 +44,12 @@ def listen(path: str, backlog: int, mode: int | None = None) -> socket.socket:
 def claimed(path: str) -> Iterator[None]:
     """Remove what a killed process has left at ``path``; bind and listen within the block.
 
-    Raises ``OSError`` (``EADDRINUSE``) if a process listens there. Other processes that claim a path of the directory
-    wait until the block ends: a socket that is bound and does not listen yet looks like one of a killed process.
+    Raises ``OSError`` (``EADDRINUSE``) if a process listens there. Other processes that claim the path wait until the
+    block ends: a socket that is bound and does not listen yet looks like one of a killed process.
     """
-    with _locked(os.path.dirname(path) or "."):
+    # The lock is not the directory's: a supervisor holds that of its mesh's directory as long as the mesh lives, and
+    # each of the mesh's sockets waited for it in vain, 4 s at every start.
+    with _locked(path):
         # A gateway that was killed left its socket's file, and no later one could bind. Taking the path of any file
         # there was no better: a process may still listen on it. So the socket itself is asked.
         failure = _knock(path)
@@ -92,23 +93,37 @@ def _knock(path: str) -> int | None:
 
 
 @contextlib.contextmanager
-def _locked(directory: str) -> Iterator[None]:
-    """Lock a directory, if it can be opened: then the lock leaves no file of its own."""
+def _locked(path: str) -> Iterator[None]:
+    """Hold the lock of a socket's path, if its file can be made: a file beside the socket, removed at the end."""
+    lock = _take_lock(path + ".lock")
     try:
-        lock = os.open(Path(directory), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # to bind fails too, or succeeds in a directory that may not be read
-        yield
-        return
-    try:
-        until = time.monotonic() + _CLAIM_SECONDS
-        while time.monotonic() < until:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_POLL_SECONDS)
-            except OSError:  # the file system has no locks
-                break
         yield
     finally:
+        if lock is not None:
+            # Removed while it is locked: a process that waits for this file sees that it is gone, and makes a new one.
+            with contextlib.suppress(OSError):
+                os.unlink(path + ".lock")
+            os.close(lock)
+
+
+def _take_lock(name: str) -> int | None:
+    """Return the descriptor of the locked file of this name; None where there is none to be had in time."""
+    until = time.monotonic() + _CLAIM_SECONDS
+    while time.monotonic() < until:
+        try:
+            lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError:  # to bind fails too, or succeeds beside a file of this name that is another user's
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(name)):
+                return lock
+        except BlockingIOError:
+            time.sleep(_POLL_SECONDS)
+        except FileNotFoundError:  # its holder has just removed it
+            pass
+        except OSError:  # the file system has no locks
+            os.close(lock)
+            return None
         os.close(lock)
+    return None

@@ -103,16 +103,42 @@ def test_the_file_of_a_newer_process_stays(path: str) -> None:
         older.close()
 
 
-def test_a_lock_of_the_directory_does_not_keep_a_process_from_starting(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unix_socket, "_CLAIM_SECONDS", 0.02)
+@pytest.mark.parametrize("is_left", [False, True])
+def test_the_lock_of_the_directory_is_not_awaited(path: str, is_left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor holds it as long as its mesh lives."""
+    monkeypatch.setattr(unix_socket.time, "sleep", lambda _: pytest.fail("the claim waits"))
+    if is_left:
+        leave_behind(path)
     descriptor = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         unix_socket.listen(path, BACKLOG).close()
     finally:
         os.close(descriptor)
+    assert os.listdir(os.path.dirname(path)) == ["s"]
+
+
+def test_a_lock_that_nobody_gives_back_does_not_keep_a_process_from_starting(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unix_socket, "_CLAIM_SECONDS", 0.02)
+    with open(path + ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        unix_socket.listen(path, BACKLOG).close()
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "directory"])
+def test_what_stands_at_the_name_of_the_lock_is_no_hindrance(path: str, kind: str) -> None:
+    lock = Path(path + ".lock")
+    if kind == "file":  # left by a process that was killed during its claim
+        lock.write_text("")
+    elif kind == "link":
+        lock.symlink_to(Path(path).parent / "elsewhere")
+    else:
+        lock.mkdir()
+    unix_socket.listen(path, BACKLOG).close()
+    assert lock.exists() == (kind == "directory")
+    assert not (Path(path).parent / "elsewhere").exists()
 
 
 def test_a_missing_directory_is_an_error(socket_dir: Path) -> None:

@@ -202,7 +202,8 @@ class EnginePools:
     def _warn_of_missing_role(self) -> None:
         """Note when requests begin to do without engines of a role, and when they do not any more."""
         columns = self._columns
-        missing = missing_role(np.unique(columns.role[columns.is_serving]).tolist())
+        # Not np.unique: its first call imports numpy.ma, 30 ms of the first request.
+        missing = missing_role(columns.role[columns.is_serving].tolist())
         if missing is None:
             self._fall_backs.end("missing_role")
         else:

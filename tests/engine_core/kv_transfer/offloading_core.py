@@ -62,12 +62,21 @@ class OffloadingCore:
         self._news = threading.Event()
         self.core.on_update(self._news.set)
 
-    def run(self, *prompts: Sequence[int], max_tokens: int = 4, session: SessionTurn | None = None) -> list[list[int]]:
-        """Tokens of each prompt, all asked for at once. ``session``: of which they are turns."""
+    def run(
+        self,
+        *prompts: Sequence[int],
+        max_tokens: int = 4,
+        session: SessionTurn | None = None,
+        settles: bool = False,
+    ) -> list[list[int]]:
+        """Tokens of each prompt, all asked for at once. ``session``: of which they are turns. ``settles``: each step
+        begins when all that was saved before is written."""
         for index, prompt in enumerate(prompts):
             self.core.add_request(make_request(str(index), prompt, max_tokens, session=session))
         outputs: dict[str, list[EngineCoreOutput]] = {}
         while self.core.has_requests():
+            if settles:
+                self.settle()
             for output in self.step():
                 outputs.setdefault(output.request_id, []).append(output)
                 assert not output.error

@@ -117,7 +117,7 @@ def run_others(core: OffloadingCore, clock: Clock) -> None:
     """Fill what the session leaves of the pool, shortly before its next turn is due."""
     for seed in range(2, 6):
         clock.now = 40 + 10 * seed
-        core.run(prompt_of(seed, 4), max_tokens=12)
+        core.run(prompt_of(seed, 4), max_tokens=12, settles=True)
         core.settle()
 
 

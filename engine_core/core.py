@@ -263,7 +263,7 @@ class EngineCore:
                 # overlap too.
                 self._unsampled = scheduled, transfers
             else:
-                masks = self._grammars.start_step(scheduled, requests)
+                masks = self._start_masks(scheduled)
         self._watchdog.began(scheduled.total_num_scheduled_tokens)
         self.num_begun += 1
         try:
@@ -274,6 +274,12 @@ class EngineCore:
         if self._unsampled is None:
             self.steps_in_flight.append(StepInFlight(scheduled, transfers, self._sample(masks)))
 
+    def _start_masks(self, scheduled: SchedulerOutput) -> GrammarStep | None:
+        assert self._grammars is not None
+        scheduler = self.scheduler
+        known = scheduler.drafts.known(scheduled) if scheduler.drafts is not None else None
+        return self._grammars.start_step(scheduled, scheduler.requests, known)
+
     def _sample(self, masks: GrammarStep | None) -> PendingOutput:
         if masks is None:
             return self.executor.sample_tokens(None)
@@ -283,9 +289,8 @@ class EngineCore:
 
     def _sample_deferred(self, scheduled: SchedulerOutput, transfers: StepTransfers | None) -> None:
         """Begin the second half of a step, after the token before it became known."""
-        assert self._grammars is not None
         self._unsampled = None
-        masks = self._grammars.start_step(scheduled, self.scheduler.requests)
+        masks = self._start_masks(scheduled)
         self.steps_in_flight.append(StepInFlight(scheduled, transfers, self._sample(masks)))
 
     def _recover(self, error: BaseException, scheduled: SchedulerOutput, outputs: list[EngineCoreOutput]) -> None:
@@ -331,7 +336,7 @@ class EngineCore:
         if self._iterations is not None:
             self._iterations.end(self.num_steps, step.scheduled)
         outputs = self.scheduler.results.apply(step.scheduled, result)
-        if result.draft_token_ids:
+        if result.draft_token_ids or self.scheduler.drafts is not None:
             self.post_step(result)
         return outputs
 

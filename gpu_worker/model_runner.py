@@ -158,6 +158,9 @@ class ModelRunner:
             # one.
             if self._expected_tokens.steps:
                 self._expected_tokens.settle()
+            most_kept = 0
+            if step.defers_drafts:
+                step, most_kept = self._with_drafts(step), max(step.num_drafts_wanted.values(), default=0)
             self._batch.update(step)
             if self._loras is not None and step.lora_slots is not None:
                 self._loras.occupy(step.lora_slots)
@@ -185,7 +188,9 @@ class ModelRunner:
                 kept = hidden if self._speculation is not None else None
                 pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
                 sampling_rows = self._recordings.sampling_rows if self._recordings is not None else None
-                self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled, sampling_rows)
+                self._executed = _Executed(
+                    inputs, kept, logits, prompt_logprobs, routed, pooled, sampling_rows, most_kept
+                )
         except BaseException:
             self._forget_requests()
             raise
@@ -203,6 +208,12 @@ class ModelRunner:
         except BaseException:
             self._forget_requests()
             raise
+
+    def _with_drafts(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Return a step that was planned ahead with the drafts that it verifies."""
+        keeper = self._speculation if self._samples else self._sampled_tokens
+        assert keeper is not None, "drafts come only if speculation is configured"
+        return step.with_drafts(self._batch.num_known_tokens, keeper.proposed)
 
     def _forget_requests(self) -> None:
         self._batch.clear()
@@ -308,7 +319,7 @@ class ModelRunner:
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         inputs, logits = executed.inputs, executed.logits
         if not self._samples:
-            return self._follow(inputs)
+            return self._follow(inputs, executed.most_kept)
         output = ModelRunnerOutput(inputs.req_ids, [], pooled=executed.pooled)
         if executed.prompt_logprobs:
             output.prompt_logprobs = {req_id: part.wait() for req_id, part in executed.prompt_logprobs.items()}
@@ -331,6 +342,9 @@ class ModelRunner:
         if self._speculation is not None:
             assert executed.hidden is not None, "it is kept for what drafts"
             self._speculation.propose(inputs, executed.hidden, output)
+            if self._sampled_tokens is not None and executed.most_kept and len(inputs.sampled):
+                proposed = self._speculation.proposed
+                self._sampled_tokens.publish_drafts(_drawing_ids(inputs), proposed, executed.most_kept)
         return output
 
     def _expert_loads(self, routes: ExpertRoutes) -> ExpertLoads:
@@ -342,11 +356,13 @@ class ModelRunner:
             loads.balance = ExpertBalance(stats.balancedness, stats.num_plans, stats.num_moved)
         return loads
 
-    def _follow(self, inputs: StepInputs) -> ModelRunnerOutput:
+    def _follow(self, inputs: StepInputs, most_kept: int) -> ModelRunnerOutput:
         """End a step whose tokens another rank draws."""
         assert self._sampled_tokens is not None
         if len(inputs.sampled):
-            self._sampled_tokens.expect(inputs.req_ids, rows_of(inputs, inputs.sampled), inputs.most_drafts)
+            drafted = _drawing_ids(inputs) if most_kept else []
+            rows = rows_of(inputs, inputs.sampled)
+            self._sampled_tokens.expect(inputs.req_ids, rows, inputs.most_drafts, drafted, most_kept)
         return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
 
     @torch.inference_mode()
@@ -420,3 +436,10 @@ class _Executed:
     pooled: dict[str, Floats]
     sampling_rows: SamplingRows | None
     """What the rows that draw ask for, on the device; None: the host has to send it."""
+    most_kept: int
+    """Drafts of a request that the workers keep for a step that is planned before they are known; 0: none."""
+
+
+def _drawing_ids(inputs: StepInputs) -> list[str]:
+    """Return the requests of ``inputs.sampled``, [S]."""
+    return [inputs.req_ids[index] for index in inputs.sampled.tolist()]

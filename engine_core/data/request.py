@@ -122,7 +122,7 @@ _NONE = frozenset[int]()
 class RequestState:
     """Holds the slot of a request, which has the state after all of its computed tokens."""
 
-    __slots__ = ("draft_slot", "fork", "hit", "is_kept", "last", "lent_slot", "message", "slot")
+    __slots__ = ("draft_slot", "fork", "hit", "is_kept", "last", "lent_slot", "message", "num_drafts", "slot")
 
     def __init__(self) -> None:
         self.slot = -1
@@ -131,6 +131,8 @@ class RequestState:
         """Whether the slot must stay as it is, because it may be hit: the next step writes to another one."""
         self.draft_slot = -1
         """The slot that takes the state after the drafts of the step in work; -1: it has none."""
+        self.num_drafts = 0
+        """How many these are."""
         self.last = 0
         """After how many tokens of the prompt the last state is kept; 0: none is."""
         self.message = 0
@@ -170,6 +172,7 @@ class RequestKV:
         "num_external_cached_tokens",
         "num_prompt_tokens",
         "num_registered_blocks",
+        "num_unverified",
         "parked",
         "prompt_embeds",
         "remote",
@@ -215,6 +218,8 @@ class RequestKV:
         """When its blocks are likely to be hit after its end; None: nothing says so."""
         self.num_computed_tokens = 0
         """Counted when they are scheduled."""
+        self.num_unverified = 0
+        """How many of them are drafts of steps in flight, which may turn out wrong."""
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0

@@ -3,6 +3,7 @@
 Workers return a promise of a step's output while the device still computes, and executors pass it on.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -58,6 +59,10 @@ class StateRun(msgspec.Struct, array_like=True, gc=False):
     slot that is read keeps what it has."""
 
 
+UNKNOWN_DRAFT = -1
+"""Stands for a draft that only the worker knows."""
+
+
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     """Describes the work of one step."""
 
@@ -72,7 +77,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     """Requests that lost their blocks in this step; the worker forgets their rows."""
     draft_token_ids: dict[str, list[int]] = {}
     """Drafts that this step verifies, by request. Such a request has sampled all tokens but the drafts, and computes
-    its last token and the drafts: its number of scheduled tokens is one more than its drafts."""
+    its last token and the drafts: its number of scheduled tokens is one more than its drafts. With ``defers_drafts``
+    the lists hold :data:`UNKNOWN_DRAFT` only."""
     num_drafts_wanted: dict[str, int] = {}
     """How many drafts the worker may propose after this step, by request; none for a request that is not named."""
     lora_slots: list[bytes] | None = None
@@ -89,6 +95,41 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     cross_block_ids: dict[str, list[int]] = {}
     """The blocks with the keys and values of the rows beside a prompt, by request that begins or resumes in this step:
     the worker keeps them with its row. If ``media_rows`` has the rows, the step writes these blocks from them."""
+    defers_drafts: bool = False
+    """Whether steps are planned before the drafts are known that they verify, and how many of those before them are
+    right: then ``draft_token_ids`` says how many each request has at most, and the worker calls :meth:`with_drafts`."""
+
+    def with_drafts(self, num_known: Callable[[str], int], proposed: Mapping[str, Sequence[int]]) -> "SchedulerOutput":
+        """Return the step with what the worker knows when it begins.
+
+        Every request in ``draft_token_ids`` computes its last known token and the drafts that were ``proposed`` after
+        it, as far as the plan has room. The plan counted each earlier draft as right, so those tokens lie at the
+        planned positions or before them, for which the request has blocks.
+
+        Args:
+            num_known: Returns how many tokens of prompt and output a request has.
+            proposed: What the worker proposed after the step before this one.
+        """
+        if not self.draft_token_ids:
+            return self
+        scheduled, drafts = dict(self.num_scheduled_tokens), dict[str, list[int]]()
+        for req_id, places in self.draft_token_ids.items():
+            found = [*proposed.get(req_id, ())[: len(places)]]
+            scheduled[req_id] = 1 + len(found)
+            if found:
+                drafts[req_id] = found
+        cached = self.scheduled_cached_reqs
+        computed = [
+            num_known(req_id) - 1 if req_id in self.draft_token_ids else count
+            for req_id, count in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        ]
+        return msgspec.structs.replace(
+            self,
+            scheduled_cached_reqs=msgspec.structs.replace(cached, num_computed_tokens=computed),
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            draft_token_ids=drafts,
+        )
 
     def num_computed_tokens(self) -> dict[str, int]:
         """Return, for every request of the step, how many of its tokens were computed before it."""
@@ -142,6 +183,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """After this step, of a model with experts."""
     pooled: dict[str, npt.NDArray[np.float32]] = {}
     """Results of the pooling requests whose prompts are complete; they sample no token."""
+    num_verified: dict[str, int] = {}
+    """How many drafts of each request the step verified, of those that had any."""
 
 
 class PendingOutput(Protocol):

@@ -160,11 +160,19 @@ class TimedExecutor(UniProcExecutor):
         self._clock = clock
         self._sleep = sleep
         self._ends_at = 0.0  # of the step submitted last
+        self.idle_seconds = 0.0
+        """How long the device had nothing to do before the step submitted last; of the first one, without meaning."""
         _wake_in_time()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        self._ends_at = max(self._clock(), self._ends_at) + self._timed.seconds_of(scheduler_output)
+        submitted_at, ended_at = self._clock(), self._ends_at
         self._timed.begin(scheduler_output)
+        begins_at = max(submitted_at, ended_at)
+        if scheduler_output.defers_drafts:
+            # What follows from the tokens of the step before cannot be done earlier, and on a device takes this time.
+            begins_at += self._clock() - submitted_at
+        self.idle_seconds = begins_at - ended_at
+        self._ends_at = begins_at + self._timed.seconds_of(scheduler_output)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
         return _Due(self._timed.sample_tokens(grammar), self._ends_at, self._wait_until)

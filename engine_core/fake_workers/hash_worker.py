@@ -126,7 +126,7 @@ HIDDEN_SIZE = 8
 _BYTES_PER_TOKEN = 8
 _AVAILABLE_BYTES = 64 << 20
 
-_TokenIds = npt.NDArray[np.intp]
+TokenIds = npt.NDArray[np.intp]
 
 
 class HashWorker:
@@ -167,6 +167,7 @@ class HashWorker:
         self._prompt_logprobs: dict[str, Logprobs] = {}  # of the step executed last
         self._drafts: dict[str, list[int]] = {}
         self._num_drafts_wanted: dict[str, int] = {}
+        self._proposed: dict[str, list[int]] = {}  # after the step sampled last
         self._cache = np.empty((0, 2), dtype=np.int32)
         self._memory: PoolMemory | None = None
 
@@ -233,6 +234,7 @@ class HashWorker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._wait(scheduler_output)
+        scheduler_output = self._with_drafts(scheduler_output)
         self._update_rows(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         # As in a layer of a model, all rows are written before any is read.
@@ -247,6 +249,12 @@ class HashWorker:
             for req_id, num_tokens in scheduled.items()
             if self._rows[req_id].is_in_prompt(num_tokens) and self._params[req_id].prompt_logprobs is not None
         }
+
+    def _with_drafts(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Return a step with the drafts that it verifies, if its plan does not name them."""
+        if not step.defers_drafts:
+            return step
+        return step.with_drafts(lambda req_id: len(self._rows[req_id].token_ids), self._proposed)
 
     def execute_dummy_batch(self) -> None:
         """Write a token to the first place of ``NULL_BLOCK``, as a model's step would."""
@@ -275,8 +283,15 @@ class HashWorker:
             if token_ids and req_id in self._num_drafts_wanted
         }
         pooled = self._pool() if self._pooling else {}
+        self._proposed = drafts
         return ModelRunnerOutput(
-            self._executed, tokens, logprobs, self._prompt_logprobs, draft_token_ids=drafts, pooled=pooled
+            self._executed,
+            tokens,
+            logprobs,
+            self._prompt_logprobs,
+            draft_token_ids=drafts.copy(),
+            pooled=pooled,
+            num_verified={req_id: len(each) for req_id, each in self._drafts.items()},
         )
 
     def sleep(self, level: int) -> FreedMemory:
@@ -384,7 +399,7 @@ class HashWorker:
         self._cache[row.slots[positions]] = np.column_stack((np.array(token_ids, dtype=np.int64) ^ row.mark, positions))
         row.num_computed += num_tokens
 
-    def _sample(self, row: HashRow, drafts: list[int], allowed: list[_TokenIds] | None) -> list[int]:
+    def _sample(self, row: HashRow, drafts: list[int], allowed: list[TokenIds] | None) -> list[int]:
         """Sample the next token and, as long as the drafts equal what was sampled, those after them."""
         if row.num_computed < len(row.token_ids):
             return []
@@ -459,9 +474,9 @@ class HashWorker:
         return _next_token(self._cache[row.slots[:position]], self._vocab_size, state)
 
 
-def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, list[_TokenIds]]:
+def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, list[TokenIds]]:
     """Return, in ascending order, the tokens among which each request with a grammar samples its next tokens."""
-    allowed: dict[str, list[_TokenIds]] = {}
+    allowed: dict[str, list[TokenIds]] = {}
     if grammar is not None:
         for req_id, row in zip(grammar.req_ids, grammar.allowed(vocab_size), strict=True):
             allowed.setdefault(req_id, []).append(np.flatnonzero(row))

@@ -193,7 +193,7 @@ class KVCacheManager(_PooledKV):
             self.pool.release_turn(request.block_ids, turn)
         request.block_ids = []
         request.num_registered_blocks = 0
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_unverified = 0
 
     def _register_blocks(self, request: RequestKV, num_full_blocks: int) -> None:
         # What attends to a wrong block is wrong as well, and so is every later block of the request: none gets a name.
@@ -335,8 +335,8 @@ class GroupedKVCacheManager(_PooledKV):
         if num_new_tokens == 1 and 0 < request.num_computed_tokens % self.block_size < self.block_size - 1:
             return []  # within a block: nothing to add, nothing filled
         # Before allocating, so that a request at the edge of a full pool gets its next block from its own window
-        # instead of preempting another request.
-        self._give_up_unseen(request, request.num_computed_tokens)
+        # instead of preempting another request. If drafts in flight are wrong, the next token lies before them.
+        self._give_up_unseen(request, request.num_computed_tokens - request.num_unverified)
         end = request.num_computed_tokens + num_new_tokens
         num_missing = self._blocks_for(end) * self.num_groups - len(request.block_ids)
         new_block_ids: list[int] = []
@@ -369,7 +369,7 @@ class GroupedKVCacheManager(_PooledKV):
         request.reserved_block_ids = []
         request.first_kept_blocks = ()
         request.num_registered_blocks = 0
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_unverified = 0
 
     def forget(self, request: RequestKV) -> None:
         """Let nothing be hit that a request computed or shared, because it may be wrong; its windows have left some."""

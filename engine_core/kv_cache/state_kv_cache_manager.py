@@ -83,6 +83,9 @@ class StateKVCacheManager(KVCacheManager):
         if not (self.enable_prefix_caching and is_whole and count) or skips or self.pool.wrong:
             return
         assert state is not None
+        if state.draft_slot >= 0:
+            # A step in flight verifies drafts (pipeline stages): the slot has the state before them, wherever they end.
+            count -= state.num_drafts
         self._num_parked += 1
         blocks = request.block_ids[: -(-count // self.block_size)]
         names = [

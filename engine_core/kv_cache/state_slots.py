@@ -143,7 +143,7 @@ class StateSlotPool:
         state = request.state
         assert state is not None
         assert state.draft_slot < 0, "the drafts of one step at a time"
-        [state.draft_slot] = self.pool.allocate(1)
+        [state.draft_slot], state.num_drafts = self.pool.allocate(1), num_drafts
         # Drafts are verified in the form of decoded tokens, whatever their number.
         counts = [1] * num_drafts if self.is_strict else [num_drafts]
         read, runs = state.slot, self._draft_runs.setdefault(request.request_id, [])

@@ -7,12 +7,12 @@ a step has left over: no other request waits for them, and none is preempted for
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..data.config import SpeculativeConfig
 from ..data.draft_counts import DraftHistory, SpecDecodingStats
-from ..data.request import Request
-from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from ..data.request import Request, RequestStatus
+from ..data.scheduler_output import UNKNOWN_DRAFT, ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.kv_manager import KVManager
 from ..structured_output.manager import StructuredOutputManager
 
@@ -42,7 +42,8 @@ class DraftCosts:
         self._clock = clock
         self._drafting_takes_time = drafting_takes_time
         self._batches: dict[int, _Batches] = {}
-        self._began = 0
+        self._began = deque[int]()  # of the steps in flight
+        self._ended = 0
 
     def allows(self, num_requests: int) -> bool:
         """Return whether so many requests get drafts."""
@@ -53,10 +54,15 @@ class DraftCosts:
 
     def began(self) -> None:
         """Note that a step was planned."""
-        self._began = self._clock()
+        self._began.append(self._clock())
+
+    def abandon(self) -> None:
+        """Forget the steps in flight, which are lost."""
+        self._began.clear()
 
     def ended(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Count the step that began last."""
+        """Count the oldest step in flight. Its time begins when the step before it ends, if it was planned earlier."""
+        began, self._ended = max(self._began.popleft(), self._ended), self._clock()
         num_requests = len(scheduled.num_scheduled_tokens)
         num_drafts = sum(map(len, scheduled.draft_token_ids.values())) if scheduled.draft_token_ids else 0
         if scheduled.total_num_scheduled_tokens - num_drafts != num_requests:
@@ -69,7 +75,7 @@ class DraftCosts:
         if batches is None:
             batches = self._batches[key] = _Batches()
         num_tokens = sum(map(len, result.sampled_token_ids))
-        batches.add((self._clock() - self._began) * 1e-9, num_tokens, drafted=num_drafts > 0)
+        batches.add((self._ended - began) * 1e-9, num_tokens, drafted=num_drafts > 0)
 
 
 class _Batches:
@@ -131,15 +137,22 @@ class Drafts:
         kv: KVManager,
         grammars: StructuredOutputManager | None,
         clock: Callable[[], int] = time.monotonic_ns,
+        *,
+        defers: bool = False,
     ) -> None:
-        """``requests``, ``kv`` and ``grammars`` are the scheduler's. ``clock`` returns nanoseconds."""
+        """``requests``, ``kv`` and ``grammars`` are the scheduler's. ``clock`` returns nanoseconds. ``defers``: steps
+        are planned before the drafts that they verify are known, and how many of those before them are right."""
+        self.defers = defers
         self._max_drafts = config.num_speculative_tokens
         self._writes_kv = config.method != "ngram"
         """Whether the worker needs slots for its proposals, whose KV a draft model or head computes."""
         self._requests = requests
         self._kv = kv
         self._grammars = grammars
-        self._proposed: Mapping[str, list[int]] = {}
+        self._proposed: dict[str, list[int]] = {}
+        """Drafts of live requests since their last step."""
+        self._expected: Mapping[str, int] = {}
+        """How many drafts the worker proposes at most after the step planned last, where it keeps them."""
         self.free_rows: int | None = None
         """Rows up to which a step takes hardly longer than one row; None: any number."""
         self.costs: DraftCosts | None = DraftCosts(clock, drafting_takes_time=self._writes_kv)
@@ -147,53 +160,116 @@ class Drafts:
         self._stats = SpecDecodingStats(num_accepted_tokens_per_pos=[0] * self._max_drafts)
 
     def propose(self, draft_token_ids: Mapping[str, list[int]]) -> None:
-        """Set the drafts of the tokens that follow the requests' last ones, for the next step. Drafts that a grammar
-        forbids are left out."""
+        """Set the drafts of the tokens that follow the requests' last ones, for the next step of each. Drafts that a
+        grammar forbids are left out. Where the worker keeps them, they are noted for the masks of grammars only."""
+        if self.defers:
+            self._proposed = dict(draft_token_ids)
+            return
         if self._grammars is not None and self._grammars.live:
             draft_token_ids = self._grammars.cut_drafts(draft_token_ids, self._requests)
-        self._proposed = draft_token_ids
+        self._proposed.update(draft_token_ids)
 
     def add_to(self, scheduled: SchedulerOutput, running: list[Request], budget: int) -> None:
         """Add drafts to a planned step, as far as ``budget`` further tokens, free rows and free blocks reach, and say
         how many the worker may propose after it."""
         if self.costs is not None:
             self.costs.began()
-        # Proposals hold for one step: they follow the last token that the worker knew, and any other step moves it.
-        proposed, self._proposed = self._proposed, {}
-        if proposed:
-            num_rows = min(budget, self._rows_left(scheduled.total_num_scheduled_tokens))
-            self._add_proposed(scheduled, proposed, num_rows, len(running))
-        if self.costs is None or self.costs.allows(len(running)):
-            scheduled.num_drafts_wanted = self._wanted(running)
+        if self.defers:
+            scheduled.defers_drafts = True
+            self._add_expected(scheduled, running, budget)
         else:
-            scheduled.drafts_paused = True
+            self._add_known(scheduled, running, budget)
+        if self.costs is None or self.costs.allows(len(scheduled.num_scheduled_tokens)):
+            self._expected = scheduled.num_drafts_wanted = self._wanted(running, scheduled.num_scheduled_tokens)
+        else:
+            self._expected, scheduled.drafts_paused = {}, True
         if self._writes_kv:
             self._reserve(scheduled, len(running))
+        if self.defers:
+            self._note_unverified(scheduled)
 
-    def verify(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Take the rejected drafts of a step off the computed tokens of their requests, and count the accepted ones."""
+    def known(self, scheduled: SchedulerOutput) -> Mapping[str, list[int]]:
+        """Return the drafts that a step verifies. With ``defers`` the step before it must have ended for the requests
+        that are asked about."""
+        if not scheduled.defers_drafts:
+            return scheduled.draft_token_ids
+        proposed = self._proposed
+        return {each: proposed.get(each, [])[: len(at)] for each, at in scheduled.draft_token_ids.items()}
+
+    def abandon(self) -> None:
+        """Forget the steps in flight, which are lost."""
+        self._proposed, self._expected = {}, {}
+        if self.costs is not None:
+            self.costs.abandon()
+
+    def _add_known(self, scheduled: SchedulerOutput, running: list[Request], budget: int) -> None:
+        # Proposals hold for one step of their request: they follow its last token, which that step moves. With pipeline
+        # stages other requests have steps before.
+        proposed, self._proposed = self._proposed, {}
+        if proposed:
+            planned = scheduled.num_scheduled_tokens
+            self._proposed = {
+                request_id: drafts
+                for request_id, drafts in proposed.items()
+                if request_id not in planned and request_id in self._requests
+            }
+            num_rows = min(budget, self._rows_left(scheduled.total_num_scheduled_tokens))
+            self._add_proposed(scheduled, proposed, num_rows, len(running))
+
+    def _add_expected(self, scheduled: SchedulerOutput, running: list[Request], budget: int) -> None:
+        """Plan places for drafts that only the worker will know: as many as it was allowed to propose."""
+        places = {request_id: [UNKNOWN_DRAFT] * count for request_id, count in self._expected.items()}
+        if places:
+            num_rows = min(budget, self._rows_left(scheduled.total_num_scheduled_tokens))
+            self._add_proposed(scheduled, places, num_rows, len(running))
+
+    def _note_unverified(self, scheduled: SchedulerOutput) -> None:
+        """Count the drafts of a step whose plan is complete, and name each request of which drafts are in flight."""
+        drafts = scheduled.draft_token_ids
+        for request_id in scheduled.scheduled_cached_reqs.req_ids:
+            kv = self._requests[request_id].kv
+            if request_id in drafts:
+                kv.num_unverified += len(drafts[request_id])
+            elif kv.num_unverified:
+                drafts[request_id] = []  # it gets none, but where its token lies only the worker will know
+
+    def verify(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> int:
+        """Take the rejected drafts of a step off the computed tokens of their requests, and count the accepted ones.
+        Returns for how many tokens of the plan the worker had no draft, so that it did not compute them."""
         if self.costs is not None:
             self.costs.ended(scheduled, result)
         if not scheduled.draft_token_ids:
-            return
+            return 0
         stats = self._stats
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             drafts = scheduled.draft_token_ids.get(request_id)
-            if drafts is None or (request := self._requests.get(request_id)) is None:
+            if not drafts or (request := self._requests.get(request_id)) is None:
                 continue
             num_right = max(0, len(token_ids) - 1)
-            num_valid = num_right
-            if self._kv.states is not None:
-                num_valid = self._kv.states.verified(request.kv, len(drafts), num_right)
-            # The blocks that rejected drafts took stay with the request: the next tokens need them, and giving them
-            # back would move the table under the worker.
-            request.kv.num_computed_tokens -= len(drafts) - num_valid
-            stats.count(len(drafts), num_right)
+            if request.status is RequestStatus.RUNNING:  # a preempted one has no computed tokens left
+                self._take_off_wrong(request, len(drafts), num_right)
+            num_drafts = len(drafts)
+            if self.defers and not (num_drafts := result.num_verified.get(request_id, 0)):
+                continue  # the worker found none to propose
+            stats.count(num_drafts, num_right)
             for position in range(num_right):
                 stats.num_accepted_tokens_per_pos[position] += 1
             if request.draft_history is None:
                 request.draft_history = DraftHistory()
-            request.draft_history.add(len(drafts), num_right, request.num_tokens + len(token_ids))
+            request.draft_history.add(num_drafts, num_right, request.num_tokens + len(token_ids))
+        if not self.defers:
+            return 0
+        return sum(map(len, scheduled.draft_token_ids.values())) - sum(result.num_verified.values())
+
+    def _take_off_wrong(self, request: Request, num_drafts: int, num_right: int) -> None:
+        num_valid = num_right
+        if self._kv.states is not None:
+            num_valid = self._kv.states.verified(request.kv, num_drafts, num_right)
+        # The blocks that rejected drafts took stay with the request: the next tokens need them, and giving them back
+        # would move the table under the worker.
+        request.kv.num_computed_tokens -= num_drafts - num_valid
+        if self.defers:
+            request.kv.num_unverified -= num_drafts
 
     def accepted(self, request: Request) -> None:
         """Let blocks be hit that accepted drafts have filled. The request has all tokens of the step."""
@@ -225,16 +301,17 @@ class Drafts:
             if drafts is None or request_id in cached.resumed_token_ids:
                 continue
             request = self._requests[request_id]
-            if request.kv.num_computed_tokens != request.num_tokens or not _gets_drafts(request):
+            num_tokens = request.num_tokens + request.num_output_placeholders
+            if request.kv.num_computed_tokens != num_tokens or not _gets_drafts(request):
                 continue  # it computes tokens that it had before, or its drafts were wrong since it got these
             # A slot stays free for each request, too; and drafts follow one token, no others that are computed again.
             if states is not None and (
                 states.pool.num_free <= num_running or scheduled.num_scheduled_tokens[request_id] > 1
             ):
                 continue
-            most = min(len(drafts), self._max_drafts, num_rows, request.max_num_tokens - request.num_tokens - 1)
+            most = min(len(drafts), self._max_drafts, num_rows, request.max_num_tokens - num_tokens - 1)
             if most > spare_blocks * self._kv.block_size:
-                most = min(most, -request.num_tokens % self._kv.block_size)  # the rest of the last block
+                most = min(most, -num_tokens % self._kv.block_size)  # the rest of the last block
             if most <= 0:
                 continue
             new_block_ids = self._extend(request, 1, most)
@@ -274,13 +351,14 @@ class Drafts:
         """Allocate blocks for ``count`` tokens after the step's own. Returns those added; None if too few are free."""
         return self._kv.extend(request.kv, num_scheduled, count)
 
-    def _wanted(self, running: Sequence[Request]) -> dict[str, int]:
-        """Share the rows that the next step has left over among the requests that sample a token in this one."""
+    def _wanted(self, running: Sequence[Request], planned: Collection[str]) -> dict[str, int]:
+        """Share the rows that the next step has left over among the requests that sample a token in this one, whose ids
+        are among ``planned``."""
         num_rows, sampling = 0, []
         for request in running:
-            missing = request.num_tokens - request.kv.num_computed_tokens
+            missing = request.num_missing_tokens
             num_rows += max(1, missing)
-            if missing <= 0 and _gets_drafts(request):
+            if missing <= 0 and request.request_id in planned and _gets_drafts(request):
                 sampling.append(request)
         if not sampling:
             return {}

@@ -76,7 +76,7 @@ class Scheduler:
         """
         scheduler, cache, speculative = config.scheduler, config.cache, config.speculative
         num_stages = config.parallel.pipeline_parallel_size
-        _check_config(scheduler, kv_cache.max_model_len, speculates=speculative is not None)
+        _check_config(scheduler, kv_cache.max_model_len)
         self.config = scheduler
         self.max_model_len = kv_cache.max_model_len
         self.kv_events = KVEventLog(cache.block_size) if cache.kv_events else None
@@ -99,9 +99,16 @@ class Scheduler:
         self._clock = clock
         self._recorder = recorder = StatsRecorder(clock, cache, scheduler)
         self._adapters = adapters
-        self._planner = StepPlanner(scheduler, live, self.kv, self._remote, recorder, clock, adapters, num_stages)
+        overlaps_drafts = speculative is not None and scheduler.async_scheduling
+        # A step with states names their slots, which depend on the drafts that were right: there a request waits for
+        # its last step, as with pipeline stages, and the next one computes others.
+        defers_drafts = overlaps_drafts and num_stages == 1 and self._states is None
+        num_parts = max(num_stages, 2) if overlaps_drafts and not defers_drafts else num_stages
+        self._planner = StepPlanner(scheduler, live, self.kv, self._remote, recorder, clock, adapters, num_parts)
         self.ended = EndedRequests(live, self.kv, self._remote, grammars, self._in_flight, recorder, adapters)
-        self.drafts = Drafts(speculative, self.requests, self.kv, grammars, clock) if speculative else None
+        self.drafts: Drafts | None = None
+        if speculative is not None:
+            self.drafts = Drafts(speculative, self.requests, self.kv, grammars, clock, defers=defers_drafts)
         self._pooled = PooledRequests(pooling, kv_cache.max_model_len, clock)
         self.results = StepResults(live, self._in_flight, self.ended, recorder, self.drafts, self._pooled)
         self._preempted_req_ids: list[str] = []
@@ -295,6 +302,8 @@ class Scheduler:
         """
         if self._in_flight is not None:
             self._in_flight.abandon(self.requests.values())
+        if self.drafts is not None:
+            self.drafts.abandon()
         if self._adapters is not None:
             self._adapters.resend_slots()
         # Names that the worker may have forgotten already are harmless to it; one that it keeps would hold a row for
@@ -408,13 +417,8 @@ class Scheduler:
                 self.waiting.append(request)
 
 
-def _check_config(config: SchedulerConfig, max_model_len: int, *, speculates: bool = False) -> None:
+def _check_config(config: SchedulerConfig, max_model_len: int) -> None:
     """Raise ``ValueError``, naming the setting, for limits under which the scheduler could stop making progress."""
-    if speculates and config.async_scheduling:
-        raise ValueError(
-            "speculative_config cannot be used with async_scheduling: a step would be scheduled before it is known how "
-            "many drafts of the step before it are right; turn one of them off"
-        )
     if config.max_num_seqs < 1:
         raise ValueError(f"max_num_seqs is {config.max_num_seqs}; it must be at least 1")
     if config.max_num_batched_tokens < config.max_num_seqs:

@@ -215,8 +215,9 @@ class StepPlanner:
         adapters: Adapters | None = None,
         num_stages: int = 1,
     ) -> None:
-        """``clock`` returns nanoseconds. ``adapters``: None if no request may name one. ``num_stages``: parts of the
-        model that compute steps at the same time."""
+        """``clock`` returns nanoseconds. ``adapters``: None if no request may name one. ``num_stages``: steps of
+        different requests at the same time: as many as the model has parts, or more if each needs the last one's end.
+        """
         self._num_stages = num_stages
         self._adapters = adapters
         self._live = live

@@ -52,14 +52,15 @@ class StepResults:
     def apply(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the result of a step. Returns one output for each request with new tokens."""
         assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
-        self._recorder.stepped(scheduled.total_num_scheduled_tokens)
+        num_computed = scheduled.total_num_scheduled_tokens
         if self._in_flight is not None:
             # First of all: what follows must not see tokens of requests that ended, or were replaced under the same id,
             # meanwhile.
             result = self._in_flight.end(scheduled, result, self._requests)
         if self._drafts is not None:
             # Before tokens are appended: it compares with the number of tokens that the step began with.
-            self._drafts.verify(scheduled, result)
+            num_computed -= self._drafts.verify(scheduled, result)
+        self._recorder.stepped(num_computed)
         prompt_logprobs = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
         routed = self._routed_requests(result) if result.routed_experts else []
         has_details = bool(result.logprobs or prompt_logprobs or result.num_nans_in_logits or result.logits_stats)

@@ -22,10 +22,14 @@ class StepsInFlight:
         return len(self._steps)
 
     def begin(self, scheduled: SchedulerOutput, running: Iterable[Request]) -> None:
-        """Add a planned step, and a placeholder to each request whose tokens will all be computed: it samples one."""
+        """Add a planned step, and a placeholder to each request whose tokens will all be computed: it samples one. A
+        request with drafts gets one for each of them, too: so many tokens the step brings at most."""
+        drafts = scheduled.draft_token_ids
         for request in running:
             if request.kv.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
                 request.num_output_placeholders += 1
+            elif drafts and request.request_id in drafts:
+                request.num_output_placeholders += 1 + len(drafts[request.request_id])
         self._steps.append((scheduled, set()))
 
     def request_ended(self, request_id: str) -> None:
@@ -43,9 +47,15 @@ class StepsInFlight:
         oldest, unwanted = self._steps.popleft()
         assert oldest is scheduled, "the result is not that of the oldest step"
         if unwanted:
+            for request_id in unwanted:
+                result.draft_token_ids.pop(request_id, None)  # in place: the core hands them on
             result = _without(result, unwanted)
+        drafts = scheduled.draft_token_ids
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
-            requests[request_id].num_output_placeholders -= len(token_ids)
+            count = len(token_ids)
+            if drafts and count:
+                count = 1 + len(drafts.get(request_id, ()))
+            requests[request_id].num_output_placeholders -= count
         return result
 
     def abandon(self, requests: Iterable[Request]) -> None:
@@ -72,4 +82,5 @@ def _without(result: ModelRunnerOutput, unwanted: set[str]) -> ModelRunnerOutput
         },
         expert_loads=result.expert_loads,
         pooled={request_id: value for request_id, value in result.pooled.items() if request_id not in unwanted},
+        num_verified=result.num_verified,
     )

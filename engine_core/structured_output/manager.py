@@ -158,16 +158,24 @@ class StructuredOutputManager:
             assert request.sampling_params.structured_output is not None
             self._compiler.forget(request.sampling_params.structured_output, request_id)
 
-    def start_step(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> GrammarStep | None:
+    def start_step(
+        self,
+        scheduled: SchedulerOutput,
+        requests: Mapping[str, Request],
+        known_drafts: Mapping[str, list[int]] | None = None,
+    ) -> GrammarStep | None:
         """Start computing the bitmasks of the requests in the step that sample a token and may be bound.
 
+        ``known_drafts``: what the step verifies, if its plan names no drafts; see ``SchedulerOutput.defers_drafts``.
         Returns None if no request does.
         """
         rows = []
         for request_id, constraint in self.live.items():
             request = requests[request_id]
-            drafts = scheduled.draft_token_ids.get(request_id, _NO_DRAFTS)
+            drafts: Sequence[int] = scheduled.draft_token_ids.get(request_id, _NO_DRAFTS)
             num_computed = request.kv.num_computed_tokens - len(drafts)
+            if known_drafts is not None:
+                drafts = known_drafts.get(request_id, _NO_DRAFTS)
             if request_id in scheduled.num_scheduled_tokens and num_computed == request.num_tokens:
                 num_seen = request.num_prompt_tokens + constraint.num_seen
                 if constraint.may_bind(request.num_tokens - num_seen + len(drafts)):
@@ -179,12 +187,13 @@ class StructuredOutputManager:
         """Return whether a bitmask of the step depends on tokens in flight, so that it cannot be computed yet."""
         for request_id, constraint in self.live.items():
             request = requests[request_id]
-            num_computed = request.kv.num_computed_tokens - len(scheduled.draft_token_ids.get(request_id, _NO_DRAFTS))
+            num_drafts = len(scheduled.draft_token_ids.get(request_id, _NO_DRAFTS))
+            num_computed = request.kv.num_computed_tokens - num_drafts
             num_output = num_computed - request.num_prompt_tokens
             if (
                 request_id in scheduled.num_scheduled_tokens
                 and num_computed > request.num_tokens
-                and constraint.may_bind(num_output - constraint.num_seen)
+                and constraint.may_bind(num_output + num_drafts - constraint.num_seen)
             ):
                 return True
         return False

@@ -383,6 +383,10 @@ class InputBatch:
             return token_ids
         return mark(token_ids, replaced_ranges(request.prompt_embeds, request.media))
 
+    def num_known_tokens(self, req_id: str) -> int:
+        """Return how many tokens of prompt and output a request has, which must have a row."""
+        return self._num_tokens.item(self._row_of[req_id])
+
     def num_tokens(self, row: int) -> int:
         """Return how many tokens of prompt and output a row has."""
         return self._num_tokens.item(row)

@@ -65,6 +65,8 @@ class Speculation:
         self._rejection = rejection
         self._wanted: Mapping[str, int] = {}
         self._is_paused = False
+        self.proposed: Mapping[str, list[int]] = {}
+        """The drafts after the step that was sampled last, by request."""
 
     def update(self, step: SchedulerOutput) -> None:
         """Take what changed with a step, before it is computed."""
@@ -78,6 +80,7 @@ class Speculation:
     ) -> None:
         """Draw the tokens of the requests of ``inputs.sampled`` from ``logits`` [``inputs.rows_to_verify``, vocab]."""
         output.sampled_token_ids = [[] for _ in inputs.req_ids]
+        output.num_verified = {req_id: len(drafts) for req_id, drafts in inputs.drafts.items()}
         if self._sampler.measures:
             self._sampler.measure(inputs, _select(logits, _first_rows(inputs)), output)
         # Strict by default: rejection sampling uses other random numbers than decoding, so tokens would depend on the
@@ -183,6 +186,7 @@ class Speculation:
 
     def propose(self, inputs: StepInputs, hidden: Tensor, output: ModelRunnerOutput) -> None:
         """Add drafts of the next tokens to ``output``. ``hidden`` [T, hidden_size]: the step's last hidden states."""
+        self.proposed = {}
         if self._is_paused and len(inputs.token_ids) == len(inputs.req_ids):
             return  # every request decodes
         wanted = {}
@@ -191,6 +195,7 @@ class Speculation:
                 if tokens and (count := self._wanted.get(req_id, 0)) > 0:
                     wanted[req_id] = count
         output.draft_token_ids = self.proposer.propose(inputs, hidden, wanted)
+        self.proposed = output.draft_token_ids.copy()
 
 
 class _MasksByPass:

@@ -11,8 +11,7 @@ import torch
 from typer.main import get_command
 
 from tokenloom.cli.main import app
-from tokenloom.engine_core.data.config import EngineConfig, KVConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
-from tokenloom.engine_core.scheduling.scheduler import Scheduler
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig, ParallelConfig, SpeculativeConfig
 from tokenloom.gpu_worker.checkpoint.local_config import check_options
 from tokenloom.gpu_worker.kernels import triton
 from tokenloom.gpu_worker.platform.platform import check_device
@@ -65,9 +64,6 @@ def refuses_drafts() -> bool:
     stages, drafts = ParallelConfig(pipeline_parallel_size=2), SpeculativeConfig("ngram")
     with pytest.raises(ValueError, match="not supported with pipeline_parallel_size"):
         check_options(EngineConfig(parallel=stages, speculative=drafts))
-    sizes: Any = SimpleNamespace(max_model_len=64)
-    with pytest.raises(ValueError, match="cannot be used with async_scheduling"):
-        Scheduler(EngineConfig(scheduler=SchedulerConfig(async_scheduling=True), speculative=drafts), sizes)
     return True
 
 
@@ -116,7 +112,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "Tokenloom's GPU path has Triton kernels and graphs of decode steps, but has not run on a GPU yet "
     "([features.md](../reference/features.md)).": gpus_are_to_come,
     "Tokenloom's models read text, images and sounds, but no video.": images_and_sounds_but_no_video,
-    "Tokenloom refuses speculative decoding with pipeline stages and with asynchronous scheduling.": refuses_drafts,
+    "Tokenloom refuses speculative decoding with pipeline stages.": refuses_drafts,
     "Tokenloom's nixl transport moves host memory only.": nixl_moves_host_memory,
     "Tokenloom has manifests, and a planner that changes the roles of engines (`tokenloom plan --apply`), but no "
     "operator.": plans_and_has_manifests,

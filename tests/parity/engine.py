@@ -59,6 +59,7 @@ class Engine:
         num_threads: int = 1,
         speculative: SpeculativeConfig | None = None,
         state_memory_bytes: int | None = None,
+        async_scheduling: bool = False,
     ) -> None:
         worker = WorkerConfig(
             model=str(model),
@@ -81,7 +82,9 @@ class Engine:
                 disable_hybrid_kv_cache_manager=not groups,
                 state_memory_bytes=state_memory_bytes,
             ),
-            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, async_scheduling=async_scheduling
+            ),
             max_model_len=max_model_len,
             lora=lora or LoraConfig(),
             parallel=parallel or ParallelConfig(),

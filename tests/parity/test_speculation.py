@@ -16,10 +16,12 @@ def reference():
     llm.close()
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_changes(reference, method):
+def test_nothing_changes(reference, method, overlaps):
     llm, requests, expected = reference
-    drafting = make_llm(METHODS[method])
+    drafting = make_llm(METHODS[method], async_scheduling=overlaps)
+    assert drafts_of(drafting).defers == overlaps
     abandon(drafting, random_requests(2, 5), 12)
     assert compare(llm, requests, expected, answer(drafting, requests)) > 100
     stats = drafts_of(drafting).stats()
@@ -27,8 +29,9 @@ def test_nothing_changes(reference, method):
     drafting.close()
 
 
-def test_sessions(reference):
-    drafting = make_llm(METHODS["ngram"])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_sessions(reference, overlaps):
+    drafting = make_llm(METHODS["ngram"], async_scheduling=overlaps)
     runs = []
     for llm in (drafting, reference[0]):
         run = Followed(llm)

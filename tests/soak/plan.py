@@ -83,9 +83,8 @@ class Plan:
         seats = random.Random(f"seats of {seed}")
         asks = [replace(ask, tenant=seats.choice(TENANTS)) for ask in asks]
         settings = [shared | engine | {"max_num_seqs": seats.choice((1, 2, 4, 48))} for engine in engines]
-        if not async_scheduling:
-            drafts = random.Random(f"drafts of {seed}")
-            settings = [each | _drafts(drafts) for each in settings]
+        drafts = random.Random(f"drafts of {seed}")
+        settings = [each | _drafts(drafts) for each in settings]
         return cls(seed, roles, settings, asks, _events(rng, len(roles)))
 
 

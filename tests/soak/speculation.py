@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from tests.parity.speculation import METHODS, abandon, answer, compare, drafts_of, make_llm, random_requests
+from tests.parity.speculation import METHODS, abandon, answer, compare, make_llm, random_requests
 
 
 def main() -> None:
@@ -12,9 +12,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first requests; the others follow")
     parser.add_argument("--at-once", type=int, default=40, help="requests at a time, more than there is room for")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--async-scheduling", action="store_true", help="overlap the steps of the engines that draft")
     arguments = parser.parse_args()
-    reference = make_llm()
-    engines = {method: make_llm(METHODS[method]) for method in arguments.methods}
+    reference, overlaps = make_llm(), arguments.async_scheduling
+    engines = {method: make_llm(METHODS[method], async_scheduling=overlaps) for method in arguments.methods}
     started, num_tokens = time.monotonic(), 0
     for first in range(0, arguments.requests, arguments.at_once):
         requests = random_requests(arguments.seed + first, min(arguments.at_once, arguments.requests - first))
@@ -27,8 +28,10 @@ def main() -> None:
         print(f"{first + len(requests)} requests, {time.monotonic() - started:.0f} s", flush=True)
     print(f"{arguments.requests} requests, {num_tokens} tokens: the same with drafts and without")
     for method, llm in engines.items():
-        stats = drafts_of(llm).stats()
-        print(f"{method}: {stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts were right")
+        scheduler = llm._client._core.scheduler
+        stats, num_preempted = scheduler.drafts.stats(), scheduler.stats().num_preemptions
+        right = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts were right"
+        print(f"{method}: {right}; {num_preempted} requests were preempted")
 
 
 if __name__ == "__main__":

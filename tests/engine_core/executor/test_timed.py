@@ -1,5 +1,7 @@
 """Tests the simulated device on a fake clock."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -32,8 +34,13 @@ def clock() -> Clock:
     return Clock()
 
 
-def config_of(*, step_seconds: float = STEP, token_seconds: float = 0.0, overlaps: bool = False) -> EngineConfig:
-    config = make_config(async_scheduling=overlaps)
+begin = TimedWorker.begin
+
+
+def config_of(
+    *, step_seconds: float = STEP, token_seconds: float = 0.0, overlaps: bool = False, **settings: Any
+) -> EngineConfig:
+    config = make_config(async_scheduling=overlaps, **settings)
     worker = msgspec.structs.replace(config.worker, step_seconds=step_seconds, token_seconds=token_seconds)
     return msgspec.structs.replace(config, worker=worker)
 
@@ -108,3 +115,57 @@ def test_every_request_gets_its_tokens(clock: Clock, overlaps: bool) -> None:
     outputs = finish(core)
     assert [len(tokens_of(outputs[name])) for name in "abc"] == [5] * 3
     assert clock.now == started + 5 * STEP
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
+def test_drafts_change_no_token_and_save_steps(clock: Clock, overlaps: bool, accuracy: float) -> None:
+    outputs, num_steps = {}, {}
+    for num_drafts in (0, 4):
+        config = config_of(overlaps=overlaps, num_drafts=num_drafts, draft_accuracy=accuracy)
+        core = EngineCore(config, executor_of(clock, config))
+        if core.scheduler.drafts is not None:
+            core.scheduler.drafts.costs = None
+        for name in "abc":
+            core.add_request(make_request(name, [1, 2, 3], 41))
+        outputs[num_drafts] = {name: tokens_of(found) for name, found in finish(core).items()}
+        num_steps[num_drafts] = core.num_steps
+    assert outputs[4] == outputs[0]
+    drafted = core.scheduler.stats().spec_decoding
+    assert drafted is not None
+    assert (drafted.num_accepted_tokens > 0) == (accuracy > 0)
+    assert (drafted.num_accepted_tokens < drafted.num_draft_tokens) == (accuracy < 1)
+    if accuracy == 1.0:
+        assert num_steps == {0: 41, 4: 9}
+
+
+def test_what_follows_from_the_tokens_of_the_step_before_delays_the_next_one(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(overlaps=True, num_drafts=4)
+    executor = executor_of(clock, config)
+
+    def begin_slowly(self: TimedWorker, step: SchedulerOutput) -> None:
+        clock.sleep(0.25)
+        begin(self, step)
+
+    monkeypatch.setattr(TimedWorker, "begin", begin_slowly)
+    for defers, idle in ((False, 0.0), (True, 0.25)):
+        executor.execute_model(step_of())
+        executor.sample_tokens(None).result()
+        executor.execute_model(step_of())
+        executor.sample_tokens(None)
+        step = step_of()
+        step.defers_drafts = defers
+        executor.execute_model(step)
+        assert executor.idle_seconds == idle
+        executor.sample_tokens(None).result()
+
+
+def test_a_late_step_leaves_the_device_idle(clock: Clock) -> None:
+    executor = executor_of(clock, config_of(overlaps=True))
+    executor.execute_model(step_of())
+    executor.sample_tokens(None).result()
+    clock.now += 1.5
+    executor.execute_model(step_of())
+    assert executor.idle_seconds == 1.5

@@ -43,6 +43,7 @@ class GroupedHashWorker(HashWorker):
         )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        scheduler_output = self._with_drafts(scheduler_output)
         self._take_tables(scheduler_output)
         starts = scheduler_output.num_computed_tokens()
         super().execute_model(_of_first_group(scheduler_output, len(self._groups)))

@@ -1,5 +1,7 @@
 """What a step in flight may not touch when KV moves: blocks that are freed, loaded or leased meanwhile."""
 
+import random
+
 import pytest
 
 from tests.engine_core.executor.late import EXECUTORS
@@ -133,3 +135,40 @@ def test_a_failed_step_still_starts_the_loads_planned_with_it(monkeypatch: pytes
         pair.step(pair.decode)
     finish(pair)
     assert loads.finish_reason is FinishReason.LENGTH
+
+
+def run_with_drafts(seed: int) -> tuple[int, int]:
+    """Random requests over a pair whose steps overlap and verify drafts, of which some are aborted. Returns how many
+    drafts were right, and how many blocks moved."""
+    rng = random.Random(seed)
+    pair = Pair(
+        executor=rng.choice(("late", "threaded")),
+        copies_at_once=rng.random() < 0.5,
+        caching=rng.random() < 0.5,
+        budget=rng.choice((8, 16, 64)),
+        num_blocks=rng.choice((24, 64)),
+        num_drafts=rng.choice((1, 3, 6)),
+        draft_accuracy=rng.choice((0.3, 0.7, 1.0)),
+        draft_model=rng.choice(("", "small")),
+    )
+    for engine in pair.engines:
+        assert engine.core.scheduler.drafts is not None
+        engine.core.scheduler.drafts.costs = None
+    for index in range(8):
+        prompt = [rng.randrange(3)] * rng.randint(1, 30)
+        early, swap = rng.random() < 0.5, rng.random() < 0.3
+        pair.add(f"r{index}", prompt, rng.randint(1, 30), early=early, swap=swap)
+        for _ in range(rng.randrange(4)):
+            pair.turn()
+        if rng.random() < 0.2:
+            pair.abort(rng.choice(list(pair.requests.values())))
+    finish(pair)
+    stats = [engine.stats.spec_decoding for engine in pair.engines]
+    pair.shutdown()
+    return sum(each.num_accepted_tokens for each in stats), sum(each.transport.num_blocks for each in pair.engines)
+
+
+def test_drafts_of_overlapping_steps_beside_kv_that_moves() -> None:
+    runs = [run_with_drafts(seed) for seed in range(24)]
+    assert sum(right for right, _ in runs) > 200
+    assert sum(moved for _, moved in runs) > 200

@@ -185,11 +185,6 @@ def test_a_failed_step_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens == expected_tokens(PROMPT, 30, VOCAB_SIZE)
 
 
-def test_async_scheduling_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="speculative_config cannot be used with async_scheduling: a step would"):
-        make_core(num_drafts=2, async_scheduling=True)
-
-
 def test_tokens_behind_wrong_drafts_leave_a_prompt_its_whole_chunk() -> None:
     """A prompt of a layer with a state used to wait for as long as many others decoded with wrong drafts."""
     config = make_config(num_blocks=900, budget=33 + 64, max_num_seqs=33, num_drafts=3, draft_accuracy=0.5)

@@ -106,8 +106,6 @@ class CoreMachine(RuleBasedStateMachine):
     ) -> None:
         if self.cross_rows:
             num_drafts = 0  # models with rows beside prompts refuse drafts
-        elif num_drafts:
-            executor = "uniproc"
         config = make_config(
             block_size=block_size,
             num_blocks=None,

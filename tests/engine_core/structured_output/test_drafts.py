@@ -42,8 +42,11 @@ def requests() -> list[EngineCoreRequest]:
     return made
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("wrong", [0, 3, 10])
-def test_constrained_outputs_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+def test_constrained_outputs_are_those_without_drafts(
+    monkeypatch: pytest.MonkeyPatch, wrong: int, overlaps: bool
+) -> None:
     outputs = {}
     known: dict[tuple[int, ...], list[int]] = {}
 
@@ -55,7 +58,11 @@ def test_constrained_outputs_are_those_without_drafts(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(HashWorker, "_propose", replay)
     for num_drafts in (0, 5):
-        client = make_client(reasoning=ReasoningConfig(marks=MARKS), num_drafts=num_drafts)
+        client = make_client(
+            reasoning=ReasoningConfig(marks=MARKS),
+            num_drafts=num_drafts,
+            async_scheduling=overlaps and num_drafts > 0,
+        )
         results = run(client, requests())
         core = client._core
         outputs[num_drafts] = {

@@ -141,10 +141,10 @@ class EngineCore:
         """Forward passes that were begun."""
         self.has_waves = has_waves(config, model)
         """Whether it computes in waves with the other ranks of its data-parallel group."""
-        if self.has_waves and executor.max_concurrent_batches > 1:
+        if self.has_waves and config.parallel.pipeline_parallel_size > 1:
             raise ValueError(
-                "a data-parallel group of a mixture-of-experts model computes one step at a time: leave out "
-                "async_scheduling and pipeline_parallel_size"
+                "a data-parallel group of a mixture-of-experts model computes every step on all ranks at once: leave "
+                "out pipeline_parallel_size"
             )
         self.num_requests_added = 0
         """Requests that clients added, refused ones included."""

@@ -4,7 +4,8 @@ With ``--experts`` the ranks compute a small Qwen3-MoE whose experts are spread 
 again, and must be answered as one engine answers them.
 
 One rank is busy while another is idle, then both rest for a moment, pause or resume. Each request must be answered with
-the right tokens, and the group must come to rest: a hang ends the run with an error.
+the right tokens, and the group must come to rest: a hang ends the run with an error. With ``--overlap`` each rank plans
+a step while one runs.
 """
 
 import argparse
@@ -70,8 +71,9 @@ def _pause_or_rest(group: Group, rng: random.Random) -> None:
             group.call(rank, "resume")
 
 
-def with_experts(directory: Path, size: int) -> tuple[Group, Draw]:
-    """Return a group of ranks with spread experts, and what draws its requests."""
+def with_experts(directory: Path, size: int, *, overlaps: bool = False) -> tuple[Group, Draw]:
+    """Return a group of ranks with spread experts, and what draws its requests. ``overlaps``: whether they schedule
+    while they compute."""
     # Here, because they take transformers.
     from tests.parity.ranks.test_data_parallel import EXPERTS, alone
     from tests.parity.reference import save_random
@@ -87,7 +89,9 @@ def with_experts(directory: Path, size: int) -> tuple[Group, Draw]:
     requests = [make_request(str(index), prompt, max_tokens=12) for index, prompt in enumerate(prompts)]
     answers = alone(config, requests)
     pairs = [(prompt, answers[str(index)]) for index, prompt in enumerate(prompts)]
-    spread = msgspec.structs.replace(config, parallel=ParallelConfig(enable_expert_parallel=True))
+    scheduler = msgspec.structs.replace(config.scheduler, async_scheduling=overlaps)
+    parallel = ParallelConfig(enable_expert_parallel=True)
+    spread = msgspec.structs.replace(config, parallel=parallel, scheduler=scheduler)
     return Group(directory, size, config=spread), lambda rng: rng.choice(pairs)
 
 
@@ -97,14 +101,15 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="size of the group (2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--experts", action="store_true", help="compute a model whose experts are spread")
+    parser.add_argument("--overlap", action="store_true", help="schedule a step while one runs")
     arguments = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tl-") as directory:
         draw: Draw = draw_hash
         if arguments.experts:
-            group, draw = with_experts(Path(directory), arguments.ranks)
+            group, draw = with_experts(Path(directory), arguments.ranks, overlaps=arguments.overlap)
         else:
-            group = Group(Path(directory), arguments.ranks, num_blocks=1024)
+            group = Group(Path(directory), arguments.ranks, num_blocks=1024, async_scheduling=arguments.overlap)
         soak(group, arguments.requests, arguments.seed, draw)
     print(
         f"{len(group.ended)} requests of {arguments.ranks} ranks answered with the right tokens in "

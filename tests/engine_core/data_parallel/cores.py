@@ -26,14 +26,20 @@ from tokenloom.services.coordinator.engines.data_parallel_groups import WaveStar
 
 CORE = """
 import argparse, os
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.process.core_process import run_engine_core
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--handshake")
 address = parser.parse_known_args()[0].handshake
-os._exit(run_engine_core(address, lambda config: UniProcExecutor(HashWorker(config, experts_per_token=8))))
+
+
+def make(config):
+    return make_executor(config, lambda config: HashWorker(config, experts_per_token=8))
+
+
+os._exit(run_engine_core(address, make))
 """
 
 

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import make_config, make_request
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import ParallelConfig
@@ -35,13 +36,13 @@ class CountingWorker(HashWorker):
 class Rank:
     """A core over the hash worker with experts, as rank 1 of 2."""
 
-    def __init__(self, **parallel: bool) -> None:
-        config = make_config(num_blocks=20)
+    def __init__(self, *, overlaps: bool = False, **parallel: bool) -> None:
+        config = make_config(num_blocks=20, async_scheduling=overlaps)
         config = msgspec.structs.replace(
             config, parallel=ParallelConfig(data_parallel_size=2, data_parallel_rank=1, **parallel)
         )
         self.worker = CountingWorker(config, experts_per_token=8, max_model_len=60)
-        self.core = EngineCore(config, UniProcExecutor(self.worker))
+        self.core = EngineCore(config, EXECUTORS["late" if overlaps else "uniproc"](self.worker))
         self.votes = Votes()
         self.loop = WaveLoop(self.core, config.parallel, self.votes)
         self.loop.take(Welcome(0, 0, runs=False, size=2))
@@ -111,9 +112,49 @@ def test_spread_experts_keep_the_size_of_their_group() -> None:
         rank.loop.resize(3)
 
 
-def test_several_steps_in_flight_are_refused() -> None:
-    config = msgspec.structs.replace(make_config(), parallel=ParallelConfig(data_parallel_size=2))
-    executor = UniProcExecutor(HashWorker(config, experts_per_token=8))
-    executor.max_concurrent_batches = 2
-    with pytest.raises(ValueError, match="leave out async_scheduling and pipeline_parallel_size"):
-        EngineCore(config, executor)
+def test_pipeline_stages_are_refused() -> None:
+    parallel = ParallelConfig(data_parallel_size=2, pipeline_parallel_size=2)
+    config = msgspec.structs.replace(make_config(), parallel=parallel)
+    with pytest.raises(ValueError, match="leave out pipeline_parallel_size"):
+        EngineCore(config, UniProcExecutor(HashWorker(config, experts_per_token=8)))
+
+
+def test_overlapping_steps_are_one_forward_pass_a_turn() -> None:
+    rank = Rank(overlaps=True)
+    rank.core.add_request(make_request("a", [1, 2], max_tokens=50))
+    rank.loop.settle()
+    rank.decide(VoteVerdict.RUN)
+    for turn in range(STEPS_BETWEEN_VOTES):
+        rank.turn()
+        assert rank.core.num_begun + rank.worker.num_dummies == turn + 1
+        assert len(rank.core.steps_in_flight) == 1
+    assert rank.votes.cast_votes[-1] == Vote(0, 32, Want.RUN, 2)
+    assert rank.tokens == expected_tokens([1, 2], STEPS_BETWEEN_VOTES - 1)
+    while rank.loop.has_work():
+        rank.turn()
+    assert rank.tokens == expected_tokens([1, 2], STEPS_BETWEEN_VOTES), "the step in flight ends during the vote"
+    assert rank.core.num_begun == STEPS_BETWEEN_VOTES, "but no other begins"
+    rank.decide(VoteVerdict.RUN)
+    for _ in range(STEPS_BETWEEN_VOTES):
+        rank.turn()
+    assert rank.tokens == expected_tokens([1, 2], 50)
+    assert rank.core.num_begun + rank.worker.num_dummies == 2 * STEPS_BETWEEN_VOTES
+    assert rank.votes.cast_votes[-1] == Vote(0, 64, Want.IDLE, 2)
+
+
+def test_a_pause_with_overlapping_steps_is_complete_when_the_wave_has_ended() -> None:
+    rank = Rank(overlaps=True)
+    rank.core.add_request(make_request("a", [1, 2], max_tokens=50))
+    rank.loop.settle()
+    rank.decide(VoteVerdict.RUN)
+    rank.turn()
+    quiet = rank.core.pause("keep")
+    for _ in range(STEPS_BETWEEN_VOTES - 1):
+        rank.turn()
+    assert not quiet.done()
+    assert rank.votes.cast_votes[-1] == Vote(0, 32, Want.PAUSED, 2)
+    rank.decide(VoteVerdict.REST)
+    assert quiet.done()
+    assert not rank.core.steps_in_flight
+    assert rank.core.num_begun == 1
+    assert rank.tokens == expected_tokens([1, 2], 1)

@@ -19,9 +19,10 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 
 NUM_TOKENS = 40
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("spread", [False, True], ids=["whole", "spread"])
 def test_neither_dummy_batches_nor_experts_elsewhere_change_a_token(
-    tmp_path: Path, socket_dir: Path, spread: bool
+    tmp_path: Path, socket_dir: Path, spread: bool, overlaps: bool
 ) -> None:
     path = save_random("qwen3_moe", tmp_path, head_dim=24, **EXPERTS)
     config = EngineConfig(
@@ -40,7 +41,8 @@ def test_neither_dummy_batches_nor_experts_elsewhere_change_a_token(
     ]
     expected = alone(config, requests)
     parallel = ParallelConfig(enable_expert_parallel=spread)
-    group = Group(socket_dir, config=msgspec.structs.replace(config, parallel=parallel))
+    scheduler = msgspec.structs.replace(config.scheduler, async_scheduling=overlaps)
+    group = Group(socket_dir, config=msgspec.structs.replace(config, parallel=parallel, scheduler=scheduler))
     try:
         assert ("ep-2" in group.ranks[0].ready.numerics.split("/")) == spread
         for index, request in enumerate(requests):

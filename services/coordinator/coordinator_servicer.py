@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -114,9 +114,16 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     """Serves the RPCs. Methods raise errors, which the edge turns into statuses."""
 
     def __init__(
-        self, registry: Registry, name: str, epoch: int, picks: PickMetrics, caches: CacheFollowers | None = None
+        self,
+        registry: Registry,
+        name: str,
+        epoch: int,
+        picks: PickMetrics,
+        caches: CacheFollowers | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``caches``: follows the engines' prefix caches; None: the index knows only what was picked."""
+        """``caches``: follows the engines' prefix caches; None: the index knows only what was picked. ``clock``:
+        seconds, by which picks are measured and shared out."""
         self._registry = registry
         self._caches = caches
         self._feed = SnapshotFeed(registry)
@@ -132,7 +139,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._sent_revision = 0  # the one that all engines were sent
         self._adapters_changed = 0, 0.0  # the latest version of the adapters, and when it was seen
         self._closing = False
-        self._slices = PickSlices(self._pick)
+        self._clock = clock
+        self._slices = PickSlices(self._pick, clock)
 
     async def publish(self) -> None:
         """Refresh the registry, publish its changes and pace the engines, every ``WATCH_SECONDS`` until cancelled."""
@@ -162,10 +170,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         # method, and sends its picks here instead of calling Pick.
         await context.write(b"")
         async for batch in requests:
-            began = time.perf_counter()
+            began = self._clock()
             async for results in self._slices.answer(batch.pick):
                 await context.write(results)
-            self._picks.seconds.observe_many(time.perf_counter() - began, len(batch.pick))
+            self._picks.seconds.observe_many(self._clock() - began, len(batch.pick))
 
     async def Watch(  # type: ignore[override]  # the messages are serialized, once for all watchers
         self, request: WatchRequest, context: _Context

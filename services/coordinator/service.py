@@ -146,7 +146,7 @@ class CoordinatorService:
         followed = Gauge("tokenloom_followed_caches", "Engines whose KV events are followed.", registry=host.metrics)
         followed.set_function(lambda: caches.num_followed)
         self.servicer = CoordinatorServicer(
-            registry, self._settings.instance_id, host.epoch, PickMetrics(host.metrics), caches
+            registry, self._settings.instance_id, host.epoch, PickMetrics(host.metrics), caches, host.clock.seconds
         )
         host.add_servicer(add_to_server, self.servicer)
         host.spawn(clock.run(), name="clock")

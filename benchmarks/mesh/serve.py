@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME, resolve
+from tokenloom.request.errors import TokenloomError
 
 from ..load.arrivals import Done, LoadResult, Pace, run_load
 from ..load.bodies import Backend, ChatBody, CompletionBody
@@ -67,6 +68,28 @@ class ServeRun:
         write_cdfs(path, [Panel(text, "ms", {"": values[name]}) for name, text in LATENCIES.items()])
 
 
+_COMMON_IDS = 1000
+"""Token ids below this number are in every model's vocabulary."""
+
+
+def with_vocabulary(options: ServeOptions) -> tuple[ServeOptions, str]:
+    """Return the options with the size of a vocabulary that every model has, and what to say about it, if only ids are
+    sent and the model's tokenizer is not at hand; otherwise the options and no text.
+
+    Raises ``ValueError`` if the tokenizer is needed and not at hand.
+    """
+    if options.vocab_size and options.backend is not Backend.OPENAI_CHAT:
+        return options, ""
+    try:
+        _tokenizer(options)
+    except TokenloomError as error:
+        if options.tokenizer or options.backend is Backend.OPENAI_CHAT:
+            raise ValueError(f"{error.message}; --tokenizer names a directory or a hub id with a tokenizer") from None
+        note = f"no tokenizer of {options.model!r} is at hand: prompts are random token ids below {_COMMON_IDS}"
+        return replace(options, vocab_size=_COMMON_IDS), note
+    return options, ""
+
+
 def prompts_for(options: ServeOptions) -> list[Prompt]:
     """Make the run's prompts of ids in the model's vocabulary. Raises ``ValueError``."""
     vocab_size = options.vocab_size or _tokenizer(options).get_vocab_size(with_added_tokens=True)
@@ -97,7 +120,7 @@ def _body(options: ServeOptions) -> Body:
 
 
 def _tokenizer(options: ServeOptions) -> Tokenizer:
-    return load_tokenizer(resolve(options.tokenizer or options.model))
+    return load_tokenizer(resolve(options.tokenizer or options.model, weights=False))
 
 
 def _settings(options: ServeOptions) -> dict[str, Any]:

@@ -82,6 +82,8 @@ WORDS = (
 """Values of arguments; some name what :func:`_folder` makes."""
 
 
+_NONSENSE = "nonsense"
+
 PLACES = (
     *(
         "~nosuch",
@@ -131,6 +133,33 @@ def _judge(status: str, shown: str, words: Sequence[str], where: str) -> None:
     lines = [line for line in shown.splitlines() if line.strip() and not line.startswith("Warning: ")]
     if status in ("1", "2") and len(words) > 1 and words[0] != "doctor":  # whose findings are lines of their own
         assert len(lines) == 1, where
+
+
+def check_words(words: Sequence[str]) -> str:
+    """Run one command line. Returns as :func:`check` does. Raises ``AssertionError``."""
+    with _folder(), _limited():
+        status, shown = _command(list(words))
+    _judge(status, shown, words, f"tokenloom {words!r}\n{shown[-3000:]}")
+    return status
+
+
+def nonsense_for_each(group: str) -> Iterator[list[str]]:
+    """Yield for a command, or for each command of a group, a line for every option and argument that holds nonsense."""
+    for path, parameters in _commands():
+        if path[0] != group:
+            continue
+        required = [_NONSENSE for each in parameters if each.param_type_name == "argument" and each.required]
+        yield [*path, *required, _NONSENSE]
+        yield [*path, f"--{_NONSENSE}"]
+        yield [*path, f"--help={_NONSENSE}"]
+        for each in parameters:
+            if each.param_type_name == "option" and not each.is_flag:
+                yield [*path, *required, f"{each.opts[0]}={_NONSENSE}"]
+
+
+def groups() -> list[str]:
+    """Return the first words of all commands."""
+    return list(dict.fromkeys(path[0] for path, _ in _commands()))
 
 
 def command_line(rng: random.Random) -> tuple[list[str], list[list[str]], dict[str, str]]:

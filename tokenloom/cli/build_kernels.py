@@ -11,8 +11,12 @@ from .failures import CommandFailed, reported
 
 def build_kernels(
     levels: Annotated[
-        str, typer.Option(help="Levels of processors, separated by commas, or all that a compiler here can build.")
-    ] = "all",
+        list[str] | None,
+        typer.Option(
+            help="Levels of processors, separated by commas, or all that a compiler here can build. May be repeated. "
+            "[default: all]"
+        ),
+    ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Folder for the libraries; by default inside the package.")
     ] = None,
@@ -24,7 +28,9 @@ def build_kernels(
     from tokenloom.gpu_worker.kernels.prebuilt import FOLDER
 
     known = {level.name: level for level in LEVELS}
-    wanted = [name for name in known if compiler_for(known[name])] if levels == "all" else levels.split(",")
+    wanted = [name.strip() for each in levels or ["all"] for name in each.split(",")]
+    if wanted == ["all"]:
+        wanted = [name for name in known if compiler_for(known[name])]
     if unknown := [name for name in wanted if name not in known]:
         raise typer.BadParameter(f"{unknown[0]} is not among {', '.join(known)}", param_hint="--levels")
     with reported():

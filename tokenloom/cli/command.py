@@ -1,6 +1,7 @@
 """A command of typer with plain help, which answers flags of vLLM and others that it does not have."""
 
 import contextlib
+import itertools
 import shutil
 import sys
 import textwrap
@@ -12,6 +13,11 @@ from typer.core import TyperCommand, TyperGroup
 
 WRITTEN = "tokenloom.written"
 """Where a context's ``meta`` holds the words of a command as the user wrote them."""
+LISTS = "list_options"
+"""Attribute of a command's function: the names of its options that are lists."""
+_TOPIC = "tokenloom.help_topic"
+"""Where the same holds the word of ``--help=TOPIC``."""
+_HELP = "--help="
 
 _CLICK_ERROR = typer.BadParameter.__mro__[2]
 """The class of errors with a message for the user, which typer does not export."""
@@ -24,7 +30,7 @@ class Command(TyperCommand):
         """Parse as usual; an unknown flag ends with one sentence that says what to use."""
         written = ctx.meta[WRITTEN] = list(args)
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, self._without_topic(ctx, args))
         except Exception as error:
             if type(error).__name__ == "NoSuchOption":  # typer does not export the class
                 _answer(error, written, [name for each in self.params for name in (*each.opts, *each.secondary_opts)])
@@ -40,9 +46,31 @@ class Command(TyperCommand):
     def get_help_option(self, ctx: Any) -> Any:
         return with_default(super().get_help_option(ctx))
 
+    def make_parser(self, ctx: Any) -> Any:
+        """Return the parser of the arguments, which adds up the values of a list that is given more than once."""
+        parser = super().make_parser(ctx)
+        # Not typer's `multiple`, which splits a variable at spaces and a text from a file into its characters. The
+        # option's own parser reads a list of texts as it reads one.
+        names = getattr(self.callback, LISTS, ())
+        for option in parser._long_opt.values():
+            if option.dest in names:
+                option.action = "append"
+        return parser
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, with every flag whole."""
+        """Write the help, with every flag whole; of a command with many options, the topic that was asked for."""
         formatter.write(help_page(self, ctx))
+
+    def _without_topic(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return the arguments with ``--help`` for ``--help=TOPIC``, and note the topic for :meth:`format_help`."""
+        before = args[: args.index("--")] if "--" in args else args
+        at, topic = next(
+            ((i, each[len(_HELP) :]) for i, each in enumerate(before) if each.startswith(_HELP)), (None, "")
+        )
+        if at is None:
+            return args
+        ctx.meta[_TOPIC] = topic
+        return [*args[:at], "--help", *args[at + 1 :]]
 
 
 class CommandGroup(TyperGroup):
@@ -103,19 +131,73 @@ _COLUMN = 26
 
 
 def help_page(command: Any, context: Any, commands: Iterable[Any] = ()) -> str:
-    """Return the help of a command of typer; ``commands``: those of a group."""
+    """Return the help of a command of typer; ``commands``: those of a group.
+
+    A command with many options lists the most common ones and the names of the groups of the others. The topic of
+    ``--help=TOPIC`` is a group, ``all``, or a part of an option's name. Raises ``typer.BadParameter`` for none of them.
+    """
     width = max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST))
     usage = " ".join(command.collect_usage_pieces(context))
-    blocks = [f"Usage: {context.command_path} {usage}", _paragraph(command.help or "", width)]
-    for title, rows in _groups(command.get_params(context), context):
-        blocks.append(_section(title, rows, width))
+    head = f"Usage: {context.command_path} {usage}"
+    sections = list(_groups(command.get_params(context), context))
+    topic = context.meta.get(_TOPIC)
+    if topic is not None and topic != _ALL:
+        return "\n\n".join((head, *(_section(title, rows, width) for title, rows in _about(topic, sections)))) + "\n"
+    blocks = [head, _paragraph(command.help or "", width)]
+    shown, left = (sections, []) if topic == _ALL else _first(sections)
+    blocks += [_section(title, rows, width) for title, rows in shown]
+    if left:
+        groups = [(_name_of(group), _flags_of(rows, width)) for group, rows in left]
+        blocks.append(_section("Groups of further options", groups, width))
+        way = f"--help=GROUP describes a group, --help=WORD those with it in their names, --help={_ALL} every option."
+        blocks.append(_paragraph(way, width))
     for title, members in _by_panel(commands, "Commands"):
         blocks.append(_section(title, [(each.name, each.help or "") for each in members], width))
     blocks.append(_paragraph(command.epilog or "", width))
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def _groups(params: Iterable[Any], context: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+_Rows = list[tuple[str, str]]
+_ALL = "all"
+_FEW, _FIRST = 40, 24
+"""Options of a command that are listed at once, and those of the first groups of a command that has more."""
+
+
+def _first(sections: list[tuple[str, _Rows]]) -> tuple[list[tuple[str, _Rows]], list[tuple[str, _Rows]]]:
+    """Divide the sections into those of the first page and the others."""
+    counts = list(itertools.accumulate(len(rows) for _, rows in sections))
+    if not counts or counts[-1] <= _FEW:
+        return sections, []
+    shown = sum(count <= _FIRST for count in counts)
+    return sections[:shown], sections[shown:]
+
+
+def _about(topic: str, sections: list[tuple[str, _Rows]]) -> list[tuple[str, _Rows]]:
+    """Return the section of a group, or the options whose names hold the topic. Raises ``typer.BadParameter``."""
+    wanted = _name_of(topic)
+    if groups := [each for each in sections if _name_of(each[0]) == wanted]:
+        return groups
+    found = [(title, [row for row in rows if wanted and wanted in row[0]]) for title, rows in sections]
+    if found := [(title, rows) for title, rows in found if rows]:
+        return found
+    names = ", ".join(_name_of(title) for title, _ in sections)
+    raise typer.BadParameter(
+        f"{topic!r} is no group of options and in no option's name; groups: {names}, {_ALL}", param_hint="--help"
+    )
+
+
+def _name_of(group: str) -> str:
+    """``Structured output`` → ``structured-output``."""
+    return group.lower().strip("-").replace(" ", "-").replace("_", "-")
+
+
+def _flags_of(rows: _Rows, width: int) -> str:
+    """Return the flags of a group in one line, as many of them as there is room for."""
+    names = ", ".join(name.partition(" ")[0].partition("/")[0].rstrip(",") for name, _ in rows)
+    return textwrap.shorten(names, width - _COLUMN, placeholder=" …", break_on_hyphens=False)
+
+
+def _groups(params: Iterable[Any], context: Any) -> Iterator[tuple[str, _Rows]]:
     """Yield each group of arguments and options with what to write about each."""
     params = list(params)
     arguments = [each for each in params if each.param_type_name == "argument"]

@@ -6,15 +6,16 @@ import typer
 
 from tokenloom.model_files import model_path
 from tokenloom.preflight.model_place import check_place
-from tokenloom.request.errors import TokenloomError
+from tokenloom.request.errors import TokenloomError, Unavailable
 
-from .failures import reported
+from .failures import CommandFailed, reported
 
 
 def model_directory(
     model: str, served_name: str | None, hint: str = "MODEL", *, weights: bool = True
 ) -> tuple[Path, str]:
-    """Return the checkpoint's path and the name it is served as; exits with a usage error if it is not found.
+    """Return the checkpoint's path and the name it is served as; exits with a usage error if it is not found, and with
+    a failure, which is no fault of the arguments, if the hub does not answer.
 
     Args:
         hint: What the error names: the argument or the option that holds the model.
@@ -25,6 +26,8 @@ def model_directory(
             check_place(model, model_path.expanded(model))
     try:
         path = model_path.resolve(model, weights=weights)
+    except Unavailable as error:
+        raise CommandFailed(error.message) from None
     except TokenloomError as error:
         raise typer.BadParameter(error.message, param_hint=hint) from None
     return path, served_name or model_path.served_name(path, model)

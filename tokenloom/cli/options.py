@@ -9,6 +9,8 @@ from msgspec import Struct
 
 from tokenloom.services.runtime.host.options import Option, build, exposed, file_flag, flag, options_of
 
+from .command import LISTS
+
 _WIDEST_METAVAR = 40
 """Characters of the choices that stand beside a flag; more are listed in its description."""
 
@@ -20,15 +22,19 @@ def offers(options: Iterable[Option], *, variables: bool = False) -> Callable[[_
     """Give a command that takes ``**chosen`` these options, in panels named after their groups.
 
     ``chosen`` then holds for each option what the user gave: checked text, or True or False for a switch; None if the
-    option was not given. ``variables``: options are also read from their environment variables.
+    option was not given. ``variables``: options are also read from their environment variables. The values of a list
+    that is given more than once are added up.
     """
+    options = list(options)
     parameters = [_parameter(option, variables=variables) for option in options]
+    lists = {option.name for option in options if option.type is tuple}
 
     def decorate(command: _Command) -> _Command:
         signature = inspect.signature(command)
         own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
         command.__signature__ = signature.replace(parameters=[*own, *parameters])  # type: ignore[attr-defined]
         command.__annotations__ |= {each.name: each.annotation for each in parameters}
+        setattr(command, LISTS, lists | getattr(command, LISTS, set()))
         return command
 
     return decorate

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from ..gguf.gguf_file import SUFFIX, is_gguf, is_later_part, whole_stem
-from ..request.errors import NotFound
+from ..request.errors import NotFound, Unavailable
 
 _DESCRIPTION = ("*.json", "*.jinja", "*.txt")
 _SAFETENSORS = "*.safetensors"
@@ -43,7 +43,8 @@ def download(model: str, *, weights: bool = True, cache: HubCache | None = None)
     """Return the directory of ``org/name`` or ``org/name@revision``, cached or downloaded.
 
     Without ``weights`` only the files that describe the model are needed, and only these are downloaded. A directory
-    from which an interrupted or running download still misses files is not returned. Raises ``NotFound``.
+    from which an interrupted or running download still misses files is not returned. Raises ``NotFound``, and
+    ``Unavailable`` if the hub does not answer.
     """
     path = _snapshot(model, (_SAFETENSORS,) if weights else (), cache or HubCache())
     if weights and not any(path.glob(_SAFETENSORS)):
@@ -74,11 +75,14 @@ def _snapshot(model: str, patterns: tuple[str, ...], cache: HubCache) -> Path:
             )
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise NotFound(f"model {model!r}: no such directory, and {_reason(model, error)}", field="model") from None
+        text = f"model {model!r}: no such directory, and "
+        if reason := _missing(model, error):
+            raise NotFound(text + reason, field="model") from None
+        raise Unavailable(text + _out_of_reach(error), field="model") from None
 
 
-def _reason(model: str, error: Exception) -> str:
-    """Return why the hub gave no files, and what would help."""
+def _missing(model: str, error: Exception) -> str:
+    """Return why the hub, or the cache, has no files, and what would help; empty: the hub could not be asked."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -93,7 +97,21 @@ def _reason(model: str, error: Exception) -> str:
         return f"the cache {constants.HF_HUB_CACHE} does not hold it (HF_HUB_OFFLINE=1 forbids downloads)"
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is None:
         return "the cache does not hold all of its files"
-    return f"it cannot be downloaded from {constants.ENDPOINT} ({type(error.__cause__ or error).__name__})"
+    return ""
+
+
+def _out_of_reach(error: BaseException) -> str:
+    """Return why the hub could not be asked, by the innermost cause, and what would help."""
+    from huggingface_hub import constants
+
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    said = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "")
+    named = "HF_ENDPOINT names this hub" if os.environ.get("HF_ENDPOINT") else "HF_ENDPOINT may name a mirror"
+    return (
+        f"it cannot be downloaded from {constants.ENDPOINT} ({said or type(error).__name__}): check network and proxy; "
+        f"{named}"
+    )
 
 
 DEMO_MODEL = Path(str(resources.files("tokenloom.demo_model")))
@@ -113,7 +131,7 @@ def resolve(model: str, *, weights: bool = True, cache: HubCache | None = None) 
     the path of a GGUF file.
 
     A hub id may end in ``@revision``. Without ``weights`` only the files that describe the model are downloaded, into
-    ``cache``. Raises ``NotFound``.
+    ``cache``. Raises ``NotFound``, and ``Unavailable`` if the hub does not answer.
     """
     path = PACKAGED.get(model) or expanded(model)
     if is_gguf(path) and is_checkpoint(path):

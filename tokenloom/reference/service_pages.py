@@ -31,7 +31,7 @@ _CONFIGURATION = """# Configuration
 `--config` (`.toml`, `.json` or `.yaml`). A flag overrides a variable, and a variable overrides the file. The variable
 of an option is `TOKENLOOM_` and its name: `--max-num-seqs 64`, `TOKENLOOM_MAX_NUM_SEQS=64` and `max_num_seqs = 64` in a
 file have the same effect. In a file, an option of the engine may also stand in a table of its group, such as
-`[scheduler]`. Lists are separated by commas.
+`[scheduler]`. Lists are separated by commas, and the flag of a list may be given more than once.
 
 `tokenloom serve` offers the options of the engine and of the other services, starts all services, and sets the options
 by which they find each other. `LLM(...)` takes the options of the engine's groups as keywords.

@@ -17,7 +17,7 @@ from tokenloom.engine_core.data.config import (
 )
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME, expanded, resolve
 from tokenloom.request.chat_template import check_chat_template, read_chat_template
-from tokenloom.request.errors import NotFound
+from tokenloom.request.errors import NotFound, Unavailable
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.runtime.host.service_settings import Count, OptionalAddress, ServiceSettings
 from tokenloom.services.runtime.peers.certificate_files import dns_name
@@ -127,5 +127,5 @@ def _with_path(speculative: SpeculativeConfig | None, checkpoint: Path) -> Specu
         return replace(speculative, model=str(own.parent))
     try:
         return replace(speculative, model=str(resolve(speculative.model)))
-    except NotFound as error:
+    except (NotFound, Unavailable) as error:
         raise ValueError(f"speculative_config: {error}") from None

@@ -12,7 +12,7 @@ from tokenloom.bench.load.bodies import Backend
 from tokenloom.bench.load.datasets import DatasetName, DatasetOptions
 from tokenloom.bench.load.events import Outcome
 from tokenloom.bench.load.slo import Objectives
-from tokenloom.bench.mesh.serve import ServeOptions, ServeRun, prompts_for, run_serve
+from tokenloom.bench.mesh.serve import ServeOptions, ServeRun, prompts_for, run_serve, with_vocabulary
 from tokenloom.bench.mesh.serve_report import summarize, table
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 
@@ -94,3 +94,15 @@ def test_the_table_has_a_row_for_each_measure_and_kind() -> None:
 def test_without_a_tokenizer_or_a_vocabulary_nothing_starts() -> None:
     with pytest.raises(Exception, match="no such"):
         prompts_for(ServeOptions("", "./nowhere"))
+
+
+def test_a_server_whose_tokenizer_is_not_at_hand_gets_ids_that_every_model_has() -> None:
+    options, note = with_vocabulary(ServeOptions("", "nowhere", dataset=MIXED))
+    assert "no tokenizer of 'nowhere' is at hand: prompts are random token ids below 1000" in note
+    ids = [each for prompt in prompts_for(options) for each in prompt.token_ids]
+    assert 100 < max(ids) < 1000
+    for at_hand in (ServeOptions("", DEMO_MODEL_NAME), ServeOptions("", "nowhere", vocab_size=9)):
+        assert with_vocabulary(at_hand) == (at_hand, "")
+    for needed in (ServeOptions("", "nowhere", Backend.OPENAI_CHAT), ServeOptions("", "m", tokenizer="./nowhere")):
+        with pytest.raises(ValueError, match="--tokenizer names a directory"):
+            with_vocabulary(needed)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.soak.command_lines import check
+from tests.soak.command_lines import check, check_words, groups, nonsense_for_each
 
 SEEDS = 200
 BATCH = 50
@@ -12,3 +12,9 @@ BATCH = 50
 def test_nonsense_ends_in_one_line(first: int) -> None:
     ends = [check(seed) for seed in range(first, first + BATCH)]
     assert {"reached", "2"} <= set(ends), "some is refused, and some is none"
+
+
+@pytest.mark.parametrize("group", groups())
+def test_nonsense_for_each_option_of_each_command_ends_in_one_line(group: str) -> None:
+    ends = [check_words(words) for words in nonsense_for_each(group)]
+    assert "2" in ends

@@ -61,13 +61,51 @@ def test_a_mistyped_name_is_told_the_nearest(arguments: list[str], wanted: str) 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_help_cuts_no_option_and_stays_in_its_width(width: int) -> None:
-    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": str(width)})
+    result = CliRunner().invoke(app, ["serve", "--help=all"], env={"COLUMNS": str(width)})
     lines = result.stdout.splitlines()
     for name in ("--enable-prompt-embeds/--no-enable-prompt-embeds", "--keep-disconnected-requests", "--port"):
         assert any(line.startswith(f"  {name} ") or line == f"  {name}" for line in lines), name
     assert {"Mesh:", "Engine:", "Scheduler:", "Gateway:"} <= set(lines)
     assert max(len(line) for line in lines if not line.startswith("  -")) <= max(width, 60)
     assert max(map(len, lines)) <= max(width, 80)
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "config"])
+def test_the_first_page_of_many_options_lists_the_groups_of_the_others(command: str) -> None:
+    lines = help_lines(command, "--help")
+    assert "Options:" in lines
+    assert any(line.startswith("  scheduler ") and "--max-num-seqs" in line for line in lines)
+    assert not any(line.startswith("  --max-num-seqs") for line in lines)
+    assert len(lines) < 100 < len(help_lines(command, "--help=all"))
+    assert max(map(len, lines)) <= 80
+    assert "--help=GROUP" in lines[-2]
+
+
+def test_a_group_or_a_word_chooses_the_options_of_the_help() -> None:
+    lines = help_lines("serve", "--help=structured-output")
+    assert "Structured output:" in lines
+    assert {"--structured-outputs-backend", "--disable-any-whitespace/--no-disable-any-whitespace"} == flags(lines)
+    assert help_lines("serve", "--help=Structured_Output") == lines
+    found = flags(help_lines("serve", "--help=lora-modules"))
+    assert found == {"--lora-modules"}
+    assert flags(help_lines("ps", "--help=json")) == {"--json"}
+
+
+def test_a_topic_that_the_help_does_not_have_is_told_the_groups() -> None:
+    result = CliRunner().invoke(app, ["serve", "--help=nonsense"])
+    assert result.exit_code == 2
+    assert "'nonsense' is no group of options and in no option's name; groups: " in result.output
+    assert "structured-output" in result.output
+
+
+def help_lines(*arguments: str) -> list[str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+def flags(lines: list[str]) -> set[str]:
+    return {line.split()[0] for line in lines if line.startswith("  --")}
 
 
 def test_the_help_of_the_commands_imports_none_of_them() -> None:

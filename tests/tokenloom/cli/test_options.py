@@ -41,6 +41,13 @@ def test_what_is_given_arrives_as_checked_text() -> None:
     assert built(Settings(), calls[0]) == Settings(7, ("a", "b"), True)
 
 
+def test_a_list_that_is_given_twice_adds_up() -> None:
+    arguments = ("--names", "a=/x, b", "--names=c", "--former-size", "7", "--size", "8")
+    assert run(*arguments)[2] == [{"own": 0, "size": "8", "names": "a=/x,b,c", "strict": None, **NO_KEY}]
+    assert run(TOKENLOOM_NAMES="a b,c")[2][0]["names"] == "a b,c", "a variable is not split at spaces"
+    assert run("--names", "a", TOKENLOOM_NAMES="b")[2][0]["names"] == "a", "a flag replaces the variable"
+
+
 def test_what_is_not_given_is_none() -> None:
     _, _, calls = run()
     assert calls == [{"own": 0, "size": None, "names": None, "strict": None, **NO_KEY}]

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from tokenloom.bench.load.slo import Objectives
-from tokenloom.bench.mesh.serve import ServeOptions, ServeRun, prompts_for, run_serve
+from tokenloom.bench.mesh.serve import ServeOptions, ServeRun, prompts_for, run_serve, with_vocabulary
 from tokenloom.bench.mesh.serve_report import table
 from tokenloom.bench.report import machine
 from tokenloom.services.runtime.host.options import options_of
@@ -50,6 +50,9 @@ def serve(
             pace=replace(options.pace, seed=options.dataset.seed),
             objectives=Objectives.parse([*(goodput or ()), *(more_objectives or ())]),
         )
+        options, note = with_vocabulary(options)
+        if note:
+            typer.echo(f"Warning: {note}; --tokenizer or --vocab-size draw from more", err=True)
         prompts = prompts_for(options)
         cpu = _service_cpu(options.base_url)
         with bars() as bar:

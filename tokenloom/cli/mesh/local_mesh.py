@@ -6,23 +6,26 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from tokenloom.supervisor.process_tree import processes_of
 from tokenloom.supervisor.state_dir import MeshRecord, running_meshes
 
 from ..failures import CommandFailed, reported
-from ..tables import print_tables
+from ..tables import UNLIMITED, Column, fitted, output_width, print_tables
 
 if TYPE_CHECKING:
     from .mesh_sample import Row
 
 _POLL_SECONDS = 0.1
+Wide = Annotated[
+    bool, typer.Option("--wide", help="Show every column whole, also those for which the terminal has no room.")
+]
 
 
 def find_mesh(port: int | None) -> MeshRecord:
@@ -44,6 +47,7 @@ def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print an array of objects instead of a table.")] = False,
     port: Annotated[int | None, typer.Option(help="The mesh on this HTTP port, not the newest one.")] = None,
     tree: Annotated[bool, typer.Option("--tree", help="List every process, below the one that started it.")] = False,
+    wide: Wide = False,
 ) -> None:
     """List the parts of the newest running mesh of this user: service, index, role, pid, address, health, placement."""
     with reported():
@@ -63,7 +67,7 @@ def ps(
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        print_tables(_table(rows))
+        print_tables(fitted(_columns(rows), UNLIMITED if wide else output_width()))
         for row in rows:
             for fall_back in row.fall_backs:
                 typer.echo(f"fall-back of {row.service}-{row.index}: {fall_back}")
@@ -79,21 +83,26 @@ def _print_tree(mesh: MeshRecord, *, as_json: bool) -> None:
         print(f"{process.pid:>8} {'  ' * process.depth}{process.name}{stopped}")
 
 
-def _table(rows: "list[Row]") -> Table:
-    """Return the rows; models are named if there are several."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    several = len({row.model for row in rows if row.model}) > 1
-    places = any(row.placement for row in rows)
-    models, placements = ("MODEL",) if several else (), ("PLACEMENT",) if places else ()
-    for title in ("SERVICE", "INDEX", *models, "ROLE", "PID", "ADDRESS", "METRICS", "HEALTH", *placements):
-        table.add_column(title, no_wrap=True, justify="right" if title in ("INDEX", "PID") else "left")
-    for row in rows:
-        colour = "green" if row.health == "SERVING" else "red"
-        model = (row.model or "-",) if several else ()
-        placed = (str(row.placement or "-"),) if places else ()
-        cells = (row.role or "-", row.pid or "-", row.address or "-", row.metrics or "-")
-        table.add_row(row.service, str(row.index), *model, *map(str, cells), Text(row.health, colour), *placed)
-    return table
+def _columns(rows: "list[Row]") -> Iterator[Column]:
+    """Yield the columns; models are named if there are several. A narrow terminal shows the names of sockets without
+    their folder, and does without process ids and roles first."""
+    yield Column("SERVICE", [row.service for row in rows])
+    yield Column("INDEX", [str(row.index) for row in rows], is_right=True)
+    if len({row.model for row in rows if row.model}) > 1:
+        yield Column("MODEL", [row.model or "-" for row in rows])
+    yield Column("ROLE", [row.role or "-" for row in rows], rank=2)
+    yield Column("PID", [str(row.pid or "-") for row in rows], is_right=True, rank=1)
+    sockets = Column("ADDRESS", [_short_address(row.address or "-") for row in rows])
+    yield Column("ADDRESS", [row.address or "-" for row in rows], sockets, rank=5)
+    yield Column("METRICS", [row.metrics or "-" for row in rows], rank=3)
+    yield Column("HEALTH", [Text(row.health, "green" if row.health == "SERVING" else "red") for row in rows])
+    if any(row.placement for row in rows):
+        yield Column("PLACEMENT", [str(row.placement or "-") for row in rows], rank=4)
+
+
+def _short_address(address: str) -> str:
+    """``unix:/tmp/tokenloom-0/mesh-xj7nvsbc/engine-0.sock`` → ``…/engine-0.sock``."""
+    return f"…/{address.rpartition('/')[2]}" if address.startswith("unix:") else address
 
 
 def top(
@@ -101,6 +110,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one interval and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one interval as JSON and exit.")] = False,
     port: Annotated[int | None, typer.Option(help="The mesh on this HTTP port, not the newest one.")] = None,
+    wide: Wide = False,
 ) -> None:
     """Watch a local mesh: parts, health, queues, KV use, tokens/s, latencies. Ctrl-C leaves."""
     from .top_screen import look_once, shown, watch  # here, because they take gRPC, which the help does not need
@@ -109,10 +119,11 @@ def top(
         mesh = find_mesh(port)
         if once or as_json or not sys.stdout.isatty():
             seen = look_once(mesh, interval)
-            print(json.dumps(asdict(seen), indent=2)) if as_json else print_tables(shown(seen))
+            width = UNLIMITED if wide else output_width()
+            print(json.dumps(asdict(seen), indent=2)) if as_json else print_tables(shown(seen, width))
         else:
             with contextlib.suppress(KeyboardInterrupt):
-                watch(mesh, interval)
+                watch(mesh, interval, wide=wide)
 
 
 def stop(

@@ -1,18 +1,18 @@
 """Computes rates from two samples of a running local mesh, and shows them as tables on a screen."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from tokenloom.services.runtime.telemetry.fast_metrics import quantile
 from tokenloom.supervisor.state_dir import MeshRecord, running_meshes
 
-from ..tables import plain_console
+from ..tables import UNLIMITED, Column, fitted, plain_console
 from .mesh_sample import MeshPlacement, MeshSample, PartPlacement, PartSample, ScrapedMetrics, merged, take_sample
 
 _DRAFTS = "vllm:spec_decode_num_"
@@ -149,39 +149,26 @@ def _latency(gateways: list[tuple[ScrapedMetrics, ScrapedMetrics]], name: str) -
     return Latency(p50, p95)
 
 
-_COLUMNS = ("PART", "ROLE", "PID", "HEALTH", "CPU", "MEMORY", "RUN", "WAIT", "KV", "HITS", "PROMPT/S", "TOKENS/S")
-_DRAFT_COLUMNS = ("DRAFTS", "TOK/STEP")
-_COST_COLUMNS = ("AHEAD", "COST")
-_LEFT = ("PART", "ROLE", "HEALTH")
-
-
 def look_once(mesh: MeshRecord, interval: float) -> MeshRates:
     """Return what a mesh did during an interval of so many seconds."""
     return asyncio.run(_look_once(mesh, interval))
 
 
-def watch(mesh: MeshRecord, interval: float) -> None:
-    """Refresh the screen until the mesh ends."""
-    asyncio.run(_watch(mesh, interval))
+def watch(mesh: MeshRecord, interval: float, *, wide: bool = False) -> None:
+    """Refresh the screen until the mesh ends; ``wide``: show every column, also beyond the terminal's edge."""
+    asyncio.run(_watch(mesh, interval, wide))
 
 
-def shown(seen: MeshRates) -> RenderableType:
-    """Return a line for the whole mesh and a row for each part."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    drafts = any(part.draft_acceptance_rate is not None for part in seen.parts)
-    rules = {part.placement.rule for part in seen.parts if part.placement is not None}
-    placing = (*(("SCORE",) if rules else ()), *(_COST_COLUMNS if "cost" in rules else ()))
-    for title in (*_COLUMNS, *(_DRAFT_COLUMNS if drafts else ()), *placing):
-        table.add_column(title, no_wrap=True, justify="left" if title in _LEFT else "right")
-    for part in seen.parts:
-        table.add_row(*_cells(part), *(_draft_cells(part) if drafts else ()), *_placement_cells(part)[: len(placing)])
-    return Group(_summary(seen), Text(), table)
+def shown(seen: MeshRates, width: int) -> RenderableType:
+    """Return a line for the whole mesh and a row for each part, in so many columns of a terminal where possible."""
+    return Group(*_summary(seen, width), Text(), fitted(_columns(seen), width))
 
 
-async def _watch(mesh: MeshRecord, interval: float) -> None:
-    with Live(console=plain_console(), screen=True, auto_refresh=False) as live:
+async def _watch(mesh: MeshRecord, interval: float, wide: bool) -> None:
+    console = plain_console()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
         async for seen in _looks(mesh, interval):
-            live.update(shown(seen), refresh=True)
+            live.update(shown(seen, UNLIMITED if wide else console.width), refresh=True)
 
 
 async def _look_once(mesh: MeshRecord, interval: float) -> MeshRates:
@@ -197,51 +184,110 @@ async def _looks(mesh: MeshRecord, interval: float) -> AsyncIterator[MeshRates]:
         before = after
 
 
-def _summary(seen: MeshRates) -> Text:
+def _summary(seen: MeshRates, width: int) -> list[Text]:
+    """Return what is true of the whole mesh, in as many lines as it takes."""
     rules = {part.placement.rule for part in seen.parts if part.placement and part.placement.rule}
-    up = sum(part.health == "SERVING" for part in seen.parts)
-    return Text.assemble(
-        (f"{up} of {len(seen.parts)} parts are serving", "green" if up == len(seen.parts) else "red"),
-        f"   {seen.requests_per_second:.1f} requests/s   {seen.generation_tokens_per_second:,.0f} tokens/s",
-        f"   TTFT {_latency_text(seen.time_to_first_token)}   ITL {_latency_text(seen.inter_token_latency)}",
-        f"   placement by {' and '.join(sorted(rules))}" if rules else "",
-    )
-
-
-def _cells(part: PartRates) -> list[Text | str]:
-    return [
-        f"{part.service}-{part.index}",
-        part.role or "-",
-        "-" if part.pid is None else str(part.pid),
-        Text(part.health, "green" if part.health == "SERVING" else "red"),
-        _number(part.cpu_percent, "{:.0f} %"),
-        _number(part.memory_bytes, "{:,.0f} MB", 1e-6),
-        _number(part.running, "{:.0f}"),
-        _number(part.waiting, "{:.0f}"),
-        _number(part.kv_usage, "{:.0f} %", 100.0),
-        _number(part.prefix_hit_rate, "{:.0f} %", 100.0),
-        _number(part.prompt_tokens_per_second, "{:,.0f}"),
-        _number(part.generation_tokens_per_second, "{:,.0f}"),
+    up = sum(part.health == _SERVING for part in seen.parts)
+    facts = [
+        Text.assemble((f"{up} of {len(seen.parts)} parts are serving", "green" if up == len(seen.parts) else "red")),
+        Text(f"{seen.requests_per_second:.1f} requests/s"),
+        Text(f"{seen.generation_tokens_per_second:,.0f} tokens/s"),
+        Text(f"TTFT {_latency_text(seen.time_to_first_token)}"),
+        Text(f"ITL {_latency_text(seen.inter_token_latency)}"),
+        *([Text(f"placement by {' and '.join(sorted(rules))}")] if rules else ()),
     ]
+    lines = [facts[0]]
+    for fact in facts[1:]:
+        if lines[-1].cell_len + len(_FACT_GAP) + fact.cell_len <= width:
+            lines[-1].append(_FACT_GAP).append_text(fact)
+        else:
+            lines.append(fact)
+    return lines
 
 
-def _draft_cells(part: PartRates) -> list[str]:
-    """Return the share of drafts that were right, and the tokens of a step with drafts."""
-    return [_number(part.draft_acceptance_rate, "{:.0f} %", 100.0), _number(part.tokens_per_draft, "{:.1f}")]
+_FACT_GAP = "   "
+_SERVING = "SERVING"
+_SHORT_HEALTH = {_SERVING: "yes", "NOT_SERVING": "no"}
 
 
-def _placement_cells(part: PartRates) -> list[str]:
-    """Return what the coordinator compares of an engine: the score; prompt tokens to compute, and expected seconds."""
-    values = part.placement.values if part.placement else {}
-    return [
-        _number(values.get("score"), "{:.0f}"),
-        _number(values.get("uncached_tokens"), "{:,.0f}"),
-        _number(values.get("expected_seconds"), "{:.2f} s"),
-    ]
+@dataclass(frozen=True)
+class _Figure:
+    """A column of numbers."""
+
+    title: str
+    value: Callable[[PartRates], float | None]
+    form: Callable[[float], str]
+    short_title: str
+    short_form: Callable[[float], str]
+    rank: int = 0
+
+    def column(self, parts: Sequence[PartRates]) -> Column:
+        whole, short = ([_number(self.value(part), form) for part in parts] for form in (self.form, self.short_form))
+        return Column(self.title, whole, Column(self.short_title, short), is_right=True, rank=self.rank)
 
 
-def _number(value: float | None, form: str, factor: float = 1.0) -> str:
-    return "-" if value is None else form.format(value * factor)
+def _brief(value: float) -> str:
+    """Return a number in at most four characters: ``950``, ``1.2k``, ``213M``."""
+    for unit in ("", "k", "M", "G"):
+        if value < 999.5:
+            return f"{value:.1f}{unit}" if unit and value < 9.95 else f"{value:.0f}{unit}"
+        value /= 1000
+    return f"{value:.0f}T"
+
+
+def _hundredfold(name: str) -> Callable[[PartRates], float | None]:
+    """Return what reads a share of a part as a percentage."""
+    return lambda part: None if (share := getattr(part, name)) is None else 100.0 * share
+
+
+def _placed(name: str) -> Callable[[PartRates], float | None]:
+    return lambda part: part.placement.values.get(name) if part.placement else None
+
+
+_COUNT, _MANY, _PERCENT, _SHORT_PERCENT = "{:.0f}".format, "{:,.0f}".format, "{:.0f} %".format, "{:.0f}%".format
+_FIGURES = (
+    _Figure("CPU", attrgetter("cpu_percent"), _PERCENT, "CPU", _SHORT_PERCENT),
+    _Figure("MEMORY", attrgetter("memory_bytes"), lambda value: f"{value * 1e-6:,.0f} MB", "MEM", _brief, rank=8),
+    _Figure("RUN", attrgetter("running"), _COUNT, "RUN", _brief),
+    _Figure("WAIT", attrgetter("waiting"), _COUNT, "WAIT", _brief),
+    _Figure("KV", _hundredfold("kv_usage"), _PERCENT, "KV", _SHORT_PERCENT),
+    _Figure("HITS", _hundredfold("prefix_hit_rate"), _PERCENT, "HITS", _SHORT_PERCENT, rank=6),
+    _Figure("PROMPT/S", attrgetter("prompt_tokens_per_second"), _MANY, "IN/S", _brief, rank=10),
+    _Figure("TOKENS/S", attrgetter("generation_tokens_per_second"), _MANY, "OUT/S", _brief),
+)
+_DRAFT_FIGURES = (
+    _Figure("DRAFTS", _hundredfold("draft_acceptance_rate"), _PERCENT, "DRAFT", _SHORT_PERCENT, rank=4),
+    _Figure("TOK/STEP", attrgetter("tokens_per_draft"), "{:.1f}".format, "T/STEP", "{:.1f}".format, rank=7),
+)
+_SCORE_FIGURES = (_Figure("SCORE", _placed("score"), _COUNT, "SCORE", _brief, rank=5),)
+_COST_FIGURES = (
+    _Figure("AHEAD", _placed("uncached_tokens"), _MANY, "AHEAD", _brief, rank=3),
+    _Figure("COST", _placed("expected_seconds"), "{:.2f} s".format, "COST", "{:.1f}s".format, rank=9),
+)
+
+
+def _columns(seen: MeshRates) -> Iterator[Column]:
+    """Yield the columns. PID and role are the first that a narrow terminal does without: `ps` has them too."""
+    parts = seen.parts
+    rules = {part.placement.rule for part in parts if part.placement is not None}
+    health = [Text(part.health, _colour(part)) for part in parts]
+    short = [Text(_SHORT_HEALTH.get(part.health, part.health.lower()), _colour(part)) for part in parts]
+    yield Column("PART", [f"{part.service}-{part.index}" for part in parts])
+    yield Column("ROLE", [part.role or "-" for part in parts], rank=2)
+    yield Column("PID", [_number(part.pid, _COUNT) for part in parts], is_right=True, rank=1)
+    yield Column("HEALTH", health, Column("UP", short))
+    drafts = any(part.draft_acceptance_rate is not None for part in parts)
+    placing = (*(_SCORE_FIGURES if rules else ()), *(_COST_FIGURES if "cost" in rules else ()))
+    for figure in (*_FIGURES, *(_DRAFT_FIGURES if drafts else ()), *placing):
+        yield figure.column(parts)
+
+
+def _colour(part: PartRates) -> str:
+    return "green" if part.health == _SERVING else "red"
+
+
+def _number(value: float | None, form: Callable[[float], str]) -> str:
+    return "-" if value is None else form(value)
 
 
 def _latency_text(latency: Latency) -> str:

@@ -45,6 +45,9 @@ def config(
     **chosen: Any,
 ) -> None:
     """Print the configuration with which `tokenloom serve` would run for the same arguments, and nothing else."""
+    from .prechecks import warn_of_variables  # here, because it takes what checks a model, which the help does not need
+
+    warn_of_variables()
     rows = [
         Setting("model", model, _source(context, "model", config)),
         Setting(

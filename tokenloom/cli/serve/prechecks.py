@@ -1,6 +1,8 @@
 """Checks everything that ``serve`` is given before a process starts, so that a mistake costs a second, not a mesh."""
 
+import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.tenant import CacheSalts
 from tokenloom.services.runtime.addresses import Address
-from tokenloom.services.runtime.host.options import flag
+from tokenloom.services.runtime.host.options import flag, variable
 from tokenloom.supervisor import state_dir
 from tokenloom.supervisor.decided import WITHHELD
 from tokenloom.supervisor.layout import MeshOptions, parts_of
@@ -92,7 +94,7 @@ def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:
 
 
 def warn_of_variables() -> None:
-    """Say which variables of services this command does not read, though they are set."""
+    """Say which variables of Tokenloom this command does not read, though they are set."""
     # Parts inherited from the user's shell the addresses and certificates that only the supervisor may decide, and did
     # not start. It holds them back now, which must not happen silently.
     for name in sorted(WITHHELD.intersection(os.environ)):
@@ -100,6 +102,32 @@ def warn_of_variables() -> None:
             f"Warning: {name} is not read: `tokenloom serve` decides it for each part, or the part's table in --config",
             err=True,
         )
+    for name, reason in _unknown_variables(os.environ).items():
+        typer.echo(f"Warning: {name} is not read: {reason}", err=True)
+
+
+_OTHER_VARIABLES = {"TOKENLOOM_URL"}
+"""Read by the programs of ``examples/``."""
+_OF_A_POD = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
+"""Names that Kubernetes sets in every pod for each service of its namespace."""
+
+
+def _unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are named like options and belong to none, each with the reason."""
+    prefix = variable("")
+    known = {name for offer in OFFERS.values() if offer.services for name in offer.option.names}
+    of_mesh = {name for name, offer in OFFERS.items() if not offer.services}
+    others = _OTHER_VARIABLES | WITHHELD | set(map(variable, known))
+    reasons = {}
+    for name in sorted(name for name in environment.keys() - others if name.startswith(prefix)):
+        if _OF_A_POD.search(name) or "://" in environment[name][:6]:
+            continue
+        option = name.removeprefix(prefix).lower()
+        nearest = difflib.get_close_matches(option, known, n=1)
+        reasons[name] = "no option has this name" + (f"; did you mean {variable(nearest[0])}?" if nearest else "")
+        if option in of_mesh:
+            reasons[name] = f"only {flag(option)} sets this option"
+    return reasons
 
 
 def _parsed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,3 +139,27 @@ def test_cells_are_no_markup(socket_dir: Path) -> None:
     rows = [line.split() for line in result.stdout.splitlines()[1:]]
     common = ["7", "[fd00::1]:9000", "[fd00::1]:9001", "NOT_SERVING"]
     assert rows == [["engine", str(number), model, "[bold]", *common] for number, model in enumerate(models)]
+
+
+def test_a_terminal_of_80_columns_has_no_pids_and_short_names_of_sockets(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = "/tmp/tokenloom-0/mesh-xj7nvsbc"
+    parts = []
+    for number, service in enumerate(("output_processor", "engine")):
+        state = {"pid": 7654321, "address": f"unix:{folder}/{service}-0.sock", "metrics": "127.0.0.1:44033"}
+        (socket_dir / f"{service}.json").write_text(json.dumps(state | {"health": f"unix:{socket_dir}/none"}))
+        role = "prefill" if number else None
+        parts.append(PartRecord(service, 0, role, str(socket_dir / f"{service}.json")))
+    with state_dir.mesh_directory() as directory:
+        state_dir.write_record(directory, MeshRecord(1, 8000, parts))
+        piped = CliRunner().invoke(app, ["ps"]).stdout
+        monkeypatch.setenv("COLUMNS", "80")
+        narrow = CliRunner().invoke(app, ["ps"]).stdout
+        wide = CliRunner().invoke(app, ["ps", "--wide"]).stdout
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "7654321" not in narrow
+    assert "…/output_processor-0.sock" in narrow
+    assert piped == wide
+    assert f"unix:{folder}/engine-0.sock" in wide
+    assert {"7654321", "prefill"} <= set(wide.split())

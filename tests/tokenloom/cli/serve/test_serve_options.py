@@ -45,6 +45,33 @@ def test_variables_go_before_the_file(
     result = run(tmp_path / "mesh.toml", 'max_num_seqs = 7\n[engine]\nmetrics_listen = "127.0.0.1:0"')
     assert started[0].flags["engine"] == ("--metrics-listen=127.0.0.1:0", "--max-num-seqs=9")
     assert "Warning: TOKENLOOM_METRICS_LISTEN is not read" in result.stderr
+    assert "TOKENLOOM_PORT" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "config"])
+def test_a_variable_that_no_option_has_is_told_the_nearest(
+    command: str, started: list[MeshOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENLOOM_MAX_NUM_SEQ", "9")
+    monkeypatch.setenv("TOKENLOOM_PORT", "9000")
+    monkeypatch.setenv("TOKENLOOM_XXXXXXXX", "secret")
+    monkeypatch.setenv("TOKENLOOM_GATEWAY_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("TOKENLOOM_URL", "http://127.0.0.1:8000")
+    result = CliRunner().invoke(app, [command, "--worker", "hash"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines() == [
+        "Warning: TOKENLOOM_MAX_NUM_SEQ is not read: no option has this name; did you mean TOKENLOOM_MAX_NUM_SEQS?",
+        "Warning: TOKENLOOM_PORT is not read: only --port sets this option",
+        "Warning: TOKENLOOM_XXXXXXXX is not read: no option has this name",
+    ]
+
+
+def test_lists_that_are_given_twice_reach_the_parts_whole(started: list[MeshOptions]) -> None:
+    lists = ("--allowed-hosts", "a", "--allowed-hosts=b,c", "--kv-transports", "shm", "--kv-transports", "socket")
+    result = CliRunner().invoke(app, ["serve", "--worker", "hash", *lists])
+    assert result.exit_code == 0, result.output
+    assert "--allowed-hosts=a,b,c" in started[0].flags["gateway"]
+    assert "--kv-transports=shm,socket" in started[0].flags["engine"]
 
 
 def test_options_may_stand_in_the_table_of_their_group(started: list[MeshOptions], tmp_path: Path) -> None:

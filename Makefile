@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0
 # Where `make lock` finds torch for CPUs.
 TORCH_CPU_SOURCE ?= --extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match
+# Levels of processors for which `make wheel` builds kernels: a comma-separated list, none, or all that g++ here can build.
+LEVELS ?= all
 # `make lock` keeps the versions of the locks where it can; `make lock LOCK_FLAGS=--upgrade` takes the newest.
 LOCK_FLAGS ?=
 # The images' dependencies; an engine's image has those of locks/ray.txt only with EXTRA=ray. locks/tools.txt and
@@ -132,9 +134,8 @@ $(DOCS)/.installed: pyproject.toml
 kernels: install ## build the C++ kernels ahead, for every level of processors that a compiler here can build
 	$(BIN)/tokenloom build-kernels
 
-wheel: kernels ## build dist/: the wheel, with the kernels that were built ahead
-	@rm -rf build/lib build/bdist.*
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+wheel: ## build dist/: the client's wheel, and the others with the kernels of LEVELS, with nothing but python3 and g++
+	$(PYTHON) tools/build_wheels.py --levels $(LEVELS)
 
 chart: install ## write the objects of charts/tokenloom from k8s/ (kubectl)
 	$(BIN)/python tools/helm_chart.py
@@ -242,7 +243,8 @@ browser: install ## use the pages / and /docs in a real browser, and take pictur
 	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
 	$(BIN)/python -m tests.services.gateway.page.check_page
 
-wheel-check: install ## install the wheel of dist/ into a clean environment, and print the CPU time of its starts
+wheel-check: install $(TOOLS)/.installed ## install the wheels of dist/ into clean environments; print the CPU time of starts, and what the client takes
+	$(BIN)/python -m tests.wheel.check_client $(TOOLS)/bin/uv
 	$(BIN)/python -m tests.wheel.check_wheel
 
 chart-check: ## render charts/tokenloom with Helm's library, and compare it with k8s/ (kubectl)

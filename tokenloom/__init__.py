@@ -80,5 +80,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports the offline API on first use: services import this package too, and must stay without torch."""
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
+        try:
+            return getattr(import_module(_HOMES[name], __name__), name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith(__name__):
+                raise
+            # Named, because the client's distribution has this module too, and a missing module of ours says little.
+            raise ImportError(f"{name} is part of the package tokenloom; only tokenloom-client is installed") from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``make wheel-check``: installs the wheel of ``dist/``, starts it without a compiler, and prints the CPU time.
+"""``make wheel-check``: installs the wheels of ``dist/``, starts them without a compiler, and prints the CPU time.
 
 The environment is new, and its programs find neither a compiler nor compiled kernels of an earlier start. CPU time is
 that of all processes of a mesh until the first chat is answered, or of a command until it ends.
@@ -7,6 +7,7 @@ that of all processes of a mesh until the first chat is answered, or of a comman
 import contextlib
 import json
 import os
+import platform
 import re
 import shutil
 import socket
@@ -30,19 +31,19 @@ SECOND_START = 5.0
 REFUSAL = 2.0
 HELP = 0.3
 """Seconds of CPU that a first start, a second one, a refused start and ``--help`` may take."""
-NEEDED_LEVELS = ("x86-64-amx", "x86-64-v4", "x86-64-v3", "aarch64")
-"""Levels of processors for which a wheel must hold kernels."""
+NEEDED_LEVELS = {"x86_64": ("x86-64-v4-bf16", "x86-64-v3"), "aarch64": ("aarch64",)}
+"""Levels of processors for which the wheel of a kind of machine must hold kernels."""
 ATTEMPTS = 3
 """How often what can be repeated is measured while it is above its limit: other programs only ever add to CPU time."""
 
 
 def main() -> int:
-    wheel = newest_wheel(ROOT / "dist")
+    wheel, client = newest_wheel(ROOT / "dist"), newest_wheel(ROOT / "dist", "tokenloom_client-*-any.whl")
     shutil.rmtree(BUILD, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(BUILD / "venv")], check=True)
-    _install(str(wheel))
+    _install(str(client), str(wheel))
     taken = [_report_levels(wheel), _refused("serve, without torch", "tokenloom[engine]", "serve")]
-    _install(f"{wheel}[engine]")
+    _install("tokenloom[engine]")  # as the refusal says: the package is there, and its extras name the others
     taken.append(_report("first answer", _seconds_to_answer(), FIRST_ANSWER))
     taken.append(_report("second start", _least(_seconds_to_answer, SECOND_START), SECOND_START))
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -57,9 +58,11 @@ def main() -> int:
     return 0 if all(taken) else 1
 
 
-def newest_wheel(folder: Path) -> Path:
+def newest_wheel(folder: Path, pattern: str = "tokenloom-*manylinux*.whl") -> Path:
     """Return the wheel of a folder that was built last. Raises ``SystemExit`` if there is none."""
-    wheels = sorted(folder.glob("tokenloom-*.whl"), key=lambda path: path.stat().st_mtime)
+    wheels = sorted(
+        (each for each in folder.glob(pattern) if _is_for_this_machine(each)), key=lambda path: path.stat().st_mtime
+    )
     if not wheels:
         raise SystemExit(f"{folder} holds no wheel: run `make wheel` first")
     return wheels[-1]
@@ -78,10 +81,14 @@ def family_cpu_seconds(pid: int) -> float:
     return sum(sum(process.cpu_times()[:4]) for process in (parent, *parent.children(recursive=True)))
 
 
-def _install(requirement: str) -> None:
+def _is_for_this_machine(wheel: Path) -> bool:
+    return wheel.stem.endswith((f"_{platform.machine()}", "-any"))
+
+
+def _install(*requirements: str) -> None:
     index = os.environ.get("TORCH_INDEX")
     more = ["--extra-index-url", index] if index else []
-    subprocess.run([str(PYTHON), "-m", "pip", "install", "--quiet", *more, requirement], check=True)
+    subprocess.run([str(PYTHON), "-m", "pip", "install", "--quiet", *more, *requirements], check=True)
 
 
 def _environment() -> dict[str, str]:
@@ -175,7 +182,7 @@ def _run(*arguments: str) -> tuple[int, str, float]:
 
 def _report_levels(wheel: Path) -> bool:
     held = held_levels(wheel)
-    missing = [name for name in NEEDED_LEVELS if name not in held]
+    missing = [name for name in NEEDED_LEVELS[platform.machine()] if name not in held]
     print(f"{wheel.name} holds kernels for {', '.join(held)}" + "".join(f"; {name} IS MISSING" for name in missing))
     return not missing
 

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import Message
 
 from tokenloom.request.errors import InvalidArgument
@@ -14,10 +12,14 @@ from tokenloom.v1 import inference_pb2
 
 from .client_request import set_field
 
+if TYPE_CHECKING:  # only results need numpy, which a client that generates text is installed without
+    import numpy as np
+    import numpy.typing as npt
+
 R = TypeVar("R", bound=Message)
 PoolInput = str | Sequence[int]
 """A text, or token ids of the model's tokenizer."""
-Arrays = list[npt.NDArray[np.float32]]
+Arrays: TypeAlias = "list[npt.NDArray[np.float32]]"
 _OF_EVERY_CALL = frozenset({"truncate_prompt_tokens", "priority"})
 _ARGUMENTS = frozenset({"inputs", "query", "documents", "task", "options"})
 
@@ -91,7 +93,9 @@ def _filled(request: R, options: Mapping[str, Any]) -> R:
 
 
 def read_pooled(responses: Iterable[inference_pb2.PoolResponse]) -> Pooled:
-    """Return the results of a call, from all its responses."""
+    """Return the results of a call, from all its responses. Raises ``ImportError`` without numpy."""
+    import numpy as np
+
     parts: list[bytearray] = []
     shapes: list[Sequence[int]] = []
     usage = inference_pb2.Usage()

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from tokenloom.offline.outputs import CompletionOutput, Logprob
 from tokenloom.request.routed_rows import to_array
@@ -12,6 +10,10 @@ from tokenloom.v1 import inference_pb2, types_pb2
 
 from .options import Message
 from .tool_calls import ToolCall, ToolCallDelta, add_delta, read_delta
+
+if TYPE_CHECKING:  # only a request for routed experts needs numpy, which a client may lack
+    import numpy as np
+    import numpy.typing as npt
 
 _FINISH_REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -66,7 +68,7 @@ class Chunk:
     """In chats: the model's reasoning, which is not part of the text."""
     tool_calls: Sequence[ToolCallDelta] = ()
     """In chats: new parts of the calls that the model makes."""
-    routed_experts: npt.NDArray[np.unsignedinteger] | None = None
+    routed_experts: "npt.NDArray[np.unsignedinteger] | None" = None
     """In the last chunk of the sample, with ``return_routed_experts``: as in ``CompletionOutput``."""
 
 

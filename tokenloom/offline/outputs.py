@@ -4,10 +4,9 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # clients import this module, and are installed without numpy
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 
@@ -51,7 +50,7 @@ class CompletionOutput:
     """``stop``, ``length``, ``repetition``, ``abort``, or ``error`` with ``RequestOutput.error``."""
     stop_reason: int | str | None = None
     """The stop string, or the token of ``stop_token_ids``; None for the model's own end-of-sequence tokens."""
-    routed_experts: npt.NDArray[np.unsignedinteger] | None = None
+    routed_experts: "npt.NDArray[np.unsignedinteger] | None" = None
     """[tokens, layers with experts, experts of a token]: which experts computed each token, once the output has ended;
     None unless ``return_routed_experts`` was set. The rows end before the last output token, which was not computed.
     They begin at ``routed_experts_prompt_start``, or after the prompt for outputs after the first."""

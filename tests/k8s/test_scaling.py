@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.k8s.cluster import WHOLE, Object, build, of_kind
+from tests.k8s.server_side_apply import Conflict, LiveObject, key_of, scaled
 from tests.observability.catalogue import DOCUMENT
 
 _ROW = re.compile(r"^\| `(\S+)` \|", re.MULTILINE)
@@ -50,3 +51,37 @@ def test_prefill_scales_on_queued_prompt_tokens_and_decode_on_kv_with_and_withou
         (trigger,) = keda[f"engine-{role}"]["triggers"]
         assert trigger["metadata"]["query"].startswith(f"sum({metric}{{")
         assert trigger["metadata"]["threshold"] == threshold
+
+
+REPLICAS = ("spec", "replicas")
+SCALED = (*WHOLE, "overlays/planner", "overlays/hub")
+
+
+@pytest.mark.parametrize("overlay", SCALED)
+def test_what_an_autoscaler_scales_keeps_its_live_number_when_it_is_applied_again(overlay: str) -> None:
+    objects = {key_of(each): each for each in build(overlay)}
+    targets = scaled(objects.values())
+    assert {"Deployment/gateway", "Deployment/tokenizer", "Deployment/output-processor"} < targets.keys()
+    assert [key for key in targets if key.startswith("StatefulSet/engine")]
+    for key, least in targets.items():
+        live = LiveObject()
+        live.apply("kubectl", objects[key])
+        assert live.get(REPLICAS) == 1, f"{key}: the API server's default, which the autoscaler raises to {least}"
+        live.update("autoscaler", REPLICAS, 7)
+        live.apply("kubectl", objects[key])
+        assert live.get(REPLICAS) == 7, key
+
+
+def test_a_fixed_number_would_be_noticed() -> None:
+    """The model refuses what the manifests once did, and drops a number that only they had."""
+    fixed = {"spec": {"replicas": 2, "serviceName": "engine"}}
+    live = LiveObject()
+    live.apply("kubectl", fixed)
+    live.update("autoscaler", REPLICAS, 7)
+    with pytest.raises(Conflict, match=r"spec\.replicas belongs to autoscaler"):
+        live.apply("kubectl", fixed)
+    live.apply("kubectl", fixed, force=True)
+    assert live.get(REPLICAS) == 2
+    live.update("autoscaler", REPLICAS, 7)
+    live.apply("kubectl", {"spec": {"serviceName": "engine"}})
+    assert live.get(REPLICAS) == 7, "an upgrade from such manifests keeps the number too"

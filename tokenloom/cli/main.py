@@ -17,7 +17,7 @@ with uncollected_imports():
     from .commands import lazy_group
 
 _GROUPS = {
-    "Serve": ("serve.serve", "mesh.demo", "mesh.local_mesh:stop", "fetch"),
+    "Serve": ("serve.serve", "serve.run", "mesh.demo", "mesh.local_mesh:stop", "fetch"),
     "Ask a server": ("chat.chat", "chat.chat:complete", "chat.chat:transcribe", "batch.run_batch", "models"),
     "Run without a server": ("batch.generate",),
     "Manage a mesh": (
@@ -41,6 +41,8 @@ app = typer.Typer(
     help="Serve large language models as a mesh of small gRPC services.",
     epilog="Exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted.",
     no_args_is_help=True,
+    # rich heeds the variable by itself; typer writes its colours to every terminal.
+    context_settings={"color": False if os.environ.get("NO_COLOR") else None},
     add_completion=COMPLETION_VARIABLE in os.environ,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

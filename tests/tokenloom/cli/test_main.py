@@ -7,6 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.tokenloom.cli.terminal import terminal
 from tokenloom import __version__
 from tokenloom.cli.main import app
 
@@ -124,7 +125,21 @@ HEAVY = {
 
 
 LIGHT = (
-    *("serve", "demo", "stop", "fetch", "chat", "complete", "run-batch", "models", "generate", "ps", "top", "config"),
+    *(
+        "serve",
+        "run",
+        "demo",
+        "stop",
+        "fetch",
+        "chat",
+        "complete",
+        "run-batch",
+        "models",
+        "generate",
+        "ps",
+        "top",
+        "config",
+    ),
     *("doctor", "certs", "chaos", "bench", "build-kernels", "completion"),
 )
 """Commands whose options are imported without what runs them."""
@@ -149,6 +164,15 @@ def test_every_command_has_a_summary_in_the_help() -> None:
 def test_the_command_starts_without_torch() -> None:
     code = "import sys, tokenloom.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("without", [True, False])
+def test_errors_have_colours_on_a_terminal_and_none_with_the_variable(without: bool) -> None:
+    names = {"TERM": "xterm", "NO_COLOR": "1" if without else ""}
+    with terminal("serve", "./nowhere", environment=names) as screen:
+        shown = screen.read_until("nowhere does not exist")
+        assert screen.end() == 2
+    assert ("\x1b[" in shown) is not without
 
 
 def test_the_supervisor_has_no_torch() -> None:

@@ -1,0 +1,167 @@
+"""``tokenloom run``: serves a model of a short list in a process of its own, and chats with it, until the chat ends."""
+
+import contextlib
+import difflib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from tokenloom.model_files.model_path import PACKAGED
+from tokenloom.process.uncollected_imports import uncollected_imports
+
+from ..failures import CommandFailed, reported
+from ..options import MaxTokens, Temperature, given
+from ..server import Server
+from ..streams import with_piped
+from ..tables import Column, fitted, output_width, print_tables
+from .listed_models import MODELS, ListedModel
+
+_SERVED = re.compile(r" served at (http://\S+)")
+_STOP_SECONDS = 20.0
+_LAST_LINES = 12
+
+
+def run(
+    name: Annotated[
+        str | None, typer.Argument(help="Short name of a model; without it, the names are listed.", show_default=False)
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Question to ask once; piped input is appended.", show_default=False)
+    ] = None,
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port of the gateway; 0: a free one.")] = 0,
+) -> None:
+    """Download a model of a short list, serve it, chat with it, and stop it when the chat ends."""
+    if name is None:
+        print_tables(fitted(_columns(), output_width()))
+        return
+    if name not in MODELS:
+        raise typer.BadParameter(_unknown(name), param_hint="NAME")
+    with reported():
+        question = with_piped(prompt)
+    if question is None and not sys.stdin.isatty():
+        raise typer.BadParameter("and piped input are both empty", param_hint="PROMPT")
+    sampling = given(max_tokens=max_tokens, temperature=temperature)
+    with reported():
+        _chat(name, MODELS[name], question, system, sampling, port)
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name.rpartition("/")[2].lower(), MODELS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"the list has {', '.join(MODELS)};"
+    return f"{name!r} is not in the list; {hint} `tokenloom serve MODEL` serves any other model"
+
+
+def _columns() -> list[Column]:
+    models = MODELS.values()
+    sizes = [f"{each.gigabytes:.1f} GB" if each.gigabytes else "-" for each in models]
+    return [
+        Column("NAME", list(MODELS)),
+        Column("DOWNLOAD", sizes, Column("GB", [size.removesuffix(" GB") for size in sizes]), is_right=True),
+        Column("MODEL", [each.model for each in models], rank=2),
+        Column("LICENCE", [each.licence for each in models]),
+        Column("", [Text(each.about, "dim") for each in models], rank=1),
+    ]
+
+
+def _chat(
+    name: str, listed: ListedModel, question: str | None, system: str, sampling: Mapping[str, Any], port: int
+) -> None:
+    """Serve a model, and ask one question, or hold a conversation on the terminal.
+
+    Args:
+        name: The name that the model is served as.
+        question: None: hold a conversation.
+        sampling: Parameters of the requests.
+        port: HTTP port; 0: a free one.
+
+    Raises ``CommandFailed`` if the mesh does not start, and ``RequestFailed``.
+    """
+    with uncollected_imports():
+        from ..chat.chat import ChatSession
+        from ..chat.conversation import Conversation
+
+    path = _fetched(name, listed)
+    arguments = (path, "--port", str(port), "--served-model-name", name, *listed.flags)
+    with _served(arguments) as url:
+        session = ChatSession(Server(url), name, Conversation(system), dict(sampling))
+        if question is None:
+            session.talk()
+        else:
+            session.ask(question)
+            print()
+
+
+def _fetched(name: str, listed: ListedModel) -> str:
+    """Return the model's directory, after its download, of which the hub's library shows the progress."""
+    if listed.model not in PACKAGED:
+        _say(f"{name}: {listed.model}, about {listed.gigabytes:.1f} GB once, licence {listed.licence} …")
+    from ..model_directory import model_directory  # here, because the help does not need what checks a model
+
+    path, _ = model_directory(listed.model, None, "NAME")
+    return str(path)
+
+
+@contextlib.contextmanager
+def _served(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the URL of a mesh that ends with the block. Raises ``CommandFailed`` if it does not start."""
+    from tokenloom.supervisor import launch
+
+    # In a process of its own: there Ctrl-C stops a mesh, and here it stops an answer. The launcher has the kernel kill
+    # it with this process.
+    launcher = (sys.executable, "-I", "-S", launch.__file__, str(os.getpid()))
+    command = (*launcher, sys.executable, "-P", "-m", "tokenloom.cli.main", "serve", *arguments)
+    _say("starting the mesh …")
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, process_group=0
+        )
+        try:
+            url = _url(process, log)
+            _say(f"ready after {time.monotonic() - started:.1f} s at {url}")
+            yield url
+        finally:
+            _stop(process)
+
+
+def _url(process: "subprocess.Popen[str]", log: IO[str]) -> str:
+    """Return the URL once the mesh is ready."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := _SERVED.search(line):
+            return found[1]
+    process.wait()
+    log.seek(0)
+    lines = log.read().splitlines()
+    for line in lines[-_LAST_LINES:-1]:
+        _say(line)
+    raise CommandFailed(lines[-1].removeprefix("Error: ") if lines else "the mesh ended before it was ready")
+
+
+def _stop(process: "subprocess.Popen[str]") -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _say(line: str) -> None:
+    """Write a line about the course of things, which is no part of an answer."""
+    typer.secho(line, err=True, dim=True)

@@ -4,6 +4,7 @@ It runs in an environment of its own with ``helm-python-sdk`` and ``PyYAML``, be
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ class Chart:
     def __init__(self, chart: Any) -> None:
         self._chart = chart
 
-    def render(self, namespace: str = "tokenloom", **values: object) -> Objects:
-        (text,) = self._chart.render(values, name="release", namespace=namespace).values()
-        found = [each for each in yaml.safe_load_all(text) if each]
+    def render(self, namespace: str = "tokenloom", release: str = "tokenloom", **values: object) -> Objects:
+        texts = self._chart.render(values, name=release, namespace=namespace)
+        found = [
+            each for name, text in texts.items() if name.endswith(".yaml") for each in yaml.safe_load_all(text) if each
+        ]
         objects = {f"{each['kind']}/{each['metadata']['name']}": each for each in found}
         assert len(objects) == len(found), "two objects have one name"
         return objects
@@ -60,12 +63,47 @@ def check_values(chart: Chart) -> None:
     _same(_image(images["StatefulSet/engine"]), f"registry.example/team/tokenloom/engine-cpu@{DIGEST}")
     _same(_image(chart.render(tag=20261128)["Deployment/gateway"]), "tokenloom/service:20261128")
     check_texts(chart)
+    check_prefixes(chart)
     larger = chart.render(objects={"StatefulSet/engine": {"spec": {"replicas": 4}}})
     assert larger["StatefulSet/engine"]["spec"].pop("replicas") == 4
     _same(larger["StatefulSet/engine"]["spec"]["template"], build("cpu")["StatefulSet/engine"]["spec"]["template"])
     assert not _is_accepted(chart, overlay="none")
     assert not _is_accepted(chart, components=["none"])
     assert not _is_accepted(chart, objects={"Pod/none": {}})
+
+
+def check_prefixes(chart: Chart) -> None:
+    """Check that two releases share no object and no pod in one namespace, and that each refers to its own."""
+    for overlay in OVERLAYS:
+        for components in ([], list(COMPONENTS)):
+            first, second = (chart.render(release=name, overlay=overlay, components=components) for name in ("a", "b"))
+            assert len(first) == len(second)
+            assert not first.keys() & second.keys(), "two releases would have one object"
+            assert json.dumps(first).replace("a-", "b-") == json.dumps(second).replace("a-", "b-")
+            check_references(first, "a-")
+            plain = chart.render(overlay=overlay, components=components)
+            assert {key.replace("/a-", "/") for key in first} == plain.keys()
+    assert "Service/x-gateway" in chart.render(prefix="x-")
+    assert "Service/gateway" in chart.render(release="a", prefix="")
+    assert not _is_accepted(chart, prefix="Upper-")
+    assert not _is_accepted(chart, prefix="without-hyphen-at-its-end")
+    renamed = chart.render(release="a", objects={"StatefulSet/engine": {"spec": {"minReadySeconds": 4}}})
+    assert renamed["StatefulSet/a-engine"]["spec"]["minReadySeconds"] == 4
+
+
+def check_references(objects: Objects, prefix: str) -> None:
+    """Check that each host, selector and target of a release names something of the release."""
+    services = {each["metadata"]["name"] for each in objects.values() if each["kind"] == "Service"}
+    for key, each in objects.items():
+        text = json.dumps(each)
+        for host in re.findall(r"([\w.-]+):50051", text):
+            assert host == "0.0.0.0" or host in services, f"{key} names {host}"
+        for value in re.findall(r'"app.kubernetes.io/(?:name|part-of)": "([^"]+)"', text):
+            assert value.startswith(prefix), f"{key} selects {value}"
+        target = each.get("spec", {}).get("scaleTargetRef")
+        assert target is None or f"{target['kind']}/{target['name']}" in objects, key
+        for job in re.findall(r'job=\\"([^"\\]+)', text):
+            assert job in services, f"{key} asks for {job}"
 
 
 def check_texts(chart: Chart) -> None:

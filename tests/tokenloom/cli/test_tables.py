@@ -17,8 +17,8 @@ COLUMNS = (
     ("width", "heads"),
     [
         (UNLIMITED, "PART  PID  MEMORY  HEALTH"),
-        (34, "PART  PID  MEMORY  HEALTH"),
-        (33, "PART  PID  MEM  HEALTH"),
+        (30, "PART  PID  MEMORY  HEALTH"),
+        (29, "PART  PID  MEM  HEALTH"),
         (25, "PART  MEM  HEALTH"),
         (17, "PART  HEALTH"),
         (0, "PART  HEALTH"),
@@ -31,7 +31,7 @@ def test_cells_are_shortened_first_and_then_columns_left_out(width: int, heads: 
 
 
 def test_numbers_end_below_each_other_and_wide_characters_count_twice() -> None:
-    assert fitted(COLUMNS, 33).plain.splitlines() == [
+    assert fitted(COLUMNS, 29).plain.splitlines() == [
         "PART     PID   MEM  HEALTH",
         "a          1  1.2G  up",
         "漢字  123456    3M  down",

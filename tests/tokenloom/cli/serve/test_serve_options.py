@@ -57,7 +57,7 @@ def test_a_variable_that_no_option_has_is_told_the_nearest(
     monkeypatch.setenv("TOKENLOOM_XXXXXXXX", "secret")
     monkeypatch.setenv("TOKENLOOM_GATEWAY_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("TOKENLOOM_URL", "http://127.0.0.1:8000")
-    result = CliRunner().invoke(app, [command, "--worker", "hash"])
+    result = CliRunner().invoke(app, [command, "--worker", "hash", "--port", "0"])
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines() == [
         "Warning: TOKENLOOM_MAX_NUM_SEQ is not read: no option has this name; did you mean TOKENLOOM_MAX_NUM_SEQS?",
@@ -68,7 +68,7 @@ def test_a_variable_that_no_option_has_is_told_the_nearest(
 
 def test_lists_that_are_given_twice_reach_the_parts_whole(started: list[MeshOptions]) -> None:
     lists = ("--allowed-hosts", "a", "--allowed-hosts=b,c", "--kv-transports", "shm", "--kv-transports", "socket")
-    result = CliRunner().invoke(app, ["serve", "--worker", "hash", *lists])
+    result = CliRunner().invoke(app, ["serve", "--worker", "hash", "--port", "0", *lists])
     assert result.exit_code == 0, result.output
     assert "--allowed-hosts=a,b,c" in started[0].flags["gateway"]
     assert "--kv-transports=shm,socket" in started[0].flags["engine"]

@@ -41,7 +41,6 @@ def test_a_hub_that_does_not_answer_is_no_fault_of_the_arguments(
         pass  # it ends here, and its port refuses connections
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", mirror.url)
-    monkeypatch.setenv("HF_ENDPOINT", mirror.url)
     result = CliRunner().invoke(app, ["serve", "org/other"])
     assert result.exit_code == 1
     assert result.stderr == (

@@ -42,7 +42,9 @@ def make_worker(config: EngineConfig) -> Worker:
     if name == "cuda" or (name == "auto" and has_gpu):
         if not is_encoder:
             return CUDAWorker(config)
-        return EncoderWorker(config, CUDAPlatform(config.cache.gpu_memory_utilization))
+        return EncoderWorker(
+            config, CUDAPlatform(config.cache.gpu_memory_utilization, _device_of(config.parallel.rank))
+        )
     return EncoderWorker(config, CPUPlatform()) if is_encoder else CPUWorker(config)
 
 

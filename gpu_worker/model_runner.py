@@ -186,7 +186,7 @@ class ModelRunner:
                 # Only for drafts: held until sampling, the states of a prompt of 2,048 tokens would add to the peak of
                 # every step.
                 kept = hidden if self._speculation is not None else None
-                pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
+                pooled = self._pool(inputs, hidden) if self._batch.pooled and self._samples else {}
                 sampling_rows = self._recordings.sampling_rows if self._recordings is not None else None
                 self._executed = _Executed(
                     inputs, kept, logits, prompt_logprobs, routed, pooled, sampling_rows, most_kept

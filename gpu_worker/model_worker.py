@@ -332,7 +332,7 @@ class ModelWorker:
 
     def check_weights(self, path: str) -> None:
         self._require_slot().check(Path(path))
-        if self._ranks.place.is_alone and not self._model.config.cross_rows:
+        if not self._model.config.cross_rows:
             info, head = (None, None) if self._pooler is None else (self._pooler.info, self._pooler.head)
             config = self._kv_config
             check_pooling(info, Path(path), self._config.worker, config.hidden_size, head, config.has_output)
@@ -411,11 +411,11 @@ class ModelWorker:
         self._ranks.weights_changed()
 
     def _make_pooler(self) -> Pooler | None:
-        if not self._ranks.place.is_alone:
-            return None
+        """Return what pools prompts. The rank that samples does; the others check new weights with theirs, so that all
+        refuse the same."""
         config, model = self._config.worker, self._model
         if model.config.cross_rows:
-            return Aligner.of_model(model.config)
+            return Aligner.of_model(model.config) if self._ranks.place.is_alone else None
         head = model.head if isinstance(model, DecoderModel) else None
         path, hidden_size, has_output = self._require_slot().path, model.config.hidden_size, model.config.has_output
         return make_pooler(path, config, hidden_size, head, is_encoder=False, has_output=has_output)

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..parallel.sharding import RankPlace
 from .files.config_reader import ConfigReader
-from .files.supported import ACTIVATION_NAMES, CLASS_HEAD, ENCODERS, EncoderFamily
+from .files.supported import ACTIVATION_NAMES, CLASS_HEAD, ENCODERS, STATIC, EncoderFamily
 from .load_config import num_classes, read_dtype
 from .model_config import DtypeName, as_torch
 from .rope_config import RopeConfig, read_rope_by_kind
@@ -85,6 +86,27 @@ def read_encoder_config(path: Path, dtype: str = "auto") -> EncoderConfig:
     own = _modernbert_entries(reader, shared) if family == "modernbert" else _bert_entries(reader, family)
     reader.refuse_rest()
     return EncoderConfig(**shared, **own)
+
+
+def check_parts(config: EncoderConfig | None, place: RankPlace, name: str) -> None:
+    """Raise ``ValueError`` naming what of an encoder of the class ``name`` cannot be divided among workers. ``config``:
+    None: it is not built in."""
+    if place.is_whole:
+        return
+    if name == STATIC:
+        raise ValueError(f"{name} is a table of vectors, without layers to divide among several workers; use one")
+    if config is None:
+        raise ValueError(f"model_impl: transformers' modules, which compute {name}, are not divided; use one worker")
+    if place.data_size > 1 or place.spreads_experts:
+        raise ValueError("enable_expert_parallel: an encoder has no experts; leave it out")
+    if place.spreads_context:
+        raise ValueError("decode_context_parallel_size: an encoder keeps no KV to spread; leave it out")
+    size = place.tensor_size
+    for what, count in (("attention heads", config.num_heads), ("rows of an MLP", config.intermediate_size)):
+        if count % size:
+            raise ValueError(f"tensor_parallel_size: {size} does not divide the model's {count} {what}")
+    if place.num_stages > config.num_layers:
+        raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {config.num_layers} layers")
 
 
 def _bert_entries(reader: ConfigReader, family: EncoderFamily) -> dict[str, Any]:

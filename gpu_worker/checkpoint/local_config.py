@@ -8,8 +8,7 @@ from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, Parall
 
 from ..parallel.sharding import RankPlace, Shard
 from .mixer_config import state_layout
-from .model_config import FP8, INT8_DYNAMIC, ExpertSwitches, MixerSwitches, ModelConfig
-from .quantization.entries import CompressedTensors
+from .model_config import ExpertSwitches, MixerSwitches, ModelConfig
 
 
 def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:
@@ -84,15 +83,16 @@ def check_options(config: EngineConfig) -> None:
         return
     if config.speculative is not None and parallel.world_size > 1:
         _check_drafts(config.speculative, parallel)
+    spreads = parallel.spreads_experts_over_engines
     options = {
-        "speculative_config": config.speculative is not None and parallel.spreads_experts_over_engines,
-        "runner pooling": config.worker.runner == "pooling",
-        "pooler_config": config.worker.pooler_config is not None,
+        "speculative_config": config.speculative is not None and spreads,
+        "runner pooling": config.worker.runner == "pooling" and spreads,
+        "pooler_config": config.worker.pooler_config is not None and spreads,
         "kv_transports with decode_context_parallel_size": context > 1 and bool(config.kv.transports),
         "kv_offload_path with decode_context_parallel_size": context > 1 and bool(config.kv.offload_path),
     }
     several = f"{parallel.world_size} workers yet; use one worker"
-    if parallel.spreads_experts_over_engines:
+    if spreads:
         several = "experts that are spread over engines yet; leave out enable_expert_parallel"
     for name, is_set in options.items():
         if is_set:
@@ -301,16 +301,10 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
     num_layers = config.num_layers if mixer is None else len(mixer.layers)
     if place.num_stages > num_layers:
         raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {num_layers} layers")
-    rounds = isinstance(config.scheme, CompressedTensors) and config.scheme.int8_inputs
-    if size > 1 and (rounds or config.quantization in (INT8_DYNAMIC, FP8)):
-        to = "8-bit floats" if config.quantization == FP8 else "int8"
-        # Each rank would round its part of a row by that part's largest number, and not by the row's.
+    if place.data_size > 1 and (config.has_class_head or not config.has_output):
         raise ValueError(
-            f"quantization: inputs that are rounded to {to} are not supported with tensor_parallel_size yet; use one "
-            "worker"
+            "enable_expert_parallel: experts of models that only pool are not spread over engines yet; leave it out"
         )
-    if config.has_class_head or not config.has_output:
-        raise ValueError("models that only pool are not supported with several workers yet; use one worker")
 
 
 def _counts(mixer: MixerSwitches, size: int, hidden_size: int) -> dict[str, int]:

@@ -26,7 +26,7 @@ from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.model_files.sentence_texts import read_sentence_texts
 
 from ..parallel.sharding import place_of
-from .encoder_config import EncoderConfig, read_encoder_config
+from .encoder_config import EncoderConfig, check_parts, read_encoder_config
 from .files.config_reader import (
     IS_CAUSAL,
     MOST_LAYERS,
@@ -115,8 +115,8 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         if found.state_chunk:
             config.check_states(found.state_chunk)
         return found
-    if not place.is_whole and found.by == "encoder":
-        raise ValueError("encoders are not supported with several workers; use one worker")
+    if found.by == "encoder":
+        check_parts(found.config if isinstance(found.config, EncoderConfig) else None, place, read_model(path)[0])
     if found.config is None:
         _check_module_encoder(path, config.max_model_len)
         return found

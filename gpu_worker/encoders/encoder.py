@@ -24,26 +24,60 @@ from ..layers.activation import ACTIVATIONS
 from ..layers.linear import load_linear, report_share
 from ..layers.norm import LayerNorm, load_layer_norm
 from ..layers.rotary import RotaryEmbedding, rotate, rotation
+from ..parallel.ranks import ONLY_RANK, Ranks, Stage
+from ..parallel.sharding import Shard, joined
 from ..pooling.class_head import ClassHead, class_activation
 from ..pooling.sentence_files import PoolingType, Projection
+
+
+class EncoderPart:
+    """Says which part of an encoder a rank computes, and joins its layers to those of other stages."""
+
+    def __init__(self, config: EncoderConfig, ranks: Ranks) -> None:
+        place = ranks.place
+        self.layers = place.layers(config.num_layers)
+        self.is_first, self.is_last = place.stage == 0, place.stage == place.num_stages - 1
+        shard = Shard(place.tensor_rank, place.tensor_size)
+        self.heads = shard.part(config.hidden_size // place.tensor_size)
+        """What queries, keys or values have for this rank's heads."""
+        self.inner = shard.part(config.intermediate_size // place.tensor_size)
+        """This rank's rows of an MLP."""
+        self._stage = Stage(ranks, config.hidden_size, config.dtype) if place.num_stages > 1 else None
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """Return the hidden states [num_tokens, hidden_size] of the stage before."""
+        assert self._stage is not None, "the first stage embeds tokens"
+        return self._stage.receive(num_tokens)
+
+    def send(self, x: Tensor) -> Tensor:
+        """Send hidden states to the stage behind, and return them."""
+        assert self._stage is not None, "the last stage returns its states"
+        return self._stage.send(x)
 
 
 class ModernBertLayer:
     """Computes attention and MLP, each after a norm and added to its input."""
 
     def __init__(
-        self, checkpoint: Checkpoint, prefix: str, config: EncoderConfig, layer: int, quantization: str | None
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        config: EncoderConfig,
+        layer: int,
+        quantization: str | None,
+        part: EncoderPart,
     ) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, heads, inner = config.hidden_size, part.heads, part.inner
         attention_bias, mlp_bias = config.attention_bias, config.mlp_bias
         self._head_size = config.head_size
         self._window = config.windows[layer]
         # The checkpoint has no such norm for the first layer: the embeddings are normalized already.
         self._attention_norm = _load_norm(checkpoint, f"{prefix}.attn_norm", config) if layer else None
-        self._qkv = load_linear(checkpoint, [f"{prefix}.attn.Wqkv"], hidden, [3 * hidden], attention_bias, quantization)
-        self._out = load_linear(checkpoint, [f"{prefix}.attn.Wo"], hidden, [hidden], attention_bias, quantization)
+        qkv, up = joined((heads,) * 3), joined((inner,) * 2)
+        self._qkv = load_linear(checkpoint, [f"{prefix}.attn.Wqkv"], hidden, [qkv], attention_bias, quantization)
+        self._out = load_linear(checkpoint, [f"{prefix}.attn.Wo"], heads, [hidden], attention_bias, quantization)
         self._mlp_norm = _load_norm(checkpoint, f"{prefix}.mlp_norm", config)
-        self._up = load_linear(checkpoint, [f"{prefix}.mlp.Wi"], hidden, [2 * inner], mlp_bias, quantization)
+        self._up = load_linear(checkpoint, [f"{prefix}.mlp.Wi"], hidden, [up], mlp_bias, quantization)
         self._down = load_linear(checkpoint, [f"{prefix}.mlp.Wo"], inner, [hidden], mlp_bias, quantization)
         self._activation = ACTIVATIONS[config.hidden_act]
 
@@ -60,19 +94,25 @@ class ModernBertModel:
     """Fulfils :class:`EncoderModel`."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: EncoderConfig, device: torch.device, quantization: str | None = None
+        self,
+        checkpoint: Checkpoint,
+        config: EncoderConfig,
+        device: torch.device,
+        quantization: str | None,
+        ranks: Ranks,
     ) -> None:
-        self.config = config
+        self.config, self._part = config, EncoderPart(config, ranks)
         prefix = "model." if "model.embeddings.tok_embeddings.weight" in checkpoint else ""
         table = f"{prefix}embeddings.tok_embeddings.weight"
-        self._words = checkpoint.take(table, config.vocab_size, config.hidden_size)
-        self._embedding_norm = _load_norm(checkpoint, f"{prefix}embeddings.norm", config)
+        if self._part.is_first:
+            self._words = checkpoint.take(table, config.vocab_size, config.hidden_size)
+            self._embedding_norm = _load_norm(checkpoint, f"{prefix}embeddings.norm", config)
         ropes = list(dict.fromkeys(config.ropes))
         self._rotaries = [RotaryEmbedding(rope, device, rotation) for rope in ropes]
         self._rotary_of_layer = [ropes.index(rope) for rope in config.ropes]
         self._layers = [
-            ModernBertLayer(checkpoint, f"{prefix}layers.{layer}", config, layer, quantization)
-            for layer in range(config.num_layers)
+            ModernBertLayer(checkpoint, f"{prefix}layers.{layer}", config, layer, quantization, self._part)
+            for layer in self._part.layers
         ]
         self._norm = _load_norm(checkpoint, f"{prefix}final_norm", config)
         self.head = _load_modernbert_head(checkpoint, config) if config.num_classes else None
@@ -80,11 +120,15 @@ class ModernBertModel:
         checkpoint.skip(["decoder.weight", "decoder.bias"])
 
     def forward(self, token_ids: Tensor, positions: Tensor, token_types: Tensor, begins: Sequence[int]) -> Tensor:
-        x = self._embedding_norm(F.embedding(token_ids, self._words))
+        part = self._part
+        if part.is_first:
+            x = self._embedding_norm(F.embedding(token_ids, self._words))
+        else:
+            x = part.receive(len(token_ids))
         rotations = [rotary(positions) for rotary in self._rotaries]
-        for layer, rotary in zip(self._layers, self._rotary_of_layer, strict=True):
-            x = layer(x, rotations[rotary], begins)
-        return self._norm(x)
+        for number, layer in zip(part.layers, self._layers, strict=True):
+            x = layer(x, rotations[self._rotary_of_layer[number]], begins)
+        return self._norm(x) if part.is_last else part.send(x)
 
 
 def _load_norm(checkpoint: Checkpoint, name: str, config: EncoderConfig) -> LayerNorm:
@@ -115,12 +159,14 @@ _OTHER_HEADS = """cls.predictions.bias cls.predictions.transform.dense.weight cl
 class BertLayer:
     """Computes attention and MLP, each added to its input and then normalized."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: EncoderConfig, quantization: str | None) -> None:
-        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, config: EncoderConfig, quantization: str | None, part: EncoderPart
+    ) -> None:
+        hidden, heads, inner, eps = config.hidden_size, part.heads, part.inner, config.norm_eps
         names = [f"{prefix}.attention.self.{name}" for name in ("query", "key", "value")]
         self._head_size = config.head_size
-        self._qkv = load_linear(checkpoint, names, hidden, (hidden,) * 3, True, quantization)
-        self._out = load_linear(checkpoint, [f"{prefix}.attention.output.dense"], hidden, [hidden], True, quantization)
+        self._qkv = load_linear(checkpoint, names, hidden, (heads,) * 3, True, quantization)
+        self._out = load_linear(checkpoint, [f"{prefix}.attention.output.dense"], heads, [hidden], True, quantization)
         self._attention_norm = load_layer_norm(checkpoint, f"{prefix}.attention.output.LayerNorm", hidden, eps)
         self._up = load_linear(checkpoint, [f"{prefix}.intermediate.dense"], hidden, [inner], True, quantization)
         self._down = load_linear(checkpoint, [f"{prefix}.output.dense"], inner, [hidden], True, quantization)
@@ -136,32 +182,40 @@ class BertLayer:
 class BertModel:
     """Fulfils :class:`EncoderModel`."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EncoderConfig, quantization: str | None = None) -> None:
-        self.config = config
+    def __init__(self, checkpoint: Checkpoint, config: EncoderConfig, quantization: str | None, ranks: Ranks) -> None:
+        self.config, self._part = config, EncoderPart(config, ranks)
         name = "bert" if config.family == "bert" else "roberta"
         prefix = f"{name}." if f"{name}.embeddings.word_embeddings.weight" in checkpoint else ""
-        hidden, embeddings = config.hidden_size, f"{prefix}embeddings"
-        self._words = checkpoint.take(f"{embeddings}.word_embeddings.weight", config.vocab_size, hidden)
-        rows = config.max_model_len + config.first_position
-        self._positions = checkpoint.take(f"{embeddings}.position_embeddings.weight", rows, hidden)
-        self._types = checkpoint.take(f"{embeddings}.token_type_embeddings.weight", config.num_token_types, hidden)
-        self._norm = load_layer_norm(checkpoint, f"{embeddings}.LayerNorm", hidden, config.norm_eps)
-        layers = range(config.num_layers)
+        if self._part.is_first:
+            self._load_tables(checkpoint, f"{prefix}embeddings", config)
         self._layers = [
-            BertLayer(checkpoint, f"{prefix}encoder.layer.{layer}", config, quantization) for layer in layers
+            BertLayer(checkpoint, f"{prefix}encoder.layer.{layer}", config, quantization, self._part)
+            for layer in self._part.layers
         ]
         self.head = _load_bert_head(checkpoint, prefix, config) if config.num_classes else None
         unused = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
         checkpoint.skip([*(prefix + each for each in unused), *_OTHER_HEADS.split()])
 
+    def _load_tables(self, checkpoint: Checkpoint, prefix: str, config: EncoderConfig) -> None:
+        hidden = config.hidden_size
+        self._words = checkpoint.take(f"{prefix}.word_embeddings.weight", config.vocab_size, hidden)
+        rows = config.max_model_len + config.first_position
+        self._positions = checkpoint.take(f"{prefix}.position_embeddings.weight", rows, hidden)
+        self._types = checkpoint.take(f"{prefix}.token_type_embeddings.weight", config.num_token_types, hidden)
+        self._norm = load_layer_norm(checkpoint, f"{prefix}.LayerNorm", hidden, config.norm_eps)
+
     def forward(self, token_ids: Tensor, positions: Tensor, token_types: Tensor, begins: Sequence[int]) -> Tensor:
+        part = self._part
+        x = self._embed(token_ids, positions, token_types, begins) if part.is_first else part.receive(len(token_ids))
+        for layer in self._layers:
+            x = layer(x, begins)
+        return x if part.is_last else part.send(x)
+
+    def _embed(self, token_ids: Tensor, positions: Tensor, token_types: Tensor, begins: Sequence[int]) -> Tensor:
         if first := self.config.first_position:
             positions = first + _without_padding(token_ids == first - 1, begins)
         words = F.embedding(token_ids, self._words) + F.embedding(positions, self._positions)
-        x = self._norm(words + F.embedding(token_types.clamp(max=len(self._types) - 1), self._types))
-        for layer in self._layers:
-            x = layer(x, begins)
-        return x
+        return self._norm(words + F.embedding(token_types.clamp(max=len(self._types) - 1), self._types))
 
 
 def _without_padding(is_padding: Tensor, begins: Sequence[int]) -> Tensor:
@@ -273,9 +327,14 @@ def _of_transformers(path: Path) -> ModuleType:
 
 
 def load_encoder(
-    path: Path, dtype: str = "auto", device: torch.device | None = None, quantization: str | None = None
+    path: Path,
+    dtype: str = "auto",
+    device: torch.device | None = None,
+    quantization: str | None = None,
+    ranks: Ranks = ONLY_RANK,
 ) -> EncoderModel:
-    """Load the checkpoint directory ``path`` of an encoder; the arguments are those of ``models.load_model``.
+    """Load the checkpoint directory ``path`` of an encoder, or the part of it that this one of ``ranks`` computes; the
+    arguments are those of ``models.load_model``.
 
     Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
     """
@@ -289,13 +348,14 @@ def load_encoder(
         found: EncoderModel = _of_transformers(path).ModuleEncoder(path, read_dtype(path, dtype), device, quantization)
         return found
     config = read_encoder_config(path, dtype)
-    with Checkpoint(path, config.dtype, device) as checkpoint:
+    with Checkpoint(path, config.dtype, device, ranks=ranks) as checkpoint:
         model: EncoderModel
         if config.family == "modernbert":
-            model = ModernBertModel(checkpoint, config, device, quantization)
+            model = ModernBertModel(checkpoint, config, device, quantization, ranks)
         else:
-            model = BertModel(checkpoint, config, quantization)
-        checkpoint.refuse_rest()
+            model = BertModel(checkpoint, config, quantization, ranks)
+        if ranks.place.is_whole:  # other ranks read the rest, and the worker has checked the whole
+            checkpoint.refuse_rest()
     if quantization is not None:
         report_share(checkpoint.rounded, quantization)
     return model

@@ -24,6 +24,7 @@ from tokenloom.process.fall_backs import OF_PROCESS
 from ..checkpoint.weights import FileStamps, check_unchanged, file_stamps
 from ..device.cpu_watch import bind_to
 from ..device.profiler import Profiler
+from ..parallel.ranks import ONLY_RANK, join_ranks
 from ..platform.platform import Platform
 from ..pooling.class_head import ClassHead
 from ..pooling.pooler import Floats, Pooler, check_pooling, make_pooler
@@ -58,6 +59,7 @@ class EncoderWorker:
         self._pooler: Pooler | None = None
         self._offered: _Offered | None = None
         self._checked: tuple[Path, FileStamps] | None = None  # what may be loaded in the place of the weights
+        self._ranks = ONLY_RANK
         self._prompts: dict[str, _Prompt] = {}
         self._output = ModelRunnerOutput([], [])
         self._profiler = Profiler(config.worker.profiler_dir)
@@ -66,13 +68,14 @@ class EncoderWorker:
         """Load the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
         bind_to(self._config.worker.cpus)
         self._platform.start(self._config.worker.num_threads, self._config.cache.engines_on_host)
+        self._ranks = join_ranks(self._config.parallel, self._platform.device)
         self._load(self._path)
         assert self._model is not None
         assert self._pooler is not None
         config, head = self._model.config, self._model.head
         self._offered = _Offered(config, self._pooler.info, head and replace(head, projections=()))
-        device, dtype = self._platform.device.type, config.dtype_name
-        numerics = (device, dtype, self._config.worker.quantization, "encoder", f"torch-{torch.__version__}")
+        device, dtype, order = self._platform.device.type, config.dtype_name, self._ranks.place.numerics
+        numerics = (device, dtype, self._config.worker.quantization, "encoder", f"torch-{torch.__version__}", order)
         return ModelInfo(
             vocab_size=config.vocab_size,
             max_model_len=config.max_model_len,
@@ -89,7 +92,9 @@ class EncoderWorker:
         if settings.load_format == "dummy":
             raise ValueError("load_format dummy makes weights for models that generate text, not for encoders")
         stamps = file_stamps(path)  # before loading, so that a file that changes during the load is noticed later
-        model = load_encoder(path, settings.dtype, self._platform.device, settings.quantization)
+        if not self._ranks.place.is_whole:
+            load_encoder(path, settings.dtype, torch.device("meta"))  # refuses what no rank would read
+        model = load_encoder(path, settings.dtype, self._platform.device, settings.quantization, self._ranks)
         pooler = make_pooler(path, settings, model.config.hidden_size, model.head, is_encoder=True)
         self._model, self._pooler, self._path, self._stamps = model, pooler, path, stamps
 
@@ -129,7 +134,9 @@ class EncoderWorker:
         prompts = [self._prompts[req_id] for req_id in req_ids]
         lengths = [len(prompt.token_ids) for prompt in prompts]
         firsts = [prompt.params.first_part_tokens or length for prompt, length in zip(prompts, lengths, strict=True)]
-        hidden, results = self._forward([prompt.token_ids for prompt in prompts], firsts), {}
+        hidden, results = self._forward([prompt.token_ids for prompt in prompts], firsts), dict[str, Floats]()
+        if not self._ranks.place.samples:
+            return results  # the rank that has the last states pools them
         for req_id, prompt, part in zip(req_ids, prompts, torch.split(hidden, lengths), strict=True):
             states = self._pooler.start(prompt.params)
             states.add(part)

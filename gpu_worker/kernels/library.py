@@ -234,8 +234,8 @@ def load_floats(march: str = "native") -> CDLL:
 def load_int8(march: str = "native") -> CDLL:
     """Load products with int8 matrices. Raises :class:`KernelsUnavailable`, also if the CPU has no
     matrix unit."""
-    library = _load(_built("int8", march), multiply_int8="iPPPPPqqqi")
-    return _checked(library, _MATRIX_UNIT)
+    parts = {"row_tops": "iPPqqi", "sum_int8": "iPPPPqqqi", "scale_sums": "iPPPPPqqi"}
+    return _checked(_load(_built("int8", march), multiply_int8="iPPPPPqqqi", **parts), _MATRIX_UNIT)
 
 
 @load_once
@@ -325,7 +325,7 @@ def load_states(march: str = "native") -> CDLL:
 
 @load_once
 def load_sums(march: str = "native") -> CDLL:
-    """Load what adds the tensors of ranks on one machine. Raises :class:`KernelsUnavailable`."""
+    """Load what joins the tensors of ranks on one machine. Raises :class:`KernelsUnavailable`."""
     return _load(_built("sums", march), shared_bytes="q:q", sum_ranks="PPqiii")
 
 

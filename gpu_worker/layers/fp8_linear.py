@@ -15,6 +15,8 @@ from ..checkpoint.files.quantized_weight import FloatWeight
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_float8, uses_triton
 from ..kernels.threads import kernel_threads
+from ..parallel.group import ALONE, RankGroup
+from .quantized_linear import largest_of_rows
 from .weight_memory import weight_memory
 
 FP8 = torch.float8_e4m3fn
@@ -28,13 +30,20 @@ _AT_ONCE = 1 << 24
 class Fp8Linear:
     """Fulfils :class:`.Linear`; keeps an 8-bit copy of ``weight`` [out, in], not the weight."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Raises ``ValueError`` unless inputs and outputs are multiples of 16."""
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, group: RankGroup = ALONE
+    ) -> None:
+        """``scales``: [out] float32 if ``weight`` is of 8-bit floats, rounded before; None: it is rounded here.
+        ``group``: the ranks of which each has a part of the inputs: rows are rounded by their largest number on any.
+
+        Raises ``ValueError`` unless inputs and outputs are multiples of 16.
+        """
         if not can_round(weight):
             raise ValueError(f"a matrix of {list(weight.shape)} has no whole {MULTIPLE}s of inputs and outputs")
         # A scale for each output, because one for the tensor lets a single outlier cost all others their precision.
-        self._weight, self._scales = round_weight(weight)
+        self._weight, self._scales = round_weight(weight) if scales is None else (weight, scales)
         self._bias = bias
+        self._group = group
         self._has_kernel = uses_triton(weight.device)
 
     def takes(self, x: Tensor) -> bool:
@@ -76,6 +85,8 @@ class Fp8Linear:
         return result.to(x.dtype)
 
     def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self._group.size > 1:
+            return round_rows(x, largest_of_rows(x, self._group))
         if not self._has_kernel:
             return round_rows(x)
         from .triton_linear import round_rows_at_once
@@ -140,11 +151,13 @@ def can_round(weight: Tensor) -> bool:
     return weight.dim() == 2 and all(size and size % MULTIPLE == 0 for size in weight.shape)
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return x [..., m] as 8-bit floats of the same shape, and the scale of each row [...] float32: a number times its
-    row's scale is about the element. The scale of a row that is not finite is NaN, so that its results are."""
+    row's scale is about the element. The scale of a row that is not finite is NaN, so that its results are.
+    ``largest`` [...] float32: the largest magnitudes of rows of which x is a part; None: it is all of them."""
     exact = x.float()
-    largest = exact.abs().amax(-1)
+    if largest is None:
+        largest = exact.abs().amax(-1)
     scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
     numbers = (exact / scales[..., None]).clamp(-_LARGEST, _LARGEST).to(FP8)
     return numbers, torch.where(largest.isfinite(), scales, torch.nan)

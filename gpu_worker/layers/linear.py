@@ -4,7 +4,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from ..checkpoint.files.quantized_weight import (
     QuantizedWeight,
     round_to_4_bits,
     round_to_8_bits,
+    take_part,
 )
 from ..checkpoint.model_config import FP8, INT4, INT8_DYNAMIC
 from ..checkpoint.quantization.fp8 import PackedFloats
@@ -26,11 +27,19 @@ from ..checkpoint.weights import Checkpoint
 from ..checkpoint.weights import Linear as Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
 from ..kernels.library import uses_triton
-from ..parallel.group import RankGroup
+from ..parallel.group import ALONE, RankGroup
 from ..parallel.sharding import Dimension, length, total
-from .fp8_linear import MULTIPLE, Fp8Linear, WidenedLinear, can_round
+from .fp8_linear import MULTIPLE, Fp8Linear, WidenedLinear, can_round, round_weight
 from .panel_linear import PackedLinear, PanelLinear, can_pack, outruns_onednn
-from .quantized_linear import GROUP, Int8Linear, QuantizedLinear
+from .quantized_linear import (
+    GROUP,
+    Int8Linear,
+    QuantizedLinear,
+    SharedInt8Linear,
+    make_shared_int8,
+    round_rows,
+    rounds_rows,
+)
 
 log = logging.getLogger(__name__)
 Cut: TypeAlias = tuple[Dimension, Dimension]
@@ -181,11 +190,12 @@ def load_linear(
     ``quantization`` names another way or the model computes in float32. The checkpoint says whether adapters can change
     the layer.
     """
-    bias = bias and _has_bias(checkpoint, inputs)
     if quantization is not None:
         name = "+".join((names[0], *(each.rpartition(".")[2] for each in names[1:])))
         checkpoint.rounded.append((name, sum(map(length, outputs)), length(inputs)))
-    layer = _load_linear(checkpoint, names, inputs, outputs, bias, quantization, unbiased)
+    # Behind an adapter's change of a part there is a sum of floats in any case.
+    join = Join(checkpoint.group, adds=sums and checkpoint.adapt is None)
+    layer = _load_linear(checkpoint, names, inputs, outputs, bias, quantization, unbiased, join)
     if checkpoint.adapt is not None:
         # Before the sum over ranks: each rank adds the product of its own part of an adapter's matrices.
         parts = [checkpoint.part(name, rows, inputs) for name, rows in zip(names, outputs, strict=True)]
@@ -193,14 +203,25 @@ def load_linear(
     return _summed(layer, checkpoint, inputs) if sums else layer
 
 
-def _has_bias(checkpoint: Checkpoint, inputs: Dimension) -> bool:
-    """Return whether this rank adds a layer's bias: where products are summed, one rank does."""
-    # Added on each rank, the bias would count as often as there are ranks.
-    return isinstance(inputs, int) or checkpoint.group.rank == 0
+class Join(NamedTuple):
+    """Says how the ranks that have parts of a layer's inputs join their products."""
+
+    group: RankGroup
+    adds: bool = True
+    """Whether the layer may add them itself. Otherwise who calls it does."""
+
+    def bias(self, bias: Tensor | None, inputs: Dimension) -> Tensor | None:
+        """Return the bias that this rank adds, before products are: added on each rank, it would count as often as
+        there are ranks."""
+        return bias if isinstance(inputs, int) or self.group.rank == 0 else None
+
+
+ONE_RANK: Final = Join(ALONE)
 
 
 def _summed(layer: Linear, checkpoint: Checkpoint, inputs: Dimension) -> Linear:
-    return layer if isinstance(inputs, int) else SummedLinear(layer, checkpoint.group)
+    is_added = isinstance(layer, SharedInt8Linear) and layer.adds
+    return layer if isinstance(inputs, int) or is_added else SummedLinear(layer, checkpoint.group)
 
 
 def _load_linear(
@@ -211,6 +232,7 @@ def _load_linear(
     bias: bool,
     quantization: str | None,
     unbiased: Sequence[str],
+    join: Join,
 ) -> Linear:
     pairs = list(zip(names, outputs, strict=True))
     biases = [_take_bias(checkpoint, name, rows, unbiased) for name, rows in pairs] if bias else []
@@ -220,10 +242,38 @@ def _load_linear(
         packed = [each for each in taken if each is not None]
         if len(packed) == len(pairs):
             cuts = [(rows, inputs) for rows in outputs]
-            if (layer := make_packed(packed, merged_bias, checkpoint.device, cuts)) is not None:
+            if (layer := make_packed(packed, merged_bias, checkpoint.device, cuts, join)) is not None:
                 return layer
+    if quantization in ROUNDS_ROWS and join.group.size > 1:
+        weight = _merge([checkpoint.take(f"{name}.weight", rows, total(inputs)) for name, rows in pairs])
+        return make_part(weight, (sum(map(total, outputs)), inputs), merged_bias, quantization, join)
     weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
-    return _make_joined(weights, merged_bias, quantization)
+    return _make_joined(weights, join.bias(merged_bias, inputs), quantization)
+
+
+ROUNDS_ROWS = (INT8_DYNAMIC, FP8)
+"""Quantizations that give each row of a weight, and of inputs, a scale by its largest number: ranks that have parts of
+it must know that of all parts."""
+
+
+def make_part(
+    weight: Tensor, whole: tuple[int, Dimension], bias: Tensor | None, quantization: str, join: Join
+) -> Linear:
+    """Make the layer of a rank of several from the rows of ``weight`` that it has, [own outputs, all inputs].
+    ``whole``: the outputs of all ranks, and which inputs this rank has."""
+    outputs, inputs = whole
+    cut = (len(weight), inputs)
+    if quantization == INT8_DYNAMIC:
+        values, scales = round_rows(weight)
+        if isinstance(inputs, int):
+            return Int8Linear(values, bias, scales, by_row=rounds_rows(outputs, inputs))
+        return make_shared_int8(take_part(values, cut), scales, bias, total(inputs), join.group, adds=join.adds)
+    part, partial = take_part(weight, cut), join.bias(bias, inputs)
+    if not can_round(part):
+        return _make_joined([part], partial, quantization)
+    values, scales = round_weight(weight)
+    values = take_part(values.view(torch.uint8), cut).view(values.dtype)  # torch joins no parts of such floats
+    return Fp8Linear(values, partial, scales, ALONE if isinstance(inputs, int) else join.group)
 
 
 def _take_bias(checkpoint: Checkpoint, name: str, rows: Dimension, unbiased: Sequence[str]) -> Tensor:
@@ -236,38 +286,59 @@ def load_conv1d(
     checkpoint: Checkpoint, name: str, inputs: Dimension, outputs: Dimension, quantization: str | None = None
 ) -> Linear:
     """Load GPT-2's linear layer, which is stored as [in, out] and always has a bias."""
-    weight = checkpoint.take(f"{name}.weight", inputs, outputs)
+    join, bias = Join(checkpoint.group), checkpoint.take(f"{name}.bias", outputs)
     if quantization is not None:
         checkpoint.rounded.append((name, length(outputs), length(inputs)))
-    bias = checkpoint.take(f"{name}.bias", outputs) if _has_bias(checkpoint, inputs) else None
-    return _summed(make_linear(weight.t().contiguous(), bias, quantization), checkpoint, inputs)
+    if quantization in ROUNDS_ROWS and join.group.size > 1:
+        weight = checkpoint.take(f"{name}.weight", total(inputs), outputs).t().contiguous()
+        layer = make_part(weight, (total(outputs), inputs), bias, quantization, join)
+    else:
+        weight = checkpoint.take(f"{name}.weight", inputs, outputs).t().contiguous()
+        layer = make_linear(weight, join.bias(bias, inputs), quantization)
+    return _summed(layer, checkpoint, inputs)
 
 
 def make_packed(
-    packed: Sequence[PackedWeight], bias: Tensor | None, device: torch.device, cuts: Sequence[Cut] | None = None
+    packed: Sequence[PackedWeight],
+    bias: Tensor | None,
+    device: torch.device,
+    cuts: Sequence[Cut] | None = None,
+    join: Join = ONE_RANK,
 ) -> Linear | None:
     """Make one layer of weights that are stored in few bits, and whose outputs follow each other, which keeps them so;
     None if no kernel fits all of them. ``cuts``: the outputs and inputs of each that this rank has; None: all."""
     if device.type != "cpu":
         return None  # the kernels would read the device's addresses as the host's
     cuts = [each.shape for each in packed] if cuts is None else cuts
+    partial = join.bias(bias, cuts[0][1])
     floats = [(each.floats(), cut) for each, cut in zip(packed, cuts, strict=True) if isinstance(each, PackedFloats)]
     weights = [each.part(*cut) for each, cut in floats if each is not None]
     try:
-        return WidenedLinear(weights, bias) if len(weights) == len(packed) else _make_integers(packed, bias, cuts)
+        if len(weights) == len(packed):
+            return WidenedLinear(weights, partial)
+        by_row = _make_by_row(packed, bias, cuts, join)
+        return _make_integers(packed, partial, cuts) if by_row is None else by_row
     except KernelsUnavailable as error:
         if device.type != "meta":
             warn_unavailable(f"quantized layers are unpacked at load: {error}")
         return None
 
 
-def _make_integers(packed: Sequence[PackedWeight], bias: Tensor | None, cuts: Sequence[Cut]) -> Linear | None:
-    inputs = packed[0].shape[1]
+def _make_by_row(packed: Sequence[PackedWeight], bias: Tensor | None, cuts: Sequence[Cut], join: Join) -> Linear | None:
+    """Make a layer of integers for inputs that are rounded by row; None: the weights were not made for that."""
+    inputs, own = packed[0].shape[1], cuts[0][1]
     by_channel = all(each.bits == 8 and each.group == inputs and not each.has_offsets for each in packed)
-    if by_channel and all(each.rounds_inputs for each in packed):
-        weights = [each.quantized().part(*cut) for each, cut in zip(packed, cuts, strict=True)]
-        values, scales = _merge([each.values for each in weights]), _merge([each.scales for each in weights])
-        return Int8Linear(values, bias, scales.flatten())
+    if not by_channel or not all(each.rounds_inputs for each in packed):
+        return None
+    weights = [each.quantized().part(*cut) for each, cut in zip(packed, cuts, strict=True)]
+    values, scales = _merge([each.values for each in weights]), _merge([each.scales for each in weights]).flatten()
+    if not isinstance(own, int):
+        return make_shared_int8(values, scales, bias, inputs, join.group, adds=join.adds)
+    by_row = rounds_rows(sum(each.shape[0] for each in packed), inputs)
+    return Int8Linear(values, bias, scales, by_row=by_row)
+
+
+def _make_integers(packed: Sequence[PackedWeight], bias: Tensor | None, cuts: Sequence[Cut]) -> Linear | None:
     pairs = list(zip(packed, cuts, strict=True))
     floats = [each.whole().part(*cut) for each, cut in pairs if isinstance(each, PackedFloats4)]
     groups = {each.group for each in packed}

@@ -7,6 +7,7 @@ every product, per row. Without that unit the kernel of the first kind computes 
 A row's result depends on no other row, so that a token does not depend on the batch it is computed in.
 """
 
+import contextlib
 from ctypes import CDLL
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from ..checkpoint.files.quantized_weight import Float4Weight, QuantizedWeight
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
 from ..kernels.library import load_int8, load_quantized
 from ..kernels.threads import kernel_threads
+from ..parallel.group import RankGroup
 from .weight_memory import weight_memory
 
 # By group and not by row: with one number of 300 among 512 of a normal distribution the error is below 0.4 of that of
@@ -149,8 +151,11 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.int8)
 class Int8Linear:
     """Fulfils :class:`.Linear` on the CPU; keeps an int8 copy of ``weight`` [out, in], not the weight."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> None:
-        """``scales``: [out] float32 if ``weight`` is int8, rounded before; None: it is rounded here."""
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, *, by_row: bool = False
+    ) -> None:
+        """``scales``: [out] float32 if ``weight`` is int8, rounded before; None: it is rounded here. ``by_row``:
+        inputs are rounded as :func:`rounds_rows` says of a matrix of which this is a part."""
         rounded, self._scales = round_rows(weight) if scales is None else (weight, scales)
         self._bias = None if bias is None else bias.float()
         self._shape = (weight.shape[0], weight.shape[1])
@@ -159,7 +164,8 @@ class Int8Linear:
         try:
             self._kernels = _kernels(weight)
         except KernelsUnavailable as error:
-            self._grouped = self._in_groups(rounded, f"int8 layers: {error}")
+            if not by_row:
+                self._grouped = _in_groups(rounded, self._scales, self._bias, f"int8 layers: {error}")
         if self._grouped is None:
             self._weight = rounded.t().contiguous() if self._kernels is None else _in_blocks(rounded)
 
@@ -168,16 +174,6 @@ class Int8Linear:
             return self._grouped(x, dtype)
         result = self._with_torch(x) if self._kernels is None else self._with_kernels(self._kernels, x.contiguous())
         return result if dtype is None else result.to(dtype)
-
-    def _in_groups(self, rounded: Tensor, reason: str) -> QuantizedLinear | None:
-        """Return a layer for processors without the matrix unit; None, with a warning, if PyTorch has to compute."""
-        try:
-            weight = QuantizedWeight(rounded, self._scales[:, None].contiguous(), None, group=rounded.shape[1])
-            return QuantizedLinear(weight, self._bias)
-        except KernelsUnavailable as error:
-            if not rounded.is_meta:  # which a check of new weights builds, and nothing computes with
-                warn_unavailable(f"{reason}; {error}")
-            return None
 
     def _with_kernels(self, kernels: CDLL, x: Tensor) -> Tensor:
         outputs, inputs = self._shape
@@ -200,15 +196,103 @@ class Int8Linear:
         return (result if self._bias is None else result + self._bias).to(x.dtype)
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+class SharedInt8Linear:
+    """Fulfils :class:`.Linear` on the CPU for a rank of a group of which each has a part of the inputs. Rows are
+    rounded by their largest number on any rank, and integers are added, so that all get the bits of one rank's
+    :class:`Int8Linear`."""
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None, group: RankGroup, *, adds: bool = True
+    ) -> None:
+        """``weight`` [out, own inputs] int8, ``scales`` [out] float32. Without ``adds`` a call returns what this rank
+        adds to the result, and the first rank adds ``bias``."""
+        self.adds, self._group, self._scales = adds, group, scales.contiguous()
+        self._bias = bias.float() if bias is not None and (adds or group.rank == 0) else None
+        self._shape = (weight.shape[0], weight.shape[1])
+        self._kernels: CDLL | None = None
+        with contextlib.suppress(KernelsUnavailable):
+            self._kernels = _kernels(weight)
+        self._weight = weight.t().contiguous() if self._kernels is None else _in_blocks(weight)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        compute = self._with_torch if self._kernels is None else self._with_kernels
+        result = compute(x.contiguous())
+        return result if dtype is None else result.to(dtype)
+
+    def _with_kernels(self, x: Tensor) -> Tensor:
+        outputs, inputs = self._shape
+        kernels, is_bf16, rows = self._kernels, x.dtype == torch.bfloat16, len(x)
+        assert kernels is not None, "PyTorch computes this layer"
+        tops = torch.empty(rows, dtype=torch.int32)
+        kernels.row_tops(is_bf16, x.data_ptr(), tops.data_ptr(), rows, inputs, kernel_threads())
+        tops = self._group.all_max(tops)
+        sums, out = torch.empty(rows, outputs, dtype=torch.int32), x.new_empty(rows, outputs)
+        given = (x.data_ptr(), self._weight.data_ptr(), tops.data_ptr(), sums.data_ptr())
+        kernels.sum_int8(is_bf16, *given, rows, inputs, outputs, kernel_threads())
+        sums = self._group.all_reduce(sums) if self.adds else sums
+        factors = (tops.data_ptr(), self._scales.data_ptr(), None if self._bias is None else self._bias.data_ptr())
+        kernels.scale_sums(is_bf16, sums.data_ptr(), *factors, out.data_ptr(), rows, outputs, kernel_threads())
+        return out
+
+    def _with_torch(self, x: Tensor) -> Tensor:
+        rounded, units = round_rows(x, largest_of_rows(x, self._group))
+        sums = torch._int_mm(rounded, self._weight)
+        sums = self._group.all_reduce(sums) if self.adds else sums
+        result = sums.float() * (units[:, None] * self._scales)
+        return (result if self._bias is None else result + self._bias).to(x.dtype)
+
+
+def make_shared_int8(
+    weight: Tensor, scales: Tensor, bias: Tensor | None, inputs: int, group: RankGroup, *, adds: bool
+) -> "SharedInt8Linear | QuantizedLinear":
+    """Make the layer of a rank that has a part of ``inputs``: ``weight`` [out, own inputs] int8, ``scales`` [out].
+    One that rounds inputs in groups returns this rank's part of a sum."""
+    if not rounds_rows(weight.shape[0], inputs):
+        partial = bias if group.rank == 0 else None
+        layer = _in_groups(weight, scales, partial, f"a part of {weight.shape[1]} inputs of an int8 layer")
+        if layer is not None:
+            return layer
+    return SharedInt8Linear(weight, scales, bias, group, adds=adds)
+
+
+def rounds_rows(outputs: int, inputs: int) -> bool:
+    """Return whether the matrix unit computes with a matrix of this size, so that its inputs are rounded by row."""
+    try:
+        _kernels(torch.empty(outputs, inputs, dtype=torch.int8, device="meta"))
+    except KernelsUnavailable:
+        return False
+    return True
+
+
+def largest_of_rows(x: Tensor, group: RankGroup) -> Tensor:
+    """Return the largest magnitude in each row of which every rank has a part, [n] float32: that of a row with NaN is
+    NaN."""
+    # As integers the bits of magnitudes compare as the floats do, and those of NaN are the largest.
+    bits = x.float().abs().amax(dim=1).view(torch.int32)
+    return group.all_max(bits).view(torch.float32)
+
+
+def round_rows(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return x [n, m] as int8 of the same shape, and the scale of each row, [n] float32: NaN for a row that is not
-    finite."""
+    finite. ``largest`` [n] float32: the largest magnitudes of rows of which x is a part; None: it is all of them."""
     x = x.float()
-    largest = x.abs().amax(dim=1)
+    if largest is None:
+        largest = x.abs().amax(dim=1)
     # Dividing a number by a tensor multiplies by the reciprocal, which rounds differently from the kernel.
     scales = torch.where(largest > 0, torch.full_like(largest, _LARGEST) / largest, 0.0)
     units = torch.where(largest.isfinite(), largest / _LARGEST, torch.nan)
     return (x * scales[:, None]).nan_to_num().round().to(torch.int8), units
+
+
+def _in_groups(values: Tensor, scales: Tensor, bias: Tensor | None, reason: str) -> QuantizedLinear | None:
+    """Return a layer for processors without the matrix unit; None, with a warning, if PyTorch has to compute."""
+    try:
+        weight = QuantizedWeight(values, scales[:, None].contiguous(), None, group=values.shape[1])
+        return QuantizedLinear(weight, bias)
+    except KernelsUnavailable as error:
+        if not values.is_meta:  # which a check of new weights builds, and nothing computes with
+            warn_unavailable(f"{reason}; {error}")
+        return None
 
 
 def _in_blocks(weight: Tensor) -> Tensor:

@@ -16,6 +16,9 @@ class RankGroup(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Add the tensors of all ranks. Returns the sum, of the same bits on every rank; may overwrite ``x``."""
 
+    def all_max(self, x: Tensor) -> Tensor:
+        """Return the largest of each element of all ranks' int32 tensors; may overwrite ``x``."""
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks in the order of their ranks, [size, ...]; all have the shape of ``x``."""
 
@@ -37,6 +40,9 @@ class Alone:
     size = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_max(self, x: Tensor) -> Tensor:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:

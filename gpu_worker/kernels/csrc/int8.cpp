@@ -1,6 +1,9 @@
 // Products of rows with an int8 matrix: each row is rounded to int8 by a scale of its own, each output of the matrix has
 // been before. Needs the matrix unit.
 //
+// Where several ranks have parts of the inputs, a product takes three calls, between which they exchange the largest
+// magnitudes of rows, and then integer sums: the result has the bits of one rank's.
+//
 // The matrix lies in blocks of 32 outputs and 64 inputs, in a block 16 fours of inputs, of a four 32 outputs. Rows are
 // computed by stretches that stay in the cache while threads go over parts of the matrix.
 #include <algorithm>
@@ -20,7 +23,30 @@ struct Product {
   const float* bias;     // [outputs] or none
   void* out;             // [num_rows, outputs], of the rows' dtype
   int64_t num_rows, inputs, outputs;
+  const int32_t* tops = nullptr;  // [num_rows], bits of the largest magnitudes of whole rows; none: those of the rows
+  int32_t* sums = nullptr;        // [num_rows, outputs], in the place of `out`
 };
+
+// The bits of the largest magnitude of a row: as integers they compare as the floats do, those of NaN are the largest.
+template <class T>
+int32_t top_of(const T* row, int64_t inputs) {
+  VecInt most = {};
+  for (int64_t i = 0; i < inputs; i += LANES) {
+    const VecInt size = magnitude(load(row + i));
+    most = size > most ? size : most;
+  }
+  return fold(most, [](VecInt a, VecInt b) { return a > b ? a : b; });
+}
+
+// A magnitude as a float; NaN if it is not finite.
+inline float finite(int32_t top) { return as_float(top) - as_float(top) + as_float(top); }
+
+// A stretch of sums as floats.
+inline Vec scaled(const int32_t* sums, Vec scales, float unit, Vec bias) {
+  VecInt sum;
+  memcpy(&sum, sums, sizeof sum);
+  return __builtin_convertvector(sum, Vec) * (scales * unit) + bias;
+}
 
 #ifdef HAS_AMX
 constexpr int WIDTH = 32, DEPTH = 64, BLOCK = WIDTH * DEPTH;  // outputs, inputs and numbers of a block
@@ -41,13 +67,8 @@ struct Rounded {
 
 // A number that is not finite makes the unit NaN.
 template <class T>
-void round_row(const T* row, int64_t inputs, int64_t index, Rounded& to) {
-  VecInt most = {};
-  for (int64_t i = 0; i < inputs; i += LANES) {
-    const VecInt size = magnitude(load(row + i));
-    most = size > most ? size : most;
-  }
-  const float top = finite_magnitude(most), scale = top > 0 ? 127.f / top : 0.f;
+void round_row(const T* row, int64_t inputs, int32_t top_bits, int64_t index, Rounded& to) {
+  const float top = finite(top_bits), scale = top > 0 ? 127.f / top : 0.f;
   to.units[index] = top / 127.f;
   int8_t* tile = to.tiles.data() + index / TILE_ROWS * TILE_ROWS * inputs + index % TILE_ROWS * DEPTH;
   for (int64_t i = 0; i < inputs; i += LANES) {
@@ -58,13 +79,16 @@ void round_row(const T* row, int64_t inputs, int64_t index, Rounded& to) {
 
 template <class T>
 void finish(const Product& p, const Rounded& x, const int32_t* sums, int64_t first, int64_t tile_row, int64_t output) {
-  const Vec scales = load(p.scales + output), bias = p.bias ? load(p.bias + output) : Vec{};
-  for (int64_t r = 0; r < std::min<int64_t>(TILE_ROWS, p.num_rows - first - tile_row); ++r) {
-    VecInt sum;
-    memcpy(&sum, sums + r * LANES, sizeof sum);
-    const Vec y = __builtin_convertvector(sum, Vec) * (scales * x.units[tile_row + r]) + bias;
-    store((T*)p.out + (first + tile_row + r) * p.outputs + output, y);
+  const int64_t rows = std::min<int64_t>(TILE_ROWS, p.num_rows - first - tile_row);
+  if (p.sums) {
+    for (int64_t r = 0; r < rows; ++r)
+      memcpy(p.sums + (first + tile_row + r) * p.outputs + output, sums + r * LANES, LANES * sizeof *sums);
+    return;
   }
+  const Vec scales = load(p.scales + output), bias = p.bias ? load(p.bias + output) : Vec{};
+  for (int64_t r = 0; r < rows; ++r)
+    store((T*)p.out + (first + tile_row + r) * p.outputs + output,
+          scaled(sums + r * LANES, scales, x.units[tile_row + r], bias));
 }
 
 // Rows [first, first + num_rows) and blocks [begin, end) of outputs: 4 and 5 hold rows, 6 and 7 the matrix, 0 to 3 sums.
@@ -114,7 +138,10 @@ void run(const Product& p, int threads) {
   for (int64_t first = 0; first < p.num_rows; first += STRETCH) {
     const int64_t rows = std::min<int64_t>(STRETCH, p.num_rows - first);
     for_ranges(rows, 1, threads, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) round_row((const T*)p.rows + (first + r) * p.inputs, p.inputs, r, x);
+      for (int64_t r = begin; r < end; ++r) {
+        const T* row = (const T*)p.rows + (first + r) * p.inputs;
+        round_row(row, p.inputs, p.tops ? p.tops[first + r] : top_of(row, p.inputs), r, x);
+      }
     });
     for_ranges(blocks, 1, threads, [&](int64_t begin, int64_t end) { multiply<T>(p, x, first, rows, begin, end); });
   }
@@ -136,4 +163,34 @@ extern "C" void multiply_int8(int32_t is_bf16, const void* rows, const int8_t* m
                               int32_t threads) {
   const Product p = {rows, matrix, scales, bias, out, num_rows, inputs, outputs};
   is_bf16 ? run<BF16>(p, threads) : run<float>(p, threads);
+}
+
+// The bits of the largest magnitude of each row. Whole 64s of inputs.
+extern "C" void row_tops(int32_t is_bf16, const void* rows, int32_t* tops, int64_t num_rows, int64_t inputs,
+                         int32_t threads) {
+  for_ranges(num_rows, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      tops[r] = is_bf16 ? top_of((const BF16*)rows + r * inputs, inputs) : top_of((const float*)rows + r * inputs, inputs);
+  });
+}
+
+// Integer sums [num_rows, outputs] of rows that are rounded by `tops`, times the matrix. Sizes as in multiply_int8.
+extern "C" void sum_int8(int32_t is_bf16, const void* rows, const int8_t* matrix, const int32_t* tops, int32_t* sums,
+                         int64_t num_rows, int64_t inputs, int64_t outputs, int32_t threads) {
+  const Product p = {rows, matrix, nullptr, nullptr, nullptr, num_rows, inputs, outputs, tops, sums};
+  is_bf16 ? run<BF16>(p, threads) : run<float>(p, threads);
+}
+
+// out = the floats that such sums stand for, plus bias if there is one. Whole 32s of outputs.
+extern "C" void scale_sums(int32_t is_bf16, const int32_t* sums, const int32_t* tops, const float* scales,
+                           const float* bias, void* out, int64_t num_rows, int64_t outputs, int32_t threads) {
+  for_ranges(num_rows, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float unit = finite(tops[r]) / 127.f;
+      for (int64_t i = r * outputs, o = 0; o < outputs; i += LANES, o += LANES) {
+        const Vec y = scaled(sums + i, load(scales + o), unit, bias ? load(bias + o) : Vec{});
+        is_bf16 ? store((BF16*)out + i, y) : store((float*)out + i, y);
+      }
+    }
+  });
 }

@@ -67,11 +67,13 @@ constexpr Entry entry() {
 constexpr Entry SIGNATURES[] = {
     entry<P>(),                                               // attend, rotate_and_write, gated_delta and others
     entry<I, P, P, P, P, L, L, F, F, I>(),                    // add_norm
-    entry<I, P, P, L, L, I>(),                                // silu_mul, gelu_mul, clamped_swiglu_mul
+    entry<I, P, P, L, L, I>(),                                // silu_mul, gelu_mul, clamped_swiglu_mul, row_tops
     entry<I, P, P, P, P, P, L, L, L, L, L>(),                 // write_kv
     entry<P, P, P, P, L, L, L, I, I>(),                       // multiply of few rows
     entry<P, P, P, P, L, L, L, I>(),                          // multiply of panels
     entry<I, P, P, P, P, P, L, L, L, I>(),                    // multiply_int8
+    entry<I, P, P, P, P, L, L, L, I>(),                       // sum_int8
+    entry<I, P, P, P, P, P, L, L, I>(),                       // scale_sums
     entry<I, I, P, P, P, P, P, P, L, L, L, L, F, I, I>(),     // multiply_quantized
     entry<P, P, P, P, P, L, L, L, L, I>(),                    // multiply_float8
     entry<P, P, P, P, L, L, F, I>(),                          // rotations

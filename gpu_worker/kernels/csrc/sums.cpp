@@ -1,4 +1,5 @@
-// Adds the tensors of ranks on one machine, through memory that their processes share.
+// Adds the tensors of ranks on one machine, or takes the largest of their numbers, through memory that their processes
+// share.
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -6,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <climits>
+#include <cstring>
 
 #include "vec.h"
 
@@ -63,8 +65,18 @@ void add_parts(T* to, const char* parts, int64_t n, int size) {
   }
 }
 
+// The same of integers, or the largest of them.
+template <bool IS_MAXIMUM>
+void join_parts(int32_t* to, const char* parts, int64_t n, int size) {
+  memcpy(to, parts, n * sizeof *to);
+  for (int rank = 1; rank < size; ++rank) {
+    const int32_t* part = (const int32_t*)(parts + rank * PART_BYTES);
+    for (int64_t i = 0; i < n; ++i) to[i] = IS_MAXIMUM ? std::max(to[i], part[i]) : to[i] + part[i];
+  }
+}
+
 template <class T>
-void sum(char* shared, T* x, int64_t n, int rank, int size) {
+void exchange(char* shared, T* x, int64_t n, int rank, int size, void (*join)(T*, const char*, int64_t, int)) {
   Line* lines = (Line*)shared;
   char* memory = shared + size * sizeof(Line);
   constexpr int64_t most = PART_BYTES / sizeof(T);
@@ -76,7 +88,7 @@ void sum(char* shared, T* x, int64_t n, int rank, int size) {
     memcpy(parts + rank * PART_BYTES, x + begin, count * sizeof(T));
     show(lines[rank], number);
     for (int other = 0; other < size; ++other) wait_until_shown(lines[other], number);
-    add_parts(x + begin, parts, count, size);
+    join(x + begin, parts, count, size);
   }
 }
 
@@ -85,7 +97,14 @@ void sum(char* shared, T* x, int64_t n, int rank, int size) {
 // Bytes of the zeroed memory that `size` ranks share.
 extern "C" int64_t shared_bytes(int64_t size) { return size * (sizeof(Line) + 2 * PART_BYTES); }
 
-// Replaces x by the sum of what all ranks give. Each makes the same calls, with tensors of one length.
-extern "C" void sum_ranks(void* shared, void* x, int64_t n, int32_t rank, int32_t size, int32_t is_bf16) {
-  is_bf16 ? sum((char*)shared, (BF16*)x, n, rank, size) : sum((char*)shared, (float*)x, n, rank, size);
+// Replaces x by the sum, or the largest, of what all ranks give. Each makes the same calls, with tensors of one length.
+// `kind`: 0 adds float32, 1 bfloat16, 2 int32; 3 takes the largest int32.
+extern "C" void sum_ranks(void* shared, void* x, int64_t n, int32_t rank, int32_t size, int32_t kind) {
+  char* memory = (char*)shared;
+  switch (kind) {
+    case 0: return exchange(memory, (float*)x, n, rank, size, add_parts<float>);
+    case 1: return exchange(memory, (BF16*)x, n, rank, size, add_parts<BF16>);
+    case 2: return exchange(memory, (int32_t*)x, n, rank, size, join_parts<false>);
+    case 3: return exchange(memory, (int32_t*)x, n, rank, size, join_parts<true>);
+  }
 }

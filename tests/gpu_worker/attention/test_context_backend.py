@@ -40,6 +40,9 @@ class ThreadGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return self.all_gather(x).sum(0)
 
+    def all_max(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all_gather(x).amax(0)
+
 
 def make_config() -> ModelConfig:
     return ModelConfig(

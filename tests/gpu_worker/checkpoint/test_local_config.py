@@ -17,6 +17,7 @@ from tokenloom.engine_core.data.config import (
     CacheConfig,
     EngineConfig,
     ParallelConfig,
+    PoolerConfig,
     SpeculativeConfig,
     WorkerConfig,
 )
@@ -133,13 +134,16 @@ def test_what_cannot_be_divided_is_named(config: ModelConfig, place: RankPlace, 
     ("name", "changes"),
     [
         ("runner pooling", {"worker": WorkerConfig(runner="pooling")}),
+        ("pooler_config", {"worker": WorkerConfig(pooler_config=PoolerConfig())}),
     ],
 )
-def test_options_that_need_one_worker_are_named(name: str, changes: dict[str, object]) -> None:
+def test_options_that_spread_experts_exclude_are_named(name: str, changes: dict[str, object]) -> None:
     config = replace(EngineConfig(), **changes)
     check_options(config)
-    with pytest.raises(ValueError, match=f"{name}: is not supported with 2 workers"):
-        check_options(replace(config, parallel=parallel(2)))
+    check_options(replace(config, parallel=parallel(2)))
+    spread = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(ValueError, match=f"{name}: is not supported with experts that are spread over engines yet"):
+        check_options(replace(config, parallel=spread))
 
 
 @pytest.mark.parametrize(
@@ -160,14 +164,6 @@ def test_transformers_modules_are_refused() -> None:
     ranks = Ranks(RankPlace(0, 2))
     with pytest.raises(ValueError, match="transformers' modules are not divided"):
         ModelLoader(model_impl="transformers", ranks=ranks).load(DEMO)
-
-
-@pytest.mark.parametrize(("quantization", "to"), [("int8-dynamic", "int8"), ("fp8", "8-bit floats")])
-def test_inputs_that_ranks_would_round_apart_are_refused(quantization: str, to: str) -> None:
-    config = dataclasses.replace(load_model_config(DEMO), quantization=quantization)
-    local_config(config, RankPlace(0, 1, 0, 2))
-    with pytest.raises(ValueError, match=f"rounded to {to} are not supported with tensor_parallel_size"):
-        local_config(config, RankPlace(0, 2))
 
 
 @pytest.mark.parametrize("place", [RankPlace(0, 2, spreads_experts=True), RankPlace(data_size=2)])

@@ -6,11 +6,13 @@ import itertools
 import shutil
 from collections.abc import Callable
 from ctypes import CDLL
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu_worker.kernels.emulation import build_emulated
+from tests.gpu_worker.parallel.test_torch_group import run_ranks
 from tokenloom.gpu_worker.checkpoint.model_config import INT8_DYNAMIC
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.levels import processor_features
@@ -18,7 +20,8 @@ from tokenloom.gpu_worker.layers import panel_linear
 from tokenloom.gpu_worker.layers import quantized_linear as int8_linear
 from tokenloom.gpu_worker.layers.linear import make_linear
 from tokenloom.gpu_worker.layers.panel_linear import PanelLinear
-from tokenloom.gpu_worker.layers.quantized_linear import round_rows
+from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, SharedInt8Linear, make_shared_int8, round_rows
+from tokenloom.gpu_worker.parallel.group import RankGroup
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("g++") or not {"avx2", "fma"} <= processor_features(), reason="no AVX2, or no compiler"
@@ -114,3 +117,26 @@ def test_int8(load, rows, monkeypatch):
     exact = (values.long() @ columns.long().t()) * (units.double()[:, None] * scales.double())
     found = make_linear(weight, None, INT8_DYNAMIC)(x)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_int8_of_ranks_has_the_bits_of_one(load, size: int, dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
+    kernels = load("int8")
+    monkeypatch.setattr(int8_linear, "load_int8", lambda: kernels)
+    weight, bias, x = random(96, 384).float(), random(96).float(), random(19, 384).to(dtype)
+    x[3], x[5, 0], x[7, -1], x[11, 200] = 0, torch.nan, torch.inf, 300
+    whole = Int8Linear(weight, bias)
+    assert whole._kernels is kernels
+    values, scales = round_rows(weight)
+
+    def compute(group: RankGroup) -> torch.Tensor:
+        own = slice(384 // size * group.rank, 384 // size * (group.rank + 1))
+        layer = make_shared_int8(values[:, own].contiguous(), scales, bias, 384, group, adds=True)
+        assert isinstance(layer, SharedInt8Linear)
+        assert layer._kernels is kernels
+        return layer(x[:, own])
+
+    for found in run_ranks(size, tmp_path, compute):
+        assert torch.equal(found.nan_to_num(9e9), whole(x).nan_to_num(9e9))
+        assert found.isnan().all(1).nonzero().flatten().tolist() == [5, 7]

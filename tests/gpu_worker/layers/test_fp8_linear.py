@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.gpu_worker.kernels import emulation
+from tests.gpu_worker.parallel.test_torch_group import run_ranks
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import FloatWeight
 from tokenloom.gpu_worker.checkpoint.model_config import FP8
 from tokenloom.gpu_worker.kernels import library
@@ -37,6 +38,23 @@ def test_it_computes_what_the_rounded_numbers_say():
     (numbers, units), (columns, scales) = round_rows(x), round_rows(weight)
     exact = (numbers.double() @ columns.double().t()) * units.double()[:, None] * scales.double()
     torch.testing.assert_close(Fp8Linear(weight)(x).double(), exact, rtol=2**-8, atol=1e-5)  # a step of bfloat16
+
+
+def test_ranks_round_their_parts_of_rows_as_one_does(tmp_path):
+    weight, x = random(48, 128), random(20, 128)
+    x[3, 100], x[5, 2], x[7] = torch.nan, 400.0, 0.0
+    (values, scales), (numbers, units) = round_weight(weight), round_rows(x)
+
+    def compute(group):
+        own = slice(64 * group.rank, 64 * (group.rank + 1))
+        layer = Fp8Linear(values[:, own].contiguous(), None, scales, group)
+        rounded, found = layer._rounded(x[:, own])
+        assert torch.equal(rounded.float().nan_to_num(9e9), numbers[:, own].float().nan_to_num(9e9))
+        assert torch.equal(found.nan_to_num(9e9), units.nan_to_num(9e9))
+        return layer(x[:, own])
+
+    added = sum(run_ranks(2, tmp_path, compute))
+    torch.testing.assert_close(added, Fp8Linear(weight)(x), rtol=2**-7, atol=0.15, equal_nan=True)
 
 
 def test_a_row_depends_on_no_other():

@@ -5,12 +5,19 @@ import weakref
 import pytest
 import torch
 
+from tests.gpu_worker.parallel.test_torch_group import run_ranks
 from tokenloom.gpu_worker.checkpoint.model_config import INT8_DYNAMIC
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.layers import quantized_linear as int8_linear
 from tokenloom.gpu_worker.layers.linear import make_linear
-from tokenloom.gpu_worker.layers.quantized_linear import Int8Linear, round_rows
+from tokenloom.gpu_worker.layers.quantized_linear import (
+    Int8Linear,
+    QuantizedLinear,
+    SharedInt8Linear,
+    make_shared_int8,
+    round_rows,
+)
 
 
 def available() -> bool:
@@ -133,3 +140,47 @@ def test_the_weight_itself_is_released():
     del weight
     assert gone() is None
     assert layer(random(2, 64), torch.float64).dtype == torch.float64
+
+
+def of_ranks(weight, bias, x, directory, *, adds):
+    """What two ranks compute, each with the layer of its half of the inputs."""
+    values, scales = round_rows(weight)
+    inputs = weight.shape[1]
+
+    def compute(group):
+        own = slice(inputs // 2 * group.rank, inputs // 2 * (group.rank + 1))
+        layer = make_shared_int8(values[:, own].contiguous(), scales, bias, inputs, group, adds=adds)
+        return layer, layer(x[:, own])
+
+    return run_ranks(2, directory, compute)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_have_the_bits_of_one_with_pytorch(dtype, tmp_path, monkeypatch):
+    without_kernels(monkeypatch)
+    weight, bias, x = random(33, 100), random(33), random(9, 100).to(dtype)
+    x[2, 0], x[4, 99] = torch.nan, torch.inf
+    expected = Int8Linear(weight, bias)(x)
+    for layer, found in of_ranks(weight, bias, x, tmp_path, adds=True):
+        assert isinstance(layer, SharedInt8Linear)
+        assert torch.equal(found.nan_to_num(9e9), expected.nan_to_num(9e9))
+        assert found.isnan().all(1).nonzero().flatten().tolist() == [2, 4]
+
+
+def test_parts_that_a_caller_adds(tmp_path, monkeypatch):
+    without_kernels(monkeypatch)
+    weight, bias, x = random(32, 128), random(32), random(9, 128)
+    parts = [found for _, found in of_ranks(weight, bias, x, tmp_path, adds=False)]
+    torch.testing.assert_close(sum(parts), Int8Linear(weight, bias)(x))
+
+
+def test_in_groups_each_rank_computes_its_part(tmp_path, monkeypatch):
+    """The groups of one rank are those of both, so that integers are the same."""
+    without_unit(monkeypatch)
+    weight, bias, x = random(32, 128), random(32), random(9, 128)
+    whole = Int8Linear(weight, bias)
+    if whole._grouped is None:
+        pytest.skip("no AVX2")
+    found = of_ranks(weight, bias, x, tmp_path, adds=True)
+    assert all(isinstance(layer, QuantizedLinear) for layer, _ in found)
+    torch.testing.assert_close(sum(part for _, part in found), whole(x))

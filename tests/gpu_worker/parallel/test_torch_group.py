@@ -50,16 +50,33 @@ def test_every_rank_gets_the_same_sum(size: int, dtype: torch.dtype, tmp_path: P
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_integers_are_added_and_compared(size: int, tmp_path: Path) -> None:
+    def of(rank: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randint(-(1 << 29), 1 << 29, (n,), generator=generator, dtype=torch.int32) for n in SIZES]
+
+    def join(group: RankGroup) -> list[torch.Tensor]:
+        sums = [group.all_reduce(x) for x in of(group.rank)]
+        return sums + [group.all_max(x) for x in of(group.rank)]
+
+    parts = [torch.stack(each) for each in zip(*map(of, range(size)), strict=True)]
+    expected = [each.sum(0, dtype=torch.int32) for each in parts] + [each.amax(0) for each in parts]
+    for found in run_ranks(size, tmp_path, join):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_gloo_replaces_the_memory_where_no_kernel_can_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable() -> None:
         raise KernelsUnavailable("no compiler")
 
     monkeypatch.setattr(shared_group, "load_sums", unavailable)
 
-    def add(group: RankGroup) -> tuple[list[float], list[list[float]]]:
+    def add(group: RankGroup) -> tuple[list[float], list[list[float]], list[int]]:
         assert isinstance(group, RecordableGroup)
         assert isinstance(group.inner, TorchGroup)
         x = torch.tensor([1.0, 10.0]) * (group.rank + 1)
-        return group.all_reduce(x.clone()).tolist(), group.all_gather(x).tolist()
+        largest = group.all_max(torch.tensor([7, -group.rank, group.rank], dtype=torch.int32))
+        return group.all_reduce(x.clone()).tolist(), group.all_gather(x).tolist(), largest.tolist()
 
-    assert run_ranks(2, tmp_path, add) == [([3.0, 30.0], [[1.0, 10.0], [2.0, 20.0]])] * 2
+    assert run_ranks(2, tmp_path, add) == [([3.0, 30.0], [[1.0, 10.0], [2.0, 20.0]], [7, 0, 1])] * 2

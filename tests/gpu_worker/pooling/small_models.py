@@ -1,6 +1,7 @@
 """Small random checkpoints of transformers' classes, and engines that pool with them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,16 @@ import transformers
 from torch import Tensor
 
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.data.core_params import DRAWS_NOTHING, CorePoolingParams, PoolingTask
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
+from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.devices import make_worker
 
@@ -62,18 +70,26 @@ def save_pooling(path: Path, *modules: dict[str, Any]) -> None:
     (path / "modules.json").write_text(json.dumps(listed))
 
 
-def make_config(path: Path, *, budget: int = 256, num_blocks: int | None = None, **worker: Any) -> EngineConfig:
+def make_config(
+    path: Path,
+    *,
+    budget: int = 256,
+    num_blocks: int | None = None,
+    parallel: ParallelConfig | None = None,
+    **worker: Any,
+) -> EngineConfig:
     return EngineConfig(
         worker=WorkerConfig(**{"model": str(path), "dtype": "float32", "device": "cpu"} | worker),
         cache=CacheConfig(block_size=4, num_blocks=num_blocks, memory_bytes=None if num_blocks else 4 << 20),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget),
+        parallel=parallel or ParallelConfig(),
     )
 
 
-def make_core(path: Path, **settings: Any) -> EngineCore:
-    """Make an engine with what :func:`make_config` accepts."""
+def make_core(path: Path, *, executor: Callable[[EngineConfig], Executor] | None = None, **settings: Any) -> EngineCore:
+    """Make an engine with what :func:`make_config` accepts. ``executor``: None: one worker, in this process."""
     config = make_config(path, **settings)
-    return EngineCore(config, UniProcExecutor(make_worker(config)))
+    return EngineCore(config, UniProcExecutor(make_worker(config)) if executor is None else executor(config))
 
 
 def pool(core: EngineCore, prompts: list[list[int]], task: PoolingTask, **params: Any) -> list[Any]:

@@ -136,7 +136,8 @@ class ModelWorker:
         self._ranks.balance(lambda: expert_layers(self._model), lambda: expert_counts(self._model))
         if isinstance(self._model, CheckedModel):
             # Over a KV cache of its own dtype: rounding would hide what its modules do.
-            check_model(self._model, self._make_backend(self._model.config), block_size, self._device)
+            backend, has_stages = self._make_backend(self._model.config), place.num_stages > 1
+            check_model(self._model, backend, block_size, self._device, has_stages=has_stages)
             library = self._model.library
         self._layers = PoolLayers(model_config, self._choose_groups(model_config))
         layout = self._layers.layout(block_size)

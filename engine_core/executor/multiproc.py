@@ -250,8 +250,10 @@ class MultiprocExecutor:
         return results
 
     def _prepare(self, method: str, *args: object) -> list[object]:
-        """Call a method that workers make once, as they start: any error ends them, so the first rank's is raised."""
-        replies = self.wait(self._call(method, args), range(len(self.workers)))
+        """Call a method that workers make once, as they start: any error ends them, so the first one is raised. Ranks
+        that exchange tensors with the one that failed may never answer."""
+        call_id = self._call(method, args)
+        replies = self._replies_of(call_id, range(len(self.workers)), fails_fast=True)
         return [from_raw(reply.result) for reply in replies]
 
     def check_health(self, timeout: float) -> None:
@@ -302,8 +304,11 @@ class MultiprocExecutor:
             _raise_failure(rank, reply)
         return replies
 
-    def _replies_of(self, call_id: int, ranks: Sequence[int], timeout: float | None = None) -> list[WorkerReply]:
-        """Return the answers of these ranks, those with errors included. Raises as :meth:`wait` otherwise."""
+    def _replies_of(
+        self, call_id: int, ranks: Sequence[int], timeout: float | None = None, *, fails_fast: bool = False
+    ) -> list[WorkerReply]:
+        """Return the answers of these ranks, those with errors included. Raises as :meth:`wait` otherwise, and with
+        ``fails_fast`` the first error that comes."""
         ends_at = None if timeout is None else time.monotonic() + timeout
         while not all(call_id in self._replies[rank] for rank in ranks):
             self._check_alive()
@@ -313,6 +318,10 @@ class MultiprocExecutor:
                 raise TimeoutError
             self._read()
             self._check_unasked(call_id, ranks)
+            if fails_fast:
+                for rank in ranks:
+                    if (reply := self._replies[rank].get(call_id)) is not None:
+                        _raise_failure(rank, reply)
         return [self._replies[rank].pop(call_id) for rank in ranks]
 
     def _read(self) -> None:

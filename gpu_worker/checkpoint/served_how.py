@@ -25,7 +25,7 @@ from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.model_files.sentence_texts import read_sentence_texts
 
-from ..parallel.sharding import place_of
+from ..parallel.sharding import RankPlace, place_of
 from .encoder_config import EncoderConfig, check_parts, read_encoder_config
 from .files.config_reader import (
     IS_CAUSAL,
@@ -109,7 +109,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
                 "enable_lora: no layer of this model can have an adapter; its architecture is not supported"
             )
         if not place.is_whole:
-            raise ValueError("model_impl: transformers' modules are not divided among several workers; use one worker")
+            _check_division(path, place)
         _check_kv_heads(path, config.cache.dtype)
         found = _by_transformers(path, found, config.max_model_len)
         if found.state_chunk:
@@ -260,6 +260,10 @@ class _Types(TypedDict):
     """By model type, and by the kinds of values that its class accepts: the names of entries."""
     rules: dict[str, list[str]]
     """By what a class compares at load: the model types whose class does."""
+    divided: dict[str, list[str]]
+    """By model type of which the class has a tensor-parallel plan: the entries that the number of workers divides."""
+    staged: list[str]
+    """The model types of which the class has a pipeline plan."""
     states: dict[str, int]
     """By model type of which layers keep a state between tokens: the tokens of a chunk of them."""
 
@@ -360,6 +364,33 @@ def _by_transformers(path: Path, found: ServedHow, max_model_len: int | None) ->
     if wrong := _unknown_value(types["values"], entries):
         raise ValueError(f"{file}: {wrong}")
     return replace(found, state_chunk=types["states"].get(kind, 0))
+
+
+def _check_division(path: Path, place: RankPlace) -> None:
+    """Raise ``ValueError`` naming what transformers' modules do not divide among several workers."""
+    name, values = read_model(path)
+    kind, types, file = str(values.get("model_type")), transformers_types(), described_by(path)
+    if place.spreads_context:
+        raise ValueError("decode_context_parallel_size: KV of transformers' modules is not spread; leave it out")
+    if place.data_size > 1 or place.spreads_experts:
+        raise ValueError("enable_expert_parallel: experts of transformers' modules are not spread; leave it out")
+    if is_gguf(path) or ENTRY in values:
+        raise ValueError(f"{file}: weights in few bits of transformers' modules are not divided; use one worker")
+    if types is None or types["types"].get(kind, ("", UNTRIED))[1]:
+        return  # the engine asks the class, or it is refused anyway
+    if kind in types["states"]:
+        raise ValueError(f"{file}: {name} keeps a state between tokens, which is not divided; use one worker")
+    size, entries = place.tensor_size, _text_entries(values)
+    if size > 1 and kind not in types["divided"]:
+        raise ValueError(f"{file}: {name} has no tensor-parallel plan in transformers: leave out tensor_parallel_size")
+    if place.num_stages > 1 and kind not in types["staged"]:
+        raise ValueError(f"{file}: {name} has no pipeline plan in transformers: leave out pipeline_parallel_size")
+    layers = next((count for entry in _LAYERS if isinstance(count := entries.get(entry), int)), place.num_stages)
+    if place.num_stages > layers:
+        raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {layers} layers")
+    for entry in types["divided"].get(kind, ()):
+        if isinstance(count := entries.get(entry), int) and count % size:
+            raise ValueError(f"{file}: tensor_parallel_size {size} does not divide {entry} {count}")
 
 
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads")

@@ -66,7 +66,9 @@ def load_model(
         modules = _transformers(path, found.lack).TransformersModel
         return _noted(
             found,
-            lambda: modules(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization, max_model_len),
+            lambda: modules(
+                path, read_dtype(path, dtype), device, ops or TorchOps(), quantization, max_model_len, ranks
+            ),
         )
     config = local_config(found.config, ranks.place)
     if config.latent is not None and config.mixer is not None and type(ops) is CPUOps:
@@ -173,7 +175,7 @@ class ModelLoader:
     def load(self, path: Path) -> LanguageModel:
         """Load a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
         if not self.ranks.place.is_whole:
-            self._check_for_ranks(path)
+            self.check(path)  # what one rank does not read, another one does
         return load_model(
             path,
             self.dtype,
@@ -186,11 +188,6 @@ class ModelLoader:
             self.ranks,
             self.load_format,
         )
-
-    def _check_for_ranks(self, path: Path) -> None:
-        if self._by_transformers(path):
-            raise ValueError("model_impl: transformers' modules are not divided among several workers; use one worker")
-        self.check(path)
 
     def _by_transformers(self, path: Path) -> bool:
         return _choose(path, self.dtype, self.quantization, self.model_impl, self.max_model_len).by == "transformers"

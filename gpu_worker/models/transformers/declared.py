@@ -63,16 +63,23 @@ def declared_config(
 
 
 def complete(
-    declared: ModelConfig, text: Any, rules: list[LayerRule], states: StateLayout | None = None
+    declared: ModelConfig,
+    text: Any,
+    rules: list[LayerRule],
+    states: StateLayout | None = None,
+    num_layers: int | None = None,
 ) -> ModelConfig:
     """Return the configuration with what the layers' ``rules`` show, and what they keep. ``text`` is transformers'
-    configuration.
+    configuration. ``num_layers``: those of this stage; None: all.
 
     Raises :class:`UnservableModel` if the layers cannot share one KV cache.
     """
     if states is not None and not rules:
         return _without_attention(declared, states)
-    _check_layers(text, rules, declared.max_model_len, keeps_states=states is not None)
+    if num_layers is None:
+        num_layers = _number(text, "num_hidden_layers")
+    _check_layers(num_layers, rules, keeps_states=states is not None)
+    _check_windows(text, rules, declared.max_model_len)
     shapes = _shapes(rules)
     widest = max(shapes, key=math.prod)
     if any(math.prod(widest) % math.prod(shape) for shape in shapes):
@@ -126,8 +133,7 @@ def _number(text: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _check_layers(text: Any, rules: list[LayerRule], max_length: int, *, keeps_states: bool) -> None:
-    num_layers = _number(text, "num_hidden_layers")
+def _check_layers(num_layers: int, rules: list[LayerRule], *, keeps_states: bool) -> None:
     if not rules:
         raise UnservableModel("computes attention or state by itself, not through transformers' AttentionInterface")
     if len(rules) != num_layers and not keeps_states:
@@ -139,7 +145,6 @@ def _check_layers(text: Any, rules: list[LayerRule], max_length: int, *, keeps_s
     heads = sorted({rule.num_heads for rule in rules})
     if len(heads) > 1:
         raise UnservableModel(f"has layers with different numbers of query heads: {', '.join(map(str, heads))}")
-    _check_windows(text, rules, max_length)
 
 
 def _check_windows(text: Any, rules: list[LayerRule], max_length: int) -> None:

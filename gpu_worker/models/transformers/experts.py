@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ...layers.expert_routes import ExpertRoutes, LayerRoutes
 from ...layers.linear import Linear
 from ...parallel.experts.grouped_rows import GroupedRows, mix_experts
+from .division import group_of
 from .stored_weights import StoredWeight, make_layer
 
 _ATTRIBUTE = "tokenloom_experts"
@@ -24,6 +25,7 @@ class ModuleExperts:
 
     def __init__(self, module: Any, quantization: str | None) -> None:
         self._module = module
+        self._group = group_of(module)
         self.choice: tuple[int, ...] = ()
         self.routes: LayerRoutes | None = None
         self.shapes: list[tuple[str, tuple[int, int]]] = []
@@ -49,7 +51,8 @@ class ModuleExperts:
         self.choice = tuple(top_k_index.shape)
         if self.routes is not None:
             self.routes.record(top_k_index, grouped)
-        return mix_experts(hidden, grouped, top_k_weights, self._compute)
+        mixed = mix_experts(hidden, grouped, top_k_weights, self._compute)
+        return mixed if self._group is None else self._group.all_reduce(mixed)
 
     def _compute(self, expert: int, rows: Tensor) -> Tensor:
         if expert >= len(self._down):  # some routers choose a number that stands for no expert

@@ -3,7 +3,7 @@ checkpoint into its modules."""
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,16 +92,24 @@ load: two loads at the same time would leave weights untied for the rest of the 
 
 
 def load_modules(
-    found: CausalClass, path: Path, dtype: torch.dtype, device: torch.device, ops: Ops, quantization: str | None
+    found: CausalClass,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    quantization: str | None,
+    divide: Callable[[Any], None] | None = None,
 ) -> Any:
-    """Load the model of ``path`` and replace its layers by ours, one after the other.
+    """Load the model of ``path`` and replace its layers by ours, one after the other. ``divide`` leaves a rank's part
+    of the model; None: it computes the whole.
 
     Raises ``ValueError`` if tensors are missing, left over or of another shape.
     """
     pickled = not is_gguf(path) and is_pickled(weight_files(path)[0])  # raises ValueError for other formats
     with ExitStack() as opened:
         state = None
-        if found.scheme is not None or is_gguf(path):
+        if found.scheme is not None or is_gguf(path) or divide is not None:
+            # Views of the mapped files, of which a rank reads its part.
             source = opened.enter_context(closing(_source(path, found.scheme)))
             with torch.inference_mode(False):
                 state = read_state(source, dtype)
@@ -117,6 +125,8 @@ def load_modules(
         with torch.inference_mode():
             if device.type != "cpu":  # where layers keep no weights as they are stored
                 unpack_rest(model)
+            if divide is not None:
+                divide(model)
             model = model.to(device).eval().requires_grad_(False)
             replace_modules(model, model.get_output_embeddings(), ops, quantization)
             unpack_rest(model)

@@ -16,6 +16,7 @@ from ...layers.activation import ACTIVATIONS
 from ...layers.linear import Linear, report_share
 from ...layers.norm import rms_norm
 from ...ops.ops import Ops
+from .division import part_of
 from .experts import ModuleExperts, can_group
 from .paged_attention import UnservableModel
 from .selective_scan import UNPACKED, is_selective_scan
@@ -148,6 +149,8 @@ def _can_merge(layers: Sequence[nn.Module | None]) -> bool:
     if any(type(layer) is not nn.Linear for layer in layers):
         return False
     linears: list[Any] = list(layers)
+    if not all(part is None or part.is_merged for part in map(part_of, linears)):
+        return False
     kinds = {(layer.in_features, layer.bias is None, layer.weight.dtype, layer.weight.device) for layer in linears}
     return len(kinds) == 1
 
@@ -174,6 +177,8 @@ def _activation(module: Any) -> str | None:
     if children.keys() - {"act_fn"} != {*_MLP, "down_proj"} or type(children["down_proj"]) is not nn.Linear:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    if module.down_proj.in_features != module.up_proj.out_features:  # of ranks that exchange what lies between
         return None
     weight = module.gate_proj.weight
     x = _probe(weight.shape[1], weight.device, weight.dtype)
@@ -264,6 +269,9 @@ def _replacement(module: nn.Module, quantization: str | None, ops: Ops) -> nn.Mo
     if type(module) is nn.Linear or type(module) is Conv1D:
         weight = module.weight.detach() if type(module) is nn.Linear else module.weight.detach().t().contiguous()
         bias = None if module.bias is None else module.bias.detach()
+        if (part := part_of(module)) is not None:
+            seen = torch.empty(part.shape, dtype=weight.dtype, device="meta")
+            return LinearModule(part.make(weight, bias, quantization), seen, bias)
         return LinearModule(make_layer(weight, bias, quantization), weight, bias)
     if type(module).__name__.endswith("RMSNorm"):
         return _replace_norm(module, ops)

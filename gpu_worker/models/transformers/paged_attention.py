@@ -268,8 +268,11 @@ def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
         raise UnservableModel(f"passes {', '.join(unknown)} to attention")
 
 
-def record(body: nn.Module, model: Any, max_model_len: int, device: torch.device) -> list[LayerRule]:
-    """Return the rules of all attention calls of a pass of ``body``, the inner part of ``model``.
+def record(
+    body: nn.Module, model: Any, max_model_len: int, device: torch.device, hidden: Tensor | None = None
+) -> list[LayerRule]:
+    """Return the rules of all attention calls of a pass of ``body``, the inner part of ``model``. ``hidden``
+    [1, NUM_PROBED, hidden_size]: what a later stage is given in the place of tokens.
 
     Raises :class:`UnservableModel`.
     """
@@ -277,5 +280,6 @@ def record(body: nn.Module, model: Any, max_model_len: int, device: torch.device
     bind(model, recorder)
     model.set_attn_implementation(PROBING)
     ids = torch.zeros(1, NUM_PROBED, dtype=torch.int64, device=device)
-    body(input_ids=ids, position_ids=torch.arange(NUM_PROBED, device=device)[None], use_cache=False)
+    given = {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
+    body(**given, position_ids=torch.arange(NUM_PROBED, device=device)[None], use_cache=False)
     return recorder.rules

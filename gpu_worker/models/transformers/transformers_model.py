@@ -1,8 +1,9 @@
 """Computes any causal language model of transformers over paged attention, with the tokens of a step in one row."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ from ...device.memory import return_freed
 from ...layers.embedding import InputEmbeds
 from ...layers.expert_routes import ExpertRoutes
 from ...ops.ops import Ops
+from ...parallel.group import ALONE
+from ...parallel.ranks import ONLY_RANK, Ranks, Stage
+from ...parallel.sharding import RankPlace, Shard
 from .declared import complete, declared_config, fix_ropes, max_model_len
+from .division import LoadingGroup, divide_layers, divide_stages, stage_names
 from .experts import routes_of_modules
 from .loading import CausalClass, find_causal_class, load_modules, make_on_meta
 from .modules import Head
@@ -38,7 +43,8 @@ class _Parts:
     model: Any
     body: Any
     """The part of ``model`` that computes hidden states."""
-    head: Head
+    head: Head | None
+    """None: another stage computes logits."""
     attention: PagedAttention
     states: LayersWithStates | None
     """Computes the layers that keep a state between tokens; None: there are none."""
@@ -67,13 +73,18 @@ class TransformersModel:
         ops: Ops,
         quantization: str | None,
         max_model_len: int | None = None,
+        ranks: Ranks = ONLY_RANK,
     ) -> None:
-        """Load the checkpoint directory ``path``; ``max_model_len`` is that of the engine's options. Raises
-        ``ValueError`` naming what cannot be served, and why."""
+        """Load the checkpoint directory ``path``, or the part of it that this one of ``ranks`` computes;
+        ``max_model_len`` is that of the engine's options. Raises ``ValueError`` naming what cannot be served, and
+        why."""
         self._dtype_name, self._dtype, self._device = dtype, as_torch(dtype), device
         self._ops = ops
         self._quantization = quantization
         self._wanted_length = max_model_len
+        self._ranks = ranks
+        self._stage: Stage | None = None
+        self._num_layers: int | None = None  # of this stage; None: there is one
         self._parts = self._load(path)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
@@ -91,37 +102,50 @@ class TransformersModel:
         states: StatePlan | None = None,
     ) -> Tensor:
         parts = self._parts
-        inputs: dict[str, Tensor] = {"input_ids": input_ids[None]}
-        if embeds:
-            inputs = _embed(parts, input_ids, embeds)
+        inputs = self._inputs(input_ids, embeds)
         parts.attention.begin(plan, kv_caches)
         if parts.states is not None and states is not None:
             parts.states.begin(states)
         try:
             output = parts.body(**inputs, position_ids=positions[None], use_cache=False)
+            hidden: Tensor = output.last_hidden_state[0]
         except EnoughLayers:
-            return torch.zeros(len(input_ids), self.config.hidden_size, dtype=self._dtype, device=self._device)
+            hidden = torch.zeros(len(input_ids), self.config.hidden_size, dtype=self._dtype, device=self._device)
         finally:
             parts.attention.end()
             if parts.states is not None:
                 parts.states.end()
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        return self._leave(hidden)
+
+    def _inputs(self, input_ids: Tensor, embeds: InputEmbeds = ()) -> dict[str, Tensor]:
+        """Return what the body is called with: tokens, or the hidden states of the stage before."""
+        if self._stage is not None and self.config.first_layer > 0:
+            return {"inputs_embeds": self._stage.receive(len(input_ids))[None]}
+        return _embed(self._parts, input_ids, embeds) if embeds else {"input_ids": input_ids[None]}
+
+    def _leave(self, hidden: Tensor) -> Tensor:
+        """Return the last hidden states, or those that go to the stage behind."""
+        return hidden if self._stage is None or self.config.is_last_stage else self._stage.send(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._parts.head(hidden)
+        head = self._parts.head
+        return hidden.float() if head is None else head(hidden)
 
     @torch.inference_mode()
     def compute_eagerly(self, input_ids: Tensor, positions: Tensor | None = None, attention: str = "eager") -> Tensor:
         """Compute the logits [T, vocab_size] of one sequence [T] in one pass, with transformers' own attention.
 
-        ``positions`` [T]: None leaves their numbering to the model. ``attention``: as transformers names it.
+        ``positions`` [T]: None leaves their numbering to the model. ``attention``: as transformers names it. A stage
+        that is not the last one returns hidden states, as :meth:`compute_logits` does.
         """
-        model = self._parts.model
+        model, body = self._parts.model, self._parts.body
         numbered = {} if positions is None else {"position_ids": positions[None]}
         model.set_attn_implementation(attention)
         try:
-            logits: Tensor = model(input_ids=input_ids[None], use_cache=False, **numbered).logits[0]
+            inputs = self._inputs(input_ids)
+            if not self.config.is_last_stage:
+                return self._leave(body(**inputs, use_cache=False, **numbered).last_hidden_state[0]).float()
+            logits: Tensor = model(**inputs, use_cache=False, **numbered).logits[0]
         finally:
             model.set_attn_implementation(SERVING)
         return logits.float()
@@ -133,14 +157,31 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _load(self, path: Path) -> _Parts:
-        found = find_causal_class(path)
-        self.architecture = found.architecture
-        model = load_modules(found, path, self._dtype, self._device, self._ops, self._quantization)
+        found, place = find_causal_class(path), self._ranks.place
+        self.architecture, group = found.architecture, LoadingGroup(self._ranks.group)
+        divide = None
+        if not place.is_whole:
+            check_ranks(found, path, place, self._dtype, self._quantization)
+            divide = _naming(found, path, partial(self._divide, group))
+        model = load_modules(found, path, self._dtype, self._device, self._ops, self._quantization, divide)
         try:
-            return self._take(found, model, None if is_gguf(path) else read_media(path))
+            parts = self._take(found, model, None if is_gguf(path) else read_media(path))
+            group.open()
+            return parts
         except Exception as error:  # a module may fail in any way
             reason = str(error) if isinstance(error, UnservableModel) else f"fails ({type(error).__name__}: {error})"
             raise ValueError(f"{described_by(path)}: {found.architecture} is not supported: it {reason}") from error
+
+    def _divide(self, group: LoadingGroup, model: Any) -> None:
+        """Leave the part of ``model`` that this rank computes."""
+        place = self._ranks.place
+        if place.num_stages > 1:
+            hidden_size = model.config.get_text_config(decoder=True).hidden_size
+            self._num_layers = divide_stages(getattr(model, _body_name(model)), place, hidden_size)
+        if place.stage < place.num_stages - 1:
+            model.set_output_embeddings(torch.nn.Identity())
+        if place.tensor_size > 1:
+            divide_layers(model, place, group, self._quantization)
 
     def _take(self, found: CausalClass, model: Any, media: MediaSwitches | None) -> _Parts:
         body_name = _body_name(model)
@@ -157,16 +198,24 @@ class TransformersModel:
             states = LayersWithStates(body, found.config, self._dtype, self._device)
         elif getattr(model, "_is_stateful", False):
             raise UnservableModel("keeps a state that transformers' cache does not hold")
-        rules = record(body, model, declared.max_model_len, self._device)
+        given = None
+        if self._ranks.place.stage > 0:
+            given = torch.ones(1, NUM_PROBED, declared.hidden_size, dtype=self._dtype, device=self._device)
+        rules = record(body, model, declared.max_model_len, self._device, given)
         self.routes = routes_of_modules(body, NUM_PROBED)
-        layout = None if states is None else states.layout
-        self._set_config(complete(declared, found.config.get_text_config(decoder=True), rules, layout))
+        layout, place = None if states is None else states.layout, self._ranks.place
+        text, count = found.config.get_text_config(decoder=True), self._num_layers
+        self._set_config(_of_rank(complete(declared, text, rules, layout, count), place, declared.num_layers))
+        if place.num_stages > 1:
+            self._stage = Stage(self._ranks, self.config.hidden_size, self._dtype)
         sizes = [shape.head_size for shape in self.config.kv_shapes] or [self.config.head_size] * len(rules)
         attention = PagedAttention(self._showing_images(rules), sizes)
         bind(model, attention)
         model.set_attn_implementation(SERVING)
+        head = None
         try:
-            head = Head(model, body_name, declared.hidden_size, self._device, self._dtype)
+            if self.config.is_last_stage:
+                head = Head(model, body_name, declared.hidden_size, self._device, self._dtype)
         except EnoughLayers:
             raise UnservableModel("computes logits from a part that is inside another one") from None
         return _Parts(model, body, head, attention, states)
@@ -187,6 +236,48 @@ class TransformersModel:
             if old != new:
                 raise UnservableModel(f"has {field.name} {new}, and the loaded checkpoint {old}")
         self.config = config
+
+
+def _of_rank(config: ModelConfig, place: RankPlace, num_layers: int) -> ModelConfig:
+    """Return the configuration of a rank's modules, with its place among the ranks. ``num_layers``: of the model."""
+    if place.is_whole:
+        return config
+    return dataclasses.replace(
+        config,
+        shard=Shard(place.tensor_rank, place.tensor_size, config.num_kv_heads),
+        first_layer=place.layers(num_layers).start,
+        layers_of_model=num_layers,
+        is_last_stage=place.stage == place.num_stages - 1,
+        samples=place.samples,
+    )
+
+
+def check_ranks(found: CausalClass, path: Path, place: RankPlace, dtype: torch.dtype, quantization: str | None) -> None:
+    """Raise ``ValueError`` naming what of a model cannot be divided among ranks, before its weights are read."""
+
+    def check(model: Any) -> None:
+        if found.scheme is not None or is_gguf(path):
+            raise UnservableModel("has weights in few bits, which are not divided among workers: use one worker")
+        if keeps_states(found.config):
+            raise UnservableModel("keeps a state between tokens, which is not divided among workers: use one worker")
+        if place.num_stages > 1:
+            stage_names(getattr(model, _body_name(model)))
+        if place.tensor_size > 1:
+            divide_layers(model, place, ALONE, quantization)
+
+    _naming(found, path, check)(make_on_meta(found, dtype))
+
+
+def _naming(found: CausalClass, path: Path, divide: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return ``divide``, whose refusals then name the model."""
+
+    def named(model: Any) -> None:
+        try:
+            divide(model)
+        except UnservableModel as error:
+            raise ValueError(f"{described_by(path)}: {found.architecture} {error}") from None
+
+    return named
 
 
 def _embed(parts: _Parts, input_ids: Tensor, embeds: InputEmbeds) -> dict[str, Tensor]:

@@ -25,8 +25,7 @@ from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.local_config import check_chunks, check_options, local_config
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.model_worker import ModelWorker
-from tokenloom.gpu_worker.models.architectures import ModelLoader
-from tokenloom.gpu_worker.parallel.ranks import Ranks, place_of
+from tokenloom.gpu_worker.parallel.ranks import place_of
 from tokenloom.gpu_worker.parallel.sharding import ONLY_PLACE, RankPlace
 from tokenloom.gpu_worker.platform.platform import CPUPlatform
 
@@ -158,12 +157,6 @@ def test_drafts_that_ranks_cannot_have(method: Any, changes: dict[str, Any], mes
     speculative = SpeculativeConfig(method=method, model="x" if method == "eagle" else "", num_speculative_tokens=2)
     with pytest.raises(ValueError, match=message):
         check_options(EngineConfig(speculative=speculative, parallel=ParallelConfig(**changes)))
-
-
-def test_transformers_modules_are_refused() -> None:
-    ranks = Ranks(RankPlace(0, 2))
-    with pytest.raises(ValueError, match="transformers' modules are not divided"):
-        ModelLoader(model_impl="transformers", ranks=ranks).load(DEMO)
 
 
 @pytest.mark.parametrize("place", [RankPlace(0, 2, spreads_experts=True), RankPlace(data_size=2)])

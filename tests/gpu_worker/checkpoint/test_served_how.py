@@ -182,8 +182,26 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "3 does not divide the model's 2 attention heads",
     ),
     "modules on workers": (
-        {"model_impl": "transformers", "parallel": ParallelConfig(tensor_parallel_size=2)},
-        "transformers' modules are not divided among several workers",
+        {"model_impl": "transformers", "parallel": ParallelConfig(tensor_parallel_size=3)},
+        "tensor_parallel_size 3 does not divide num_attention_heads 2",
+    ),
+    "stages of modules": (
+        {"model_impl": "transformers", "parallel": ParallelConfig(pipeline_parallel_size=8)},
+        "pipeline_parallel_size: 8 stages for",
+    ),
+    "context of modules over workers": (
+        {
+            "model_impl": "transformers",
+            "parallel": ParallelConfig(tensor_parallel_size=2, decode_context_parallel_size=2),
+        },
+        "decode_context_parallel_size: KV of transformers' modules is not spread; leave it out",
+    ),
+    "experts of modules over workers": (
+        {
+            "model_impl": "transformers",
+            "parallel": ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True),
+        },
+        "enable_expert_parallel: experts of transformers' modules are not spread; leave it out",
     ),
     "context of modules": ({"model_impl": "transformers", "max_model_len": 65}, "the model's context has 64 tokens"),
     "adapters of modules": (
@@ -303,6 +321,34 @@ UNORDERED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+BERT = of("BertModel", "bert") | {"num_attention_heads": 4, "intermediate_size": 6, "num_hidden_layers": 2}
+TWO = ParallelConfig(tensor_parallel_size=2)
+ENCODERS: dict[str, tuple[dict[str, Any], ParallelConfig, str]] = {
+    "heads": (BERT, ParallelConfig(tensor_parallel_size=3), "3 does not divide the model's 4 attention heads"),
+    "rows": (BERT, ParallelConfig(tensor_parallel_size=4), "4 does not divide the model's 6 rows of an MLP"),
+    "stages": (BERT, ParallelConfig(pipeline_parallel_size=3), "3 stages for 2 layers"),
+    "context": (
+        BERT,
+        ParallelConfig(tensor_parallel_size=2, decode_context_parallel_size=2),
+        "decode_context_parallel_size: an encoder keeps no KV to spread",
+    ),
+    "experts": (
+        BERT,
+        ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True),
+        "enable_expert_parallel: an encoder has no experts",
+    ),
+    "modules": (of("MPNetModel", "mpnet"), TWO, "transformers' modules, which compute MPNetModel, are not divided"),
+    "a table": (of("StaticModel", "model2vec"), TWO, "StaticModel is a table of vectors, without layers to divide"),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_what_of_an_encoder_is_not_divided_is_named(tmp_path: Path, name: str) -> None:
+    entries, parallel, reason = ENCODERS[name]
+    with pytest.raises(ValueError, match=reason):
+        answer(tmp_path, entries, parallel=parallel)
+
+
 @pytest.mark.parametrize("name", UNORDERED)
 def test_what_follows_the_batch_is_refused_by_batch_invariant_engines(tmp_path: Path, name: str) -> None:
     entries, options, reason = UNORDERED[name]
@@ -379,7 +425,9 @@ def test_a_switch_may_be_refused_in_a_type_that_is_served(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"parallel": ParallelConfig(decode_context_parallel_size=2, tensor_parallel_size=2)}, "one worker"),
+        ({"parallel": ParallelConfig(decode_context_parallel_size=2, tensor_parallel_size=2)}, "KV .* is not spread"),
+        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "keeps a state between tokens, .* use one worker"),
+        ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "keeps a state between tokens, .* use one worker"),
         ({"scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=100)}, r"max_num_seqs 64 \+ 64"),
         ({"scheduler": SchedulerConfig(long_prefill_token_threshold=64)}, "must be above 64, or 0"),
     ],

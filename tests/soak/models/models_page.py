@@ -37,6 +37,7 @@ from tokenloom.gpu_worker.checkpoint.files.text_part import WRAPPERS, wrapper_of
 from tokenloom.gpu_worker.checkpoint.model_config import QUANTIZATIONS
 from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE, UNTRIED
 from tokenloom.gpu_worker.models.transformers.declared import max_model_len
+from tokenloom.gpu_worker.models.transformers.division import plan_lack
 from tokenloom.gpu_worker.models.transformers.transformers_model import known_entries
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
@@ -234,7 +235,25 @@ def strict_sections(answers: Mapping[str, str]) -> dict[str, Any]:
         "paddings": paddings(encoder_types()),
         "strict": {kind: strict_kinds(kind) for kind in kinds},
         "rules": strict_rules(kinds),
+        **plans(served),
     }
+
+
+def plans(kinds: Iterable[str]) -> dict[str, Any]:
+    """Return which types have a plan by which modules are divided among workers, as their configurations say, with the
+    entries that the number of workers must divide; and which have one for stages."""
+    texts = {kind: CONFIG_MAPPING[kind]().get_text_config(decoder=True) for kind in sorted(kinds)}
+    divided = {kind: text.base_model_tp_plan or {} for kind, text in texts.items()}
+    return {
+        "divided": {kind: _divisible(plan) for kind, plan in divided.items() if not plan_lack(plan)},
+        "staged": [kind for kind, text in texts.items() if text.base_model_pp_plan],
+    }
+
+
+def _divisible(plan: Mapping[str, str]) -> list[str]:
+    has_heads = any(name.endswith(".k_proj") and style == "colwise" for name, style in plan.items())
+    has_mlp = any(name.endswith("mlp.down_proj") and "rowwise" in style for name, style in plan.items())
+    return [*["num_attention_heads", "num_key_value_heads"] * has_heads, *["intermediate_size"] * has_mlp]
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Runs one step of the model: the scheduler's differences go in, tokens come out."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from .batch.sampled_tokens import SampledTokens
 from .device.device_link import to_device
 from .layers.expert_routes import ExpertRoutes
 from .lora.slots import LoraSlots
+from .lora.stored_changes import CLASSES
 from .models.model import LanguageModel, routes_of
 from .parallel.ranks import ONLY_RANK, Ranks
 from .pooling.pooler import Floats, Pooler
@@ -248,7 +250,11 @@ class ModelRunner:
     def _compute_adapted(self, loras: LoraSlots, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         loras.begin(self._batch.adapters, inputs)
         try:
-            return self._compute(inputs, adapted=loras.are_used)
+            if loras.are_plain or self._device.type != "cpu":
+                return self._compute(inputs, adapted=loras.are_used)
+            with torch.inference_mode():
+                hidden = self._forward(replace(inputs, embeds=[*loras.embeds(inputs), *inputs.embeds]))
+                return hidden, self._logits(inputs, hidden, loras)
         finally:
             loras.end()
 
@@ -269,17 +275,22 @@ class ModelRunner:
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return to_device(array, self._device)
 
-    def _logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [S, vocab] of the rows that draw a token, on the device."""
+    def _logits(self, inputs: StepInputs, hidden: torch.Tensor, loras: LoraSlots | None = None) -> torch.Tensor:
+        """Return the logits [S, vocab] of the rows that draw a token, on the device. ``loras``: the adapters, if some
+        of the step change more than linear layers."""
         if not len(inputs.sampled) or not self._samples:
             return torch.empty(0, 0)
         # Selecting all rows would copy them: without drafts most steps end here.
         # torch computes len(hidden) in Python.
         if len(inputs.sampled) == hidden.shape[0]:  # every request decodes, without drafts
+            if loras is not None:
+                loras.pick(None, inputs)
             return self._model.compute_logits(hidden)
         last_rows: IntArray = inputs.cu_query_lens[1:][inputs.sampled] - 1
         if inputs.drafts:
             last_rows = inputs.rows_to_verify(last_rows)
+        if loras is not None:
+            loras.pick(last_rows, inputs)
         return self._model.compute_logits(hidden[self._to_device(last_rows)])
 
     def _routed_experts(self, routes: ExpertRoutes, inputs: StepInputs) -> dict[str, RoutedExperts]:
@@ -297,15 +308,21 @@ class ModelRunner:
     @torch.inference_mode()
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, PromptPart]:
         """Return the log probabilities of the prompt tokens that this step computed, for the requests that ask."""
-        compute_logits, on_device = self._model.compute_logits, self._sampler.device_sampler
-        asking, result = self._batch.prompt_logprobs, {}
+        on_device, asking, result = self._sampler.device_sampler, self._batch.prompt_logprobs, {}
         for index, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
             begin, end = inputs.cu_query_lens[index : index + 2].tolist()
             start = int(inputs.positions[begin])
-            part = asking.compute(row, start, hidden[begin:end], compute_logits, on_device)
+            part = asking.compute(row, start, hidden[begin:end], self._logits_of(row), on_device)
             if part is not None:
                 result[req_id] = part
         return result
+
+    def _logits_of(self, row: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what computes the logits of a request's states after the step."""
+        digest = self._batch.adapters.get(row)
+        if self._loras is None or digest is None:
+            return self._model.compute_logits
+        return self._loras.logits(digest, self._model.compute_logits)
 
     @torch.inference_mode()
     def _pool(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Floats]:
@@ -313,8 +330,15 @@ class ModelRunner:
         assert self._pooler is not None, "the core refuses such requests"
         rows, ends, begins = (array.tolist() for array in (inputs.rows, inputs.seq_lens, inputs.cu_query_lens))
         attended = {} if inputs.cross is None else inputs.cross.attended
-        results = self._batch.pooled.pool(self._pooler, rows, ends, begins, hidden, attended)
+        poolers = {} if self._loras is None else self._poolers_of(self._loras, self._pooler)
+        results = self._batch.pooled.pool(self._pooler, rows, ends, begins, hidden, attended, poolers)
         return {inputs.req_ids[index]: result for index, result in results.items()}
+
+    def _poolers_of(self, loras: LoraSlots, pooler: Pooler) -> dict[int, Pooler]:
+        """Return what pools the prompts whose adapters change the class head, by their rows."""
+        adapters = self._batch.adapters.items()
+        changes = {row: loras.change(digest, CLASSES) for row, digest in adapters if row in self._batch.pooled}
+        return {row: pooler.with_class_weight(each.merged) for row, each in changes.items() if each is not None}
 
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         inputs, logits = executed.inputs, executed.logits

@@ -1,7 +1,8 @@
 """Holds the model of a worker, whose weights can be loaded, dropped and restored, or replaced."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ from .checkpoint.model_config import ModelConfig
 from .checkpoint.weights import Checkpoint, FileStamps, check_unchanged, file_stamps
 from .layers.embedding import InputEmbeds
 from .models.architectures import ModelLoader
+from .models.decoder import DecoderModel
 from .models.model import LanguageModel
 from .models.self_check import CheckedModel
 
@@ -118,6 +120,26 @@ class ModelSlot:
     def is_loaded(self) -> bool:
         return not isinstance(self.model, AbsentModel)
 
+    @property
+    def num_classes(self) -> int:
+        """Return how many classes the head of the model has; 0: it has none."""
+        head = self.model.head if isinstance(self.model, DecoderModel) else None
+        return 0 if head is None else head.num_classes
+
+    def embed_tokens(self) -> Callable[[Tensor], Tensor] | None:
+        """Return what computes the states with which tokens begin, whichever weights are loaded then; None: they are
+        not rows of one matrix times a factor, or another rank has them."""
+        model = self.model
+        if isinstance(model, CheckedModel):
+            is_plain = model.has_plain_embeddings
+        else:
+            is_plain = isinstance(model, DecoderModel) and not model.config.traits.norms_embeddings
+        return self._embed if is_plain and not model.config.first_layer else None
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        assert isinstance(self.model, (DecoderModel, CheckedModel)), "the weights are asleep"
+        return self.model.embed_tokens(ids)
+
     def drop(self, *, restorable: bool) -> None:
         """Drop the weights. Only :meth:`restore`, if ``restorable``, and :meth:`replace` bring them back."""
         self.model = AbsentModel(self.model.config)
@@ -148,6 +170,16 @@ class ModelSlot:
         check_unchanged(self.path, self._stamps, self._loader.load_format)
         self.model = self._loader.load(self.path)
 
+    @contextmanager
+    def read_again(self) -> Iterator[Checkpoint]:
+        """Open the files of the loaded weights, whose tensors are read as float32 on the CPU, whatever part of them
+        this rank has. Raises ``ValueError`` if they changed or may not be loaded again, or if there are none."""
+        if self._loader.load_format == "dummy":
+            raise ValueError("load_format is dummy: no files hold the model's own weights")
+        check_unchanged(self.path, self._stamps, self._loader.load_format)
+        with Checkpoint(self.path, torch.float32, torch.device("cpu"), self.model.config.scheme) as checkpoint:
+            yield checkpoint
+
     def check(self, path: Path) -> None:
         """Check that :meth:`replace` could load the checkpoint ``path``, without reading its tensors. Changes nothing.
 
@@ -175,7 +207,7 @@ class ModelSlot:
             self.check(path)
         assert self._checked is not None
         (_, stamps), self._checked = self._checked, None
-        try:
+        with self.lost_on_error(path):
             if self.is_loaded:
                 # Layer by layer: both copies of the weights took 164 MiB more for 136 MiB of float32, one layer at a
                 # time takes 9 (tests/gpu_worker/test_model_slot.py). With int8-dynamic it is 42, because rounding makes
@@ -186,6 +218,14 @@ class ModelSlot:
                 self.model = self._loader.load(path)
             if file_stamps(path) != stamps:
                 raise ValueError("the files changed after they were checked")
+        self.path, self._stamps = path, stamps
+
+    @contextmanager
+    def lost_on_error(self, path: Path) -> Iterator[None]:
+        """Drop the weights, of which the old ones are gone, if what makes those of ``path`` work fails. Raises
+        :class:`WeightsLostError` then."""
+        try:
+            yield
         except BaseException as error:
             # vLLM would go on with half of each checkpoint. Without weights the engine stays paused and asleep until
             # another reload succeeds.
@@ -196,7 +236,6 @@ class ModelSlot:
                 f"loading {path} failed after the old weights were dropped ({type(error).__name__}: {error}); call "
                 "reload_weights again"
             ) from error
-        self.path, self._stamps = path, stamps
 
     def _compare(self, path: Path) -> None:
         ours, theirs = self._declared, self._loader.read_config(path)

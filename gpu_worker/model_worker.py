@@ -35,7 +35,7 @@ from .device.pool_pages import PoolPages
 from .device.profiler import Profiler
 from .kernels.levels import limit_level
 from .layers.linear import check_products
-from .lora.slots import LoraSlots
+from .lora.slots import LoadedModel, LoraSlots
 from .model_runner import ModelRunner, RunnerParts
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
@@ -123,7 +123,10 @@ class ModelWorker:
         if model_config.cross_rows and not self._platform.pool_is_on_host:
             raise ValueError(f"models that write down sound are not computed on {self._device.type} yet: choose cpu")
         if self._loras is not None:
-            self._loras.check_model(model_config.layers_of_model, model_config.own_layers)
+            own, refusal = self._slot, self._ranks.place.refuses_adapted_experts
+            parts = (own.embed_tokens(), own.num_classes, own.read_again)
+            reads_media = self._media_traits() is not None
+            self._loras.check_model(LoadedModel(model_config, *parts, refusal, reads_media))
         self._pooler = self._make_pooler()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
@@ -167,7 +170,7 @@ class ModelWorker:
         return None if media is None else MediaTraits(media.kinds, media.levels)
 
     def _adapting(self, loader: ModelLoader) -> ModelLoader:
-        return loader if self._loras is None else replace(loader, adapt=self._loras.adapt)
+        return loader if self._loras is None else replace(loader, adapt=self._loras)
 
     def _choose_groups(self, config: ModelConfig) -> list[KVGroup]:
         drafts_with_model = self._config.speculative is not None and self._config.speculative.method != "ngram"
@@ -180,7 +183,8 @@ class ModelWorker:
         # The step in all layers was most of a start: 1.5 s of CPU for the demo model instead of 0.9, minutes for
         # billions of weights. Each layer frees its activations before the next, so a few show the same peak.
         self._largest = self._run_largest_step(largest_step(self._config.scheduler, self._max_model_len))
-        return self._platform.kv_memory(self._largest.activation_bytes, self._num_sharing)
+        adapters = 0 if self._loras is None else self._loras.reserved_bytes()
+        return self._platform.kv_memory(self._largest.activation_bytes + adapters, self._num_sharing)
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
         """Allocate the pool and the buffers for the fitted context length, and compute steps of the sizes to come."""
@@ -342,6 +346,9 @@ class ModelWorker:
         slot = self._require_slot()
         try:
             slot.replace(Path(path))
+            if self._loras is not None:
+                with slot.lost_on_error(Path(path)):
+                    self._loras.weights_replaced()
         finally:  # the model is another one if it was asleep, or if the weights were lost
             self._take_model()
             self._platform.return_freed()

@@ -4,7 +4,8 @@ which are in the layout of the peft library."""
 import enum
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -151,9 +152,35 @@ def read_adapter_files(path: Path) -> AdapterFiles:
 
 
 def read_rank(config: dict[str, Any], max_rank: int) -> int:
-    """Return the rank that an adapter's configuration states. Raises ``ValueError`` if it is not from 1 to
-    ``max_rank``."""
-    rank = config.get("r")
-    if type(rank) is not int or not 1 <= rank <= max_rank:
-        raise ValueError(f"r is {rank!r}; this engine loads adapters of ranks from 1 to {max_rank} (--max-lora-rank)")
-    return rank
+    """Return the largest rank that an adapter's configuration states. Raises ``ValueError`` naming a rank that is not
+    from 1 to ``max_rank``, or a pattern that is not one."""
+    patterns = _patterns(config, "rank_pattern")
+    _patterns(config, "alpha_pattern")
+    for key, rank in (("r", config.get("r")), *((f"rank_pattern {each!r}", rank) for each, rank in patterns.items())):
+        if type(rank) is not int or not 1 <= rank <= max_rank:
+            raise ValueError(
+                f"{key} is {rank!r}; this engine loads adapters of ranks from 1 to {max_rank} (--max-lora-rank)"
+            )
+    return max(config["r"], *patterns.values(), 0)
+
+
+def pattern_value(config: Mapping[str, Any], key: str, layer: str, default: Any) -> Any:
+    """Return what the first pattern of the entry ``key`` that fits the name of a layer says; otherwise ``default``.
+    :func:`read_rank` has checked the patterns."""
+    # As peft: the expression fits the whole name, or what follows a dot in it.
+    for pattern, value in (config.get(key) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return value
+    return default
+
+
+def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{key} must be an object of regular expressions, not {patterns!r}")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{key}: {pattern!r} is no regular expression: {error}") from None
+    return patterns

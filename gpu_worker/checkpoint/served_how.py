@@ -104,16 +104,15 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
     if worker.batch_invariant and found.by != "built in":
         raise ValueError(f"batch_invariant: {_UNORDERED[found.by]} follow the batch")
     if found.by == "transformers":
-        if config.lora.enable:
-            raise ValueError(
-                "enable_lora: no layer of this model can have an adapter; its architecture is not supported"
-            )
         if not place.is_whole:
             _check_division(path, place)
         _check_kv_heads(path, config.cache.dtype)
         found = _by_transformers(path, found, config.max_model_len)
         if found.state_chunk:
             config.check_states(found.state_chunk)
+        if config.lora.enable and (found.state_chunk or not place.is_whole):
+            why = "keep states in it" if found.state_chunk else "are divided among several workers"
+            raise ValueError(f"enable_lora: no layer of this model can have an adapter: transformers' modules {why}")
         return found
     if found.by == "encoder":
         check_parts(found.config if isinstance(found.config, EncoderConfig) else None, place, read_model(path)[0])

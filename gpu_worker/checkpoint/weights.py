@@ -1,10 +1,12 @@
 """Gives models the tensors of a checkpoint, whatever format its files have."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -51,11 +53,39 @@ class LayerPart(NamedTuple):
     """What its outputs are multiplied by, as ``Checkpoint.scales`` says; None: nothing."""
     columns: Tensor | None = None
     """[inputs] int64: which of that layer's inputs this rank has; None: all."""
+    bias_scale: float | Tensor | None = None
+    """What its bias is multiplied by, as :attr:`scale`."""
+    adds_bias: bool = True
+    """Whether this rank adds the layer's bias: where products are summed, one rank does."""
 
 
-Adapt: TypeAlias = Callable[[Linear, Sequence[LayerPart], Dimension, torch.dtype], Linear]
-"""Wraps a layer that consists of these parts, with these inputs and outputs of this dtype, so that LoRA adapters can
-change it."""
+class ExpertAdapters(Protocol):
+    """Changes what experts compute in rows whose requests have adapters."""
+
+    def slots_of(self, prefix: str) -> npt.NDArray[np.int32] | None:
+        """Return [T] a number of the adapter of each token in the step, -1 where it has none or one that leaves the
+        experts below ``prefix`` as they are; None: no token has another."""
+
+    def wrap(self, prefix: str, layers: Sequence[Linear]) -> list[Linear]:
+        """Return the layers of the expert ``prefix``, in the order in which they were loaded, so that adapters change
+        them. It lives as long as the result."""
+
+    def take(self, slots: npt.NDArray[np.int32] | None) -> None:
+        """Say which adapters the rows have that wrapped layers compute next; None: they have none."""
+
+
+class Adapt(Protocol):
+    """Lets LoRA adapters change layers."""
+
+    @property
+    def experts(self) -> ExpertAdapters: ...
+
+    def __call__(self, base: Linear, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> Linear:
+        """Wrap a layer that consists of these parts, with these inputs and outputs of this dtype, if their names say
+        that adapters may change them."""
+
+    def wrap(self, base: Linear, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> Linear:
+        """Wrap a layer of any name, which computes the rows of a step's tokens."""
 
 
 class StoredRows(NamedTuple):
@@ -194,15 +224,17 @@ class Checkpoint:
 
     def part(self, name: str, outputs: Dimension, inputs: Dimension) -> LayerPart:
         """Return what adapters see of the layer ``name``, of these outputs and inputs."""
-        rows, count = self._rows_of(f"{name}.weight"), length(outputs)
+        rows, count, columns = self._rows_of(f"{name}.weight"), length(outputs), _indices(inputs)
+        adds_bias = columns is None or self.group.rank == 0
         if rows is not None:
-            stored = f"{name.rsplit('.', 2)[0]}.{rows.name}"
-            return LayerPart(name, count, stored, rows.total, take_part(rows.rows, (outputs,)), None, _indices(inputs))
-        scale = self._scale_of(f"{name}.weight")
-        if isinstance(scale, Tensor):
-            scale = take_part(scale, (outputs,))
-        of_all = total(outputs)
-        return LayerPart(name, count, self._renamed(name), of_all, _indices(outputs), scale, _indices(inputs))
+            stored, own = f"{name.rsplit('.', 2)[0]}.{rows.name}", take_part(rows.rows, (outputs,))
+            return LayerPart(name, count, stored, rows.total, own, columns=columns, adds_bias=adds_bias)
+        scale, bias_scale = (
+            take_part(each, (outputs,)) if isinstance(each, Tensor) else each
+            for each in (self._scale_of(f"{name}.weight"), self._scale_of(f"{name}.bias"))
+        )
+        stored, of_all = self._renamed(name), total(outputs)
+        return LayerPart(name, count, stored, of_all, _indices(outputs), scale, columns, bias_scale, adds_bias)
 
     def drop_read(self) -> None:
         """Drop the pages of the files that were read, and freed copies. Pages that are still in use are read again."""

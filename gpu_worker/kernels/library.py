@@ -160,7 +160,7 @@ class ExpertsArgs(Structure):
 class LoraPart(Structure):
     """Mirrors the struct in ``lora.cpp``."""
 
-    _fields_ = [*_fields(_P, "down up"), *_fields(_I64, "rank column outputs")]
+    _fields_ = [*_fields(_P, "down up factors shifts"), *_fields(_I64, "rank column outputs")]
 
 
 class LoraLayer(Structure):

@@ -1,10 +1,10 @@
-"""Wraps linear layers, so that rows of a step get the change of the adapter that their request names, and keeps
-adapters in host memory, and those of running requests in slots of the model's layers."""
+"""Keeps LoRA adapters in host memory, and those of running requests in slots of the model's layers."""
 
-import ctypes
+import functools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,137 +13,46 @@ import torch
 from torch import Tensor
 
 from tokenloom.engine_core.data.config import LoraConfig
-from tokenloom.engine_core.data.lora import LoraInfo
+from tokenloom.engine_core.data.lora import WEIGHTS, LoraInfo
 
 from ..batch.input_batch import StepInputs
+from ..batch.prompt_rows import TokenRows
+from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import LayerPart, Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
-from ..kernels.library import LoraLayer, LoraPart, LoraRows, load_lora
-from ..kernels.threads import kernel_threads
+from ..kernels.library import load_lora
 from ..parallel.sharding import Dimension, length, total
-from .adapter import Adapter, Layout, Matrices, layer_name, read_adapter
-
-
-class AdaptedRows:
-    """Holds the rows of a step that have an adapter, those of an adapter next to each other."""
-
-    def __init__(self, slots: npt.NDArray[np.int32], num_slots: int) -> None:
-        """``slots`` [T]: the slot of each row's adapter, below ``num_slots``; -1: it has none. At least
-        one row has one."""
-        # The kernel takes pointers to matrices from the slot's entry: one behind the last would be any memory.
-        assert slots.max() < num_slots, f"a row names slot {slots.max()} of {num_slots}, which is not there"
-        order = np.argsort(slots, kind="stable").astype(np.int32)
-        first = int(np.count_nonzero(slots < 0))
-        self._rows = order[first:]
-        self._slots, starts = np.unique(slots[self._rows], return_index=True)
-        self._starts = np.append(starts, len(self._rows)).astype(np.int32)
-
-    def fill(self, struct: LoraRows) -> None:
-        """Describe the rows to kernels, as long as this object lives."""
-        struct.rows, struct.starts = self._rows.ctypes.data, self._starts.ctypes.data
-        struct.slots, struct.num_groups = self._slots.ctypes.data, len(self._slots)
-        struct.num_threads = kernel_threads()
-
-    def groups(self, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-        """Yield each slot with the indices of its rows, int64 on ``device``."""
-        for index, slot in enumerate(self._slots.tolist()):
-            rows = self._rows[self._starts[index] : self._starts[index + 1]]
-            yield slot, torch.from_numpy(rows.astype(np.int64)).to(device)
-
-
-LoraKernel = Callable[..., None]
-"""Is the function ``add_lora`` of ``lora.cpp``."""
-
-
-class CurrentRows:
-    """Holds which rows of the step in work have an adapter.
-
-    Attributes:
-        rows: None if no row has one.
-        at: The address of the struct that describes them to kernels, the same for every step: recorded steps read it.
-    """
-
-    def __init__(self) -> None:
-        self.rows: AdaptedRows | None = None
-        self._struct = LoraRows()
-        self.at = ctypes.addressof(self._struct)
-
-    def set(self, rows: AdaptedRows) -> None:
-        """Begin a step with these rows."""
-        self.rows = rows
-        rows.fill(self._struct)
-
-
-class LoraLinear:
-    """Fulfils :class:`..checkpoint.weights.Linear`: what ``base`` computes, changed in rows that have an adapter."""
-
-    def __init__(
-        self,
-        base: Linear,
-        names: Sequence[str],
-        inputs: int,
-        outputs: Sequence[int],
-        max_loras: int,
-        current: CurrentRows,
-        kernel: LoraKernel | None,
-        dtype: torch.dtype,
-    ) -> None:
-        """``names`` and ``outputs``: of the parts, whose outputs lie next to each other. ``kernel``: None where torch
-        computes the products. ``dtype``: of inputs and outputs."""
-        self._base = base
-        self._names = names
-        self._outputs = outputs
-        self._current = current
-        self._kernel = kernel
-        self._matrices: list[list[Matrices | None]] = [[None] * len(names) for _ in range(max_loras)]
-        self._parts = (LoraPart * (max_loras * len(names)))()
-        is_bf16 = dtype == torch.bfloat16
-        self._struct = LoraLayer(ctypes.addressof(self._parts), len(names), inputs, sum(outputs), is_bf16)
-        self._at = ctypes.addressof(self._struct)
-
-    # The function that loads a layer wraps it, because it knows the names of the parts of a joined product. Sleep, new
-    # weights and every quantization then need no code for adapters, and without --enable-lora no layer is wrapped.
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        out = self._base(x, dtype)
-        if (rows := self._current.rows) is not None:
-            self._add(x, out, rows)
-        return out
-
-    def occupy(self, slot: int, adapter: Adapter | None, device: torch.device) -> None:
-        """Use the matrices of an adapter for the rows of a slot, or none."""
-        column = 0
-        for index, (name, outputs) in enumerate(zip(self._names, self._outputs, strict=True)):
-            found = adapter.layers.get(name) if adapter is not None else None
-            matrices = self._matrices[slot][index] = None if found is None else found.to(device)
-            part = LoraPart(outputs=outputs, column=column)
-            if matrices is not None:
-                part = LoraPart(matrices.down.data_ptr(), matrices.up.data_ptr(), matrices.rank, column, outputs)
-            self._parts[slot * len(self._names) + index] = part
-            column += outputs
-
-    def _add(self, x: Tensor, out: Tensor, rows: AdaptedRows) -> None:
-        if self._kernel is None:
-            self._add_with_torch(x, out, rows)
-            return
-        x = x.contiguous()
-        self._kernel(x.data_ptr(), out.data_ptr(), self._current.at, self._at)
-
-    def _add_with_torch(self, x: Tensor, out: Tensor, rows: AdaptedRows) -> None:
-        for slot, indices in rows.groups(x.device):
-            column = 0
-            for outputs, matrices in zip(self._outputs, self._matrices[slot], strict=True):
-                if matrices is not None:
-                    change = x[indices] @ matrices.down[:, : matrices.rank] @ matrices.up
-                    out[indices, column : column + outputs] += change.to(out.dtype)
-                column += outputs
-
+from .adapted_linear import AdaptedRows, CurrentRows, ExpertSlots, LoraKernel, LoraLinear
+from .adapter import AdaptedModel, Adapter, Layout, Matrices, ReadBase, is_router, make_adapter, read_adapter
+from .stored_changes import CLASSES, EMBEDDINGS, EXPERT, OUTPUT, layer_name
 
 _KINDS = frozenset(
     [f"{kind}_proj" for kind in ("q", "k", "v", "o", "qkv", "gate", "up", "gate_up", "down", "in", "out")]
     + [f"in_proj_{kind}" for kind in ("qkv", "z", "a", "b")]
+    + ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]  # of compressed vectors
+    + [f"{kind}_proj" for kind in ("f_a", "f_b", "g_a", "g_b", "b")]  # of Kimi-Linear
+    + ["gate", "router", "shared_expert_gate", OUTPUT]
 )
 """The last parts of the names of layers that may have an adapter."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Describes the model that was loaded, beside its layers."""
+
+    config: ModelConfig
+    embed: Callable[[Tensor], Tensor] | None
+    """Returns the states [T, hidden_size] with which tokens [T] begin; None: not on this rank, or not as rows of one
+    matrix times a factor."""
+    num_classes: int
+    """Of a head that this rank has; 0: it has none."""
+    read_base: ReadBase
+    """Opens the files of its own weights."""
+    refuses_experts: str = ""
+    """Why its experts cannot have adapters; empty: they can."""
+    reads_media: bool = False
+    """Whether prompts may have images or sounds."""
 
 
 class LoraSlots:
@@ -163,47 +72,125 @@ class LoraSlots:
         self._slots: list[bytes] = [b""] * config.max_loras
         """The digest of the adapter in each slot; empty: none."""
         self._dtype = torch.float32  # of the model's activations
-        self._num_layers, self._own = 0, range(0)
+        self._model: LoadedModel | None = None
         self._grouped: tuple[list[int], bytes, AdaptedRows] | None = None
+        self._special: set[int] = set()
+        """Slots whose adapters are not plain."""
+        self._of_requests: list[int] = []
+        """The slot of each request of the step in work; -1: it has no adapter."""
+        self._picked = CurrentRows()
+        """Those of the rows whose logits are computed."""
+        # On a GPU tokens may be known to the device alone, and its steps pick the rows themselves.
+        self._computes_apart = device.type == "cpu"
+        self.experts = ExpertSlots(config.max_loras, self._register)
 
-    def adapt(self, base: Linear, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> Linear:
-        """Wrap a layer of the model, if adapters may change it (fulfils :data:`..checkpoint.weights.Adapt`)."""
-        names, outputs = [part.name for part in parts], [part.outputs for part in parts]
-        if any(name.rpartition(".")[2] not in _KINDS or ".experts." in name for name in names):
+    def __call__(self, base: Linear, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> Linear:
+        """Wrap a layer of the model, if adapters may change it (fulfils :class:`..checkpoint.weights.Adapt`)."""
+        if any(part.name.rpartition(".")[2] not in _KINDS and ".experts." not in part.name for part in parts):
             return base
-        own, slots = length(inputs), len(self._slots)
-        layer = LoraLinear(base, names, own, outputs, slots, self._current, self._kernel, dtype)
+        return self.wrap(base, parts, inputs, dtype)
+
+    def wrap(self, base: Linear, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> Linear:
+        names, outputs = [part.name for part in parts], [part.outputs for part in parts]
+        current, kernel = self._current, self._kernel
+        if names == [OUTPUT]:
+            if not self._computes_apart:
+                return base
+            current = self._picked
+        if names == [OUTPUT] or is_router(names[0]):
+            kernel = None  # which adds to rows of the dtype that it reads
         self._dtype = dtype
         for part in parts:
             stored = layer_name(part.stored)
             self._shapes[stored] = (part.total, total(inputs))
             self._parts.setdefault(stored, {})[part.name] = part
-        self._layers[names[0]] = layer
+        own, slots = length(inputs), len(self._slots)
+        make = functools.partial(LoraLinear, names=names, inputs=own, outputs=outputs, max_loras=slots, dtype=dtype)
+        if ".experts." in names[0]:
+            self.experts.add(names[0], functools.partial(make, kernel=kernel))
+            return base
+        return self._register(make(base, current=current, kernel=kernel), names[0])
+
+    def _register(self, layer: LoraLinear, name: str) -> LoraLinear:
+        """Let adapters of slots change a layer, whose first part has this name."""
+        self._layers[name] = layer
         for slot, digest in enumerate(self._slots):
             if digest:
                 layer.occupy(slot, self._adapters[digest], self._device)
         return layer
 
-    def check_model(self, num_layers: int, own: range) -> None:
-        """Raise ``ValueError`` if no layer of the model that was loaded can have an adapter. ``num_layers``: those of
-        all stages; 0: this rank has them all. ``own``: those of this stage, by their numbers in the model."""
-        self._num_layers, self._own = num_layers, own
+    def check_model(self, model: "LoadedModel") -> None:
+        """Raise ``ValueError`` if no layer of the model that was loaded can have an adapter."""
         if not self._shapes:
             raise ValueError(
                 "enable_lora: no layer of this model can have an adapter; its architecture is not supported"
             )
+        self._model = model
+        if not self._computes_apart:
+            return
+        if model.embed is not None:
+            self._shapes[EMBEDDINGS] = (model.config.hidden_size, model.config.vocab_size)
+        if model.num_classes:
+            self._shapes[CLASSES] = (model.num_classes, model.config.hidden_size)
+
+    def reserved_bytes(self) -> int:
+        """Return what adapters will take of the model's device: on a host those that are named at the start, whose size
+        their files show; elsewhere an adapter of the largest rank in every slot."""
+        if self._device.type == "cpu":
+            files = (Path(path) / WEIGHTS for _, path in self._config.named_paths())
+            return sum(file.stat().st_size for file in files if file.is_file())
+        rank, itemsize = self._config.max_lora_rank, self._dtype.itemsize
+        numbers = 0
+        for stored, parts in self._parts.items():
+            for part in parts.values():
+                inputs = self._shapes[stored][1] if part.columns is None else len(part.columns)
+                numbers += (inputs + part.outputs) * rank
+        return self._config.max_loras * numbers * itemsize
 
     def load(self, path: Path) -> LoraInfo:
         """Keep an adapter in host memory. Raises ``ValueError`` naming what is wrong or not supported."""
-        rank, dtype, layout = self._config.max_lora_rank, self._dtype, self._layout
-        adapter = read_adapter(path, self._shapes, rank, dtype, layout, self._parts, self._is_elsewhere)
+        adapter = read_adapter(path, self._adapted_model(), self._config.max_lora_rank)
         self._adapters.setdefault(adapter.digest, adapter)
         return LoraInfo(adapter.digest, adapter.rank)
 
+    def weights_replaced(self) -> None:
+        """Make the adapters again that depend on the model's own weights, which are others now. Raises ``ValueError``
+        if one cannot be made."""
+        for digest, adapter in self._adapters.items():
+            if adapter.files is not None:
+                self._adapters[digest] = make_adapter(adapter.files, self._adapted_model(), self._config.max_lora_rank)
+        for slot, digest in enumerate(self._slots):
+            self._fill(slot, digest)
+
+    def _adapted_model(self) -> AdaptedModel:
+        assert self._model is not None, "check_model comes first"
+        config = self._model.config
+        return AdaptedModel(
+            self._shapes,
+            self._dtype,
+            self._layout,
+            self._parts,
+            self._is_elsewhere,
+            is_tied=config.tie_word_embeddings,
+            num_experts=config.experts.count if config.experts is not None else 0,
+            experts_take_turns=config.family == "gpt_oss",
+            refuses_experts=self._model.refuses_experts,
+            reads_media=self._model.reads_media,
+            read_base=self._model.read_base,
+        )
+
     def _is_elsewhere(self, name: str) -> bool:
-        """Return whether another stage of the pipeline computes a layer of this name."""
+        """Return whether another rank computes a layer of this name, and this one does not."""
+        assert self._model is not None
+        config = self._model.config
+        if name in (EMBEDDINGS, OUTPUT):
+            is_first = not config.layers_of_model or config.first_layer == 0
+            is_here = is_first if name == EMBEDDINGS else config.samples or not config.has_output
+            return self._computes_apart and name not in self._shapes and not is_here
+        if config.experts is not None and config.experts.own is not None and (expert := EXPERT.fullmatch(name)):
+            return int(expert[2]) not in config.experts.own and int(expert[2]) < config.experts.count
         found = _LAYER.search(name)
-        return found is not None and int(found[1]) not in self._own and int(found[1]) < self._num_layers
+        return found is not None and int(found[1]) not in config.own_layers and int(found[1]) < config.layers_of_model
 
     def drop(self, digest: bytes) -> None:
         """Forget an adapter, which no request names any more."""
@@ -225,18 +212,74 @@ class LoraSlots:
         if not adapters:
             return
         number = {digest: slot for slot, digest in enumerate(self._slots) if digest}
-        of_requests = [number[adapters[row]] if row in adapters else -1 for row in inputs.rows.tolist()]
-        if max(of_requests) >= 0:
-            self._current.set(self._group(of_requests, inputs.cu_query_lens))
+        self._of_requests = [number[adapters[row]] if row in adapters else -1 for row in inputs.rows.tolist()]
+        if max(self._of_requests) >= 0:
+            self._current.set(self._group(self._of_requests, inputs.cu_query_lens))
+            if self.experts.are_changed:
+                self.experts.begin(self._of_requests, inputs.cu_query_lens)
 
     @property
     def are_used(self) -> bool:
         """Whether a row of the step in work has an adapter."""
         return self._current.rows is not None
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether recordings of steps know all that the adapters of the step in work change. Otherwise the step takes
+        :meth:`embeds`, and calls :meth:`pick` before logits are computed."""
+        return not self._special or self._special.isdisjoint(self._of_requests) or not self.are_used
+
     def end(self) -> None:
         """Forget the rows of the step: what is computed next has no adapter."""
-        self._current.rows = None
+        self._current.rows = self._picked.rows = None
+        self.experts.end()
+
+    def embeds(self, inputs: StepInputs) -> list[TokenRows]:
+        """Return the embeddings of tokens whose adapters change them, for the step in work."""
+        found: list[TokenRows] = []
+        for index, slot in enumerate(self._of_requests):
+            change = None if slot < 0 else self.change(self._slots[slot], EMBEDDINGS)
+            if change is not None:
+                begin, end = inputs.cu_query_lens[index : index + 2].tolist()
+                ids = torch.from_numpy(inputs.token_ids[begin:end].astype(np.int64))
+                found.append((begin, self._embedded(change, ids).float().numpy()))
+        return found
+
+    def pick(self, rows: npt.NDArray[np.integer] | None, inputs: StepInputs) -> None:
+        """Say which rows of the step in work the output layer computes next; None: all of them."""
+        slots = np.repeat(np.array(self._of_requests, dtype=np.int32), np.diff(inputs.cu_query_lens))
+        slots = slots if rows is None else slots[rows]
+        self._picked.rows = None
+        if slots.max(initial=-1) >= 0:
+            self._picked.set(AdaptedRows(slots, len(self._slots)))
+
+    def logits(self, digest: bytes, compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return what computes the logits of rows that all have this adapter, as ``compute`` does of those that have
+        none."""
+        if self.change(digest, OUTPUT) is None:
+            return compute
+        slot = self._slots.index(digest)
+
+        def adapted(hidden: Tensor) -> Tensor:
+            self._picked.set(AdaptedRows(np.full(len(hidden), slot, dtype=np.int32), len(self._slots)))
+            try:
+                return compute(hidden)
+            finally:
+                self._picked.rows = None
+
+        return adapted
+
+    def change(self, digest: bytes, name: str) -> Matrices | None:
+        """Return what an adapter changes in one of the model's layers; None: nothing."""
+        return self._adapters[digest].layers.get(name)
+
+    def _embedded(self, change: Matrices, ids: Tensor) -> Tensor:
+        assert self._model is not None
+        assert self._model.embed is not None
+        scale = self._model.config.embedding_scale
+        with torch.inference_mode():
+            rows = self._model.embed(ids) if change.weight is None else change.weight[ids] * scale
+            return rows + change.down[ids] @ change.up * scale if change.rank else rows
 
     def _group(self, of_requests: list[int], cu_query_lens: npt.NDArray[np.int32]) -> AdaptedRows:
         """Return the rows by slots; while the same requests decode, those of the step before."""
@@ -249,6 +292,10 @@ class LoraSlots:
     def _fill(self, slot: int, digest: bytes) -> None:
         self._slots[slot] = digest
         adapter = self._adapters[digest] if digest else None
+        self._special.discard(slot)
+        if adapter is not None and not adapter.is_plain:
+            self._special.add(slot)
+        self.experts.fill(slot, adapter)
         for layer in self._layers.values():
             layer.occupy(slot, adapter, self._device)
 

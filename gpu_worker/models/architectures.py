@@ -64,12 +64,8 @@ def load_model(
     note_precision(path, dtype)
     if not isinstance(found.config, ModelConfig):
         modules = _transformers(path, found.lack).TransformersModel
-        return _noted(
-            found,
-            lambda: modules(
-                path, read_dtype(path, dtype), device, ops or TorchOps(), quantization, max_model_len, ranks
-            ),
-        )
+        options = (device, ops or TorchOps(), quantization, max_model_len, ranks, adapt)
+        return _noted(found, lambda: modules(path, read_dtype(path, dtype), *options))
     config = local_config(found.config, ranks.place)
     if config.latent is not None and config.mixer is not None and type(ops) is CPUOps:
         ops = TokenwiseOps()  # a token has the bits of any batch, as its states have

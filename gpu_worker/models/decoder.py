@@ -384,6 +384,9 @@ class DecoderModel:
             self._embedding, output = load_embeddings(checkpoint, name, config)
             if config.samples:
                 self._lm_head = make_output(output, config.quantization)
+                if checkpoint.adapt is not None:
+                    parts = [checkpoint.part("lm_head", config.vocab_size, config.hidden_size)]
+                    self._lm_head = checkpoint.adapt(self._lm_head, parts, config.hidden_size, config.dtype)
         kind: type[DecoderLayer | PartLayer | PostNormLayer] = DecoderLayer
         if config.traits.has_single_parts:
             kind = PartLayer

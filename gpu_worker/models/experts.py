@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..checkpoint.model_config import FP8, ExpertSwitches, ModelConfig, RouterSwitches
-from ..checkpoint.weights import Checkpoint
+from ..checkpoint.weights import Checkpoint, ExpertAdapters
 from ..kernels.library import uses_triton
 from ..layers.expert_routes import LayerRoutes
 from ..layers.fp8_linear import round_weight
@@ -130,6 +132,10 @@ class Experts:
             if len(self._experts) == experts.count and self._group.size == 1:
                 layers = [expert.layers for expert in self._experts.values()]
                 self._grouped = QuantizedExperts.of(layers, config.hidden_act)
+        self._prefix = f"{prefix}.experts"
+        self._adapters = None if checkpoint.adapt is None else checkpoint.adapt.experts
+        self._adapted: dict[int, MLP] = {}
+        """Experts that adapters change, by place, as far as they were needed."""
         self._shared: _Shared | MLP | None = None
         if experts.shared_size:
             self._shared = _load_shared(checkpoint, prefix, config, ops, experts)
@@ -145,6 +151,11 @@ class Experts:
 
     def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the weighted sum of each token's chosen experts, those of this rank's part."""
+        if self._adapters is not None and (slots := self._adapters.slots_of(self._prefix)) is not None:
+            return self._routed_adapted(x, weights, chosen, self._adapters, slots)
+        return self._routed_plain(x, weights, chosen)
+
+    def _routed_plain(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         if self._grouped is not None:
             self._routes.record_on_device(chosen)
             return self._grouped(x, weights, chosen)
@@ -157,6 +168,47 @@ class Experts:
         rows = x[grouped.order // weights.shape[1]]
         computed = self._exchange.compute(rows, grouped, self._switches.num_places, self._compute)
         return mix_rows(x, grouped, weights, computed)
+
+    def _routed_adapted(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: ExpertAdapters, slots: npt.NDArray[np.int32]
+    ) -> Tensor:
+        """Do the same if adapters change the experts of some tokens, by ``slots``. The others are computed as ever:
+        what a token gets depends on no other one."""
+        changed = torch.from_numpy(slots >= 0).to(x.device)
+        if bool(changed.all()):
+            return self._mix_adapted(x, weights, chosen, adapters, slots)
+        out = torch.empty_like(x)
+        out[~changed] = self._routed_plain(x[~changed], weights[~changed], chosen[~changed])
+        out[changed] = self._mix_adapted(x[changed], weights[changed], chosen[changed], adapters, slots[slots >= 0])
+        if self._routes.chosen is not None:
+            self._routes.chosen = chosen
+        return out
+
+    def _mix_adapted(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: ExpertAdapters, slots: npt.NDArray[np.int32]
+    ) -> Tensor:
+        """Compute tokens that all have adapters, by the experts one after the other."""
+        grouped = GroupedRows.sort(chosen)
+        self._routes.record(chosen, grouped)
+        own = grouped if self._switches.own is None else grouped.only(self._switches.own)
+        of_rows = slots[(own.order // chosen.shape[1]).cpu().numpy()]
+        parts = iter(np.split(of_rows, np.cumsum(own.counts)[:-1]))
+
+        def compute(place: int, rows: Tensor) -> Tensor:
+            adapters.take(next(parts))
+            return self._adapted_expert(place, adapters)(rows)
+
+        try:
+            return mix_experts(x, grouped, weights, compute, self._switches.own)
+        finally:
+            adapters.take(None)
+
+    def _adapted_expert(self, place: int, adapters: ExpertAdapters) -> MLP:
+        # Wrapped when it is needed, so that experts which no adapter changes cost nothing more.
+        if place not in self._adapted:
+            expert = self._experts[place]
+            self._adapted[place] = expert.with_layers(*adapters.wrap(f"{self._prefix}.{place}", expert.layers))
+        return self._adapted[place]
 
     def _compute(self, place: int, rows: Tensor) -> Tensor:
         return self._experts[place](rows)

@@ -66,8 +66,12 @@ class MLP:
 
     def with_weights(self, gate_up: Tensor, down: Tensor) -> "MLP":
         """Return the same MLP without biases and of other weights, as :meth:`weights`."""
+        return self.with_layers(make_linear(gate_up), make_linear(down))
+
+    def with_layers(self, gate_up: Linear, down: Linear) -> "MLP":
+        """Return the same MLP of other layers, as :attr:`layers`."""
         other = copy.copy(self)
-        other._gate_up, other._down = make_linear(gate_up), make_linear(down)
+        other._gate_up, other._down = gate_up, down
         return other
 
     def take(self, other: "MLP") -> None:

@@ -54,6 +54,13 @@ class CheckedModel(LanguageModel, Protocol):
         """
 
     @property
+    def has_plain_embeddings(self) -> bool:
+        """Whether tokens begin with rows of the matrix ``model.embed_tokens``, and with nothing else."""
+
+    def embed_tokens(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings [T, hidden_size] of tokens [T]."""
+
+    @property
     def num_attention_calls(self) -> int:
         """How often the last forward pass attended."""
 

@@ -1,7 +1,7 @@
 """Turns hidden states of prompts into vectors, classes and scores."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -125,6 +125,13 @@ class Pooler:
         x = states.pooled()
         result = self._vectors(x, params) if params.task in _VECTORS else self._classes(x, params)
         return result.contiguous().cpu().numpy()
+
+    def with_class_weight(self, change: Callable[[Tensor], Tensor]) -> "Pooler":
+        """Return the same pooler with another weight of the class head, which ``change`` makes of the model's own
+        [classes, hidden_size]."""
+        assert self.head is not None, "only models with a class head have such adapters"
+        (own,) = self.head.projections
+        return replace(self, head=replace(self.head, projections=(replace(own, weight=change(own.weight)),)))
 
     def _vectors(self, x: Tensor, params: CorePoolingParams) -> Tensor:
         # Of length 1 after the cut: the vector of a model that normalizes has length 1 whatever it was cut to.
@@ -258,6 +265,7 @@ class PooledRows(dict[int, PooledPrompt]):
         cu_query_lens: list[int],
         hidden: Tensor,
         attended: Mapping[int, Sequence[Tensor]] = MappingProxyType({}),
+        poolers: Mapping[int, Pooler] = MappingProxyType({}),
     ) -> dict[int, Floats]:
         """Add the states of a step. Returns the results of prompts that are complete, by index in the step.
 
@@ -267,6 +275,7 @@ class PooledRows(dict[int, PooledPrompt]):
             cu_query_lens: [R + 1] where the tokens of each begin.
             hidden: [T, hidden_size]
             attended: By index in the step, weights that take the place of the states: see ``StepCross``.
+            poolers: By row, what pools it in the place of ``pooler``.
         """
         results = {}
         for index, row in enumerate(rows):
@@ -279,5 +288,5 @@ class PooledRows(dict[int, PooledPrompt]):
             else:
                 prompt.states.add(hidden[cu_query_lens[index] : cu_query_lens[index + 1]])
             if ends[index] == prompt.num_tokens:
-                results[index] = pooler.finish(prompt.states, prompt.params)
+                results[index] = poolers.get(row, pooler).finish(prompt.states, prompt.params)
         return results

@@ -151,12 +151,14 @@ STATEFUL_KINDS = (
     *KINDS,
     *("in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
     *("input_linear", "output_linear", "w1", "w2", "w3"),
+    *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "kv_a_proj_with_mqa", "gate"),
 )
 """What the files of models with states call their linear layers."""
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1"]
+    "kind",
+    ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1", "kimi_linear"],
 )
 def test_models_with_states(kind: str, tmp_path: Path) -> None:
     """Gates that are stored with queries, and rows in another order, get those rows of an adapter's matrices."""

@@ -1,4 +1,5 @@
-// Adds what LoRA adapters change to the output of a layer: out += (x · down) · up, for the rows of each adapter.
+// Adds what LoRA adapters change to the output of a layer: out += (x · down) · up, for the rows of each adapter, and
+// after that out = out * factors + shifts where an adapter has these (DoRA and biases).
 //
 // A layer may consist of parts, such as queries, keys and values, whose outputs lie next to each other and which have
 // matrices of their own. Sums are float32, in an order that does not depend on the other rows.
@@ -23,8 +24,10 @@ struct LoraLayer {
 
 // One part of a layer with the matrices of one adapter.
 struct LoraPart {
-  const void* down;      // [inputs, rank in whole vectors], zeros behind the rank; null: the adapter leaves the part as it is
+  const void* down;      // [inputs, rank in whole vectors], zeros behind the rank; null: there are no matrices
   const void* up;        // [panels, rank, PANEL], the last panel with zeros behind the outputs
+  const float* factors;  // [panels, PANEL]; null, as shifts is: outputs are only added to
+  const float* shifts;   // [panels, PANEL]
   int64_t rank, column;  // column: of the layer's output where those of the part begin
   int64_t outputs;
 };
@@ -112,9 +115,11 @@ void shrink_rows(const float* const* x, const LoraPart& part, int64_t inputs, fl
   if (i < width) shrink<R, 1>(x, down + i, inputs, width, sums + i);
 }
 
-// out [R, n] += sums · one panel of `up`, of which n columns are outputs.
+// out [R, n] += sums · one panel of `up`, of which n columns are outputs; then it is times `factors` plus `shifts`, unless
+// they are null.
 template <int R, class T>
-void expand(T* const* out, const float* sums, int64_t width, const T* panel, int64_t rank, int64_t n) {
+void expand(T* const* out, const float* sums, int64_t width, const T* panel, int64_t rank, int64_t n,
+            const float* factors, const float* shifts) {
   Vec total[R][VECTORS] = {};
   for (int64_t j = 0; j < rank; ++j, panel += PANEL) {
 #pragma GCC unroll 4
@@ -128,7 +133,9 @@ void expand(T* const* out, const float* sums, int64_t width, const T* panel, int
     for (int v = 0; v < VECTORS && v * LANES < n; ++v) {
       T* to = out[r] + v * LANES;
       const int64_t left = n - v * LANES;
-      store(to, load(to, left) + total[r][v], left);
+      Vec sum = load(to, left) + total[r][v];
+      if (factors) sum = multiply_add(sum, load(factors + v * LANES), load(shifts + v * LANES));
+      store(to, sum, left);
     }
 }
 
@@ -139,7 +146,9 @@ void expand_rows(T* const* out, const Task& task, const float* sums) {
   for (int64_t i = task.column; i < end; i += PANEL) {
     T* to[R];
     for (int r = 0; r < R; ++r) to[r] = out[r] + part.column + i;
-    expand<R>(to, sums, whole(part.rank), (const T*)part.up + i * part.rank, part.rank, end - i);
+    const float *factors = part.factors, *shifts = part.shifts;
+    if (factors) factors += i, shifts += i;
+    expand<R>(to, sums, whole(part.rank), (const T*)part.up + i * part.rank, part.rank, end - i, factors, shifts);
   }
 }
 
@@ -186,7 +195,7 @@ void add(const T* x, T* out, const LoraRows& step, const LoraLayer& layer) {
     for (int64_t g = 0; g < step.num_groups; ++g)
       for (int64_t p = 0; p < num_parts; ++p) {
         const LoraPart& part = layer.parts[step.slots[g] * num_parts + p];
-        if (part.down) take(part, step.starts[g], step.starts[g + 1] - step.starts[g]);
+        if (part.down || part.factors) take(part, step.starts[g], step.starts[g + 1] - step.starts[g]);
       }
   };
   each_part([&](const LoraPart& part, int64_t, int64_t rows) {
@@ -197,7 +206,7 @@ void add(const T* x, T* out, const LoraRows& step, const LoraLayer& layer) {
   float* sums = scratch.data();
   each_part([&](const LoraPart& part, int64_t start, int64_t rows) {
     constexpr int64_t AT_ONCE = 16 * ROWS;
-    for (int64_t r = 0; r < rows; r += AT_ONCE)
+    for (int64_t r = 0; r < rows && part.rank; r += AT_ONCE)
       down.push_back({&part, step.rows + start + r, std::min(AT_ONCE, rows - r), 0, 0, sums + r * whole(part.rank)});
     for (int64_t c = 0; c < part.outputs; c += COLUMNS)
       up.push_back({&part, step.rows + start, rows, c, std::min(COLUMNS, part.outputs - c), sums});

@@ -4,14 +4,15 @@ become one product, and gated MLPs are computed whole."""
 import copy
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
+from ...checkpoint.weights import Adapt, LayerPart
 from ...layers.activation import ACTIVATIONS
 from ...layers.linear import Linear, report_share
 from ...layers.norm import rms_norm
@@ -294,6 +295,67 @@ def _replace_norm(module: Any, ops: Ops) -> nn.Module | None:
         if expected.dtype == x.dtype and torch.allclose(rms_norm(x, candidate, eps), expected, tolerance, tolerance):
             return NormModule(candidate, eps, ops, module)
     return None
+
+
+class _Layer(NamedTuple):
+    """Names where one of our layers is, and the linear layers of transformers that it computes."""
+
+    owner: Any
+    attribute: str
+    modules: list[tuple[str, Any]]
+    """Names in the model, and what stands in the place of the layers."""
+
+    def get(self) -> Linear:
+        found: Linear = getattr(self.owner, self.attribute)
+        return found
+
+    def set(self, linear: Linear) -> None:
+        setattr(self.owner, self.attribute, linear)
+
+
+def _layers_of(model: nn.Module) -> list[_Layer]:
+    """Return our layers in a model."""
+    found: dict[int, _Layer] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LinearModule):
+            found[id(module)] = _Layer(module, "_linear", [(name, module)])
+        elif isinstance(module, MergedPart):
+            merged = module.__dict__["merged"]
+            found.setdefault(id(merged), _Layer(merged, "linear", [])).modules.append((name, module))
+    return list(found.values())
+
+
+def adapt_layers(model: Any, probe: Callable[[], int], adapt: Adapt, dtype: torch.dtype) -> None:
+    """Let LoRA adapters change the linear layers that compute one row for each token of a step, and the output layer.
+    ``probe`` computes some tokens with the part of the model below that, and returns how many."""
+    # An adapter is found by the number of a row in the step. A layer that is called for some of the rows alone, as an
+    # expert is, or several times, would give rows the adapters of others.
+    layers, calls = _layers_of(model), dict[int, list[int]]()
+    plain = [layer.get() for layer in layers]
+    for number, layer in enumerate(layers):
+        layer.set(_counting(plain[number], calls.setdefault(number, [])))
+    try:
+        count = probe()
+    finally:
+        for layer, linear in zip(layers, plain, strict=True):
+            layer.set(linear)
+    output = model.get_output_embeddings()
+    for number, layer in enumerate(layers):
+        is_output = layer.owner is output and layer.modules[0][0] == "lm_head"
+        if is_output or (calls[number] == [count] and not any(".experts." in name for name, _ in layer.modules)):
+            sizes = [(name, module.out_features) for name, module in layer.modules]
+            parts = [LayerPart(name, outputs, name, outputs) for name, outputs in sizes]
+            layer.set(adapt.wrap(layer.get(), parts, layer.modules[0][1].in_features, dtype))
+
+
+def _counting(linear: Linear, calls: list[int]) -> Linear:
+    """Return a layer that also notes how many rows it is called with."""
+
+    def compute(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        calls.append(len(x))
+        return linear(x, dtype)
+
+    return compute
 
 
 class _Output(BaseModelOutputWithPast):

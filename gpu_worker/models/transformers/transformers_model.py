@@ -19,7 +19,7 @@ from ...checkpoint.files.config_reader import read_media
 from ...checkpoint.files.text_part import MediaSwitches
 from ...checkpoint.gguf.config import described_by
 from ...checkpoint.model_config import DtypeName, ModelConfig, as_torch
-from ...checkpoint.weights import Checkpoint
+from ...checkpoint.weights import Adapt, Checkpoint
 from ...device.memory import return_freed
 from ...layers.embedding import InputEmbeds
 from ...layers.expert_routes import ExpertRoutes
@@ -31,7 +31,7 @@ from .declared import complete, declared_config, fix_ropes, max_model_len
 from .division import LoadingGroup, divide_layers, divide_stages, stage_names
 from .experts import routes_of_modules
 from .loading import CausalClass, find_causal_class, load_modules, make_on_meta
-from .modules import Head
+from .modules import Head, adapt_layers
 from .paged_attention import NUM_PROBED, SERVING, EnoughLayers, LayerRule, PagedAttention, UnservableModel, bind, record
 from .states import LayersWithStates, keeps_states
 
@@ -74,15 +74,17 @@ class TransformersModel:
         quantization: str | None,
         max_model_len: int | None = None,
         ranks: Ranks = ONLY_RANK,
+        adapt: Adapt | None = None,
     ) -> None:
         """Load the checkpoint directory ``path``, or the part of it that this one of ``ranks`` computes;
-        ``max_model_len`` is that of the engine's options. Raises ``ValueError`` naming what cannot be served, and
-        why."""
+        ``max_model_len`` is that of the engine's options, ``adapt`` that of :class:`Checkpoint`. Raises ``ValueError``
+        naming what cannot be served, and why."""
         self._dtype_name, self._dtype, self._device = dtype, as_torch(dtype), device
         self._ops = ops
         self._quantization = quantization
         self._wanted_length = max_model_len
         self._ranks = ranks
+        self._adapt = adapt
         self._stage: Stage | None = None
         self._num_layers: int | None = None  # of this stage; None: there is one
         self._parts = self._load(path)
@@ -130,6 +132,19 @@ class TransformersModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         head = self._parts.head
         return hidden.float() if head is None else head(hidden)
+
+    @property
+    def has_plain_embeddings(self) -> bool:
+        """Return whether tokens begin with rows of the matrix ``model.embed_tokens``, and with nothing else."""
+        parts = self._parts
+        found, modules = parts.model.get_input_embeddings(), dict(parts.model.named_modules())
+        is_plain = type(found) is torch.nn.Embedding and modules.get("model.embed_tokens") is found
+        return is_plain and not getattr(parts.body, "hidden_size_per_layer_input", 0)
+
+    def embed_tokens(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings [T, hidden_size] of tokens [T]."""
+        found: Tensor = self._parts.model.get_input_embeddings()(input_ids)
+        return found
 
     @torch.inference_mode()
     def compute_eagerly(self, input_ids: Tensor, positions: Tensor | None = None, attention: str = "eager") -> Tensor:
@@ -203,6 +218,9 @@ class TransformersModel:
             given = torch.ones(1, NUM_PROBED, declared.hidden_size, dtype=self._dtype, device=self._device)
         rules = record(body, model, declared.max_model_len, self._device, given)
         self.routes = routes_of_modules(body, NUM_PROBED)
+        if self._adapt is not None and states is None and self._ranks.place.is_whole:
+            # Layers with states are computed sequence by sequence.
+            adapt_layers(model, partial(_compute_some, model, body, self._device), self._adapt, self._dtype)
         layout, place = None if states is None else states.layout, self._ranks.place
         text, count = found.config.get_text_config(decoder=True), self._num_layers
         self._set_config(_of_rank(complete(declared, text, rules, layout, count), place, declared.num_layers))
@@ -278,6 +296,13 @@ def _naming(found: CausalClass, path: Path, divide: Callable[[Any], None]) -> Ca
             raise ValueError(f"{described_by(path)}: {found.architecture} {error}") from None
 
     return named
+
+
+def _compute_some(model: Any, body: Any, device: torch.device, count: int = 7) -> int:
+    """Compute a few different tokens with transformers' own attention. Returns how many."""
+    model.set_attn_implementation("eager")
+    body(input_ids=torch.arange(count, device=device)[None], use_cache=False)
+    return count
 
 
 def _embed(parts: _Parts, input_ids: Tensor, embeds: InputEmbeds) -> dict[str, Tensor]:

@@ -204,10 +204,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "enable_expert_parallel: experts of transformers' modules are not spread; leave it out",
     ),
     "context of modules": ({"model_impl": "transformers", "max_model_len": 65}, "the model's context has 64 tokens"),
-    "adapters of modules": (
-        {"model_impl": "transformers", "lora": LoraConfig(enable=True)},
-        "enable_lora: no layer of this model can have an adapter",
-    ),
     "dummy modules": ({"model_impl": "transformers", "load_format": "dummy"}, "load_format dummy makes weights for"),
 }
 
@@ -430,6 +426,7 @@ def test_a_switch_may_be_refused_in_a_type_that_is_served(tmp_path: Path, monkey
         ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "keeps a state between tokens, .* use one worker"),
         ({"scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=100)}, r"max_num_seqs 64 \+ 64"),
         ({"scheduler": SchedulerConfig(long_prefill_token_threshold=64)}, "must be above 64, or 0"),
+        ({"lora": LoraConfig(enable=True)}, "enable_lora: no layer of this model can have an adapter"),
     ],
 )
 def test_what_layers_of_modules_with_a_state_exclude_is_refused_before_a_start(

@@ -16,8 +16,8 @@ from tests.parity.reference import save_random
 from tokenloom.engine_core.data.config import LoraConfig
 from tokenloom.gpu_worker.kernels.library import load_lora
 from tokenloom.gpu_worker.layers.linear import make_linear
+from tokenloom.gpu_worker.lora.adapted_linear import AdaptedRows, CurrentRows, LoraLinear
 from tokenloom.gpu_worker.lora.adapter import Adapter, Layout
-from tokenloom.gpu_worker.lora.slots import AdaptedRows, CurrentRows, LoraLinear
 
 PROMPT = list(range(3, 23))
 
@@ -64,21 +64,21 @@ def test_without_the_option_no_layer_is_wrapped(model: Path) -> None:
 def test_dropped_layers_give_their_memory_back(model: Path, adapter: Path) -> None:
     engine = make_engine(model, adapter)
     worker = engine.core.executor._worker  # type: ignore[attr-defined]
-    assert len(worker._loras._layers) == 8
+    assert len(worker._loras._layers) == 9
     worker.sleep(1)
     assert not worker._loras._layers
     worker.wake_up(["weights", "kv_cache"])
-    assert len(worker._loras._layers) == 8
+    assert len(worker._loras._layers) == 9
 
 
-def test_experts_have_no_adapters(tmp_path: Path) -> None:
+def test_experts_that_no_adapter_changes_are_not_wrapped(tmp_path: Path) -> None:
     model = save_random("mixtral", tmp_path, num_local_experts=2, num_experts_per_tok=1)
     attention = save_adapter(tmp_path / "attention", model, kinds=("q_proj", "o_proj"))
     engine = make_engine(model, attention)
     plain, adapted = engine.generate([PROMPT, PROMPT], [8, 8], adapters=[b"", *digests_of(engine)])
     assert plain != adapted
     worker = engine.core.executor._worker  # type: ignore[attr-defined]
-    assert not [name for name in worker._loras._shapes if "expert" in name]
+    assert not [name for name in worker._loras._layers if "expert" in name]
 
 
 def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_wrong_adapter_ends_the_start(model: Path, tmp_path: Path) -> None:
-    wrong = save_adapter(tmp_path / "wrong", model, use_dora=True)
-    with pytest.raises(ValueError, match=r"lora_modules: wrong: adapter_config\.json: use_dora is set"):
+    wrong = save_adapter(tmp_path / "wrong", model, layer_replication=[[0, 1]])
+    with pytest.raises(ValueError, match=r"lora_modules: wrong: adapter_config\.json: layer_replication is set"):
         make_engine(model, wrong)
 
 

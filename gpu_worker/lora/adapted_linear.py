@@ -1,0 +1,212 @@
+"""Wraps linear layers, so that rows of a step get the change of the adapter that their request names."""
+
+import ctypes
+from collections.abc import Callable, Container, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoint.weights import Linear
+from ..kernels.library import LoraLayer, LoraPart, LoraRows
+from ..kernels.threads import kernel_threads
+from .adapter import Adapter, Matrices
+
+
+class AdaptedRows:
+    """Holds the rows of a step that have an adapter, those of an adapter next to each other."""
+
+    def __init__(self, slots: npt.NDArray[np.int32], num_slots: int) -> None:
+        """``slots`` [T]: the slot of each row's adapter, below ``num_slots``; -1: it has none. At least
+        one row has one."""
+        # The kernel takes pointers to matrices from the slot's entry: one behind the last would be any memory.
+        assert slots.max() < num_slots, f"a row names slot {slots.max()} of {num_slots}, which is not there"
+        order = np.argsort(slots, kind="stable").astype(np.int32)
+        first = int(np.count_nonzero(slots < 0))
+        self._rows = order[first:]
+        self._slots, starts = np.unique(slots[self._rows], return_index=True)
+        self._starts = np.append(starts, len(self._rows)).astype(np.int32)
+
+    def fill(self, struct: LoraRows) -> None:
+        """Describe the rows to kernels, as long as this object lives."""
+        struct.rows, struct.starts = self._rows.ctypes.data, self._starts.ctypes.data
+        struct.slots, struct.num_groups = self._slots.ctypes.data, len(self._slots)
+        struct.num_threads = kernel_threads()
+
+    def groups(self, device: torch.device, only: Container[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield each slot, or those of ``only``, with the indices of its rows, int64 on ``device``."""
+        for index, slot in enumerate(self._slots.tolist()):
+            if only is not None and slot not in only:
+                continue
+            rows = self._rows[self._starts[index] : self._starts[index + 1]]
+            yield slot, torch.from_numpy(rows.astype(np.int64)).to(device)
+
+
+LoraKernel = Callable[..., None]
+"""Is the function ``add_lora`` of ``lora.cpp``."""
+
+
+class CurrentRows:
+    """Holds which rows of the step in work have an adapter.
+
+    Attributes:
+        rows: None if no row has one.
+        at: The address of the struct that describes them to kernels, the same for every step: recorded steps read it.
+    """
+
+    def __init__(self) -> None:
+        self.rows: AdaptedRows | None = None
+        self._struct = LoraRows()
+        self.at = ctypes.addressof(self._struct)
+
+    def set(self, rows: AdaptedRows) -> None:
+        """Begin a step with these rows."""
+        self.rows = rows
+        rows.fill(self._struct)
+
+
+class LoraLinear:
+    """Fulfils :class:`..checkpoint.weights.Linear`: what ``base`` computes, changed in rows that have an adapter."""
+
+    def __init__(
+        self,
+        base: Linear,
+        names: Sequence[str],
+        inputs: int,
+        outputs: Sequence[int],
+        max_loras: int,
+        current: CurrentRows,
+        kernel: LoraKernel | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """``names`` and ``outputs``: of the parts, whose outputs lie next to each other. ``kernel``: None where torch
+        computes the products. ``dtype``: of inputs and outputs."""
+        self._base = base
+        self._names = names
+        self._outputs = outputs
+        self._current = current
+        self._kernel = kernel
+        self._matrices: list[list[Matrices | None]] = [[None] * len(names) for _ in range(max_loras)]
+        self._replaced: set[int] = set()
+        """Slots whose adapters have whole weights for this layer."""
+        self._parts = (LoraPart * (max_loras * len(names)))()
+        is_bf16 = dtype == torch.bfloat16
+        self._struct = LoraLayer(ctypes.addressof(self._parts), len(names), inputs, sum(outputs), is_bf16)
+        self._at = ctypes.addressof(self._struct)
+
+    # The function that loads a layer wraps it, because it knows the names of the parts of a joined product. Sleep, new
+    # weights and every quantization then need no code for adapters, and without --enable-lora no layer is wrapped.
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        out = self._base(x, dtype)
+        if (rows := self._current.rows) is not None:
+            if self._replaced:
+                self._replace(x, out, rows)
+            self._add(x, out, rows)
+        return out
+
+    def occupy(self, slot: int, adapter: Adapter | None, device: torch.device) -> None:
+        """Use the matrices of an adapter for the rows of a slot, or none."""
+        column = 0
+        self._replaced.discard(slot)
+        for index, (name, outputs) in enumerate(zip(self._names, self._outputs, strict=True)):
+            found = adapter.layers.get(name) if adapter is not None else None
+            matrices = self._matrices[slot][index] = None if found is None else found.to(device)
+            part = LoraPart(outputs=outputs, column=column)
+            if matrices is not None:
+                tensors = (matrices.down, matrices.up, matrices.factors, matrices.shifts)
+                addresses = [None if each is None else each.data_ptr() for each in tensors]
+                part = LoraPart(*addresses, matrices.rank, column, outputs)
+                if matrices.weight is not None:
+                    self._replaced.add(slot)
+            self._parts[slot * len(self._names) + index] = part
+            column += outputs
+
+    def _replace(self, x: Tensor, out: Tensor, rows: AdaptedRows) -> None:
+        """Compute the rows of adapters that have whole weights with these."""
+        for slot, indices in rows.groups(x.device, self._replaced):
+            column = 0
+            for outputs, matrices in zip(self._outputs, self._matrices[slot], strict=True):
+                if matrices is not None and matrices.weight is not None:
+                    computed = F.linear(x[indices], matrices.weight)
+                    out[indices, column : column + outputs] = computed.to(out.dtype)
+                column += outputs
+
+    def _add(self, x: Tensor, out: Tensor, rows: AdaptedRows) -> None:
+        if self._kernel is None:
+            self._add_with_torch(x, out, rows)
+            return
+        x = x.contiguous()
+        self._kernel(x.data_ptr(), out.data_ptr(), self._current.at, self._at)
+
+    def _add_with_torch(self, x: Tensor, out: Tensor, rows: AdaptedRows) -> None:
+        for slot, indices in rows.groups(x.device):
+            column = 0
+            for outputs, matrices in zip(self._outputs, self._matrices[slot], strict=True):
+                if matrices is not None:
+                    columns = slice(column, column + outputs)
+                    change = x[indices] @ matrices.down[:, : matrices.rank] @ matrices.up
+                    changed = out[indices, columns] + change.to(out.dtype)
+                    if matrices.factors is not None and matrices.shifts is not None:
+                        changed = changed * matrices.factors + matrices.shifts
+                    out[indices, columns] = changed.to(out.dtype)
+                column += outputs
+
+
+class ExpertSlots:
+    """Fulfils :class:`..checkpoint.weights.ExpertAdapters`."""
+
+    def __init__(self, max_loras: int, register: Callable[[LoraLinear, str], LoraLinear]) -> None:
+        """``register`` lets adapters of slots change a layer of this name."""
+        self._max_loras = max_loras
+        self._register = register
+        self._makers: dict[str, dict[str, Callable[..., LoraLinear]]] = {}
+        """What wraps the layers of an expert, by its name and that of the layer."""
+        self._changed: dict[int, frozenset[str]] = {}
+        """By slot: below which names its adapter changes experts."""
+        self._of_tokens: npt.NDArray[np.int32] | None = None
+        self._rows = CurrentRows()
+
+    def add(self, name: str, make: Callable[..., LoraLinear]) -> None:
+        """Note how to wrap a layer of an expert."""
+        self._makers.setdefault(name.rpartition(".")[0], {})[name] = make
+
+    def fill(self, slot: int, adapter: Adapter | None) -> None:
+        """Use the matrices of an adapter for the rows of a slot, or none."""
+        names = () if adapter is None else (name for name in adapter.layers if ".experts." in name)
+        self._changed.pop(slot, None)
+        if prefixes := frozenset(f"{name.partition('.experts.')[0]}.experts" for name in names):
+            self._changed[slot] = prefixes
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether the adapter in a slot changes experts."""
+        return bool(self._changed)
+
+    def begin(self, of_requests: list[int], cu_query_lens: npt.NDArray[np.int32]) -> None:
+        """Begin a step of requests that have these slots."""
+        self._of_tokens = np.repeat(np.array(of_requests, dtype=np.int32), np.diff(cu_query_lens))
+
+    def end(self) -> None:
+        """Forget the rows of the step."""
+        self._of_tokens = None
+
+    def slots_of(self, prefix: str) -> npt.NDArray[np.int32] | None:
+        if self._of_tokens is None:
+            return None
+        slots = [slot for slot, prefixes in self._changed.items() if prefix in prefixes]
+        found = np.where(np.isin(self._of_tokens, slots), self._of_tokens, np.int32(-1))
+        return found if found.max() >= 0 else None
+
+    def wrap(self, prefix: str, layers: Sequence[Linear]) -> list[Linear]:
+        makers = self._makers[prefix].items()
+        return [
+            self._register(make(base, current=self._rows), name)
+            for base, (name, make) in zip(layers, makers, strict=True)
+        ]
+
+    def take(self, slots: npt.NDArray[np.int32] | None) -> None:
+        self._rows.rows = None
+        if slots is not None:
+            self._rows.set(AdaptedRows(slots, self._max_loras))

@@ -50,12 +50,14 @@ class StepsInFlight:
             for request_id in unwanted:
                 result.draft_token_ids.pop(request_id, None)  # in place: the core hands them on
             result = _without(result, unwanted)
-        drafts = scheduled.draft_token_ids
-        for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
-            count = len(token_ids)
-            if drafts and count:
-                count = 1 + len(drafts.get(request_id, ()))
-            requests[request_id].num_output_placeholders -= count
+        columns, drafts = zip(result.req_ids, result.sampled_token_ids, strict=True), scheduled.draft_token_ids
+        if not drafts:
+            for request_id, token_ids in columns:
+                requests[request_id].num_output_placeholders -= len(token_ids)
+            return result
+        for request_id, token_ids in columns:
+            if token_ids:
+                requests[request_id].num_output_placeholders -= 1 + len(drafts.get(request_id, ()))
         return result
 
     def abandon(self, requests: Iterable[Request]) -> None:

@@ -12,7 +12,8 @@ from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.engine_core.kv_cache.grouped_hash_worker import GroupedHashWorker
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.config import KVConfig
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig, StructuredOutputConfig
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_messages import (
     KVAcquire,
     KVAnswer,
@@ -126,16 +127,19 @@ class Engine:
         state_chunk: int = 0,
         state_bytes: int = STATE_BYTES,
         num_slots: int = 0,
+        worker_of: Callable[[EngineConfig], HashWorker] | None = None,
+        structured_output: StructuredOutputConfig | None = None,
         **settings: Any,
     ) -> None:
-        """``executor``: one of ``EXECUTORS``; all but the first overlap steps.
+        """``executor``: one of ``EXECUTORS``; all but the first overlap steps. ``worker_of``: what makes the worker,
+        instead of what the settings after it say. ``structured_output``: of grammars, if requests have any.
 
         ``copies_at_once``: what a load can copy when it starts is copied before anything else happens. ``windows``:
         those of the groups of layers, if there are several. ``state_chunk``, ``state_bytes``: of the layer that keeps
         a state, if there is one; ``num_slots``: 0 for as many as the engine chooses.
         """
         config = make_config(**settings, async_scheduling=executor != "uniproc")
-        config = msgspec.structs.replace(config, kv=kv)
+        config = msgspec.structs.replace(config, kv=kv, structured_output=structured_output)
         if num_slots:
             cache = msgspec.structs.replace(config.cache, state_memory_bytes=num_slots * state_bytes)
             config = msgspec.structs.replace(config, cache=cache)
@@ -153,6 +157,8 @@ class Engine:
         )
         if windows:
             worker = GroupedHashWorker(config, windows)
+        if worker_of is not None:
+            worker = worker_of(config)
         self.core = EngineCore(config, EXECUTORS[executor](worker), CoreKV(connector, self.failpoints, self.service))
 
     @property
@@ -178,6 +184,8 @@ class PairRequest:
     is_early: bool
     """The decode leg is placed when the lease is granted, not when the prefill is done."""
     salt: bytes = b""
+    params: CoreSamplingParams | None = None
+    """None: only ``max_tokens`` is asked for."""
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str = ""
@@ -234,13 +242,15 @@ class Pair:
         swap: bool = False,
         salt: bytes = b"",
         stop: tuple[int, ...] = (),
+        params: CoreSamplingParams | None = None,
     ) -> PairRequest:
-        """Begins the prefill leg. ``swap``: on the second engine."""
+        """Begins the prefill leg. ``swap``: on the second engine. ``params``: what is asked for in all."""
         prefill, decode = self.engines[::-1] if swap else self.engines
-        request = PairRequest(name, list(prompt), max_tokens, prefill, decode, early, salt)
+        request = PairRequest(name, list(prompt), max_tokens, prefill, decode, early, salt, params)
         self.requests[name] = request
         message = make_request(name, prompt, max_tokens, salt=salt, stop=stop)
         message.lease_id = name.encode()
+        message.sampling_params = params or message.sampling_params
         prefill.core.add_request(message)
         return request
 
@@ -352,6 +362,7 @@ class Pair:
         (answer,) = answers
         request.target = answer.target
         message = make_request(_decode_name(request), request.prompt, request.max_tokens, salt=request.salt)
+        message.sampling_params = request.params or message.sampling_params
         message.accepted_token_ids = [] if awaits_tokens else list(request.tokens)
         message.remote_kv = answer.target
         message.awaits_tokens = awaits_tokens

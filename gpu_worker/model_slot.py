@@ -1,7 +1,7 @@
 """Holds the model of a worker, whose weights can be loaded, dropped and restored, or replaced."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +16,7 @@ from .checkpoint.weights import Checkpoint, FileStamps, check_unchanged, file_st
 from .layers.embedding import InputEmbeds
 from .models.architectures import ModelLoader
 from .models.decoder import DecoderModel
+from .models.mlp import MLP
 from .models.model import LanguageModel
 from .models.self_check import CheckedModel
 
@@ -179,6 +180,12 @@ class ModelSlot:
         check_unchanged(self.path, self._stamps, self._loader.load_format)
         with Checkpoint(self.path, torch.float32, torch.device("cpu"), self.model.config.scheme) as checkpoint:
             yield checkpoint
+
+    def relocate_experts(self, held: Sequence[Mapping[int, MLP]]) -> None:
+        """Load the experts that the model lacks in the places that this rank has now. ``held``: the others, as
+        :func:`.models.decoder.relocate_experts`. Raises ``ValueError`` if the files have changed."""
+        check_unchanged(self.path, self._stamps, self._loader.load_format)
+        self._loader.relocate_experts(self.model, self.path, held)
 
     def check(self, path: Path) -> None:
         """Check that :meth:`replace` could load the checkpoint ``path``, without reading its tensors. Changes nothing.

@@ -14,6 +14,7 @@ from tokenloom.engine_core.data.handshake import WarmUp
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig, KVGroup, model_groups
 from tokenloom.engine_core.data.lora import LoraInfo
 from tokenloom.engine_core.data.model_info import FreedMemory, MediaTraits, ModelInfo, slots_offset
+from tokenloom.engine_core.data.parallel_config import ExpertPeers
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
@@ -373,8 +374,23 @@ class ModelWorker:
         self._require_runner().dummy_run([1], self._config.cache.block_size)
         self._ranks.forward_passed()
 
-    def join_experts(self, rendezvous: str) -> None:
-        self._ranks.join_experts(rendezvous)
+    def listen_experts(self, host: str) -> str:
+        return self._ranks.spread_experts.listen(host)
+
+    def join_experts(self, peers: ExpertPeers) -> None:
+        slot, ranks = self._require_slot(), self._ranks
+        layers = expert_layers(slot.model) if slot.is_loaded else []  # an engine that sleeps loads them when it wakes
+        held = [layer.held() for layer in layers]
+        ranks.place_experts(peers)
+        if any(layer.lacks(experts) for layer, experts in zip(layers, held, strict=True)):
+            slot.relocate_experts(held)
+        else:
+            for layer, experts in zip(layers, held, strict=True):
+                layer.relocate(None, experts)
+        ranks.join_experts(peers)
+
+    def leave_experts(self) -> None:
+        self._ranks.spread_experts.leave()
 
     def check_health(self) -> None:
         """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong."""
@@ -386,6 +402,8 @@ class ModelWorker:
 
     def shutdown(self) -> None:
         self._profiler.close()
+        if self._ranks.experts is not None:
+            self._ranks.experts.close()
         if self._pages is not None:
             self._pages.close()
         self._slot = self._backend = self._runner = self._pool = self._pages = self._drafting = None

@@ -25,6 +25,11 @@ class WorkerLostError(ExecutorFailedError):
     """The process of a worker ended; the executor can start another one."""
 
 
+class PeerLostError(ExecutorFailedError):
+    """A worker of another engine, with which this one shares the experts, does not answer any more; the step that
+    waited for it is lost, and the workers that are left can join anew."""
+
+
 class RanksDifferError(ExecutorFailedError):
     """Some workers did what a call asks and others did not, so that their states differ until the caller repairs that.
 

@@ -24,6 +24,19 @@ class EplbConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     """Most bytes of weights that a rank receives in a step."""
 
 
+class ExpertPeers(Struct, frozen=True):
+    """The workers that share the experts of a data-parallel group from now on."""
+
+    index: int
+    """Of this engine among the members of the group."""
+    workers: list[list[str]]
+    """``HOST:PORT`` of each worker, by member and rank in its engine."""
+    epoch: int
+    """Each change of the members has its own, so that none is taken for another one."""
+    key: bytes
+    """What the workers prove to know to each other."""
+
+
 _Count = Annotated[int, Meta(ge=1)]
 _Size = Annotated[int, Meta(ge=0)]
 _Seconds = Annotated[float, Meta(gt=0)]
@@ -47,7 +60,7 @@ class ParallelConfig(Struct, frozen=True):
     enable_expert_parallel: Annotated[
         bool,
         "Give each worker of a stage whole experts of a model with experts, instead of a part of every expert; with "
-        "--data-parallel-size and one worker an engine, spread the experts over the engines of the group.",
+        "--data-parallel-size, spread the experts over the workers of all engines of the group.",
     ] = False
     enable_eplb: Annotated[
         bool,
@@ -104,7 +117,7 @@ class ParallelConfig(Struct, frozen=True):
     @property
     def spreads_experts_over_engines(self) -> bool:
         """Whether each engine of the data-parallel group holds a part of the experts of each layer."""
-        return self.enable_expert_parallel and self.data_parallel_size > 1 and self.world_size == 1
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def world_size(self) -> int:

@@ -71,11 +71,15 @@ def notice_loss(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3000 * _SILENT_SECONDS)
 
 
-def meeting_place(address: str) -> str:
-    """Return where workers meet whose hub is at a TCP address: a free port of the same host, for rank 0's worker."""
-    host = address.rpartition(":")[0]
-    with socket.create_server((host, 0)) as probe:
-        return f"{host}:{probe.getsockname()[1]}"
+def worker_host(address: str) -> str:
+    """Return the address of this host at which workers of the group's other ranks reach those of this one. Raises
+    ``OSError`` if the hub's host is unknown."""
+    if is_of_this_host(address):
+        return "127.0.0.1"
+    host, _, port = address.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # finds the interface; nothing is sent
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
 
 
 def is_of_this_host(address: str) -> bool:

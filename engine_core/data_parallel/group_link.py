@@ -13,21 +13,23 @@ from collections.abc import Callable
 
 import msgspec
 
-from tokenloom.process.rendezvous_dir import RendezvousDir
-
 from ..core import EngineCore
 from ..data.config import ParallelConfig
-from .group_address import check_address, connect, is_of_this_host, listen, meeting_place, notice_loss
-from .group_secret import challenge_rank, new_nonce, prove_to_hub, read_secret
+from .group_address import check_address, connect, listen, notice_loss, worker_host
+from .group_secret import challenge_rank, new_nonce, peers_key, prove_to_hub, read_secret
 from .messages import (
     Accepted,
+    Broken,
     Called,
     Challenge,
+    Ended,
     Frames,
     GroupHello,
+    Lost,
     Newcomers,
     Outcome,
     Refused,
+    Roster,
     ToHub,
     ToRank,
     Vote,
@@ -37,6 +39,8 @@ from .messages import (
     decoder_of,
 )
 
+log = logging.getLogger(__name__)
+
 Letters = list[tuple[int, ToRank]]
 """Messages to ranks, in the order in which they are sent."""
 
@@ -45,32 +49,56 @@ class Rounds:
     """Holds what the hub of one group knows. Each member votes once a round; the last vote decides the round.
 
     Attributes:
-        size: Ranks of the group.
+        size: Ranks of the group. Of these, some may be lost and not back yet.
         members: The ranks that vote; none before the first ``size`` ranks have come.
+        epoch: Counts the changes of the members.
     """
 
-    def __init__(self, size: int, rendezvous: str = "") -> None:
-        """``rendezvous``: as in :class:`.Welcome`, for the first members."""
+    def __init__(self, size: int, draw_nonce: Callable[[], bytes] = new_nonce) -> None:
+        """``draw_nonce``: as :attr:`Roster.nonce`."""
         self.size = size
-        self._rendezvous = rendezvous
         self.members: set[int] = set()
+        self.epoch = 0
+        self._draw_nonce = draw_nonce
         self._waiting: set[int] = set()  # connected, and not members
+        self._workers: dict[int, list[str]] = {}  # of ranks that are connected
         self._votes: dict[int, Vote] = {}
+        self._known_size = 0  # as members of a group whose hub has ended say
+        self._wave = 0  # that runs, or the next one
+        self._oldest_wave = 0  # votes on earlier ones were cast before a member was lost
 
-    def join(self, rank: int) -> Letters:
-        """Take a rank that has connected: as a member once the group is complete, or as a newcomer."""
+    def join(self, rank: int, hello: GroupHello | None = None) -> Letters:
+        """Take a rank that has connected: as a member once the group is complete, or as a newcomer. ``hello``: what it
+        said; None: nothing but its number."""
         if rank in self.members or rank in self._waiting:
             return [(rank, Refused(f"rank {rank} of the group has joined already", permanent=False))]
         self._waiting.add(rank)
+        self._workers[rank] = [] if hello is None else hello.workers
         letters: Letters = [(rank, Accepted())]
         if self.members:
             return letters + [(member, Newcomers(sorted(self._waiting))) for member in sorted(self.members)]
-        return letters + self._admit(self.size, Welcome(0, 0, runs=False, size=self.size, rendezvous=self._rendezvous))
+        if hello is not None and hello.size:  # it outlived an earlier hub, whose group may have changed its size
+            self.size = self._known_size = max(self._known_size, hello.size)
+            self._wave = self._oldest_wave = max(self._wave, hello.wave + 1)
+        if not self._waiting.issuperset(range(self.size)):
+            return letters
+        admitted = self._admit()
+        welcome = Welcome(self._wave, 0, runs=False, size=self.size, roster=self._changed_roster())
+        return letters + [(each, welcome) for each in admitted]
 
-    def leave(self, rank: int) -> bool:
-        """Note that a connection has ended. Returns whether the group is lost: a member cannot be missed."""
+    def leave(self, rank: int) -> Letters:
+        """Note that a connection has ended. Returns what the members that are left must know, if it was a member's."""
         self._waiting.discard(rank)
-        return rank in self.members
+        self._workers.pop(rank, None)
+        if rank not in self.members:
+            return []
+        self.members.discard(rank)
+        return self._begin_anew()
+
+    def complain(self, rank: int, epoch: int) -> Letters:
+        """Let the workers of all members join anew, because one cannot reach another one. What was said of earlier
+        members is ignored."""
+        return self._begin_anew() if rank in self.members and epoch == self.epoch else []
 
     def vote(self, rank: int, vote: Vote) -> Letters:
         """Take a vote. With the first one of a wave, returns calls for the other ranks; with the last one of a round,
@@ -81,6 +109,8 @@ class Rounds:
         """
         if rank not in self.members:
             raise ValueError(f"rank {rank} votes and is no member of the group")
+        if vote.wave < self._oldest_wave:
+            return []
         if other := next((each for each in self._votes.values() if _step_of(each) != _step_of(vote)), None):
             raise ValueError(f"ranks vote on different steps: {other} and {vote} of rank {rank}")
         # The ranks may belong to meshes whose coordinators do not know each other: the hub's call begins a wave without
@@ -89,13 +119,24 @@ class Rounds:
         self._votes[rank] = vote
         if self._votes.keys() != self.members:
             return [(member, Called(vote.wave)) for member in sorted(self.members - {rank})] if is_call else []
+        return self._decide(vote)
+
+    def _decide(self, vote: Vote) -> Letters:
+        """Return the outcome of the round whose last vote is this one."""
         votes, self._votes = self._votes, {}
-        size = self._agreed_size(votes)
+        before, size = self.members, self._agreed_size(votes)
         verdict = _verdict([each for member, each in votes.items() if member < size])
-        letters: Letters = [(member, Outcome(vote.wave, vote.step, verdict, size)) for member in sorted(self.members)]
         runs = verdict is VoteVerdict.RUN
-        self.size, self.members = size, {member for member in self.members if member < size}
-        return letters + self._admit(size, Welcome(vote.wave + (not runs), vote.step if runs else 0, runs, size))
+        self._wave = vote.wave + (not runs)
+        self.size, self.members = size, {member for member in before if member < size}
+        admitted = self._admit()
+        roster = self._changed_roster() if self.members != before else None
+        letters: Letters = [
+            (member, Outcome(vote.wave, vote.step, verdict, size, roster if member < size else None))
+            for member in sorted(before)
+        ]
+        welcome = Welcome(self._wave, vote.step if runs else 0, runs, size, roster)
+        return letters + [(rank, welcome) for rank in admitted]
 
     def _agreed_size(self, votes: dict[int, Vote]) -> int:
         """Return how many ranks the group has from now on. It changes to what all members ask for once all new ranks
@@ -104,18 +145,32 @@ class Rounds:
         # only in a round in which all name the same.
         targets = {vote.target for vote in votes.values()}
         target = targets.pop()
-        if targets or any(votes[rank].want is Want.RUN for rank in range(target, self.size)):
+        if targets or any(vote.want is Want.RUN for rank, vote in votes.items() if rank >= target):
             return self.size
         return target if self._waiting.issuperset(range(self.size, target)) else self.size
 
-    def _admit(self, size: int, welcome: Welcome) -> Letters:
-        """Make members of those that wait, if the group then has ``size`` ranks."""
-        new = sorted(set(range(size)) - self.members)
-        if not self._waiting.issuperset(new):
-            return []
+    def _admit(self) -> list[int]:
+        """Make members of those that wait and belong to the group. Returns them."""
+        new = sorted(rank for rank in self._waiting if rank < self.size)
         self._waiting.difference_update(new)
-        self.members.update(new)
-        return [(rank, welcome) for rank in new]
+        self.members = self.members.union(new)
+        return new
+
+    def _begin_anew(self) -> Letters:
+        """Let the members rest at the begin of a wave that none of them has begun."""
+        self._votes = {}
+        self._wave += 1
+        self._oldest_wave = self._wave
+        lost = Lost(self._wave, self.size, self._changed_roster())
+        return [(member, lost) for member in sorted(self.members)]
+
+    def _changed_roster(self) -> Roster | None:
+        """Return the members after they have changed; None: they share no experts."""
+        self.epoch += 1
+        ranks = sorted(self.members)
+        if not all(self._workers[rank] for rank in ranks):
+            return None
+        return Roster(self.epoch, ranks, [self._workers[rank] for rank in ranks], self._draw_nonce())
 
 
 def _step_of(vote: Vote) -> tuple[int, int]:
@@ -139,8 +194,8 @@ _RETRY_SECONDS = 0.1
 
 
 class GroupHub:
-    """Serves one group until :meth:`close`. When a member is lost, all connections end: the other ranks notice at
-    once, because none of them can compute without it."""
+    """Serves one group until :meth:`close`. When a member is lost, the others are told at once, and go on without it
+    until it comes again."""
 
     def __init__(self, address: str, hello: GroupHello, size: int, secret: bytes = b"") -> None:
         """``hello``: that of rank 0, whose group and facts the other ranks must share. ``secret``: what they must know;
@@ -148,10 +203,7 @@ class GroupHub:
         self._hello = hello
         self._secret = secret
         self._listener = listen(address)
-        # Workers of one host meet at a file, which other users cannot open.
-        self._directory = RendezvousDir() if is_of_this_host(address) else None
-        meeting = meeting_place(address) if self._directory is None else str(self._directory.path / "experts")
-        self._rounds = Rounds(size, meeting)
+        self._rounds = Rounds(size)
         self._lock = threading.Lock()  # of the rounds, and of writing to the ranks
         # The connection that speaks for a rank now. Its predecessor's may still be open, and end later.
         self._ranks: dict[int, Frames[ToHub]] = {}
@@ -160,19 +212,17 @@ class GroupHub:
         threading.Thread(target=self._accept, name="group-hub", daemon=True).start()
 
     def close(self) -> None:
-        """End all connections. Idempotent."""
+        """Tell all ranks that the hub ends as it was asked to, and end their connections. Idempotent."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for frames in self._ranks.values():
-            frames.close()
-        if self._directory is not None:
-            self._directory.remove()
+            if self._is_closed:
+                return
+            self._is_closed = True
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._send([(rank, Ended()) for rank in self._ranks])
+            for frames in self._ranks.values():
+                frames.close()
 
     def _accept(self) -> None:
         while not self._is_closed:
@@ -203,7 +253,7 @@ class GroupHub:
                 return
             frames.limit(None)
             assert isinstance(hello, GroupHello)
-            if not self._join(hello.rank, frames):
+            if not self._join(hello, frames):
                 return
             rank = hello.rank
             while True:
@@ -229,11 +279,12 @@ class GroupHub:
                 return Refused(reason, permanent=True)
         return None
 
-    def _join(self, rank: int, frames: Frames[ToHub]) -> bool:
+    def _join(self, hello: GroupHello, frames: Frames[ToHub]) -> bool:
+        rank = hello.rank
         with self._lock:
             if self._is_closed:
                 return False
-            letters = self._rounds.join(rank)
+            letters = self._rounds.join(rank, hello)
             if letters and isinstance(refused := letters[0][1], Refused):
                 frames.send(refused)
                 return False
@@ -242,13 +293,16 @@ class GroupHub:
             return True
 
     def _take(self, rank: int, frames: Frames[ToHub], message: ToHub) -> None:
-        if not isinstance(message, Vote):
+        if not isinstance(message, (Vote, Broken)):
             raise ConnectionError("only votes may follow the hello")
         with self._lock:
             if self._ranks.get(rank) is not frames:
                 raise ConnectionError(f"another process is rank {rank} by now")
             try:
-                letters = self._rounds.vote(rank, message)
+                if isinstance(message, Vote):
+                    letters = self._rounds.vote(rank, message)
+                else:
+                    letters = self._rounds.complain(rank, message.epoch)
             except ValueError as error:
                 raise ConnectionError(str(error)) from None
             self._send(letters)
@@ -267,18 +321,14 @@ class GroupHub:
                 # out.
                 return  # it was removed from the group, and its successor goes on
             del self._ranks[rank]
-            if self._rounds.leave(rank) and not self._is_closed:
+            letters = self._rounds.leave(rank)
+            if not self._is_closed:
                 log.info("rank %d of group %s has left (%s)", rank, self._hello.group_id, error)
-                self._close()
-
-
-log = logging.getLogger(__name__)
-
-_RETRY_SECONDS = 0.1
+                self._send(letters)
 
 
 class GroupLink:
-    """Keeps a rank in its group. Rank 0 runs the hub too."""
+    """Keeps a rank in its group, also in one whose hub has ended and is started again. Rank 0 runs the hub too."""
 
     def __init__(self, address: str, hello: GroupHello, size: int, timeout: float, secret: bytes = b"") -> None:
         """``size``: ranks of the group at its start. ``timeout``: seconds that the hub may take to accept this rank.
@@ -286,47 +336,117 @@ class GroupLink:
 
         Raises ``ValueError`` if the group refuses this rank for good, ``OSError`` if its hub cannot be reached in time.
         """
+        self._address, self._hello, self._timeout, self._secret = address, hello, timeout, secret
+        self._workers, self._known = hello.workers, (0, 0)  # the size of the group and its wave
         self._hub = GroupHub(address, hello, size, secret) if hello.rank == 0 else None
+        self._is_closed = False
+        self._is_muted = False
+        self._connection = 0  # counts the connections to a hub
+        self._lock = threading.Lock()  # of what the next connection says, and of the change to it
         try:
-            self._frames = _join(address, hello, secret, time.monotonic() + timeout)
+            self._join()
         except BaseException:
             if self._hub is not None:
                 self._hub.close()
             raise
         log.info("rank %d has reached its data-parallel group %s", hello.rank, hello.group_id)
 
-    def start(self, on_message: Callable[[ToRank], None], on_lost: Callable[[], None]) -> None:
-        """Call ``on_message`` for each message, and ``on_lost`` once when the group is lost, from a thread."""
+    def start(self, on_message: Callable[[ToRank, int], None], on_lost: Callable[[bool], None]) -> None:
+        """Call ``on_message`` for each message, from a thread, with the number of the connection that it came by. Call
+        ``on_lost`` when the connection has ended, with False; a welcome follows if the hub is reached again, and a call
+        with True if it is not."""
         threading.Thread(target=self._read, args=(on_message, on_lost), name="group-link", daemon=True).start()
 
     def cast(self, vote: Vote) -> None:
         """Send a vote."""
-        with contextlib.suppress(OSError):  # the thread that reads notices that the group is lost
-            self._frames.send(vote)
+        self._send(vote)
+
+    def complain(self, epoch: int) -> None:
+        """Say that a worker cannot reach another one of the roster with this epoch."""
+        self._send(Broken(epoch))
+
+    def key_of(self, roster: Roster) -> bytes:
+        """Return the key by which the workers of a roster know each other."""
+        return peers_key(self._secret, roster.nonce)
+
+    def listen_again(self) -> None:
+        """Speak to the hub: the rank knows that it is a member of the group that the hub has now."""
+        self._is_muted = False
+
+    def is_current(self, connection: int) -> bool:
+        """Return whether a message of this connection counts: what an earlier one brought is of another group."""
+        return connection == self._connection
+
+    def come_again(self, workers: list[str]) -> None:
+        """Leave the group and come again with other workers."""
+        with self._lock:
+            self._workers = workers
+            self._connection += 1
+            self._is_muted = True
+            self._frames.close()
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
+        self._is_closed = True
         if self._hub is not None:
             self._hub.close()
         self._frames.close()
 
-    def _read(self, on_message: Callable[[ToRank], None], on_lost: Callable[[], None]) -> None:
-        try:
-            while True:
-                on_message(self._frames.receive())
-        except OSError:
-            on_lost()
+    def _send(self, message: Vote | Broken) -> None:
+        # What a rank says before it knows that the hub is another one would be of no member.
+        if not self._is_muted:
+            with contextlib.suppress(OSError):  # the thread that reads notices that the hub is lost
+                self._frames.send(message)
 
+    def _read(self, on_message: Callable[[ToRank, int], None], on_lost: Callable[[bool], None]) -> None:
+        while True:
+            connection = self._connection
+            try:
+                while True:
+                    message = self._frames.receive()
+                    self._note(message)
+                    on_message(message, connection)
+            except OSError:
+                self._connection += connection == self._connection
+                self._is_muted = True
+                self._frames.close()
+            if self._is_closed:
+                return
+            on_lost(False)
+            try:
+                self._join()
+            except (OSError, ValueError) as error:
+                if not self._is_closed:
+                    log.error("the data-parallel group is lost: %s", error)
+                    on_lost(True)
+                return
 
-def _join(address: str, hello: GroupHello, secret: bytes, deadline: float) -> Frames[ToRank]:
-    """Say hello until the hub accepts it. Rank 0 may start later, or run on with a group that is about to end."""
-    while True:
-        try:
-            return _say_hello(address, hello, secret, max(_RETRY_SECONDS, deadline - time.monotonic()))
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise OSError(f"no data-parallel group at {address}: {error}") from None
-        time.sleep(_RETRY_SECONDS)
+    def _note(self, message: ToRank) -> None:
+        """Remember what the next hub must know of the group."""
+        if isinstance(message, (Welcome, Outcome, Lost)):
+            self._known = message.size, message.wave
+        if isinstance(message, Outcome) and message.size <= self._hello.rank:
+            self._is_closed = True  # the group goes on without this rank, with any hub
+
+    def _join(self) -> None:
+        """Say hello until the hub accepts it, and use the connection from then on. Rank 0 may start later, or run on
+        with a group that is about to end."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                size, wave = self._known
+                hello = msgspec.structs.replace(self._hello, workers=self._workers, size=size, wave=wave)
+                left = max(_RETRY_SECONDS, deadline - time.monotonic())
+                frames = _say_hello(self._address, hello, self._secret, left)
+                with self._lock:
+                    if hello.workers is self._workers:
+                        self._frames = frames
+                        return
+                frames.close()  # the workers are others by now
+            except OSError as error:
+                if time.monotonic() > deadline or self._is_closed:
+                    raise OSError(f"no data-parallel group at {self._address}: {error}") from None
+            time.sleep(_RETRY_SECONDS)
 
 
 def _say_hello(address: str, hello: GroupHello, secret: bytes, timeout: float) -> Frames[ToRank]:
@@ -365,5 +485,14 @@ def join_group(config: ParallelConfig, core: EngineCore) -> GroupLink:
     secret = read_secret(config.data_parallel_secret_file)
     check_address(config.data_parallel_address, has_secret=bool(secret))
     hello = GroupHello(config.group_id, config.data_parallel_rank, core.parallel_facts)
+    if config.spreads_experts_over_engines:
+        hello.workers = listening_workers(config, core)
     size, timeout = config.data_parallel_size, config.data_parallel_timeout
     return GroupLink(config.data_parallel_address, hello, size, timeout, secret)
+
+
+def listening_workers(config: ParallelConfig, core: EngineCore) -> list[str]:
+    """Let the workers of an engine with a part of the experts take connections, and return where. Raises ``OSError`` if
+    the host of the hub is unknown."""
+    host = worker_host(config.data_parallel_address)
+    return msgspec.convert(core.executor.collective_rpc("listen_experts", host), list[str])

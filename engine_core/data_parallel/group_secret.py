@@ -1,8 +1,9 @@
 """Proves that the ranks of a data-parallel group and its hub know the same secret, without sending it.
 
 Both sides draw a nonce and answer that of the other one with an HMAC (RFC 2104). The proof is bound to the group and
-the rank. What follows on the connection is neither encrypted nor authenticated, and neither are the tensors that
-workers exchange: the network between machines must be private (docs/operate/security.md).
+the rank. What follows on the connection is neither encrypted nor authenticated. Workers of the group prove in the same
+way that they know a key that follows from the secret; the rows that they exchange then are not encrypted either. So the
+network between machines must be private (docs/operate/security.md).
 """
 
 import hashlib
@@ -63,6 +64,12 @@ def challenge_rank(frames: Frames[ToHub], secret: bytes, hello: GroupHello) -> b
     frames.send(Challenge(nonce, _proof(secret, b"hub", hello, nonce)))
     answer = frames.receive()
     return isinstance(answer, Proof) and hmac.compare_digest(answer.proof, _proof(secret, b"rank", hello, nonce))
+
+
+def peers_key(secret: bytes, nonce: bytes) -> bytes:
+    """Return the key by which workers of the group know each other, from a number that the hub has drawn. Without a
+    secret the hub is one of this host, to which no other user has access, and the number is the key."""
+    return hmac.digest(secret, b"experts" + nonce, hashlib.sha256) if secret else nonce
 
 
 def _proof(secret: bytes, side: bytes, hello: GroupHello, nonce: bytes) -> bytes:

@@ -17,6 +17,8 @@ MAX_RANKS = 1 << 16
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+_Endpoint = Annotated[str, msgspec.Meta(max_length=255)]
+_MOST_WORKERS = 1024
 
 
 class Want(enum.IntEnum):
@@ -51,6 +53,12 @@ class GroupHello(msgspec.Struct, tag="HELLO"):
     """Settings and properties of the model that must be equal on all ranks, by name."""
     nonce: bytes = b""
     """Drawn by the rank, for the hub's proof that it knows the group's secret; empty: the rank has no secret."""
+    workers: Annotated[list[_Endpoint], msgspec.Meta(max_length=_MOST_WORKERS)] = []
+    """Where the other ranks reach each worker of this one; empty: the experts are not spread over the ranks."""
+    size: _Count = 0
+    """Ranks of the group that this one was a member of when it lost its hub; 0: it is new."""
+    wave: _Count = 0
+    """The wave that it was at then."""
 
 
 class Challenge(msgspec.Struct, tag="CHALLENGE"):
@@ -81,6 +89,22 @@ class Accepted(msgspec.Struct, tag="ACCEPTED"):
     """Hub to rank: the rank may become a member; a welcome follows."""
 
 
+class Roster(msgspec.Struct):
+    """The members of a group over which experts are spread, whose workers join each other now.
+
+    Attributes:
+        epoch: Each change of the members has its own.
+        ranks: The members, in ascending order.
+        workers: Where the workers of each member can be reached.
+        nonce: From which, with the group's secret if it has one, the key follows by which workers know each other.
+    """
+
+    epoch: _Count
+    ranks: list[_Rank]
+    workers: list[list[_Endpoint]]
+    nonce: bytes
+
+
 class Welcome(msgspec.Struct, tag="WELCOME"):
     """Hub to rank: the rank is a member from now on.
 
@@ -89,15 +113,14 @@ class Welcome(msgspec.Struct, tag="WELCOME"):
         step: Steps of that wave that the other ranks have computed.
         runs: Whether the wave runs.
         size: Ranks of the group.
-        rendezvous: Where the workers of the ranks may find each other: the path of a file of their host, which does
-            not exist yet, or ``HOST:PORT``, which the worker of rank 0 serves.
+        roster: The members; None: the experts are not spread over them.
     """
 
     wave: _Count
     step: _Count
     runs: bool
     size: _Size
-    rendezvous: str = ""
+    roster: Roster | None = None
 
 
 class Vote(msgspec.Struct, tag="VOTE"):
@@ -118,12 +141,43 @@ class Outcome(msgspec.Struct, tag="OUTCOME"):
 
     Attributes:
         size: Ranks of the group from now on; members of higher ranks are removed.
+        roster: The members from now on, if they have changed and the experts are spread over them.
     """
 
     wave: _Count
     step: _Count
     verdict: VoteVerdict
     size: _Size
+    roster: Roster | None = None
+
+
+class Lost(msgspec.Struct, tag="LOST"):
+    """Hub to rank: the members have lost one of them, or their connections to each other. Votes that were cast do not
+    count, steps that wait for another member are lost, and all rest at the begin of the same wave.
+
+    Attributes:
+        wave: The next wave.
+        size: Ranks of the group; the lost one may come again.
+        roster: The members that are left, if the experts are spread over them.
+    """
+
+    wave: _Count
+    size: _Size
+    roster: Roster | None = None
+
+
+class Ended(msgspec.Struct, tag="ENDED"):
+    """Hub to rank: rank 0 ends as it was asked to, and its hub with it."""
+
+
+class Broken(msgspec.Struct, tag="BROKEN"):
+    """Rank to hub: a worker of this rank cannot reach the workers of another one.
+
+    Attributes:
+        epoch: Of the roster by which they have joined.
+    """
+
+    epoch: _Count
 
 
 class Newcomers(msgspec.Struct, tag="NEWCOMERS"):
@@ -139,8 +193,8 @@ class Called(msgspec.Struct, tag="CALLED"):
     wave: _Count
 
 
-ToHub = GroupHello | Proof | Vote
-ToRank = Challenge | Accepted | Refused | Welcome | Called | Outcome | Newcomers
+ToHub = GroupHello | Proof | Vote | Broken
+ToRank = Challenge | Accepted | Refused | Welcome | Called | Outcome | Newcomers | Lost | Ended
 
 T = TypeVar("T")
 

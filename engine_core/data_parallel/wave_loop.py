@@ -8,14 +8,31 @@ without requests computes a dummy batch in each step. (vLLM V1: ``DPEngineCorePr
 """
 
 import enum
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 from ..core import EngineCore
 from ..data.config import ParallelConfig
-from ..data.errors import GroupLostError
+from ..data.errors import GroupLostError, PeerLostError
 from ..data.messages import EngineCoreOutputs, GroupState
-from .messages import MAX_RANKS, Called, Newcomers, Outcome, ToRank, Vote, VoteVerdict, Want, Welcome
+from ..data.parallel_config import ExpertPeers
+from .messages import (
+    MAX_RANKS,
+    Called,
+    Ended,
+    Lost,
+    Newcomers,
+    Outcome,
+    Roster,
+    ToRank,
+    Vote,
+    VoteVerdict,
+    Want,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
 
 # As in vLLM. A vote stops all ranks for a round trip; between two votes an idle rank computes up to 31 dummy batches.
 STEPS_BETWEEN_VOTES = 32
@@ -31,6 +48,8 @@ class WaveState(enum.Enum):
     """It has voted and computes nothing until the outcome is known."""
     RUNNING = enum.auto()
     """It computes a step in every turn of its loop."""
+    LOST = enum.auto()
+    """It has lost the hub, or workers of other ranks, and computes nothing until the hub says how the group goes on."""
     REMOVED = enum.auto()
     """The group goes on without it."""
 
@@ -65,7 +84,7 @@ class Waves:
     @property
     def is_resting(self) -> bool:
         """Whether this rank computes nothing now: it waits to be admitted, was removed, or no wave runs."""
-        return self.state in (WaveState.RESTING, WaveState.REMOVED, WaveState.NEW)
+        return self.state not in (WaveState.VOTING, WaveState.RUNNING)
 
     @property
     def started(self) -> int | None:
@@ -82,6 +101,19 @@ class Waves:
         self.wave, self.step = welcome.wave, welcome.step
         self.size = self.target = welcome.size
         self.state = WaveState.RUNNING if welcome.runs else WaveState.RESTING
+        self._rested()
+
+    def break_off(self) -> None:
+        """Compute nothing until the hub says how the group goes on: by :meth:`rest`, or by :meth:`welcome` if it is
+        another one."""
+        if self.state not in (WaveState.NEW, WaveState.REMOVED):
+            self.state = WaveState.LOST
+
+    def rest(self, lost: Lost) -> None:
+        """Rest with the other members, because the group has lost one of them, or their workers had to join anew."""
+        self.size = lost.size
+        self.wave, self.step, self.state = lost.wave, 0, WaveState.RESTING
+        self._is_held = False
         self._rested()
 
     def look(self) -> None:
@@ -102,7 +134,7 @@ class Waves:
         changes."""
         if self.state is WaveState.RESTING:
             self._begin()
-        elif self.state in (WaveState.VOTING, WaveState.NEW):
+        elif self.state in (WaveState.VOTING, WaveState.NEW, WaveState.LOST):
             self._is_called = True
 
     def resize(self, target: int) -> None:
@@ -118,7 +150,7 @@ class Waves:
 
     def decided(self, outcome: Outcome) -> None:
         """Take the outcome of the vote that was cast."""
-        assert self.state is WaveState.VOTING, outcome
+        assert self.state in (WaveState.VOTING, WaveState.LOST), outcome
         assert (outcome.wave, outcome.step) == (self.wave, self.step), outcome
         self.size = outcome.size
         if self.rank >= self.size:
@@ -152,13 +184,24 @@ class Ballot(Protocol):
     def cast(self, vote: Vote) -> None:
         """Send a vote; its outcome arrives as a message."""
 
+    def complain(self, epoch: int) -> None:
+        """Say that a worker cannot reach another one of this roster; :class:`.Lost` arrives."""
+
+    def key_of(self, roster: Roster) -> bytes:
+        """Return the key by which the workers of a roster know each other."""
+
+    def listen_again(self) -> None:
+        """Speak to the hub: this rank knows that it is a member."""
+
 
 class WaveLoop:
     """Runs the turns of one core. Belongs to the thread that steps it."""
 
     def __init__(self, core: EngineCore, config: ParallelConfig, ballot: Ballot) -> None:
         self._core = core
+        self._ballot = ballot
         self._spreads_experts = config.spreads_experts_over_engines
+        self._epoch = 0  # of the roster by which the workers have joined last
         self.waves = Waves(config.data_parallel_rank, self._want, ballot.cast)
         self._reported: GroupState | None = None
         core.scheduler.hold(True)
@@ -189,28 +232,70 @@ class WaveLoop:
         """Take a message of the hub."""
         match message:
             case Welcome():
-                if self._spreads_experts:
-                    self._core.executor.collective_rpc("join_experts", message.rendezvous)
+                self._ballot.listen_again()
                 self.waves.welcome(message)
+                self._regroup(message.roster)
             case Called():
                 self.waves.start(message.wave)
             case Outcome():
-                self.waves.decided(message)
+                self._take_outcome(message)
+            case Lost():
+                self.waves.rest(message)
+                self._regroup(message.roster)
             case Newcomers():
-                if self.waves.target > self.waves.size:
+                if self.waves.target > self.waves.size or message.ranks[0] < self.waves.size:
                     self.waves.call()
+            case Ended():
+                pass  # its connection ends, which says the same
             case _:
                 raise GroupLostError(f"unexpected message of the data-parallel group: {message}")
         self.settle()
 
     def resize(self, target: int) -> None:
-        """Ask for a group of ``target`` ranks, as all ranks must. Raises ``ValueError`` if that is not supported."""
-        if self._spreads_experts and target != self.waves.size:
-            raise ValueError("the experts are spread over the ranks; start the group again with another size")
+        """Ask for a group of ``target`` ranks, as all ranks must. Raises ``ValueError`` if no group has so many."""
         if not 1 <= target <= MAX_RANKS:
             raise ValueError(f"a data-parallel group of {target} ranks; it has 1 to {MAX_RANKS}")
         self.waves.resize(target)
         self.settle()
+
+    def break_off(self) -> None:
+        """Compute nothing until the hub says how the group goes on: this rank has lost it."""
+        self.waves.break_off()
+        self.settle()
+
+    def lost_peer(self, error: PeerLostError) -> None:
+        """Compute nothing until the workers of all members have joined anew, because one cannot reach another one."""
+        log.info("%s; the ranks of the data-parallel group join anew", error)
+        self.waves.break_off()
+        self._ballot.complain(self._epoch)
+        self.settle()
+
+    def _take_outcome(self, outcome: Outcome) -> None:
+        if self.waves.state is WaveState.LOST and outcome.size > self.waves.rank:
+            # This rank voted before its workers failed to join. The hub says how the group goes on once it has heard
+            # that of the members that it knows now.
+            if outcome.roster is not None:
+                self._epoch = outcome.roster.epoch
+                self._ballot.complain(self._epoch)
+            return
+        self.waves.decided(outcome)
+        if self.waves.state is not WaveState.REMOVED:
+            self._regroup(outcome.roster)
+        elif self._spreads_experts:
+            self._core.executor.collective_rpc("leave_experts")
+
+    def _regroup(self, roster: Roster | None) -> None:
+        """Let the workers join those of the other members, if the experts are spread over them and they have
+        changed."""
+        if roster is None or not self._spreads_experts:
+            return
+        self._epoch = roster.epoch
+        index = roster.ranks.index(self.waves.rank)
+        peers = ExpertPeers(index, roster.workers, roster.epoch, self._ballot.key_of(roster))
+        try:
+            self._core.executor.collective_rpc("join_experts", peers)
+        except PeerLostError as error:
+            self.lost_peer(error)
 
     def settle(self) -> None:
         """Let what has changed take effect: requests may call for a wave, and a pause may be complete."""

@@ -20,7 +20,7 @@ CLIENT_METHODS: Final = frozenset({"profile", "resident_bytes"})
 WORKER_METHODS: Final = CLIENT_METHODS | {
     *("load_model", "determine_available_memory", "initialize_kv_cache"),
     *("sleep", "wake_up", "check_weights", "reload_weights", "check_health", "load_lora", "drop_lora"),
-    *("execute_dummy_batch", "join_experts"),
+    *("execute_dummy_batch", "listen_experts", "join_experts", "leave_experts"),
 }
 """Methods of workers that may be called by name. Their arguments and results are msgspec types."""
 

@@ -14,7 +14,7 @@ import zmq
 from tokenloom.process.rendezvous_dir import RendezvousDir
 
 from ..data.config import EngineConfig
-from ..data.errors import ExecutorFailedError, WorkerLostError
+from ..data.errors import ExecutorFailedError, PeerLostError, WorkerLostError
 from ..data.handshake import WarmUp
 from ..data.kv_groups import KVCacheConfig
 from ..data.model_info import ModelInfo
@@ -178,13 +178,10 @@ class MultiprocExecutor:
         """End all workers and start others, which load the same weights and have empty KV pools. No step may be in
         flight.
 
-        Raises ``ExecutorFailedError`` if the workers' pools are mapped by others, if workers of other engines compute
-        with them, or if a worker does not start.
+        Raises ``ExecutorFailedError`` if the workers' pools are mapped by others, or if a worker does not start.
         """
         if self._pools is not None:
             raise ExecutorFailedError("workers whose KV moves between engines cannot be replaced")
-        if self._config.parallel.spreads_experts_over_engines:  # the others have lost their connections to it
-            raise ExecutorFailedError("a worker with a part of the group's experts cannot be replaced")
         self._end_workers()
         try:
             self._start()
@@ -385,4 +382,6 @@ def _error_of(rank: int, reply: WorkerReply) -> Exception | None:
         return None
     if reply.error_kind is WorkerErrorKind.VALUE:
         return ValueError(reply.error)
+    if reply.error_kind is WorkerErrorKind.PEER:
+        return PeerLostError(f"worker {rank}: {reply.error}")
     return ExecutorFailedError(f"worker {rank}: {reply.error}")

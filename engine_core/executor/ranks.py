@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..data.config import EngineConfig
-from ..data.errors import ExecutorFailedError, RanksDifferError, WorkerLostError
+from ..data.errors import ExecutorFailedError, PeerLostError, RanksDifferError, WorkerLostError
 from ..data.handshake import WarmUp
 from ..data.kv_groups import KVCacheConfig
 from ..data.model_info import ModelInfo
@@ -146,14 +146,16 @@ def joined_results(answers: Sequence[object | Exception]) -> list[object]:
     """Return the results by rank.
 
     Raises ``ValueError`` if every rank refuses the call, so that no rank has changed; ``WorkerLostError`` if a worker
-    is lost; ``RanksDifferError`` if some ranks made the call and others did not; ``ExecutorFailedError`` otherwise.
+    is lost, ``PeerLostError`` if one of another engine is; ``RanksDifferError`` if some ranks made the call and others
+    did not; ``ExecutorFailedError`` otherwise.
     """
     errors = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)}
     if not errors:
         return list(answers)
-    for error in errors.values():
-        if isinstance(error, WorkerLostError):
-            raise error
+    for kind in (WorkerLostError, PeerLostError):
+        for error in errors.values():
+            if isinstance(error, kind):
+                raise error
     failures = [error for error in errors.values() if not isinstance(error, ValueError)]
     # When every rank refuses, nothing has changed anywhere, and the caller gets the refusal. When only some do,
     # the ranks differ, and the caller has to undo or to give the state up.

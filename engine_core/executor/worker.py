@@ -7,6 +7,7 @@ from ..data.handshake import WarmUp
 from ..data.kv_groups import KVCacheConfig
 from ..data.lora import LoraInfo
 from ..data.model_info import FreedMemory, ModelInfo
+from ..data.parallel_config import ExpertPeers
 from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
@@ -95,11 +96,18 @@ class Worker(Protocol):
         """Compute a step of one token in block ``NULL_BLOCK``, because other ranks of the data-parallel group compute a
         step and this one has no request."""
 
-    def join_experts(self, rendezvous: str) -> None:
-        """Join the workers of the data-parallel group over which the experts are spread, and wait for them. From then
-        on all of them compute their steps together.
+    def listen_experts(self, host: str) -> str:
+        """Take connections of the workers with which this one shares the experts of the data-parallel group. Returns
+        ``HOST:PORT``, at which they reach it until it ends. ``host``: the address of its machine."""
 
-        ``rendezvous``: the path of a file of this host, or ``HOST:PORT``, which the worker of rank 0 serves."""
+    def join_experts(self, peers: ExpertPeers) -> None:
+        """Take the experts that this worker has among ``peers``, loading those that it lacks, and wait until all have
+        joined. From then on all of them compute their steps together.
+
+        Raises ``PeerLostError`` if one of them ends meanwhile, ``ValueError`` if the experts cannot be loaded."""
+
+    def leave_experts(self) -> None:
+        """End the connections to the workers that share the experts, so that none of them waits for this one."""
 
     def check_health(self) -> None:
         """Raise an exception if the worker cannot compute."""

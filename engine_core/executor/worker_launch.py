@@ -100,6 +100,8 @@ class WorkerErrorKind(enum.IntEnum):
     """The worker failed."""
     VALUE = 2
     """The caller made a mistake: it gets a ``ValueError``."""
+    PEER = 3
+    """A worker of another engine is lost: the caller gets a ``PeerLostError``."""
 
 
 class WorkerReply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -28,6 +28,7 @@ from ..data.kv_groups import NULL_BLOCK, KVCacheConfig
 from ..data.lora import LoraConfig, LoraInfo, read_adapter_files, read_rank
 from ..data.messages import Logprobs
 from ..data.model_info import FreedMemory, MediaTraits, ModelInfo, slots_offset
+from ..data.parallel_config import ExpertPeers
 from ..data.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
@@ -261,8 +262,15 @@ class HashWorker:
         time.sleep(self._config.step_seconds)
         self._cache[NULL_BLOCK * self._block_size] = 0
 
-    def join_experts(self, rendezvous: str) -> None:
-        """Do nothing: a hash needs nothing of other ranks."""
+    def listen_experts(self, host: str) -> str:
+        """Return an address at which nobody listens: a hash needs nothing of other ranks."""
+        return f"{host}:0"
+
+    def join_experts(self, peers: ExpertPeers) -> None:
+        """Do nothing."""
+
+    def leave_experts(self) -> None:
+        """Do nothing."""
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         allowed = allowed_tokens(grammar, self._vocab_size)

@@ -25,7 +25,9 @@ LAST_SECONDS = 2
 """How long sending the last message may take."""
 
 
-InputMessage = EngineCoreRequest | AcceptTokens | ArrivedRows | UtilityCall | ToRank | list[str] | int | None
+InputMessage = (
+    EngineCoreRequest | AcceptTokens | ArrivedRows | UtilityCall | tuple[ToRank, int] | list[str] | int | None
+)
 InputItem = tuple[RequestType, InputMessage]
 InputQueue = queue.Queue[InputItem]
 

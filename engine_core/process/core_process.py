@@ -11,10 +11,9 @@ import logging
 import os
 import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, cast
+from typing import Final
 
 import zmq
 
@@ -24,11 +23,10 @@ from ..control.step_watchdog import StepWatchdog, inherited_cells
 from ..core import EngineCore
 from ..core_calls import CoreCalls
 from ..data.config import EngineConfig, ParallelConfig
-from ..data.errors import ExecutorFailedError, GroupLostError, WorkerLostError
+from ..data.errors import ExecutorFailedError, GroupLostError, PeerLostError, WorkerLostError
 from ..data.handshake import CoreFailed, CoreHello, CoreInit
 from ..data.messages import AcceptTokens, ArrivedRows, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
-from ..data_parallel.group_link import GroupLink, join_group
-from ..data_parallel.messages import ToRank
+from ..data_parallel.group_link import GroupLink, join_group, listening_workers
 from ..data_parallel.wave_loop import WaveLoop, WaveState
 from ..executor.executor import Executor
 from ..kv_transfer.core_kv import CoreKV, make_core_kv
@@ -41,10 +39,8 @@ from .core_launch import remove_sockets
 
 log = logging.getLogger(__name__)
 
-_GROUP_LOST: Final = (RequestType.GROUP, None)
-# A step that exchanges rows of experts with a machine that vanished never returns, and no exception can reach it.
-_MOST_BLOCKED_SECONDS = 2.0
-"""How long the loop may take to notice that its group is lost."""
+_HUB_LOST: Final = (RequestType.GROUP, None)
+_GROUP_ENDED: Final = (RequestType.GROUP, False)
 
 
 class ProcState(enum.Enum):
@@ -70,7 +66,8 @@ class EngineCoreProc:
         self._num_losses = 0  # of workers, counted by their executor's threads
         self._num_replaced = 0
         self._group: WaveLoop | None = None
-        self._noticed_loss = threading.Event()  # of the group; also set when the loop has ended
+        self._link: GroupLink | None = None
+        self._parallel: ParallelConfig | None = None
         self.state = ProcState.RUNNING
 
     def start(self) -> None:
@@ -81,18 +78,13 @@ class EngineCoreProc:
 
     def join_group(self, link: GroupLink, config: ParallelConfig) -> None:
         """Compute in waves with the other ranks of a data-parallel group. To be called after :meth:`start`."""
-        self._group = WaveLoop(self._core, config, link)
+        self._group, self._link, self._parallel = WaveLoop(self._core, config, link), link, config
         self._calls.utilities.add("resize_group", self._group.resize)
         inputs = self._input.input_queue
-        link.start(lambda message: inputs.put((RequestType.GROUP, message)), self._end_with_group)
-
-    def _end_with_group(self) -> None:
-        """Let :meth:`run` notice that the group is lost. If it does not, its step waits for rows of a machine that is
-        gone, and nothing else would end that."""
-        self._input.input_queue.put(_GROUP_LOST)
-        if not self._noticed_loss.wait(_MOST_BLOCKED_SECONDS):
-            log.error("the data-parallel group has lost a rank, and a step waits for it: the engine core ends")
-            os._exit(1)
+        link.start(
+            lambda message, connection: inputs.put((RequestType.GROUP, (message, connection))),
+            lambda is_final: inputs.put(_GROUP_ENDED if is_final else _HUB_LOST),
+        )
 
     def request_shutdown(self) -> None:
         """Make :meth:`run` return once the live requests have finished."""
@@ -126,8 +118,6 @@ class EngineCoreProc:
             # The client has to learn of an interrupt as well, or it waits for outputs of a core that is gone.
             self._output.send_dead()
             raise
-        finally:
-            self._noticed_loss.set()
 
     def _step(self) -> EngineCoreOutputs | None:
         try:
@@ -136,7 +126,29 @@ class EngineCoreProc:
             return self._calls.step(self._input.take_aborts)
         except WorkerLostError as error:
             self._replace_workers(error)
-            return None
+        except PeerLostError as error:
+            self._rejoin_peers(error)
+        return None
+
+    def _rejoin_peers(self, error: PeerLostError) -> None:
+        """Let the workers join those of the other ranks anew; the requests of the lost step are computed again."""
+        if self._group is None:
+            raise error
+        if self._parallel is not None and self._parallel.world_size > 1:
+            # They may be in different calls: some wait for each other's sums, and others have given the step up.
+            log.info("%s; the workers of this engine are started again", error)
+            self._core.replace_workers()
+            self._come_again()
+        else:
+            self._group.lost_peer(error)
+
+    def _come_again(self) -> None:
+        """Leave the group, if the experts are spread over its ranks, and come again with other workers."""
+        if self._group is None or self._link is None or self._parallel is None:
+            return
+        if self._parallel.spreads_experts_over_engines:
+            self._group.break_off()
+            self._link.come_again(listening_workers(self._parallel, self._core))
 
     def _compute_dummy(self) -> None:
         """Compute the batch of a rank without requests, with which the others of its group compute theirs."""
@@ -144,9 +156,12 @@ class EngineCoreProc:
             self._core.executor.collective_rpc("execute_dummy_batch")
         except WorkerLostError as error:
             self._replace_workers(error)
+        except PeerLostError as error:
+            self._rejoin_peers(error)
 
     def _replace_workers(self, lost: WorkerLostError) -> None:
         self._replacement.replace(lost)
+        self._come_again()
         # All losses so far are answered by the replacement, also those whose message is still in the queue.
         self._num_replaced = self._num_losses
 
@@ -196,29 +211,32 @@ class EngineCoreProc:
             assert kind is RequestType.WAKEUP, kind
             if self.state is not ProcState.RUNNING:
                 self._calls.refuse_new()
+                if self._group is not None and self._group.waves.state is WaveState.LOST:
+                    self._core.scheduler.abort_all()  # nobody computes them here any more: they go on elsewhere
         if outputs is not None:
             self._output.send(outputs)
         if self._group is not None:
             self._settle_group(self._group)
 
     def _process_group(self, message: InputMessage) -> None:
-        if message is None:
-            self._group_lost()
-            return
         if self._group is None:
             return  # a start for an engine without waves is another's mistake
-        if isinstance(message, int):
+        if message is None:
+            self._hub_lost(self._group)
+        elif message is False:
+            raise GroupLostError("the data-parallel group is lost: its hub, beside rank 0, has not come back")
+        elif isinstance(message, int):
             self._group.waves.start(message)
-        else:
-            self._group.take(cast(ToRank, message))
+        elif self._link is not None and isinstance(message, tuple) and self._link.is_current(message[1]):
+            self._group.take(message[0])
 
-    def _group_lost(self) -> None:
-        self._noticed_loss.set()
-        if self._group is not None and self._group.waves.state is WaveState.REMOVED:
-            return  # the group goes on without this rank
-        if self.state is ProcState.RUNNING or self._core.has_requests():
-            raise GroupLostError("the data-parallel group has lost a rank")
-        self.state = ProcState.SHUTTING_DOWN  # as the others do
+    def _hub_lost(self, group: WaveLoop) -> None:
+        """Wait for another hub; the link looks for it."""
+        group.break_off()
+        if self.state is ProcState.RUNNING:
+            log.info("the hub of the data-parallel group has ended; requests wait for the next one")
+        else:
+            self._core.scheduler.abort_all()  # nobody computes them here any more: they go on elsewhere
 
     def _settle_group(self, group: WaveLoop) -> None:
         """Let requests, pauses and the group's messages take effect, and pass on what has changed."""

@@ -323,12 +323,8 @@ def _check_redundant(config: ModelConfig, place: RankPlace) -> None:
         return
     if config.experts is None:
         raise ValueError("enable_eplb: the model has no experts")
-    if config.mlp_bias:
-        raise ValueError("enable_eplb: experts with biases are not moved")
-    if config.scheme is not None or config.quantization is not None:  # only a matrix of floats can be sent
-        raise ValueError("enable_eplb: quantized experts are not moved; leave it out")
     count = config.experts.count
-    if (count + redundant) % ranks:
+    if place.data_size == 1 and (count + redundant) % ranks:  # engines of a group round up, as their number may change
         raise ValueError(
             f"num_redundant_experts: {count} experts and {redundant} copies are not a multiple of {ranks} ranks; "
             f"{-count % ranks} copies would be"

@@ -15,6 +15,7 @@ from tokenloom.engine_core.data.handshake import WarmUp
 from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.lora import LoraInfo
 from tokenloom.engine_core.data.model_info import FreedMemory, ModelInfo
+from tokenloom.engine_core.data.parallel_config import ExpertPeers
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
@@ -206,7 +207,13 @@ class EncoderWorker:
     def execute_dummy_batch(self) -> None:
         raise AssertionError("an encoder has no experts, so it computes in no waves")
 
-    def join_experts(self, rendezvous: str) -> None:
+    def listen_experts(self, host: str) -> str:
+        raise AssertionError("an encoder has no experts")
+
+    def join_experts(self, peers: ExpertPeers) -> None:
+        raise AssertionError("an encoder has no experts")
+
+    def leave_experts(self) -> None:
         raise AssertionError("an encoder has no experts")
 
     def check_health(self) -> None:

@@ -6,12 +6,15 @@ On a GPU few rows are multiplied in their own dtype by a kernel that reads half 
 rows each is rounded to 8-bit floats by its own scale, and the tensor cores multiply those (``torch._scaled_mm``).
 """
 
+import copy
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.files.quantized_weight import FloatWeight
+from ..checkpoint.layer_state import LayerState, check_state, copy_state, present, shapes_of
+from ..checkpoint.weights import Linear
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_float8, uses_triton
 from ..kernels.threads import kernel_threads
@@ -45,6 +48,19 @@ class Fp8Linear:
         self._bias = bias
         self._group = group
         self._has_kernel = uses_triton(weight.device)
+
+    def state(self) -> LayerState:
+        return LayerState([self._weight.view(torch.uint8), self._scales, *present(self._bias)], [])
+
+    def with_state(self, state: LayerState) -> Linear:
+        check_state(state, shapes_of(self.state().tensors), 0)
+        other = copy.copy(self)
+        weight, other._scales, *bias = (each.to(self._weight.device) for each in state.tensors)
+        other._weight, other._bias = weight.view(FP8), bias[0] if bias else None
+        return other
+
+    def take(self, other: Linear) -> Linear:
+        return other
 
     def takes(self, x: Tensor) -> bool:
         """Return whether the kernel for few rows computes these."""
@@ -138,6 +154,24 @@ class WidenedLinear:
             kernel_threads(),
         )
         return out if dtype is None else out.to(dtype)
+
+    def state(self) -> LayerState:
+        return LayerState([self._matrix, self._scales, *present(self._bias)], [self._group])
+
+    def with_state(self, state: LayerState) -> Linear:
+        check_state(state, shapes_of(self.state().tensors), 1)
+        if state.numbers != [self._group]:
+            raise ValueError(f"a weight in groups of {state.numbers[0]} for a layer in groups of {self._group}")
+        other = copy.copy(self)
+        other._matrix, other._scales, *bias = state.tensors
+        other._bias = bias[0] if bias else None
+        return other
+
+    def take(self, other: Linear) -> Linear:
+        if not isinstance(other, WidenedLinear):
+            return other
+        copy_state(self.state(), other.state())
+        return self
 
 
 def _in_panels(scales: Tensor, panel: int) -> Tensor:

@@ -21,6 +21,7 @@ from ..checkpoint.files.quantized_weight import (
     round_to_8_bits,
     take_part,
 )
+from ..checkpoint.layer_state import LayerState, check_state, present, shapes_of
 from ..checkpoint.model_config import FP8, INT4, INT8_DYNAMIC
 from ..checkpoint.quantization.fp8 import PackedFloats
 from ..checkpoint.weights import Checkpoint
@@ -60,6 +61,17 @@ class PlainLinear:
     def unpacked(self) -> Tensor:
         """Return the weight [out, in]."""
         return self._weight
+
+    def state(self) -> LayerState:
+        return LayerState([self._weight, *present(self._bias)], [])
+
+    def with_state(self, state: LayerState) -> Linear:
+        check_state(state, shapes_of(self.state().tensors), 0)
+        weight, *bias = (each.to(self._weight.device) for each in state.tensors)
+        return PlainLinear(weight, bias[0] if bias else None)
+
+    def take(self, other: Linear) -> Linear:
+        return other
 
 
 class SummedLinear:

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoint.layer_state import LayerState, check_state, present, shapes_of
+from ..checkpoint.weights import Linear
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.levels import processor_features
 from ..kernels.library import load_bfloat16, load_bfloat16_dots, load_bfloat16_tiles, load_floats
@@ -88,9 +90,20 @@ class PanelLinear:
         )
         return out if dtype is None else out.to(dtype)
 
-    def take(self, other: "PanelLinear") -> None:
-        """Copy the weight of another layer of the same shape, without a bias, to where this one has its own."""
+    def state(self) -> LayerState:
+        return LayerState([self.unpacked(), *present(self._bias)], [])  # panels differ between processors
+
+    def with_state(self, state: LayerState) -> Linear:
+        bias = present(self._bias)
+        check_state(state, [(self._weight.dtype, self._shape), *shapes_of(bias)], 0)
+        return PanelLinear(state.tensors[0], state.tensors[1] if bias else None)
+
+    def take(self, other: Linear) -> Linear:
+        if not isinstance(other, PanelLinear):
+            return other
         self._weight.copy_(other._weight)
+        self._bias, self._bias_at = other._bias, other._bias_at
+        return self
 
     def unpacked(self) -> Tensor:
         """Return a copy of the weight [out, in]."""
@@ -139,6 +152,16 @@ class PackedLinear:
         """Return a copy of the weight [out, in]."""
         weight: Tensor = self._weight.to_dense()
         return weight
+
+    def state(self) -> LayerState:
+        return LayerState([self.unpacked(), *present(self._bias)], [])
+
+    def with_state(self, state: LayerState) -> Linear:
+        check_state(state, shapes_of(self.state().tensors), 0)
+        return PackedLinear(state.tensors[0], state.tensors[1] if self._bias is not None else None)
+
+    def take(self, other: Linear) -> Linear:
+        return other
 
 
 @functools.cache

@@ -8,13 +8,16 @@ A row's result depends on no other row, so that a token does not depend on the b
 """
 
 import contextlib
+import copy
 from ctypes import CDLL
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.files.quantized_weight import Float4Weight, QuantizedWeight
+from ..checkpoint.layer_state import LayerState, check_state, copy_state, present, shapes_of
+from ..checkpoint.weights import Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
 from ..kernels.library import load_int8, load_quantized
 from ..kernels.threads import kernel_threads
@@ -67,6 +70,32 @@ class QuantizedLinear:
         self.shape = weight.shape
         """(outputs, inputs)."""
 
+    def state(self) -> LayerState:
+        packed = self.packed
+        tensors = [packed.matrix, packed.scales, *present(packed.offsets, self.bias)]
+        has = [float(each is not None) for each in (packed.offsets, self.bias)]
+        return LayerState(tensors, [packed.kind, packed.groups_per_scale, packed.factor, packed.least, *has])
+
+    def with_state(self, state: LayerState) -> Linear:
+        kind, per_scale, factor, least, has_offsets, has_bias = map(float, (*state.numbers, *[0.0] * 6)[:6])
+        _check_packed(state, self.shape)
+        other, tensors = copy.copy(self), list(state.tensors)
+        matrix, scales = tensors.pop(0), tensors.pop(0)
+        offsets = tensors.pop(0) if has_offsets else None
+        other.packed = Packed(int(kind), matrix, scales, offsets, int(per_scale), factor, int(least))
+        other.bias = tensors.pop(0) if has_bias else None
+        return other
+
+    def take(self, other: Linear) -> Linear:
+        if not isinstance(other, QuantizedLinear) or shapes_of(self.state()[0]) != shapes_of(other.state()[0]):
+            return other
+        if (self.packed.offsets is None) != (other.packed.offsets is None):
+            return other
+        copy_state(self.state(), other.state())
+        new = other.packed
+        self.packed = replace(self.packed, kind=new.kind, factor=new.factor, least=new.least)
+        return self
+
     @property
     def bits(self) -> int:
         """Return the bits of a number of the matrix: 4 if every group's values fit, otherwise 8."""
@@ -91,6 +120,23 @@ class QuantizedLinear:
             kernel_threads(),
         )
         return out if dtype is None else out.to(dtype)
+
+
+def _check_packed(state: LayerState, shape: tuple[int, int]) -> None:
+    """Raise ``ValueError`` unless the kernel can read a state of a layer with ``shape``, which another process sent."""
+    outputs, inputs = shape
+    if len(state.numbers) != 6:
+        raise ValueError(f"a packed weight of {len(state.numbers)} numbers; it has 6")
+    kind, per_scale, _, _, has_offsets, has_bias = state.numbers
+    if kind not in (_INT4, _INT8, _FLOAT4) or per_scale < 1 or inputs % (GROUP * int(per_scale)):
+        raise ValueError(f"a packed weight of kind {kind} in groups of {per_scale}")
+    panels = -(-outputs // _PANEL)
+    bits = 8 if kind == _INT8 else 4
+    scales = (panels, inputs // GROUP // int(per_scale), _PANEL)
+    dtype = torch.uint8 if kind == _FLOAT4 else torch.float16
+    shapes = [(torch.uint8, (panels, _PANEL * inputs * bits // 8)), (dtype, scales)]
+    shapes += [(torch.float16, scales)] * bool(has_offsets) + [(torch.float32, (outputs,))] * bool(has_bias)
+    check_state(state, shapes, 6)
 
 
 def _pack(weight: QuantizedWeight, kernels: CDLL) -> Packed:
@@ -174,6 +220,29 @@ class Int8Linear:
             return self._grouped(x, dtype)
         result = self._with_torch(x) if self._kernels is None else self._with_kernels(self._kernels, x.contiguous())
         return result if dtype is None else result.to(dtype)
+
+    def state(self) -> LayerState:
+        if self._grouped is not None:
+            return self._grouped.state()
+        return LayerState([self._weight, self._scales, *present(self._bias)], [])
+
+    def with_state(self, state: LayerState) -> Linear:
+        other = copy.copy(self)
+        if self._grouped is not None:
+            grouped = self._grouped.with_state(state)
+            assert isinstance(grouped, QuantizedLinear)
+            other._grouped = grouped
+            return other
+        check_state(state, shapes_of(self.state().tensors), 0)
+        other._weight, other._scales = state.tensors[:2]
+        other._bias = state.tensors[2] if self._bias is not None else None
+        return other
+
+    def take(self, other: Linear) -> Linear:
+        if not isinstance(other, Int8Linear) or other._grouped is not None:
+            return other
+        copy_state(self.state(), other.state())
+        return self
 
     def _with_kernels(self, kernels: CDLL, x: Tensor) -> Tensor:
         outputs, inputs = self._shape

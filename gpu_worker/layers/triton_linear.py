@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoint.layer_state import LayerState, check_state, present, shapes_of
+from ..checkpoint.weights import Linear
 from ..kernels.triton.launch import launch
 from ..kernels.triton.products import MOST_ROWS, few_rows, gate, grouped_product
 from ..kernels.triton.rows import round_rows
@@ -47,6 +49,17 @@ class TritonLinear:
     def unpacked(self) -> Tensor:
         """Return the weight [out, in]."""
         return self._weight
+
+    def state(self) -> LayerState:
+        return LayerState([self._weight, *present(self._bias)], [])
+
+    def with_state(self, state: LayerState) -> Linear:
+        check_state(state, shapes_of(self.state().tensors), 0)
+        weight, *bias = (each.to(self._weight.device) for each in state.tensors)
+        return TritonLinear(weight, bias[0] if bias else None)
+
+    def take(self, other: Linear) -> Linear:
+        return other
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Return activation(gate) * up [n, out / 2] for rows that it :meth:`takes`; gates are the first outputs."""

@@ -1,6 +1,6 @@
 """Loads a checkpoint with the model class of its architecture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,8 +27,9 @@ from ..ops.cpu_ops import CPUOps, TokenwiseOps
 from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
 from ..parallel.ranks import ONLY_RANK, Ranks, Stage
-from .decoder import DecoderModel
+from .decoder import DecoderModel, relocate_experts
 from .learned_positions import LearnedPositionsModel
+from .mlp import MLP
 from .model import LanguageModel
 
 _PRODUCTS = {
@@ -202,3 +203,13 @@ class ModelLoader:
         device = self.device or torch.device("cpu")
         with Checkpoint(path, config.dtype, device, config.scheme, self.adapt, self.ranks) as checkpoint:
             model.load_weights(checkpoint)
+
+    def relocate_experts(self, model: LanguageModel, path: Path, held: Sequence[Mapping[int, MLP]]) -> None:
+        """Load the experts of a checkpoint that ``model`` lacks in the places that it has now, as
+        :func:`.decoder.relocate_experts`."""
+        config, source = model.config, None
+        device = self.device or torch.device("cpu")
+        if self.load_format == "dummy":
+            source = DummySource(config.dtype, device, has_output=not config.tie_word_embeddings)
+        with Checkpoint(path, config.dtype, device, config.scheme, self.adapt, self.ranks, source) as checkpoint:
+            relocate_experts(model, checkpoint, held)

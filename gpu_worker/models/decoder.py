@@ -1,7 +1,7 @@
 """Computes Llama and its relatives, layer by layer; ``DecoderTraits`` and :class:`ModelConfig` hold the differences
 between families."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -372,8 +372,7 @@ class DecoderModel:
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         config, ops = self.config, self._ops
-        checkpoint.stored_names, checkpoint.stored_rows = config.traits.stored_names, stored_rows(config)
-        checkpoint.scales = weight_scales(config)
+        _name_tensors(checkpoint, config)
         vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
         name, self._lm_head, self.head = "model.embed_tokens.weight", None, None
         if config.has_class_head or not config.has_output:
@@ -478,6 +477,21 @@ class DecoderModel:
             logits.mul_(self.config.logit_scale)
         softcap = self.config.logit_softcap
         return logits if softcap is None else self._tanh(logits.div_(softcap)).mul_(softcap)
+
+
+def _name_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Let the checkpoint find tensors that files of this family name or scale in another way."""
+    checkpoint.stored_names, checkpoint.stored_rows = config.traits.stored_names, stored_rows(config)
+    checkpoint.scales = weight_scales(config)
+
+
+def relocate_experts(model: LanguageModel, checkpoint: Checkpoint, held: Sequence[Mapping[int, MLP]]) -> None:
+    """Fill the places for experts that this rank has now. ``held``: what :meth:`Experts.held` of each layer was. Raises
+    ``ValueError`` for a tensor that the checkpoint lacks."""
+    _name_tensors(checkpoint, model.config)
+    for layer, experts in zip(expert_layers(model), held, strict=True):
+        layer.relocate(checkpoint, experts)
+        checkpoint.drop_read()
 
 
 def expert_layers(model: LanguageModel) -> list[Experts]:

@@ -1,6 +1,6 @@
 """Computes MLPs of which each token uses a few, chosen by a router."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,8 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..checkpoint.layer_state import pack_states, packed_bytes, unpack_states
 from ..checkpoint.model_config import FP8, ExpertSwitches, ModelConfig, RouterSwitches
-from ..checkpoint.weights import Checkpoint, ExpertAdapters
+from ..checkpoint.weights import Checkpoint, ExpertAdapters, Unpackable
 from ..kernels.library import uses_triton
 from ..layers.expert_routes import LayerRoutes
 from ..layers.fp8_linear import round_weight
@@ -94,7 +95,6 @@ class Experts:
         part, names = _PARTS.get(config.family, (config.traits.mlp_name, MLPNames()))
         prefix = f"{prefix}.{part}"
         self._switches = experts
-        self._device = checkpoint.device
         self._routes = routes
         self._sigmoid = ops.rowwise(torch.sigmoid)
         is_biased = config.traits.has_mlp_bias
@@ -105,14 +105,17 @@ class Experts:
             # In bfloat16 two experts' sums of score and bias, which decide between them, would often be equal.
             name = f"{prefix}.gate.e_score_correction_bias"
             self._score_bias = checkpoint.take(name, experts.count, dtype=torch.float32)
-        self._group, self._exchange = checkpoint.group, checkpoint.exchange
+        self._group, self._exchange, self._balancer = checkpoint.group, checkpoint.exchange, checkpoint.balancer
         self._placement: LayerPlacement | None = None
         """Which expert each place has; None: place i has expert i."""
-        if checkpoint.balancer is not None:
-            self._placement = checkpoint.balancer.layer(routes.number, experts.count)
-            self.shape = checkpoint.balancer.shape(config.hidden_size, experts.intermediate_size, checkpoint.dtype)
+        self._load: Callable[[Checkpoint, int], MLP] | None = None
+        """Loads one of the experts that :attr:`_experts` holds, by its number in the model."""
         self._experts: dict[int, MLP] = {}
         """Of this rank's places."""
+        self._num_places = experts.num_places
+        """On all ranks."""
+        self._own = experts.own
+        """The places of this rank; None: it has a part of each expert."""
         self._prepared: dict[int, MLP] = {}
         """Experts that will take over places."""
         self._grouped: TritonExperts | QuantizedExperts | None = None
@@ -120,16 +123,15 @@ class Experts:
         if experts.own is None and self._group.size == 1 and can_group(checkpoint, config):
             self._grouped = load_grouped(checkpoint, prefix, config, experts, names)
         else:
-            own, expert_config = range(experts.count), config
-            if experts.own is not None:
-                own, expert_config = experts.own, replace(config, shard=WHOLE)
-            size, placement = experts.intermediate_size, self._placement
-            for place in own:
-                expert = place if placement is None else int(placement.logical[place])
-                self._experts[place] = MLP(
-                    checkpoint, f"{prefix}.experts.{expert}", expert_config, ops, size, names, sums=False
-                )
-            if len(self._experts) == experts.count and self._group.size == 1:
+            expert_config = config if experts.own is None else replace(config, shard=WHOLE)
+            size = experts.intermediate_size
+
+            def load(checkpoint: Checkpoint, expert: int) -> MLP:
+                return MLP(checkpoint, f"{prefix}.experts.{expert}", expert_config, ops, size, names, sums=False)
+
+            self._load = load
+            self.relocate(checkpoint, {})
+            if len(self._experts) == experts.count and self._group.size == 1 and self._exchange is None:
                 layers = [expert.layers for expert in self._experts.values()]
                 self._grouped = QuantizedExperts.of(layers, config.hidden_act)
         self._prefix = f"{prefix}.experts"
@@ -164,9 +166,9 @@ class Experts:
         if self._placement is not None:
             grouped = self._placement.spread(grouped)
         if self._exchange is None:
-            return mix_experts(x, grouped, weights, self._compute, self._switches.own)
+            return mix_experts(x, grouped, weights, self._compute, self._own)
         rows = x[grouped.order // weights.shape[1]]
-        computed = self._exchange.compute(rows, grouped, self._switches.num_places, self._compute)
+        computed = self._exchange.compute(rows, grouped, self._num_places, self._compute)
         return mix_rows(x, grouped, weights, computed)
 
     def _routed_adapted(
@@ -213,14 +215,58 @@ class Experts:
     def _compute(self, place: int, rows: Tensor) -> Tensor:
         return self._experts[place](rows)
 
-    def weights_of(self, place: int) -> list[Tensor]:
-        """Return the matrices of the expert at one of this rank's places, as ``shape`` says."""
-        return self._experts[place].weights()
+    def held(self) -> dict[int, MLP]:
+        """Return the experts that are on this rank, by their numbers in the model."""
+        return {self._expert_at(place): expert for place, expert in self._experts.items()}
 
-    def prepare(self, place: int, matrices: list[Tensor]) -> None:
-        """Make another expert for a place, beside the one that it has."""
-        gate_up, down = (each.to(self._device) for each in matrices)
-        self._prepared[place] = self._experts[place].with_weights(gate_up, down)
+    def lacks(self, held: Mapping[int, MLP]) -> bool:
+        """Return whether :meth:`relocate` would have to load experts beside those that are ``held``."""
+        self._place()
+        places = range(self._switches.count) if self._own is None else self._own
+        wanted = [self._expert_at(place) for place in places]
+        return len(wanted) > len({*wanted} & held.keys())
+
+    def relocate(self, checkpoint: Checkpoint | None, held: Mapping[int, MLP]) -> None:
+        """Fill the places that this rank has now with experts that are ``held``, by their numbers, and others of the
+        checkpoint; None: it lacks none. Raises ``ValueError`` as :meth:`Checkpoint.take`."""
+        self._place()
+        left, experts = dict(held), dict[int, MLP]()
+        for place in range(self._switches.count) if self._own is None else self._own:
+            number = self._expert_at(place)
+            # Not for two places: each place takes over another expert by itself.
+            if (expert := left.pop(number, None)) is None:
+                assert checkpoint is not None, "the experts that it lacks are to be loaded"
+                assert self._load is not None, "all experts are computed at once, and none moves"
+                expert = self._load(checkpoint, number)
+            experts[place] = expert
+        self._experts, self._prepared = experts, {}
+
+    def _place(self) -> None:
+        """Take the places that exchange and balancer know now; without an exchange they are those of the start."""
+        if self._balancer is not None:
+            self._placement = self._balancer.layer(self._routes.number, self._switches.count)
+            self._num_places = len(self._placement.logical)
+        if self._exchange is not None:
+            self._own = self._exchange.own(self._num_places)
+
+    def _expert_at(self, place: int) -> int:
+        return place if self._placement is None else int(self._placement.logical[place])
+
+    def packed_bytes(self) -> int:
+        """Return the most bytes that :meth:`pack` makes of one of this rank's experts."""
+        experts = list(self._experts.values())
+        if isinstance(experts[0].layers[0], Unpackable):
+            experts = experts[:1]  # matrices of floats have one size; integers have the bits that their values take
+        return max(packed_bytes(expert.states()) for expert in experts)
+
+    def pack(self, place: int) -> Tensor:
+        """Return the weights of the expert at one of this rank's places as bytes of the host, uint8 [n]."""
+        return pack_states(self._experts[place].states())
+
+    def prepare(self, place: int, data: Tensor) -> None:
+        """Make another expert for a place, beside the one that it has, of the bytes that :meth:`pack` made and zeros
+        that may follow. Raises ``ValueError`` for bytes of other experts."""
+        self._prepared[place] = self._experts[place].with_states(unpack_states(data))
 
     def switch(self) -> int:
         """Use all prepared experts from the next step on. Returns how many they are."""

@@ -1,15 +1,16 @@
 """Computes the MLP of a decoder's layer."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..checkpoint.layer_state import LayerState, Movable
 from ..checkpoint.model_config import ModelConfig
-from ..checkpoint.weights import Checkpoint, Linear, Unpackable
+from ..checkpoint.weights import Checkpoint, Linear
 from ..layers.activation import ACTIVATIONS
-from ..layers.linear import load_linear, make_linear
-from ..layers.panel_linear import PanelLinear
+from ..layers.linear import load_linear
 from ..ops.ops import Ops
 from ..parallel.sharding import joined
 
@@ -56,17 +57,15 @@ class MLP:
         """Return the layers to gates and ups, and from their product back."""
         return self._gate_up, self._down
 
-    def weights(self) -> list[Tensor]:
-        """Return the matrices of gate and up, and of down, [out, in] each."""
-        matrices = []
-        for linear in (self._gate_up, self._down):
-            assert isinstance(linear, Unpackable), "quantized weights are not moved"
-            matrices.append(linear.unpacked())
-        return matrices
+    def states(self) -> list[LayerState]:
+        """Return the weights of gate and up, and of down, as they are packed. Raises ``ValueError`` for layers that do
+        not move."""
+        return [_movable(linear).state() for linear in self.layers]
 
-    def with_weights(self, gate_up: Tensor, down: Tensor) -> "MLP":
-        """Return the same MLP without biases and of other weights, as :meth:`weights`."""
-        return self.with_layers(make_linear(gate_up), make_linear(down))
+    def with_states(self, states: Sequence[LayerState]) -> "MLP":
+        """Return the same MLP of other weights, as :meth:`states`. Raises ``ValueError`` if they do not fit."""
+        gate_up, down = states
+        return self.with_layers(_movable(self._gate_up).with_state(gate_up), _movable(self._down).with_state(down))
 
     def with_layers(self, gate_up: Linear, down: Linear) -> "MLP":
         """Return the same MLP of other layers, as :attr:`layers`."""
@@ -76,7 +75,8 @@ class MLP:
 
     def take(self, other: "MLP") -> None:
         """Use the weights of another MLP of the same shape, which nothing else uses."""
-        self._gate_up, self._down = _taken(self._gate_up, other._gate_up), _taken(self._down, other._down)
+        self._gate_up = _movable(self._gate_up).take(other._gate_up)
+        self._down = _movable(self._down).take(other._down)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(self._ops.gated(self._gate_up, x, self._activation))
@@ -96,9 +96,7 @@ class UngatedMLP:
         return self._down(self._activation(self._up(x)))
 
 
-def _taken(own: Linear, new: Linear) -> Linear:
-    """Return ``new``, or ``own`` with its weight: a slab of memory is freed only with all matrices in it."""
-    if isinstance(own, PanelLinear) and isinstance(new, PanelLinear):
-        own.take(new)
-        return own
-    return new
+def _movable(linear: Linear) -> Movable:
+    if not isinstance(linear, Movable):
+        raise ValueError(f"enable_eplb: layers of {type(linear).__name__} are not moved; leave it out")
+    return linear

@@ -1,17 +1,15 @@
 """The place of this process among the ranks of its engine, and its ways to the others, with hidden states from stage to
 stage among them."""
 
-import contextlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from tokenloom.engine_core.data.config import EplbConfig, ParallelConfig
+from tokenloom.engine_core.data.parallel_config import ExpertPeers
 
 from ..call_recording.recorder import current_recorder
 from .experts.expert_exchange import ExpertExchange
@@ -22,9 +20,6 @@ if TYPE_CHECKING:  # engines that do not move experts import none of it
     from .experts.balancer import ExpertBalancer
     from .experts.planner import Ints
     from .experts.transfer import MovableExperts
-
-_JOIN_TIMEOUT = timedelta(minutes=1)
-"""The ranks that share experts join when they become members of their group, all at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +38,24 @@ class Ranks:
     balancer: "ExpertBalancer | None" = None
     """Moves experts between ranks; None: they stay where they are."""
 
-    def join_experts(self, rendezvous: str) -> None:
-        """Join the engines over which the experts are spread, and wait for them.
+    def place_experts(self, peers: ExpertPeers) -> None:
+        """Leave the workers that share the experts, and take the places that this one has among ``peers``."""
+        exchange = self.spread_experts
+        exchange.place(peers)
+        if self.balancer is not None:
+            self.balancer.regroup(exchange.num_parts, exchange.rank)
 
-        Args:
-            rendezvous: The path of a file of this host, or ``HOST:PORT``, which rank 0 serves.
-        """
-        from .torch_group import Meeting  # here, so that an engine with all experts pays nothing for it
+    def join_experts(self, peers: ExpertPeers) -> None:
+        """Join the workers that share the experts, and wait for them. Raises :class:`PeerLostError`."""
+        link = self.spread_experts.join(peers)
+        if self.balancer is not None:
+            self.balancer.join(link)
 
+    @property
+    def spread_experts(self) -> ExpertExchange:
+        """Return :attr:`experts` of an engine that has a part of them."""
         assert self.experts is not None, "the experts are not spread over engines"
-        meeting = Meeting(rendezvous, self.experts.rank, self.experts.size, _JOIN_TIMEOUT)
-        self.experts.join(meeting, self.balancer)
-        if rendezvous.startswith("/"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(rendezvous)
+        return self.experts
 
     def balance(self, experts: "Callable[[], Sequence[MovableExperts]]", loads: "Callable[[], Ints]") -> None:
         """Set which experts are moved, if any are, as :meth:`ExpertBalancer.use`."""
@@ -101,23 +100,26 @@ def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:
     place = place_of(parallel)
     if place.is_whole:
         return ONLY_RANK
-    if place.is_alone:
+    exchange = None
+    if place.data_size > 1:
         if device.type != "cpu":
             raise ValueError(
                 "enable_expert_parallel: experts are spread over engines on CPUs only so far; use "
                 "--tensor-parallel-size to spread them over the workers of an engine"
             )
-        exchange = ExpertExchange(place.data_rank, place.data_size)
-        return Ranks(place, experts=exchange, balancer=make_balancer(parallel, place))
+        exchange = ExpertExchange(place.data_rank, place.data_size, place.tensor_rank, place.tensor_size)
+    balancer = make_balancer(parallel, place)
+    if place.is_alone:
+        return Ranks(place, experts=exchange, balancer=balancer)
     if not parallel.rendezvous:
         raise ValueError(
             f"distributed_executor_backend: uni runs one worker, but the engine has {parallel.world_size}; use mp"
         )
     from .torch_group import join  # here, so that a rank that is alone pays nothing for it
 
-    balancer = make_balancer(parallel, place)
-    group, tensors, tokens = join(parallel, place, device, balancer)
-    return Ranks(place, group, tensors, tokens, balancer=balancer)
+    # Experts that are spread over engines move by the links of the exchange.
+    group, tensors, tokens = join(parallel, place, device, balancer if exchange is None else None)
+    return Ranks(place, group, tensors, tokens, exchange, balancer)
 
 
 class Stage:

@@ -138,7 +138,8 @@ class RankPlace:
     def numerics(self) -> str | None:
         """Return what sets results apart from those of one rank: the order in which sums are added; None: nothing."""
         if self.data_size > 1:
-            return f"ep-{self.data_size}"  # wherever rows are computed, a token's are added in one order
+            # Wherever rows are computed, one worker adds a token's in one order, with any number of engines.
+            return "ep" if self.tensor_size == 1 else f"ep-tp-{self.tensor_size}"
         moves = "" if self.num_redundant_experts is None else "-eplb"
         return None if self.tensor_size == 1 else f"tp-{self.tensor_size}{moves}"
 
@@ -152,15 +153,16 @@ class RankPlace:
     @property
     def num_expert_ranks(self) -> int:
         """Return over how many ranks whole experts are spread."""
-        return self.data_size if self.data_size > 1 else self.tensor_size if self.spreads_experts else 1
+        return self.data_size * (self.tensor_size if self.spreads_experts else 1)
 
     def experts(self, count: int) -> range | None:
         """Return which of ``count`` places of experts this rank holds; None: it holds a part of each expert."""
-        if self.data_size > 1:
-            return range(count * self.data_rank // self.data_size, count * (self.data_rank + 1) // self.data_size)
-        if not self.spreads_experts:
+        if self.num_expert_ranks == 1:
             return None
-        return range(count * self.tensor_rank // self.tensor_size, count * (self.tensor_rank + 1) // self.tensor_size)
+        part, parts = self.data_rank, self.num_expert_ranks
+        if self.spreads_experts:
+            part = part * self.tensor_size + self.tensor_rank
+        return range(count * part // parts, count * (part + 1) // parts)
 
     def layers(self, num_layers: int) -> range:
         """Return the layers of this rank's stage; earlier stages have one more if they are not equally many."""

@@ -224,24 +224,6 @@ def join(
     return group, tensors, host_peers
 
 
-class Meeting:
-    """Where the ranks of several engines find each other. Fulfils :class:`.experts.expert_exchange.ExpertMeeting`."""
-
-    def __init__(self, rendezvous: str, rank: int, size: int, timeout: timedelta) -> None:
-        """``rendezvous``: as in ``ParallelConfig``."""
-        self._rank, self._size = rank, size
-        self._store, self._host = _store(rendezvous, rank, size, timeout)
-        self._store.set_timeout(timeout)
-
-    def gloo(self, name: str) -> Any:
-        """Join the other ranks in a process group. Raises ``RuntimeError`` if they do not come in time."""
-        return _gloo(_c10d.PrefixStore(name, self._store), self._rank, self._size, self._host)
-
-    def link(self, name: str) -> TorchLink:
-        """Join the other ranks in a group that carries weights. Raises as :meth:`gloo`."""
-        return TorchLink(self.gloo(name), self._rank, self._size)
-
-
 def _store(address: str, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:
     """Return where the ranks find each other, and the address at which this one can be reached."""
     if address.startswith("/"):

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from tests.engine_core.data_parallel.cores import free_port
-from tests.engine_core.processes import has_ended, wait_until
+from tests.engine_core.processes import has_ended
 from tests.mesh.asking import ask
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.ready_channel import ready_channel
@@ -144,24 +144,22 @@ async def test_no_request_is_lost_while_a_group_grows_and_shrinks(
         await asyncio.gather(*(part.stop() for part in new))
 
 
-async def test_a_lost_rank_ends_its_group_and_requests_go_on_elsewhere(socket_dir: Path, experts: Path) -> None:
-    group = ranks(socket_dir, experts, 2)
-
-    def settings(index: int) -> dict[str, Any]:
-        return group(index) if index < 2 else {"hash_step_seconds": 0.001, "served_model_name": MODEL}
-
-    async with Mesh(socket_dir, engines=3, engine=settings).running() as mesh, mesh.http() as http:
+async def test_a_lost_rank_costs_no_request_and_no_other_rank(socket_dir: Path, experts: Path) -> None:
+    async with (
+        Mesh(socket_dir, engines=3, engine=ranks(socket_dir, experts, 3)).running() as mesh,
+        mesh.http() as http,
+    ):
         async with asyncio.timeout(SOON):
             asked = [asyncio.create_task(ask(http, [number, 5], 200)) for number in range(12)]
             await mesh.until_running(6)
-            other = mesh.engines[0].core_pid()
+            others = [mesh.engines[rank].core_pid() for rank in (0, 2)]
             os.kill(mesh.engines[1].core_pid(), signal.SIGKILL)
-            assert await asyncio.to_thread(wait_until, lambda: has_ended(other), SOON)
             for number, answer in enumerate(await asyncio.gather(*asked)):
                 assert answer.error is None
                 assert answer.token_ids == mesh.expected([number, 5], 200)
-        for part in mesh.engines[:2]:
-            await part.kill()
+        assert [mesh.engines[rank].core_pid() for rank in (0, 2)] == others
+        assert not any(map(has_ended, others))
+        await mesh.engines[1].kill()
 
 
 async def test_what_has_no_group_is_refused(socket_dir: Path) -> None:

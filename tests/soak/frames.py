@@ -270,6 +270,7 @@ def group_frames(rng: random.Random) -> None:
         group.GroupHello("g" * rng.choice([0, 1, 70]), rng.choice([0, 1, group.MAX_RANKS - 1]), {"dtype": "é"}),
         group.Vote(number, number, group.Want.RUN, rng.choice([1, 2, group.MAX_RANKS])),
         group.Proof(rng.randbytes(32)),
+        group.Broken(number),
     ]
     rng.shuffle(sent)
     stream = b"".join(_with_length(message) for message in sent)

@@ -11,7 +11,7 @@ import torch
 from tokenloom.engine_core.data.parallel_config import EplbConfig
 
 from .planner import Ints, LayerPlacement, plan_placement, rank_loads
-from .transfer import ExpertShape, LayerTransfer, MovableExperts, MoveList, WeightLink, moves_between
+from .transfer import LayerTransfer, MovableExperts, MoveList, WeightLink, moves_between
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,14 @@ class ExpertBalancer:
         self._config, self._size, self._source = config, size, source
         self._link: WeightLink | None = None
         self._layers: list[LayerPlacement] = []
+        self._num_experts = 0
         self._experts: Callable[[], Sequence[MovableExperts]] = list
         self._loads: Callable[[], Ints] = lambda: np.zeros((0, 0), np.int64)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._step = 0
-        self._marks: deque[Ints] = deque(maxlen=-(-config.window_size // config.step_interval))
+        self._marks: deque[Ints] = deque(maxlen=-(-self._config.window_size // self._config.step_interval))
         self._to_plan: deque[int] = deque()  # bounded by the layers
         self._planned_loads: Ints = np.zeros((0, 0), np.int64)
         self._transfer: LayerTransfer | None = None
@@ -63,15 +67,26 @@ class ExpertBalancer:
 
     def layer(self, number: int, num_experts: int) -> LayerPlacement:
         """Return the placement of a layer; layers with experts are numbered from 0."""
+        self._num_experts = num_experts
         while len(self._layers) <= number:
-            num_places = num_experts + self._config.num_redundant_experts
-            self._layers.append(LayerPlacement(num_experts, num_places, self._source))
+            self._layers.append(LayerPlacement(num_experts, self.num_places(num_experts), self._source))
         return self._layers[number]
 
-    @staticmethod
-    def shape(hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> ExpertShape:
-        """Return the shape of experts with gate and up as one matrix, and down."""
-        return ExpertShape(((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)), dtype)
+    def num_places(self, num_experts: int) -> int:
+        """Return how many places for experts all ranks have together: one for each and for the configured copies, of
+        which a rank needs no two of an expert, and as many more as make them a multiple of the ranks."""
+        wanted = num_experts + min(self._config.num_redundant_experts, num_experts * (self._size - 1))
+        return -(-wanted // self._size) * self._size
+
+    def regroup(self, size: int, source: int) -> None:
+        """Place the experts anew over another number of ranks, as if no load were known. All ranks do so after the same
+        step, and then call :meth:`join`."""
+        self._link, self._transfer = None, None
+        self._size, self._source = size, source
+        placed, self._layers = self._layers, []
+        for number in range(len(placed)):
+            self.layer(number, self._num_experts)
+        self._begin_anew()
 
     def join(self, link: WeightLink) -> None:
         """Begin to count steps with the other ranks."""
@@ -132,7 +147,9 @@ class ExpertBalancer:
         per_rank = len(layer.logical) // self._size
         moves = moves_between(layer.logical, self._planned, per_rank)
         if moves:
-            listed = MoveList(moves, per_rank, experts.shape.nbytes, self._config.move_bytes)
+            sizes = torch.zeros(link.size, dtype=torch.int64)
+            sizes[link.rank] = experts.packed_bytes()
+            listed = MoveList(moves, per_rank, int(link.add(sizes).max()), self._config.move_bytes)
             self._number, self._transfer = number, LayerTransfer(link, listed)
             self._transfer.post(experts)
 

@@ -3,80 +3,176 @@
 The ranks are those of a data-parallel group, which compute their steps together
 (``engine_core/data_parallel/wave_loop.py``): each calls :meth:`ExpertExchange.compute` once in every layer with
 experts, with rows of its own or with none.
+
+With several workers in an engine, each has a part of the engine's experts, and exchanges rows with the workers of the
+same number in the other engines: all workers of an engine have the same rows, and the sum over them is that of all
+experts.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tokenloom.engine_core.data.errors import PeerLostError
+from tokenloom.engine_core.data.parallel_config import ExpertPeers
+
 from .grouped_rows import GroupedRows
 
-if TYPE_CHECKING:  # engines that do not move experts import none of it
-    from .balancer import ExpertBalancer
-    from .transfer import WeightLink
+if TYPE_CHECKING:  # engines with all experts import none of it
+    from .peer_mesh import PeerLink, PeerListener, PeerMesh
 
-
-class ExpertMeeting(Protocol):
-    """Where the ranks that share experts find each other."""
-
-    def gloo(self, name: str) -> Any:
-        """Join the others in a process group for the CPU. Raises ``RuntimeError`` if they do not come in time."""
-
-    def link(self, name: str) -> "WeightLink":
-        """Join the others in a group that carries weights. Raises as :meth:`gloo`."""
+_MOST_BYTES = 1 << 34
+"""What the rows that arrive in one layer may take: a number of rows above it is none that a step has."""
 
 
 class ExpertExchange:
-    """Exchanges the rows of one rank. Before :meth:`join` it computes only rows for this rank's own experts: profile
-    runs and warm-up are not made together."""
+    """Exchanges the rows of one worker. Before :meth:`join` it computes only rows for this worker's own experts:
+    profile runs and warm-up are not made together.
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        self._backend: Any = None
+    Attributes:
+        rank: Of this engine among those that share the experts.
+        size: How many those are.
+    """
 
-    def experts(self, rank: int, count: int) -> range:
-        """Return which of ``count`` places of experts a rank holds."""
-        return range(count * rank // self.size, count * (rank + 1) // self.size)
+    def __init__(self, rank: int, size: int, worker: int = 0, num_workers: int = 1) -> None:
+        """``worker``: of the ``num_workers`` of this engine."""
+        self.rank, self.size = rank, size
+        self._worker, self._num_workers = worker, num_workers
+        self._listener: PeerListener | None = None
+        self._mesh: PeerMesh | None = None
+        self._link: PeerLink | None = None
 
-    def join(self, meeting: ExpertMeeting, balancer: "ExpertBalancer | None" = None) -> None:
-        """Join the other ranks, and wait for them. ``balancer`` moves the experts from now on."""
-        self._backend = meeting.gloo("experts")
-        if balancer is not None:
-            balancer.join(meeting.link("moves"))
-        self._backend.barrier().wait()
+    @property
+    def part(self) -> int:
+        """Return which of :attr:`num_parts` this worker has."""
+        return self.rank * self._num_workers + self._worker
+
+    @property
+    def num_parts(self) -> int:
+        """Return into how many parts the experts are divided."""
+        return self.size * self._num_workers
+
+    def own(self, count: int) -> range:
+        """Return which of ``count`` places of experts this worker holds."""
+        return self._part(self.part, count)
+
+    def listen(self, host: str) -> str:
+        """Take connections of other workers at an address of this machine, and return ``HOST:PORT``."""
+        from .peer_mesh import PeerListener
+
+        if self._listener is None:
+            self._listener = PeerListener(host)
+        return self._listener.endpoint
+
+    def place(self, peers: ExpertPeers) -> None:
+        """Leave the other workers, and take this worker's place among ``peers``, whom it can :meth:`join` then."""
+        self.leave()
+        self.rank, self.size = peers.index, len(peers.workers)
+
+    def join(self, peers: ExpertPeers) -> "PeerLink":
+        """Connect to the other workers, and wait for them. Returns the way by which weights move. Raises
+        :class:`PeerLostError` if one of them ends meanwhile."""
+        from .peer_mesh import PeerLink, join_peers
+
+        assert self._listener is not None, "listen comes first"
+        self._mesh = join_peers(self._listener, self.part, peers)
+        self._link = PeerLink(self._mesh)
+        return self._link
+
+    def leave(self) -> None:
+        """End the connections to the other workers. Idempotent."""
+        if self._mesh is not None:
+            self._mesh.close()
+        if self._link is not None:
+            self._link.close()
+        self._mesh = self._link = None
+
+    def close(self) -> None:
+        """Leave the others for good. Idempotent."""
+        self.leave()
+        if self._listener is not None:
+            self._listener.close()
 
     def compute(self, rows: Tensor, grouped: GroupedRows, count: int, run: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Return what the experts compute of ``rows`` [n, hidden_size], in the same order.
+        """Return what the experts compute of ``rows`` [n, hidden_size], in the same order; zeros for those of other
+        workers of this engine. Raises :class:`PeerLostError`.
 
         Args:
-            rows: Sorted by the place of their expert, as ``grouped`` says.
+            rows: Contiguous, and sorted by the place of their expert, as ``grouped`` says.
             count: Places of experts in the layer, on all ranks.
-            run: Computes rows of the expert at one of this rank's places.
+            run: Computes rows of the expert at one of this worker's places.
         """
         # Ranks start in any order, so profile and warm-up must not wait for each other: they compute the own experts'
         # rows only.
-        if self._backend is None:
+        if self._mesh is None:
             return self._compute_alone(rows, grouped, count, run)
-        sent = torch.zeros(count, dtype=torch.int64)
-        sent[grouped.experts] = torch.tensor(grouped.counts, dtype=torch.int64)
-        widths = [len(self.experts(rank, count)) for rank in range(self.size)]
-        own = self.experts(self.rank, count)
-        # Counts first: all-to-all needs the sizes of what arrives. Sending rows to experts moves them twice; gathering
-        # all tokens on every rank would move each of them to all.
-        received = self._exchange(sent, widths, [len(own)] * self.size).view(self.size, len(own))
-        from_here = [int(part.sum()) for part in sent.split_with_sizes(widths)]
-        to_here = received.sum(1).tolist()
-        arrived = self._exchange(rows, from_here, to_here)
-        numbers = torch.arange(own.start, own.stop).repeat(self.size).repeat_interleave(received.flatten())
-        return self._exchange(_run_grouped(arrived, GroupedRows.sort(numbers), run), to_here, from_here)
+        sent = np.zeros(count, np.int64)
+        sent[grouped.experts] = grouped.counts
+        ends = np.concatenate((np.zeros(1, np.int64), sent.cumsum()))
+        columns = [self._part(rank * self._num_workers + self._worker, count) for rank in range(self.size)]
+        bounds = [(int(ends[each.start]), int(ends[each.stop])) for each in columns]
+        # Counts first: they say how much arrives. Sending rows to experts moves them twice; gathering all tokens on
+        # every rank would move each of them to all.
+        arriving = self._exchange_counts(self._mesh, sent, columns)
+        per_rank = arriving.sum(1).tolist()
+        self._check(per_rank, rows)
+        arrived = rows.new_empty((sum(per_rank), *rows.shape[1:]))
+        sources = [rows[first:end] for first, end in bounds]
+        parts = list(arrived.split_with_sizes(per_rank))
+        self._exchange(self._mesh, sources, parts)
+        own = columns[self.rank]
+        numbers = torch.arange(own.start, own.stop).repeat(self.size)
+        numbers = numbers.repeat_interleave(torch.from_numpy(arriving.reshape(-1)))
+        computed = _run_grouped(arrived, GroupedRows.sort(numbers), run)
+        results = torch.zeros_like(rows) if self._num_workers > 1 else torch.empty_like(rows)
+        self._exchange(
+            self._mesh, list(computed.split_with_sizes(per_rank)), [results[first:end] for first, end in bounds]
+        )
+        return results
+
+    def _part(self, part: int, count: int) -> range:
+        return range(count * part // self.num_parts, count * (part + 1) // self.num_parts)
+
+    def _exchange_counts(
+        self, mesh: "PeerMesh", sent: "np.ndarray[tuple[int], np.dtype[np.int64]]", columns: list[range]
+    ) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+        """Return [size, own places]: the rows that each rank has for each of this worker's experts."""
+        from .peer_mesh import byte_view
+
+        own = columns[self.rank]
+        arriving = np.zeros((self.size, len(own)), np.int64)
+        arriving[self.rank] = sent[own.start : own.stop]
+        mesh.swap(
+            {self._peer(rank): byte_view(sent[each.start : each.stop]) for rank, each in enumerate(columns)},
+            {self._peer(rank): byte_view(arriving[rank]) for rank in range(self.size)},
+        )
+        return arriving
+
+    def _check(self, per_rank: list[int], rows: Tensor) -> None:
+        width = rows.element_size() * rows.shape[1]
+        if min(per_rank) < 0 or sum(per_rank) * width > _MOST_BYTES:
+            self.leave()
+            raise PeerLostError(f"workers that share the experts announced {per_rank} rows")
+
+    def _exchange(self, mesh: "PeerMesh", sent: list[Tensor], received: list[Tensor]) -> None:
+        """Send ``sent[r]`` to each rank r, and fill ``received[r]`` with what it sends."""
+        received[self.rank].copy_(sent[self.rank])
+        mesh.swap(
+            {self._peer(rank): _bytes_of(each) for rank, each in enumerate(sent)},
+            {self._peer(rank): _bytes_of(each) for rank, each in enumerate(received)},
+        )
+
+    def _peer(self, rank: int) -> int:
+        """Return the number of the worker of another engine with which this one exchanges rows."""
+        return rank * self._num_workers + self._worker
 
     def _compute_alone(
         self, rows: Tensor, grouped: GroupedRows, count: int, run: Callable[[int, Tensor], Tensor]
     ) -> Tensor:
-        own, results = self.experts(self.rank, count), torch.zeros_like(rows)
+        own, results = self.own(count), torch.zeros_like(rows)
         for expert, part, result in zip(
             grouped.experts,
             rows.split_with_sizes(grouped.counts),
@@ -87,15 +183,10 @@ class ExpertExchange:
                 result.copy_(run(expert, part))
         return results
 
-    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send ``sent[r]`` entries of ``x`` to each rank r, in order; return ``received[r]`` entries of each."""
-        result = x.new_empty((sum(received), *x.shape[1:]))
-        width = x[:1].numel() * x.element_size() if len(x) else result[:1].numel() * x.element_size()
-        # As bytes: the library exchanges no bfloat16.
-        flat_in, flat_out = x.contiguous().view(torch.uint8).flatten(), result.view(torch.uint8).flatten()
-        splits_in, splits_out = [n * width for n in sent], [n * width for n in received]
-        self._backend.alltoall_base(flat_out, flat_in, splits_out, splits_in).wait()
-        return result
+
+def _bytes_of(x: Tensor) -> memoryview:
+    """Return the bytes of contiguous rows, of any dtype."""
+    return x.view(torch.uint8).numpy().reshape(-1).data if x.numel() else memoryview(b"")
 
 
 def _run_grouped(rows: Tensor, grouped: GroupedRows, run: Callable[[int, Tensor], Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """Sends the weights of moved experts to their new ranks, while these compute steps."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +37,8 @@ class MoveList:
     Attributes:
         moves: In the order of their targets.
         per_rank: Places of a rank.
-        expert_bytes: Size of an expert.
+        expert_bytes: What the largest expert takes; others are filled up with zeros, so that all ranks take the same
+            turns.
         step_bytes: The most bytes that a rank receives in a step.
     """
 
@@ -103,40 +104,18 @@ class WeightLink(Protocol):
         """Return the sum of the tensors, int64, of all ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertShape:
-    """Describes the weights of each expert of a layer."""
-
-    matrices: tuple[tuple[int, int], ...]
-    """[out, in] of each matrix."""
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of an expert's weights."""
-        return self.dtype.itemsize * sum(outputs * inputs for outputs, inputs in self.matrices)
-
-    def pack(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Return an expert's matrices as bytes of the host, uint8 [nbytes]."""
-        return torch.cat([each.contiguous().view(torch.uint8).flatten().cpu() for each in matrices])
-
-    def unpack(self, data: Tensor) -> list[Tensor]:
-        """Return the matrices in bytes that :meth:`pack` made, as views."""
-        sizes = [self.dtype.itemsize * outputs * inputs for outputs, inputs in self.matrices]
-        parts = data.split_with_sizes(sizes)
-        return [part.view(self.dtype).view(shape) for part, shape in zip(parts, self.matrices, strict=True)]
-
-
 class MovableExperts(Protocol):
     """Holds the experts of one layer that are on this rank, by place."""
 
-    shape: ExpertShape
+    def packed_bytes(self) -> int:
+        """Return the most bytes that :meth:`pack` makes of one of them."""
 
-    def weights_of(self, place: int) -> list[Tensor]:
-        """Return the matrices of an expert, [out, in] each."""
+    def pack(self, place: int) -> Tensor:
+        """Return the weights of an expert as they are packed, as bytes of the host, uint8 [n]."""
 
-    def prepare(self, place: int, matrices: list[Tensor]) -> None:
-        """Make another expert for a place, beside the one that it has."""
+    def prepare(self, place: int, data: Tensor) -> None:
+        """Make another expert for a place, beside the one that it has, of what :meth:`pack` returned on its rank, and
+        zeros that may follow."""
 
     def switch(self) -> int:
         """Use all prepared experts from the next step on. Returns how many they are."""
@@ -177,7 +156,7 @@ class LayerTransfer:
         """Make layers of the experts that have arrived."""
         while self._arriving:
             place = self._arriving.pop()
-            layer.prepare(place, layer.shape.unpack(self._received.pop(place)))
+            layer.prepare(place, self._received.pop(place))
 
     def give_up(self) -> None:
         """Wait for what was begun, and free the memory."""
@@ -188,13 +167,13 @@ class LayerTransfer:
         rank, move, part = self._link.rank, piece.move, slice(piece.begin, piece.end)
         source, target = move.source // self.moves.per_rank, move.target // self.moves.per_rank
         if source == rank and move.source not in self._sent:
-            self._sent[move.source] = layer.shape.pack(layer.weights_of(move.source))
+            self._sent[move.source] = _filled(layer.pack(move.source), self.moves.expert_bytes)
         if target == rank:
             if move.target not in self._received:
                 # Beside the expert in use, because packed weights cannot be replaced in parts; the next layer begins
                 # when this one has switched, which bounds the memory.
-                self._received[move.target] = torch.empty(layer.shape.nbytes, dtype=torch.uint8)
-            if piece.end == layer.shape.nbytes:
+                self._received[move.target] = torch.empty(self.moves.expert_bytes, dtype=torch.uint8)
+            if piece.end == self.moves.expert_bytes:
                 self._arriving.append(move.target)
         if source == target == rank:
             self._received[move.target][part] = self._sent[move.source][part]
@@ -202,3 +181,8 @@ class LayerTransfer:
             self._pending.append(self._link.send(self._sent[move.source][part], target, move.target))
         elif target == rank:
             self._pending.append(self._link.receive(self._received[move.target][part], source, move.target))
+
+
+def _filled(data: Tensor, size: int) -> Tensor:
+    """Return ``data``, uint8 [n], with zeros up to a size that all experts have."""
+    return torch.nn.functional.pad(data, (0, size - len(data))) if len(data) < size else data

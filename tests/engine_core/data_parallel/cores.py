@@ -1,6 +1,8 @@
 """Cores of a data-parallel group in processes of their own, over the hash worker with experts."""
 
+import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -11,6 +13,7 @@ import msgspec
 
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config
+from tests.engine_core.processes import has_ended, wait_until
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.messages import (
     EngineCoreOutputs,
@@ -93,6 +96,7 @@ class Group:
         self.ranks: list[SyncMPClient] = []
         self.states: list[GroupState | None] = []
         self.tokens: dict[str, list[int]] = {}
+        self._placed: dict[str, tuple[int, EngineCoreRequest]] = {}
         self.ended: dict[str, FinishReason] = {}
         self.expert_loads: dict[int, ExpertLoads] = {}
         self.num_waves = 0
@@ -103,12 +107,28 @@ class Group:
 
     def start_rank(self, rank: int, size: int) -> None:
         """Start another rank, as its number."""
-        if self._config is None:
-            client = start_rank(self._directory, rank, size, **self._settings)
-        else:
-            client = SyncMPClient(rank_config(self._config, self._directory, rank, size))
-        self.ranks.append(client)
+        self.ranks.append(self._start(rank, size))
         self.states.append(None)
+
+    def lose(self, rank: int) -> None:
+        """Kill the core of a rank, put another one in its place, and give that the requests that have not ended."""
+        client = self.ranks[rank]
+        pid = client.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: has_ended(pid), 30.0)
+        client.close()
+        self._starts.leave(str(rank))
+        self.states[rank] = None
+        self.ranks[rank] = self._start(rank, len(self.ranks))
+        for name, (place, request) in list(self._placed.items()):
+            if place == rank and name not in self.ended:
+                self.add(rank, request)
+
+    def _start(self, rank: int, size: int) -> SyncMPClient:
+        if self._config is None:
+            return start_rank(self._directory, rank, size, **self._settings)
+        return SyncMPClient(rank_config(self._config, self._directory, rank, size))
 
     def close_last(self) -> None:
         """End the last rank, which the coordinator asks for nothing from then on."""
@@ -117,6 +137,7 @@ class Group:
 
     def add(self, rank: int, request: EngineCoreRequest) -> None:
         self.tokens[request.request_id] = []
+        self._placed[request.request_id] = rank, request
         self.ranks[rank].add_request(request)
 
     def call(self, rank: int, method: str, *args: object) -> None:

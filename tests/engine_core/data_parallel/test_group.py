@@ -1,7 +1,5 @@
 """Ranks of a data-parallel group in processes of their own: equal tokens, pauses, another size, lost ranks."""
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +7,7 @@ import pytest
 
 from tests.engine_core.data_parallel.cores import Group, start_rank
 from tests.engine_core.helpers import make_request
-from tests.engine_core.processes import has_ended, wait_until
-from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError
+from tokenloom.engine_core.data.errors import EngineConfigError
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
 
@@ -88,28 +85,22 @@ def test_a_pause_waits_for_the_wave_and_a_paused_rank_begins_none(group: Group) 
     assert group.tokens["b"] == expected([3, 4], 5)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_rank_ends_the_others_at_once(group: Group, lost: int) -> None:
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_rank_that_is_lost_costs_no_request_and_comes_again(socket_dir: Path, lost: int) -> None:
+    """Also rank 0, beside which the hub runs: its requests and those of the others wait for the next one."""
+    group = Group(socket_dir, 3, num_blocks=400)
+    for rank in range(3):
+        group.add(rank, make_request(f"r{rank}", [rank, 2], max_tokens=300))
+    group.pump(lambda: all(len(tokens) > 20 for tokens in group.tokens.values()))
+    others = {rank: group.ranks[rank].pid for rank in range(3) if rank != lost}
+    group.lose(lost)
+    group.finish()
+    assert group.tokens == {f"r{rank}": expected([rank, 2], 300) for rank in range(3)}
+    group.add(lost, make_request("again", [7], max_tokens=40))
+    group.finish()
     group.pump(group.is_resting)
-    pid, other = group.ranks[lost].pid, group.ranks[1 - lost].pid
-    assert pid is not None
-    assert other is not None
-    os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: has_ended(other), 20.0), "by its end, and not by the timeout of 30 s"
-    with pytest.raises(EngineDeadError):
-        group.ranks[1 - lost].get_output()
-
-
-def test_a_rank_whose_step_does_not_end_ends_with_its_group(socket_dir: Path) -> None:
-    """So does a step that waits for rows of a machine that has vanished."""
-    group = Group(socket_dir, step_seconds=600.0)
-    group.add(0, make_request("a", [1, 2], max_tokens=5))
-    group.pump(lambda: all(state is not None and state.start_wave == 0 for state in group.states))
-    lost, waiting = group.ranks[1].pid, group.ranks[0].pid
-    assert lost is not None
-    assert waiting is not None
-    os.kill(lost, signal.SIGKILL)
-    assert wait_until(lambda: has_ended(waiting), 30.0)
+    assert {rank: group.ranks[rank].pid for rank in others} == others, "no other core has ended"
+    assert all(state is not None and state.size == 3 for state in group.states)
     group.close()
 
 

@@ -47,7 +47,7 @@ def test_ranks_with_the_secret_meet(address: str) -> None:
         message = link._frames.receive()
         assert isinstance(message, Welcome)
         welcomes.append(message)
-    assert welcomes[0].rendezvous == welcomes[1].rendezvous
+    assert welcomes[0] == welcomes[1]
     first.close()
     second.close()
 

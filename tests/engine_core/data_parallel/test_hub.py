@@ -14,8 +14,10 @@ from tokenloom.engine_core.data_parallel.group_link import GroupHub
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,
+    Ended,
     Frames,
     GroupHello,
+    Lost,
     Newcomers,
     Outcome,
     ToRank,
@@ -76,9 +78,8 @@ Ranks = tuple[Rank, Rank, Rank]
 def ranks(address: str) -> Iterator[Ranks]:
     """Rank 0, a rank 1 that was removed and has not left yet, and its successor, which waits."""
     zero, old = Rank(address, 0), Rank(address, 1)
-    rendezvous = zero._frames.receive()
-    assert isinstance(rendezvous, Welcome)
-    old.expect(rendezvous)
+    for member in (zero, old):
+        member.expect(Welcome(0, 0, runs=False, size=2))
     zero.vote(0, target=1)
     old.expect(Called(0))
     old.vote(0, target=1)
@@ -138,14 +139,25 @@ def test_a_vote_of_a_newcomer_ends_its_connection_and_not_the_group(ranks: Ranks
     another.close()
 
 
-def test_votes_on_different_steps_end_the_group(ranks: Ranks) -> None:
+def test_a_rank_that_votes_on_another_step_is_lost_to_the_others(ranks: Ranks) -> None:
     zero, _, new = ranks
     grow(zero, new)
     zero.send(Vote(2, 0, Want.RUN, 2))
     new.expect(Called(2))
     new.send(Vote(2, 32, Want.RUN, 2))
-    for rank in (zero, new):
-        rank.expect_end()
+    new.expect_end()
+    zero.expect(Lost(3, 2))
+
+
+def test_a_hub_that_ends_says_so(address: str) -> None:
+    own = f"{address}-other"
+    hub = GroupHub(own, GroupHello(GROUP, 0, {}), 1)
+    zero = Rank(own, 0)
+    zero.expect(Welcome(0, 0, runs=False, size=1))
+    hub.close()
+    zero.expect(Ended())
+    zero.expect_end()
+    zero.close()
 
 
 @pytest.mark.parametrize(
@@ -158,12 +170,12 @@ def test_votes_on_different_steps_end_the_group(ranks: Ranks) -> None:
         GroupHello(GROUP, 1, {}),
     ],
 )
-def test_what_a_member_may_not_say_ends_the_group(ranks: Ranks, message: object) -> None:
+def test_what_a_member_may_not_say_ends_its_connection(ranks: Ranks, message: object) -> None:
     zero, _, new = ranks
     grow(zero, new)
     new.send(message)
-    for rank in (zero, new):
-        rank.expect_end()
+    new.expect_end()
+    zero.expect(Lost(3, 2))
 
 
 @pytest.mark.parametrize("rank", [-1, 2**16, 2**63])

@@ -6,9 +6,12 @@ from tokenloom.engine_core.data_parallel.group_link import Letters, Rounds
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,
+    GroupHello,
+    Lost,
     Newcomers,
     Outcome,
     Refused,
+    Roster,
     Vote,
     VoteVerdict,
     Want,
@@ -76,7 +79,7 @@ def test_a_group_grows_only_when_all_newcomers_are_there() -> None:
     rounds = complete(1)
     rounds.join(1)
     assert vote(rounds, Want.IDLE, target=3) == [(0, Outcome(5, 0, VoteVerdict.REST, 1))]
-    assert not rounds.leave(1), "a newcomer that is lost is no loss for the group"
+    assert rounds.leave(1) == [], "a newcomer that is lost is no loss for the group"
     rounds.join(1)
     rounds.join(2)
     assert vote(rounds, Want.IDLE, target=3)[1:] == [
@@ -89,5 +92,44 @@ def test_a_rank_is_removed_after_its_last_request_and_may_then_leave() -> None:
     rounds = complete(2)
     assert vote(rounds, Want.IDLE, Want.RUN, step=32, target=1)[0][1] == Outcome(5, 32, VoteVerdict.RUN, 2)
     assert vote(rounds, Want.RUN, Want.IDLE, step=64, target=1)[1] == (1, Outcome(5, 64, VoteVerdict.RUN, 1))
-    assert not rounds.leave(1)
-    assert rounds.leave(0), "a member that is lost ends the group"
+    assert rounds.leave(1) == []
+
+
+def test_the_members_that_are_left_go_on_and_the_lost_one_comes_again() -> None:
+    rounds = complete(3)
+    assert len(vote(rounds, Want.RUN, Want.IDLE, Want.IDLE)) == 3
+    rounds.vote(0, Vote(5, 32, Want.RUN, 3))
+    assert rounds.leave(1) == [(0, Lost(6, 3)), (2, Lost(6, 3))]
+    assert rounds.vote(2, Vote(5, 32, Want.RUN, 3)) == [], "it was cast before the loss was known"
+    assert rounds.vote(0, Vote(6, 0, Want.RUN, 3)) == [(2, Called(6))]
+    assert rounds.vote(2, Vote(6, 0, Want.IDLE, 3)) == [(rank, Outcome(6, 0, VoteVerdict.RUN, 3)) for rank in (0, 2)]
+    assert rounds.join(1) == [(1, Accepted()), (0, Newcomers([1])), (2, Newcomers([1]))]
+    rounds.vote(0, Vote(6, 32, Want.RUN, 3))
+    assert rounds.vote(2, Vote(6, 32, Want.IDLE, 3))[2:] == [(1, Welcome(6, 32, runs=True, size=3))]
+
+
+def hello(rank: int, size: int = 0, wave: int = 0) -> GroupHello:
+    return GroupHello("group", rank, {}, workers=[f"127.0.0.1:{9000 + rank}"], size=size, wave=wave)
+
+
+def test_members_that_share_experts_learn_of_each_change_where_the_others_are() -> None:
+    rounds = Rounds(2, lambda: b"nonce")
+    rounds.join(0, hello(0))
+    roster = Roster(1, [0, 1], [["127.0.0.1:9000"], ["127.0.0.1:9001"]], b"nonce")
+    welcome = Welcome(0, 0, runs=False, size=2, roster=roster)
+    assert rounds.join(1, hello(1))[1:] == [(0, welcome), (1, welcome)]
+    assert vote(rounds, Want.RUN, Want.IDLE)[0][1] == Outcome(5, 0, VoteVerdict.RUN, 2), "nobody has come or gone"
+    assert vote(rounds, Want.IDLE, Want.IDLE, step=32, target=1) == [
+        (0, Outcome(5, 32, VoteVerdict.REST, 1, Roster(2, [0], [["127.0.0.1:9000"]], b"nonce"))),
+        (1, Outcome(5, 32, VoteVerdict.REST, 1)),
+    ]
+    assert rounds.complain(0, 1) == [], "the members have changed since"
+    assert rounds.complain(0, 2) == [(0, Lost(7, 1, Roster(3, [0], [["127.0.0.1:9000"]], b"nonce")))]
+
+
+def test_another_hub_learns_the_size_and_the_wave_from_those_that_outlived_the_one_before() -> None:
+    rounds = Rounds(2)
+    rounds.join(0, hello(0))
+    assert rounds.join(1, hello(1, size=3, wave=8))[1:] == []
+    welcomes = [message for _, message in rounds.join(2, hello(2, size=3, wave=9))[1:]]
+    assert [message.wave for message in welcomes if isinstance(message, Welcome)] == [10, 10, 10]

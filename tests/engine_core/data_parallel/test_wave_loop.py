@@ -7,8 +7,19 @@ from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import make_config, make_request
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import ParallelConfig
-from tokenloom.engine_core.data_parallel.messages import Called, Outcome, Vote, VoteVerdict, Want, Welcome
-from tokenloom.engine_core.data_parallel.wave_loop import STEPS_BETWEEN_VOTES, WaveLoop
+from tokenloom.engine_core.data.errors import PeerLostError
+from tokenloom.engine_core.data.parallel_config import ExpertPeers
+from tokenloom.engine_core.data_parallel.messages import (
+    Called,
+    Lost,
+    Outcome,
+    Roster,
+    Vote,
+    VoteVerdict,
+    Want,
+    Welcome,
+)
+from tokenloom.engine_core.data_parallel.wave_loop import STEPS_BETWEEN_VOTES, WaveLoop, WaveState
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 
@@ -19,18 +30,39 @@ class Votes:
     def __init__(self) -> None:
         self.cast_votes: list[Vote] = []
 
+        self.complaints: list[int] = []
+
     def cast(self, vote: Vote) -> None:
         self.cast_votes.append(vote)
 
+    def complain(self, epoch: int) -> None:
+        self.complaints.append(epoch)
+
+    def key_of(self, roster: Roster) -> bytes:
+        return roster.nonce
+
+    def listen_again(self) -> None: ...
+
 
 class CountingWorker(HashWorker):
-    """Counts dummy batches."""
+    """Counts dummy batches, and notes the workers that it joins, which it may not reach."""
 
     num_dummies = 0
+    joined: ExpertPeers | None = None
+    has_left = False
+    lacks_peer = False
 
     def execute_dummy_batch(self) -> None:
         super().execute_dummy_batch()
         self.num_dummies += 1
+
+    def join_experts(self, peers: ExpertPeers) -> None:
+        if self.lacks_peer:
+            raise PeerLostError("a worker has ended")
+        self.joined = peers
+
+    def leave_experts(self) -> None:
+        self.has_left = True
 
 
 class Rank:
@@ -106,10 +138,55 @@ def test_the_null_block_belongs_to_no_request() -> None:
     assert rank.core.ready.has_waves
 
 
-def test_spread_experts_keep_the_size_of_their_group() -> None:
+def roster(epoch: int, *ranks: int) -> Roster:
+    return Roster(epoch, [*ranks], [[f"127.0.0.1:{9000 + rank}"] for rank in ranks], b"nonce")
+
+
+def test_workers_with_spread_experts_join_those_of_a_group_of_another_size() -> None:
     rank = Rank(enable_expert_parallel=True)
-    with pytest.raises(ValueError, match="start the group again with another size"):
-        rank.loop.resize(3)
+    rank.loop.resize(3)
+    vote = rank.votes.cast_votes[-1]
+    assert vote.target == 3
+    rank.loop.take(Outcome(vote.wave, vote.step, VoteVerdict.REST, 3, roster(2, 0, 1, 2)))
+    assert rank.worker.joined == ExpertPeers(1, roster(2, 0, 1, 2).workers, 2, b"nonce")
+    rank.loop.resize(1)
+    vote = rank.votes.cast_votes[-1]
+    rank.loop.take(Outcome(vote.wave, vote.step, VoteVerdict.REST, 1))
+    assert rank.worker.has_left
+    assert rank.loop.waves.state is WaveState.REMOVED
+
+
+def test_after_a_loss_the_rank_begins_a_wave_with_those_that_are_left() -> None:
+    rank = Rank(enable_expert_parallel=True)
+    rank.core.add_request(make_request("a", [1, 2], max_tokens=3))
+    rank.loop.settle()
+    rank.decide(VoteVerdict.RUN)
+    rank.turn()
+    rank.loop.take(Lost(4, 2, roster(2, 1)))
+    assert rank.worker.joined == ExpertPeers(0, [["127.0.0.1:9001"]], 2, b"nonce")
+    assert rank.votes.cast_votes[-1] == Vote(4, 0, Want.RUN, 2)
+    rank.decide(VoteVerdict.RUN)
+    while rank.core.has_requests():
+        rank.turn()
+    assert rank.tokens == expected_tokens([1, 2], 3)[-3:]
+
+
+def test_a_rank_that_cannot_reach_another_one_says_so_and_waits() -> None:
+    rank = Rank(enable_expert_parallel=True)
+    rank.core.add_request(make_request("a", [1, 2], max_tokens=3))
+    rank.worker.lacks_peer = True
+    rank.loop.take(Lost(1, 2, roster(2, 0, 1)))
+    assert rank.votes.complaints == [2]
+    assert rank.loop.waves.state is WaveState.LOST
+    vote = rank.votes.cast_votes[-1]
+    rank.loop.take(Outcome(vote.wave, vote.step, VoteVerdict.RUN, 3, roster(3, 0, 1, 2)))
+    assert rank.votes.complaints == [2, 3], "the hub ignores what was said of earlier members"
+    while rank.loop.has_work():
+        rank.turn()
+    assert not rank.tokens
+    rank.worker.lacks_peer = False
+    rank.loop.take(Lost(2, 3, roster(4, 0, 1, 2)))
+    assert rank.votes.cast_votes[-1].wave == 2
 
 
 def test_pipeline_stages_are_refused() -> None:

@@ -88,7 +88,6 @@ class HubScenario:
         with (
             patch.object(GroupHub, "_accept", lambda _: None),
             patch.object(module, "listen", lambda _: listener),
-            patch.object(module, "meeting_place", lambda address: address),
             patch.object(module, "Frames", lambda connection, _: connection),
         ):
             await self._run(world)

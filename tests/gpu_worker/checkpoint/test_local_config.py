@@ -159,10 +159,9 @@ def test_drafts_that_ranks_cannot_have(method: Any, changes: dict[str, Any], mes
         check_options(EngineConfig(speculative=speculative, parallel=ParallelConfig(**changes)))
 
 
-@pytest.mark.parametrize("place", [RankPlace(0, 2, spreads_experts=True), RankPlace(data_size=2)])
-def test_quantized_experts_are_not_balanced(place: RankPlace, tmp_path: Path) -> None:
-    config = load_model_config(save_random("qwen3_moe", tmp_path))
-    balanced = dataclasses.replace(place, num_redundant_experts=0)
-    local_config(config, balanced)
-    with pytest.raises(ValueError, match="enable_eplb: quantized experts are not moved"):
-        local_config(dataclasses.replace(config, quantization="int4"), balanced)
+def test_places_of_experts_are_a_multiple_of_the_workers_and_engines_round_up(tmp_path: Path) -> None:
+    """The number of engines may change while they serve."""
+    config = load_model_config(save_random("qwen3_moe", tmp_path, num_experts=8))
+    local_config(config, RankPlace(data_size=3, num_redundant_experts=0))
+    with pytest.raises(ValueError, match="8 experts and 0 copies are not a multiple of 3"):
+        local_config(config, RankPlace(0, 3, spreads_experts=True, num_redundant_experts=0))

@@ -15,6 +15,9 @@ from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,
     Challenge,
+    Ended,
+    GroupHello,
+    Lost,
     Newcomers,
     Outcome,
     Refused,
@@ -70,6 +73,10 @@ class Rank:
     is_asleep: bool = False
     """A pause is complete: no step may run."""
     is_lost: bool = False
+    is_muted: bool = False
+    """Its link has lost the hub and has no welcome of another one."""
+    known: tuple[int, int] = (0, 0)
+    """The size of its group, and the wave, that its link heard last."""
     is_stepping: bool = False
     pauses_wanted: int = 0
     pauses_complete: int = 0
@@ -82,10 +89,11 @@ class Group:
     def __init__(self, rng: random.Random, clock: Clock, size: int) -> None:
         self.rng, self.clock = rng, clock
         self.rounds = Rounds(size)
+        self._first_size = size
+        self._hub = 0  # counts the hubs that the group has had
         self.starts = WaveStarts()
         self.ranks: dict[int, Rank] = {}
         self.violations: list[str] = []
-        self.is_lost = False
         self.num_stale = 0
         self.num_steps = 0
         self._last_delivery: dict[object, float] = {}
@@ -101,35 +109,47 @@ class Group:
         self.clock.after(at - self.clock.now, action)
 
     def _deliver(self, letters: Letters) -> None:
+        hub = self._hub
         for number, message in letters:
             rank = self.ranks[number]
-            self._send(("hub", rank.number, id(rank)), lambda rank=rank, message=message: self._receive(rank, message))
+            self._send(
+                ("hub", hub, rank.number, id(rank)),
+                lambda rank=rank, message=message: self._receive(rank, message, hub),
+            )
 
-    def _receive(self, rank: Rank, message: ToRank) -> None:
-        if rank.is_lost or self.is_lost:
+    def _receive(self, rank: Rank, message: ToRank, hub: int) -> None:
+        if rank.is_lost or hub != self._hub:
             return
+        if isinstance(message, (Welcome, Outcome, Lost)):
+            rank.known = message.size, message.wave
         match message:
             case Welcome():
+                rank.is_muted = False
                 rank.waves.welcome(message)
+            case Lost():
+                rank.waves.rest(message)
             case Called():
                 rank.waves.start(message.wave)
             case Outcome():
                 rank.waves.decided(message)
             case Newcomers():
-                if rank.waves.target > rank.waves.size:
+                if rank.waves.target > rank.waves.size or message.ranks[0] < rank.waves.size:
                     rank.waves.call()
             case Refused():
                 self.violations.append(f"rank {rank.number} was refused: {message.reason}")
-            case Accepted() | Challenge():
+            case Accepted() | Challenge() | Ended():
                 pass
         self._settle(rank)
 
     def _vote(self, rank: Rank, vote: Vote) -> None:
+        hub = self._hub
+
         def arrive() -> None:
-            if not self.is_lost and not rank.is_lost and rank.number in self.rounds.members:
+            if hub == self._hub and not rank.is_lost and rank.number in self.rounds.members:
                 self._deliver(self.rounds.vote(rank.number, vote))
 
-        self._send(("rank", rank.number, id(rank)), arrive)
+        if not rank.is_muted:
+            self._send(("rank", hub, rank.number, id(rank)), arrive)
 
     # Ranks
 
@@ -137,29 +157,54 @@ class Group:
         """Start a rank, which loads its weights and then connects."""
         rank = self.ranks[number] = Rank(number, self.rng.uniform(0.001, 0.02))
         rank.waves = Waves(number, lambda: _want(rank), lambda vote: self._vote(rank, vote))
-
-        def connect() -> None:
-            if not rank.is_lost and not self.is_lost and self.ranks[number] is rank:
-                self._deliver(self.rounds.join(number))
-
-        self.clock.after(self.rng.uniform(0, 0.5), connect)
+        self._connect(rank)
         return rank
 
+    def _connect(self, rank: Rank) -> None:
+        hub = self._hub
+
+        def connect() -> None:
+            if not rank.is_lost and hub == self._hub and self.ranks[rank.number] is rank:
+                size, wave = rank.known
+                self._deliver(self.rounds.join(rank.number, GroupHello("group", rank.number, {}, size=size, wave=wave)))
+
+        self.clock.after(self.rng.uniform(0, 0.5), connect)
+
     def lose(self, number: int) -> None:
-        """Kill a rank. The hub notices; a lost member ends the group, and every request with a typed error."""
+        """Kill a rank, whose requests go on elsewhere. The hub tells the others, or was the rank's own: then these look
+        for the next one. Another process takes the rank's place some time later."""
         rank = self.ranks[number]
         rank.is_lost = True
-        if number == 0 or self.rounds.leave(number):
-            self.is_lost = True
-            for each in self.ranks.values():
-                self._end_requests(each, "TRY_ELSEWHERE")
+        self._end_requests(rank, "TRY_ELSEWHERE")
+        self.starts.leave(str(number))
+        if number:
+            self._deliver(self.rounds.leave(number))
         else:
-            self._end_requests(rank, "TRY_ELSEWHERE")
-            self.starts.leave(str(number))
+            self._lose_hub()
+        self.clock.after(self.rng.uniform(0, 1), lambda: self._replace(rank))
+
+    def _replace(self, rank: Rank) -> None:
+        if self.ranks[rank.number] is rank:
+            self.add_rank(rank.number)
+
+    def _lose_hub(self) -> None:
+        self._hub += 1
+        left = [rank for rank in self.ranks.values() if not rank.is_lost and rank.waves.state is not WaveState.REMOVED]
+        # What starts rank 0 again knows the size if no other rank is left that does.
+        self.rounds = Rounds(self._first_size if any(rank.known[0] for rank in left) else self.rounds.size)
+        for rank in left:
+            rank.is_muted = True
+            self._send(("end", rank.number, id(rank)), lambda rank=rank, hub=self._hub: self._break_off(rank, hub))
+            self._connect(rank)
+
+    def _break_off(self, rank: Rank, hub: int) -> None:
+        if rank.is_muted and hub == self._hub:  # otherwise it has another hub by now
+            rank.waves.break_off()
+            self._settle(rank)
 
     def add_request(self, request: Request) -> None:
         rank = self.ranks.get(request.rank)
-        if rank is None or rank.is_lost or self.is_lost or rank.waves.state in (WaveState.NEW, WaveState.REMOVED):
+        if rank is None or rank.is_lost or rank.waves.state in (WaveState.NEW, WaveState.REMOVED):
             request.outcome = "TRY_ELSEWHERE"
             return
         if rank.waves.target and rank.number >= rank.waves.target:  # it drains
@@ -199,7 +244,7 @@ class Group:
 
     def _settle(self, rank: Rank) -> None:
         """As ``WaveLoop.settle``: requests may call for a wave, a pause may be complete, the coordinator learns."""
-        if rank.is_lost or self.is_lost:
+        if rank.is_lost:
             return
         rank.waves.look()
         if rank.is_paused and not rank.is_asleep and rank.waves.is_resting:
@@ -216,8 +261,8 @@ class Group:
 
     def _step(self, rank: Rank) -> None:
         rank.is_stepping = False
-        if rank.is_lost or self.is_lost:
-            return
+        if rank.is_lost or not rank.waves.is_running:
+            return  # the step is lost with the connections to other ranks
         if rank.is_asleep:
             self.violations.append(f"rank {rank.number} computes although its pause is complete")
         self.num_steps += 1
@@ -231,10 +276,12 @@ class Group:
         self._settle(rank)
 
     def _check_lockstep(self, rank: Rank) -> None:
-        """No rank is more steps ahead of another member than lie between two votes."""
+        """No rank is more steps ahead of another member than lie between two votes; one of both may not know yet that a
+        member was lost."""
         for other in self.rounds.members:
             waves = self.ranks[other].waves
-            if waves.state is WaveState.NEW:
+            is_stale = min(waves.wave, rank.waves.wave) < self.rounds._oldest_wave
+            if waves.state in (WaveState.NEW, WaveState.LOST) or is_stale:
                 continue
             if waves.wave > rank.waves.wave or rank.waves.wave - waves.wave > 1:
                 self.violations.append(f"rank {rank.number} steps in wave {rank.waves.wave}, rank {other} is elsewhere")
@@ -261,7 +308,7 @@ class Group:
             rank = self.ranks[int(name)]
 
             def arrive(rank: Rank = rank, wave: int = wave) -> None:
-                if rank.is_lost or self.is_lost:
+                if rank.is_lost:
                     return
                 self.num_stale += wave < rank.waves.wave
                 rank.waves.start(wave)

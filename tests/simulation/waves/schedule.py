@@ -57,7 +57,7 @@ class Schedule:
         return Result(self._seed, self._group.violations, outcomes, self._happened)
 
     def _do(self, kind: str) -> None:
-        if not self._group.is_lost and self._group.rounds.members:
+        if self._group.rounds.members:
             self._happened[kind] += 1
             getattr(self, f"_{kind}")()
 
@@ -70,7 +70,7 @@ class Schedule:
 
         def check() -> None:
             members = [group.ranks[number] for number in group.rounds.members]
-            if not group.is_lost and all(paused.get(rank.number) is rank for rank in members):
+            if all(paused.get(rank.number) is rank for rank in members):
                 awake = [rank.number for rank in members if not rank.is_asleep]
                 if awake:
                     group.violations.append(f"all ranks were paused, but ranks {awake} do not rest")
@@ -111,12 +111,9 @@ class Schedule:
         self._resize(number + 1)
 
         def lose() -> None:
-            if not self._group.is_lost and self._is_live(number):
-                was_member = number in self._group.rounds.members
+            if self._is_live(number):
+                self._happened["lost while joining"] += number not in self._group.rounds.members
                 self._group.lose(number)
-                if not was_member:
-                    self._happened["lost while joining"] += 1
-                    self._group.add_rank(number)
 
         self._clock.after(self._rng.uniform(0, 0.6), lose)
 
@@ -133,7 +130,8 @@ class Schedule:
             violations.append("the group does not come to rest")
         if waiting := [request for request in self._requests if not request.outcome]:
             violations.append(f"{len(waiting)} requests have no outcome")
-        if group.is_lost:
+        if absent := [number for number in range(group.rounds.size) if number not in group.rounds.members]:
+            violations.append(f"ranks {absent} are no members in the end")
             return
         for number in sorted(group.rounds.members):
             rank = group.ranks[number]

@@ -12,10 +12,9 @@ from torch import Tensor
 from tokenloom.engine_core.data.parallel_config import EplbConfig
 from tokenloom.gpu_worker.parallel.experts.balancer import ExpertBalancer
 from tokenloom.gpu_worker.parallel.experts.planner import Ints
-from tokenloom.gpu_worker.parallel.experts.transfer import ExpertShape
 
 NUM_EXPERTS, NUM_LAYERS, SIZE = 6, 2, 2
-SHAPE = ExpertShape(((4, 3), (3, 2)), torch.float32)
+SHAPES, NBYTES = ((4, 3), (3, 2)), 72
 
 
 @dataclass
@@ -62,24 +61,26 @@ class Arrival:
 
 
 def matrices(layer: int, expert: int) -> list[Tensor]:
-    return [torch.full(shape, 100.0 * layer + expert) for shape in SHAPE.matrices]
+    return [torch.full(shape, 100.0 * layer + expert) for shape in SHAPES]
 
 
 class Layer:
     """Fulfils ``MovableExperts``."""
-
-    shape = SHAPE
 
     def __init__(self, number: int, places: dict[int, int]) -> None:
         """``places``: the expert at each place of this rank."""
         self.experts = {place: matrices(number, expert) for place, expert in places.items()}
         self.prepared: dict[int, list[Tensor]] = {}
 
-    def weights_of(self, place: int) -> list[Tensor]:
-        return self.experts[place]
+    def packed_bytes(self) -> int:
+        return NBYTES
 
-    def prepare(self, place: int, matrices: list[Tensor]) -> None:
-        self.prepared[place] = [each.clone() for each in matrices]
+    def pack(self, place: int) -> Tensor:
+        return torch.cat([each.view(torch.uint8).flatten() for each in self.experts[place]])
+
+    def prepare(self, place: int, data: Tensor) -> None:
+        parts = data.view(torch.float32).clone().split([12, 6])
+        self.prepared[place] = [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
 
     def switch(self) -> int:
         count = len(self.prepared)
@@ -154,7 +155,7 @@ def test_busy_experts_are_separated_while_steps_go_on() -> None:
     assert ranks[0].history[3] == first, "the loads of four steps are counted"
     assert ranks[0].balancer.stats.balancedness == pytest.approx(ranks[1].balancer.stats.balancedness)
     assert sum(rank.balancer.stats.num_moved for rank in ranks) >= 4, "two experts of each layer"
-    assert net.most_bytes == SHAPE.nbytes
+    assert net.most_bytes == NBYTES
 
 
 def test_what_is_sent_in_a_step_is_bounded() -> None:

@@ -1,18 +1,19 @@
 """Rows reach the rank that holds their expert, and come back in their order."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tokenloom.engine_core.data.parallel_config import ExpertPeers
 from tokenloom.gpu_worker.parallel.experts.expert_exchange import ExpertExchange
 from tokenloom.gpu_worker.parallel.experts.grouped_rows import GroupedRows
 from tokenloom.gpu_worker.parallel.ranks import Ranks
 
 NUM_EXPERTS = 5
 HIDDEN_SIZE = 6
+KEY = b"the key of the group"
 
 
 def run_expert(expert: int, rows: Tensor) -> Tensor:
@@ -26,14 +27,14 @@ def choose(num_tokens: int, seed: int) -> GroupedRows:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [(7, 3), (1, 40), (4, 0)])
-def test_each_rank_gets_what_its_rows_would_give_on_one(
-    tmp_path: Path, dtype: torch.dtype, num_tokens: tuple[int, int]
-) -> None:
+def test_each_rank_gets_what_its_rows_would_give_on_one(dtype: torch.dtype, num_tokens: tuple[int, int]) -> None:
     asked: list[set[int]] = [set(), set()]
+    exchanges = [ExpertExchange(number, 2) for number in range(2)]
+    workers = [[exchange.listen("127.0.0.1")] for exchange in exchanges]
 
     def rank(number: int) -> None:
-        exchange = ExpertExchange(number, 2)
-        Ranks(experts=exchange).join_experts(str(tmp_path / "rendezvous"))
+        exchange = exchanges[number]
+        Ranks(experts=exchange).join_experts(ExpertPeers(number, workers, epoch=1, key=KEY))
 
         def run(expert: int, rows: Tensor) -> Tensor:
             asked[number].add(expert)
@@ -51,7 +52,8 @@ def test_each_rank_gets_what_its_rows_would_give_on_one(
         list(threads.map(rank, range(2)))
     assert asked[0] <= {0, 1}
     assert asked[1] <= {2, 3, 4}
-    assert not (tmp_path / "rendezvous").exists()
+    for exchange in exchanges:
+        exchange.close()
 
 
 def test_before_it_joins_a_rank_computes_its_own_experts_only() -> None:

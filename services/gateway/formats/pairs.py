@@ -138,14 +138,16 @@ class PairReader:
         return "".join(out), rest
 
     def finish(self) -> str:
-        """Return the rest of what was cut off: of a value that has not ended, what is passed on as it is written."""
+        """Return the rest of what was cut off: of a value that has not ended, what is passed on as it is written, and
+        what was held as JSON up to where it was cut."""
         out: list[str] = []
         if self._step == self._in_value:
             self._text, mark, _ = find_marker(self._text, self._close[:1])
-            if mark or self._streams or self._literal is not None:
-                self._more(out, self._break_before(len(self._text)))
+            self._more(out, self._break_before(len(self._text)))
             if mark:
                 self._end_value(out)
+            elif (held := "".join(self._value).lstrip()).startswith(("{", "[")):
+                out.append(LiteralReader().feed(held)[0])
         return "".join(out)
 
     def _next_pair(self, out: list[str]) -> bool:

@@ -57,6 +57,11 @@ EXAMPLES: list[tuple[str, str, Parsed]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', ("", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", [("f", '{"a": 1}')])),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, ', ("", [("f", '{"a": [1, ')])),  # cut off
+    (
+        "qwen3_coder",
+        '<tool_call>\n<function=f>\n<parameter=a>\n{"b": ["two words", {"c": 12',
+        ("", [("f", '{"a": {"b": ["two words", {"c": ')]),
+    ),
     ("hermes", '<tool_call>{"name": "f', ("", [])),  # cut before its name: no text for the user
     ("hermes", "Well.<tool_call>\n{", ("Well.", [])),
     ("hermes", '<tool_call>{"name": "f"', ("", [("f", "")])),

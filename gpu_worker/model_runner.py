@@ -163,12 +163,12 @@ class ModelRunner:
             most_kept = 0
             if step.defers_drafts:
                 step, most_kept = self._with_drafts(step), max(step.num_drafts_wanted.values(), default=0)
+            if self._speculation is not None:
+                self._speculation.update(step)  # while requests that end have their rows
             self._batch.update(step)
             if self._loras is not None and step.lora_slots is not None:
                 self._loras.occupy(step.lora_slots)
             self._executed = None
-            if self._speculation is not None:
-                self._speculation.update(step)
             if step.total_num_scheduled_tokens:
                 inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids, step.media_rows)
                 if self._states is not None:

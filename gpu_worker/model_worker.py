@@ -161,6 +161,7 @@ class ModelWorker:
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
             pool_is_on_host=self._platform.pool_is_on_host,
             fall_backs=OF_PROCESS.own(),
+            draft_bytes_per_token=self._draft_bytes_per_token,
             media=self._media_traits(),
         )
 
@@ -174,10 +175,13 @@ class ModelWorker:
         return loader if self._loras is None else replace(loader, adapt=self._loras)
 
     def _choose_groups(self, config: ModelConfig) -> list[KVGroup]:
-        drafts_with_model = self._config.speculative is not None and self._config.speculative.method != "ngram"
-        if drafts_with_model or self._ranks.place.shares_table:
-            return []  # what drafts sees every token, and ranks have the same groups
-        return model_groups(config.kv_windows, self._max_model_len, self._config, config.kv_sources)
+        if self._ranks.place.shares_table:
+            return []  # ranks have the same groups
+        groups = model_groups(config.kv_windows, self._max_model_len, self._config, config.kv_sources)
+        speculative = self._config.speculative
+        if speculative is not None and speculative.writes_kv and groups and groups[0].window is not None:
+            return []  # what drafts sees every token, and no group keeps the blocks of all
+        return groups
 
     def determine_available_memory(self) -> int:
         """Return what memory remains for KV, next to weights and a step's activations, if engines share the host."""
@@ -228,15 +232,14 @@ class ModelWorker:
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
         layers, block_size = self._pool_layers, self._config.cache.block_size
         if memory is None and self._platform.pool_is_on_host:
-            pooled = layers.config.kv_bytes_per_token if layers.groups else self._kv_bytes_per_token
-            blocks_bytes = num_blocks * block_size * pooled
+            blocks_bytes = num_blocks * block_size * (layers.bytes_per_slot + self._draft_bytes_per_token)
             slots_bytes = (self._num_states + 1) * layers.config.state_bytes
             memory = PoolMemory.allocate(slots_offset(blocks_bytes) + slots_bytes, shared=False)
         if memory is not None:
             own_size = block_size // layers.config.shard.context_size
             self._pool = make_kv_pool(layers.config, num_blocks, own_size, memory, layers.layout(block_size))
             if self._drafting is not None:
-                self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
+                self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size, layers)
             if self._num_states:
                 regions = state_regions(layers.config, self._num_states + 1, self._slots_at(num_blocks))
                 self._pool = replace(self._pool, regions=self._pool.regions + regions, num_slots=self._num_states)
@@ -422,8 +425,11 @@ class ModelWorker:
     @property
     def _kv_bytes_per_token(self) -> int:
         """Return the size of one token's keys and values in all layers, those of what drafts included."""
-        behind = self._drafting.kv_bytes_per_token if self._drafting is not None else 0
-        return self._pool_layers.kv_bytes_per_token + behind
+        return self._pool_layers.kv_bytes_per_token + self._draft_bytes_per_token
+
+    @property
+    def _draft_bytes_per_token(self) -> int:
+        return self._drafting.kv_bytes_per_token if self._drafting is not None else 0
 
     @property
     def _pool_layers(self) -> PoolLayers:
@@ -469,7 +475,7 @@ class ModelWorker:
         if self._drafting is not None:
             records = not config.worker.enforce_eager
             proposer, rejection = self._drafting.make(
-                batch, self._make_backend, num_blocks, block_size, memory, records=records
+                batch, self._make_backend, num_blocks, block_size, memory, self._pool_layers, records=records
             )
         states = None
         if self._kv_config.states is not None:
@@ -499,8 +505,14 @@ class ModelWorker:
 
     def _make_recorded(self, batch: InputBatch) -> StepRecordings | None:
         assert self._backend is not None, "load_model comes first"
-        if self._kv_config.cross_rows or (not self._ranks.place.is_whole and self._device.type != "cpu"):
-            # No recording knows what stands beside prompts, and a graph of a GPU holds no exchange with other GPUs.
+        keeps_states = self._config.speculative is not None and self._config.speculative.method == "eagle3"
+        if (
+            keeps_states
+            or self._kv_config.cross_rows
+            or (not self._ranks.place.is_whole and self._device.type != "cpu")
+        ):
+            # No recording knows what stands beside prompts, or keeps states of layers, and a graph of a GPU holds no
+            # exchange with other GPUs.
             return None
         most_tokens, eager = self._config.scheduler.max_num_batched_tokens, self._config.worker.enforce_eager
         return make_recorded_steps(self._backend, self._platform, batch, most_tokens, eager=eager)

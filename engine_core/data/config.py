@@ -31,17 +31,26 @@ class PoolerConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_default
 class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are drafted that one step of the model verifies. Users write it as JSON (names as in vLLM)."""
 
-    method: Literal["ngram", "draft_model", "eagle", "mtp"]
-    """ngram: tokens that followed the same tokens earlier in the prompt or output; draft_model: a small model of the
-    same vocabulary; eagle: a head on the model's hidden states; mtp: the head that Qwen3-Next and Qwen3.5 bring."""
+    method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"]
+    """ngram: tokens that followed the same tokens earlier in the prompt or output; suffix: those that followed them
+    most often, in past answers of the tenant too; draft_model: a small model of the same vocabulary; eagle: a head on
+    the model's hidden states; eagle3: one on those of three layers; mtp: the head that Qwen3-Next and Qwen3.5 bring."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 6
     """Most drafts of a request in a step."""
     model: str = ""
-    """Checkpoint directory or hub id of the draft model or head; not for ngram and mtp."""
+    """Checkpoint directory or hub id of the draft model or head; not for ngram, suffix and mtp."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 5
     """ngram: the longest sequence that is looked up."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
     """ngram: the shortest one."""
+    suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=2, le=64)] = 24
+    """suffix: most tokens of a sequence that is looked up and of its drafts together."""
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 10_000
+    """suffix: most past answers that are kept, of all tenants together; 0: each request looks in its own tokens."""
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0.0, le=32.0)] = 1.0
+    """suffix: most drafts for each token of the sequence that was found."""
+    suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
+    """suffix: drafts end before one that a smaller share of what was found agrees with."""
     rejection_sample_method: Literal["strict", "probabilistic"] = "strict"
     """strict: a draft counts if it equals the token drawn at its position, so no token changes; probabilistic:
     rejection sampling, which keeps the distribution but not the tokens."""
@@ -53,10 +62,20 @@ class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_de
                 f"prompt_lookup_min is {self.prompt_lookup_min} and prompt_lookup_max is {self.prompt_lookup_max}; the "
                 "first must not be above the second"
             )
-        if self.method in ("ngram", "mtp") and self.model:
-            raise ValueError(f"model: the method {self.method} has no model of its own; use draft_model or eagle")
-        if self.method in ("draft_model", "eagle") and not self.model:
+        if self.has_files and not self.model:
             raise ValueError(f"model: the method {self.method} needs the checkpoint that drafts")
+        if self.model and not self.has_files:
+            raise ValueError(f"model: the method {self.method} has no model of its own; use draft_model or eagle")
+
+    @property
+    def has_files(self) -> bool:
+        """Return whether ``model`` names what drafts."""
+        return self.method in ("draft_model", "eagle", "eagle3")
+
+    @property
+    def writes_kv(self) -> bool:
+        """Return whether what drafts has layers, whose KV lies in the pool."""
+        return self.method not in ("ngram", "suffix")
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -395,8 +414,8 @@ class EngineConfig(Struct, frozen=True):
     reasoning: ReasoningConfig = ReasoningConfig()
     speculative: Annotated[
         SpeculativeConfig | None,
-        "Draft tokens that one step verifies: a JSON object with method (ngram, draft_model, eagle or mtp), "
-        "num_speculative_tokens and what the method needs (docs/use/speculation.md). No token changes.",
+        "Draft tokens that one step verifies: a JSON object with method (ngram, suffix, draft_model, eagle, eagle3 "
+        "or mtp), num_speculative_tokens and what the method needs (docs/use/speculation.md). No token changes.",
         Meta(extra={"name": "speculative_config"}),
     ] = None
     lora: LoraConfig = LoraConfig()

@@ -50,13 +50,17 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """None: it reads text only."""
     fall_backs: list[tuple[str, str]] = []
     """What the worker's process does without: kinds and details, as in :mod:`tokenloom.process.fall_backs`."""
+    draft_bytes_per_token: int = 0
+    """What the layers of a draft model or head take of ``kv_bytes_per_token``. With groups every block has room for
+    them, and those of full attention use it."""
 
     def block_bytes(self, block_size: int) -> int:
         """Return the size of one block of the pool: of the layers of one group, or of all layers without groups."""
         if not self.kv_groups:
             return block_size * self.kv_bytes_per_token
         num_layers = sum(len(group.layers) for group in self.kv_groups)
-        return block_size * self.kv_bytes_per_token // num_layers * layers_per_group(self.kv_groups)
+        of_layer = (self.kv_bytes_per_token - self.draft_bytes_per_token) // num_layers
+        return block_size * (of_layer * layers_per_group(self.kv_groups) + self.draft_bytes_per_token)
 
     def pool_bytes(self, block_size: int, num_blocks: int, num_state_slots: int) -> int:
         """Return the size of the memory in which a worker lays out its blocks and, behind them, its slots: those of

@@ -34,6 +34,10 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
     """The request is pooled when its prompt is computed, and samples nothing."""
     media: list[MediaSpan] = []
     """Its images, in order of position; their rows come with the steps that compute them."""
+    tenant: str = ""
+    """Whose it is. Only answers of the same tenant with the same ``cache_salt`` may be looked at for its drafts."""
+    cache_salt: bytes = b""
+    """What sets its prefixes apart from those of others, as in ``EngineCoreRequest``."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, gc=False):

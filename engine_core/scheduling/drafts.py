@@ -144,7 +144,7 @@ class Drafts:
         are planned before the drafts that they verify are known, and how many of those before them are right."""
         self.defers = defers
         self._max_drafts = config.num_speculative_tokens
-        self._writes_kv = config.method != "ngram"
+        self._writes_kv = config.writes_kv
         """Whether the worker needs slots for its proposals, whose KV a draft model or head computes."""
         self._requests = requests
         self._kv = kv

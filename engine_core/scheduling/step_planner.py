@@ -174,6 +174,8 @@ class StepPlan:
                 adapter=request.adapter,
                 pooling_params=request.pooling_params,
                 media=request.kv.media,
+                tenant=request.tenant,
+                cache_salt=request.kv.cache_salt,
             )
         )
         request.kv.num_computed_tokens += num_new_tokens

@@ -95,6 +95,33 @@ class GroupedBackend:
         return GroupedPlan(plans, self._group_of)
 
 
+class FirstGroupBackend:
+    """Fulfils :class:`~.attention_backend.AttentionBackend` for layers beside those of groups, such as a draft model's,
+    whose KV lies in the blocks of the first group: that of full attention, which keeps every token."""
+
+    reads_tails = False
+
+    def __init__(self, backend: AttentionBackend, num_groups: int) -> None:
+        self._backend = backend
+        self._num_groups = num_groups
+        self.name = backend.name
+
+    def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
+        return self._backend.allocate(num_blocks, memory)
+
+    def plan(
+        self,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+        foreign_tails: IntArray | None = None,
+        limits: IntArray | None = None,
+    ) -> AttentionPlan:
+        tables = np.ascontiguousarray(block_tables[:, :: self._num_groups])
+        return self._backend.plan(cu_query_lens, seq_lens, tables, slot_mapping[0], foreign_tails, limits)
+
+
 class GroupedPlan:
     """Holds the plan of each group, and finds that of a layer by its cache."""
 
@@ -140,6 +167,16 @@ class PoolLayers:
         if not self.groups:
             return config.kv_bytes_per_token // config.shard.context_size
         return config.kv_bytes_per_token // config.num_layers * sum(len(group.layers) for group in self.groups)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Return the size of what a block holds for one of its tokens on this rank: of the layers of one group, or of
+        all layers without groups."""
+        return self.config.kv_bytes_per_token // self.config.shard.context_size
+
+    def make_drafter_backend(self, backend: AttentionBackend) -> AttentionBackend:
+        """Return the backend of layers whose KV lies behind that of these, of which ``backend`` knows no groups."""
+        return FirstGroupBackend(backend, self.num_groups) if self.groups else backend
 
     def layout(self, block_size: int) -> str:
         """Name the layout of the pool, as :func:`~.cache.kv_layout` does, with the windows of the groups."""

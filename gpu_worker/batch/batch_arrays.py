@@ -97,7 +97,7 @@ class BlockTable:
 
     def num_slots(self, row: int) -> int:
         """Return how many tokens the blocks of a row hold."""
-        return self.num_blocks.item(row) * self.block_size
+        return self.num_blocks.item(row) // self.num_groups * self.block_size
 
     def num_slots_of(self, rows: Ints) -> Ints:
         """Return how many tokens the blocks of these rows hold, [n]."""

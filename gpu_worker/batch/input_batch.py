@@ -387,6 +387,12 @@ class InputBatch:
         """Return how many tokens of prompt and output a request has, which must have a row."""
         return self._num_tokens.item(self._row_of[req_id])
 
+    def output_tokens(self, req_id: str) -> npt.NDArray[np.int32] | None:
+        """Return the tokens of a request after its prompt; None: it has no row."""
+        if (row := self._row_of.get(req_id)) is None:
+            return None
+        return self.token_ids[row, self._num_prompt_tokens[row] : self._num_tokens[row]]
+
     def num_tokens(self, row: int) -> int:
         """Return how many tokens of prompt and output a row has."""
         return self._num_tokens.item(row)

@@ -237,17 +237,10 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: DtypeName, wanted
     return _add_gemma(reader, config) if traits.is_gemma else config
 
 
-MTP_HEAD = "mtp.fc.weight"
-"""The tensor of a head that drafts with which the others come."""
-
-
-def check_mtp(config: ModelConfig | None) -> None:
-    """Raise ``ValueError`` for a model whose own head cannot draft. None: no built-in decoder computes it."""
-    if config is None or config.family not in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
-        raise ValueError(
-            "speculative_config: the method mtp is for Qwen3-Next and Qwen3.5 computed with built-in layers; choose "
-            "ngram, draft_model or eagle"
-        )
+def read_layer(reader: ConfigReader, path: Path, dtype: str) -> ModelConfig:
+    """Read the entries of Llama's layers, as heads that draft have them; ``dtype`` as in :func:`load_model_config`. The
+    caller refuses the rest. Raises ``ValueError``."""
+    return _read_decoder(reader, "llama", _dtype(reader, path, dtype), None)
 
 
 def _is_tied(reader: ConfigReader, family: Family) -> bool:

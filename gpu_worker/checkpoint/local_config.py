@@ -4,7 +4,7 @@ device, do not support."""
 import os
 from dataclasses import replace
 
-from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, ParallelConfig, SpeculativeConfig
+from tokenloom.engine_core.data.config import EngineConfig, KVCacheDtype, ParallelConfig
 
 from ..parallel.sharding import RankPlace, Shard
 from .mixer_config import state_layout
@@ -81,8 +81,12 @@ def check_options(config: EngineConfig) -> None:
         raise ValueError(f"block_size: {config.cache.block_size} tokens cannot be spread evenly over {context} workers")
     if parallel.world_size == 1 and not parallel.spreads_experts_over_engines:
         return
-    if config.speculative is not None and parallel.world_size > 1:
-        _check_drafts(config.speculative, parallel)
+    drafts = config.speculative
+    if drafts is not None and drafts.method == "eagle3" and parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            "speculative_config: the method eagle3 reads states that other stages compute: leave out "
+            "pipeline_parallel_size, or choose eagle"
+        )
     spreads = parallel.spreads_experts_over_engines
     options = {
         "speculative_config": config.speculative is not None and spreads,
@@ -97,19 +101,6 @@ def check_options(config: EngineConfig) -> None:
     for name, is_set in options.items():
         if is_set:
             raise ValueError(f"{name}: is not supported with {several}")
-
-
-def _check_drafts(speculative: SpeculativeConfig, parallel: ParallelConfig) -> None:
-    """Raise ``ValueError`` if the rank that draws cannot have what drafts."""
-    where = f"speculative_config: method {speculative.method}"
-    if (
-        parallel.pipeline_parallel_size > 1
-    ):  # steps overlap, and each would have to wait for what the one before accepts
-        raise ValueError("speculative_config: is not supported with pipeline_parallel_size yet; leave one of them out")
-    if speculative.method == "mtp":
-        raise ValueError(f"{where} is not supported with {parallel.world_size} workers yet; use one worker")
-    if speculative.method != "ngram" and parallel.decode_context_parallel_size > 1:
-        raise ValueError(f"{where} keeps the KV of every token: leave out decode_context_parallel_size")
 
 
 def check_kv_dtype(config: ModelConfig, dtype: KVCacheDtype) -> None:
@@ -234,7 +225,7 @@ def check_apart(config: EngineConfig, kind: str) -> None:
         raise ValueError(f"kv_transports: nixl moves no KV on {kind} yet: choose cuda, shm or socket")
     if config.parallel.world_size > 1 or config.parallel.distributed_executor_backend in ("mp", "ray"):
         raise ValueError(f"kv_transports: KV on {kind} moves only if the one worker runs in the core's process (uni)")
-    if config.speculative is not None and config.speculative.method != "ngram":
+    if config.speculative is not None and config.speculative.writes_kv:
         raise ValueError(f"kv_transports: the KV of a draft model on {kind} does not move between engines yet")
 
 

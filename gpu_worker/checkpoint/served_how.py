@@ -26,6 +26,7 @@ from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.model_files.sentence_texts import read_sentence_texts
 
 from ..parallel.sharding import RankPlace, place_of
+from .draft_config import MTP_HEAD, check_mtp, read_eagle3
 from .encoder_config import EncoderConfig, check_parts, read_encoder_config
 from .files.config_reader import (
     IS_CAUSAL,
@@ -40,7 +41,7 @@ from .files.config_reader import (
 )
 from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, WITHOUT_MODULES, is_encoder
 from .gguf.config import described_by, read_model
-from .load_config import MTP_HEAD, check_mtp, check_quantization, load_model_config, read_dtype
+from .load_config import check_quantization, load_model_config, read_dtype
 from .local_config import (
     NO_INT8_SHAPES,
     check_batch_invariant,
@@ -143,6 +144,11 @@ def _check_drafts(speculative: SpeculativeConfig, path: Path, found: ServedHow) 
         if is_gguf(path) or MTP_HEAD not in stored_names(path):
             raise ValueError(f"speculative_config: {path} has no tensor {MTP_HEAD}, the head of the method mtp")
     drafting = Path(speculative.model)
+    if speculative.method == "eagle3" and (drafting / "config.json").is_file():
+        entries = read_eagle3(drafting)
+        if not isinstance(found.config, ModelConfig):
+            raise ValueError("speculative_config: the method eagle3 drafts for models with built-in layers only")
+        entries.layers_of(found.config)
     if speculative.method == "draft_model" and (drafting / "config.json").is_file():
         kind, types = read_model(drafting)[1].get("model_type"), transformers_types()
         if kind in (types["states"] if types is not None else ()):

@@ -210,6 +210,16 @@ class Checkpoint:
         self._count_copied(stored.shape[0] * stored.shape[1] * stored.bits // 8)
         return tensor
 
+    def take_integers(self, name: str, count: int) -> Tensor:
+        """Return the tensor ``name`` of integers, [count] int64 on the CPU. Raises ``ValueError`` as :meth:`take`."""
+        if name not in self._source.names:
+            raise ValueError(f"the checkpoint has no tensor {name}, which its {self._source.described_by} asks for")
+        stored = self._source.read(name, (count,))
+        if not isinstance(stored, Tensor) or stored.is_floating_point() or tuple(stored.shape) != (count,):
+            raise ValueError(f"{name} must hold {count} integers, as {self._source.described_by} asks")
+        self._taken.add(name)
+        return stored.to(torch.int64)
+
     def take_packed(self, name: str, outputs: int, inputs: int) -> PackedWeight | None:
         """Return the weight ``name`` [outputs, inputs] as it is packed; None if it is stored as a plain tensor, or must
         not be read because the device holds no content, or is rows of another one, or is scaled. Raises ``ValueError``

@@ -57,7 +57,10 @@ class AddNorm:
 class Attention:
     """Computes self-attention with rotary positions and grouped queries."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int, num_inputs: int = 0
+    ) -> None:
+        """``num_inputs``: the size of the rows that it reads; 0: hidden_size."""
         self._ops = ops
         self._head_size, has_sinks = config.head_size, config.traits.has_sinks
         sinks = checkpoint.take(f"{prefix}.sinks", config.shard.part(config.num_heads)).float() if has_sinks else None
@@ -71,7 +74,7 @@ class Attention:
         parts = ([f"{prefix}.{name}_proj" for name in "qkv"], sizes)
         names, outputs = ([f"{prefix}.qkv_proj"], (joined(sizes),)) if config.traits.is_fused else parts
         hidden, quantization = config.hidden_size, config.quantization
-        self._qkv = load_linear(checkpoint, names, hidden, outputs, config.qkv_bias, quantization)
+        self._qkv = load_linear(checkpoint, names, num_inputs or hidden, outputs, config.qkv_bias, quantization)
         out_bias = config.attention_output_bias
         self._out = load_linear(checkpoint, [f"{prefix}.o_proj"], query_size, [hidden], out_bias, quantization)
         self._head_norm = _load_head_norm(checkpoint, prefix, config)
@@ -368,6 +371,10 @@ class DecoderModel:
             ones = torch.ones(config.hidden_size, dtype=config.dtype, device=device)
             self._embedding_norm = lambda rows: ops.add_norm(rows, None, ones, config.norm_eps)
         self._layers: list[DecoderLayer | PartLayer | PostNormLayer] = []
+        self.kept_layers: tuple[int, ...] = ()
+        """The layers whose inputs a step keeps for what drafts, in order."""
+        self.kept_states: Tensor | None = None
+        """[T, layers * hidden_size]: those of the last step."""
         self.load_weights(checkpoint)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
@@ -421,6 +428,8 @@ class DecoderModel:
             residual = self._stage.receive(len(input_ids))
         delta: Tensor | None = None
         rotations = [rotary(positions) for rotary in self._rotaries]
+        if self.kept_layers:
+            return self._forward_keeping(residual, rotations, kv_caches, plan, embeds)
         if self.config.mixer is not None:
             return self._leave(residual, self._mix_states(residual, rotations[0], kv_caches, plan, states))
         # Levels count from the model's first layer: a stage's own number would add them again in every stage.
@@ -430,6 +439,28 @@ class DecoderModel:
             if embeds:
                 level += 1
                 add_level(delta, embeds, level)
+        return self._leave(residual, delta)
+
+    def _forward_keeping(
+        self,
+        residual: Tensor,
+        rotations: list[Rotation],
+        kv_caches: list[KVCache],
+        plan: AttentionPlan,
+        embeds: InputEmbeds,
+    ) -> Tensor:
+        """Compute a step, and keep the inputs of some layers: the residual stream before each."""
+        delta: Tensor | None = None
+        kept = []
+        columns = zip(self._layers, self._rotary_of_layer, kv_caches, strict=False)
+        for number, (layer, rotary, kv_cache) in enumerate(columns):
+            if number in self.kept_layers:  # copied: layers change the stream in place
+                kept.append(residual.clone() if delta is None else residual + delta)
+            delta = layer(residual, delta, rotations[rotary], kv_cache, plan)
+            if embeds:
+                add_level(delta, embeds, number + 1)
+        if len(kept) == len(self.kept_layers):  # a profile computes fewer layers
+            self.kept_states = torch.cat(kept, -1)
         return self._leave(residual, delta)
 
     def _leave(self, residual: Tensor, delta: Tensor | None) -> Tensor:

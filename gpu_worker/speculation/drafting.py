@@ -14,7 +14,9 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 
 from ..attention.attention_backend import AttentionBackend
 from ..attention.cache import kv_layout, make_kv_pool
+from ..attention.grouped_backend import PoolLayers
 from ..batch.input_batch import InputBatch
+from ..checkpoint.draft_config import read_eagle3
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..models.architectures import ModelLoader
@@ -22,12 +24,13 @@ from ..models.model import LanguageModel
 from ..models.self_check import CheckedModel
 from ..ops.torch_ops import TorchOps
 from .drafter import Drafter, DraftModel, make_recorded_drafter
-from .eagle import EagleHead, EmbedsTokens, MtpHead, load_greedy_head, mtp_config
+from .eagle import Eagle3Head, EagleHead, EmbedsTokens, KeepsStates, MtpHead, load_greedy_head, mtp_config
 from .greedy_drafts import load_greedy_drafts
 from .model_proposer import ModelProposer
 from .ngram import NgramProposer
 from .rejection import RejectionSampler
 from .speculation import Proposer
+from .suffix import SuffixProposer
 
 _CPU = torch.device("cpu")
 GetModel = Callable[[], LanguageModel]
@@ -51,7 +54,6 @@ class Drafting:
     ) -> None:
         """Load what drafts. Raises ``ValueError`` naming what does not fit the model. ``target_path`` returns where the
         weights of the target are from, among which are those of its own head (MTP)."""
-        self._kv_cache_dtype = kv_cache_dtype
         self._config = config
         self._loader = replace(loader, load_format="auto")  # what drafts has weights of its own
         self._target = target
@@ -60,9 +62,14 @@ class Drafting:
         self.kv_config: ModelConfig | None = None
         """Describes the layers that lie behind the model's in the KV pool; None: there are none."""
         if config.method == "mtp":
-            self.kv_config = replace(mtp_config(target().config), kv_cache_dtype=kv_cache_dtype)
+            # As the files describe it: the model here may be the part of a rank, and the head is whole.
+            self.kv_config = replace(mtp_config(loader.read_config(self._path)), kv_cache_dtype=kv_cache_dtype)
             self._drafter: Drafter | None = self._load()
-        elif config.method != "ngram":
+        elif config.method == "eagle3":
+            self._entries = read_eagle3(self._path, loader.dtype)
+            self.kv_config = replace(self._entries.config, kv_cache_dtype=kv_cache_dtype)
+            self._drafter = self._load()
+        elif config.writes_kv:
             self.kv_config = replace(loader.read_config(self._path), kv_cache_dtype=kv_cache_dtype)
             _check(self.kv_config, target().config)
             self._drafter = self._load()
@@ -83,34 +90,43 @@ class Drafting:
         num_blocks: int,
         block_size: int,
         memory: PoolMemory | None,
+        layers: PoolLayers | None = None,
         *,
         records: bool = True,
     ) -> tuple[Proposer, RejectionSampler | None]:
         """Return the proposer for a batch, and how its drafts are accepted (see :class:`ModelRunner`).
 
-        ``memory`` holds the pool, with the model's layers first. ``records``: whether steps run from recordings.
+        ``memory`` holds the pool, with the model's ``layers`` first; None: these share a table, and torch allocates.
+        ``records``: whether steps run from recordings.
         """
         config = self._config
         rejection = RejectionSampler() if config.rejection_sample_method == "probabilistic" else None
+        if config.method == "suffix":
+            return SuffixProposer(batch, config), rejection
         if self.kv_config is None:
             return NgramProposer(batch, config.prompt_lookup_min, config.prompt_lookup_max), rejection
         assert self._drafter is not None, "the weights are asleep"
-        if memory is not None:
-            memory = PoolPart(memory, self._offset(num_blocks, block_size))
         backend = make_backend(self.kv_config)
+        if layers is not None:
+            backend = layers.make_drafter_backend(backend)
+        if memory is not None:
+            assert layers is not None, "they lie first"
+            memory = PoolPart(memory, num_blocks * block_size * layers.bytes_per_slot)
         make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
         device = self._loader.device or _CPU
+        # The states that an EAGLE-3 head begins with are wider than its own.
+        records = records and config.method != "eagle3"
         recorded = make_recorded_drafter(backend, batch) if records else None
         proposer = ModelProposer(batch, self._drafter, backend, make_kv_caches, device, rejection, recorded)
         self._proposers = [proposer]  # that of a profile before it is gone
         return proposer, rejection
 
-    def kv_pool(self, pool: KVPool, num_blocks: int, block_size: int) -> KVPool:
-        """Return the model's ``pool`` with the regions of these layers behind its own."""
+    def kv_pool(self, pool: KVPool, num_blocks: int, block_size: int, layers: PoolLayers) -> KVPool:
+        """Return the ``pool`` of the model's ``layers`` with the regions of these behind its own."""
         if self.kv_config is None:
             return pool
         own = make_kv_pool(self.kv_config, num_blocks, block_size, pool.host)
-        offset = self._offset(num_blocks, block_size)
+        offset = num_blocks * block_size * layers.bytes_per_slot
         behind = tuple(KVRegion(region.offset + offset, region.block_bytes) for region in own.regions)
         return KVPool(pool.memory, pool.regions + behind, num_blocks, self.kv_layout(pool.layout, block_size))
 
@@ -127,19 +143,17 @@ class Drafting:
     def restore(self) -> None:
         """Bring back dropped weights, and take over those of the model that a head uses. Raises ``ValueError`` as the
         constructor."""
-        if self.kv_config is not None and (self._drafter is None or self._config.method in ("eagle", "mtp")):
+        if self.kv_config is not None and (self._drafter is None or self._config.method != "draft_model"):
             self._drafter = self._load()
             for proposer in self._proposers:
                 proposer.drafter = self._drafter
-
-    def _offset(self, num_blocks: int, block_size: int) -> int:
-        ahead = replace(self._target().config, kv_cache_dtype=self._kv_cache_dtype)
-        return num_blocks * block_size * ahead.kv_bytes_per_token
 
     def _load(self) -> Drafter:
         assert self.kv_config is not None
         if self._config.method == "eagle":
             return self._load_head(self.kv_config)
+        if self._config.method == "eagle3":
+            return self._load_eagle3()
         if self._config.method == "mtp":
             return self._load_own_head(self.kv_config)
         model = self._loader.load(self._path)
@@ -166,6 +180,18 @@ class Drafting:
             checkpoint.refuse_rest()
         return head
 
+    def _load_eagle3(self) -> Eagle3Head:
+        entries, target = self._entries, self._target()
+        layers = entries.layers_of(target.config)
+        assert isinstance(target, KeepsStates), "its family was checked"
+        _check_dtype(entries.config, target.config)
+        loader, device, config = self._loader, self._loader.device or _CPU, entries.config
+        get_target = cast("Callable[[], KeepsStates]", self._target)
+        with Checkpoint(self._path, config.dtype, device, config.scheme) as checkpoint:
+            head = Eagle3Head(checkpoint, entries, layers, loader.ops or TorchOps(), device, get_target)
+            checkpoint.refuse_rest()
+        return head
+
     def _load_own_head(self, config: ModelConfig) -> MtpHead:
         loader, device = self._loader, self._loader.device or _CPU
         get_target = cast("Callable[[], EmbedsTokens]", self._target)
@@ -185,5 +211,9 @@ def _check(draft: ModelConfig, target: ModelConfig) -> None:
             f"{_FIELD}: its context has {draft.max_model_len} tokens and the model's {target.max_model_len}; it must "
             "not be shorter"
         )
+    _check_dtype(draft, target)
+
+
+def _check_dtype(draft: ModelConfig, target: ModelConfig) -> None:
     if draft.dtype != target.dtype:
         raise ValueError(f"{_FIELD}: its dtype is {draft.dtype_name} and the model's {target.dtype_name}; set dtype")

@@ -1,6 +1,7 @@
 """Drafts with an EAGLE head: one layer that predicts the model's next hidden state from the state before a token and
-the token itself (Li et al., "EAGLE: speculative sampling requires rethinking feature uncertainty"); or with the head
-that the model's own checkpoint brings (multi-token prediction).
+the token itself (Li et al., "EAGLE: speculative sampling requires rethinking feature uncertainty"); with an EAGLE-3
+head, which reads the states of several layers and has an output layer of its own; or with the head that the model's own
+checkpoint brings (multi-token prediction).
 
 The KV of a token lies in the token's own slot and depends on nothing after it, so cached blocks can be shared.
 """
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..batch.input_batch import Ints, StepInputs
-from ..checkpoint.load_config import check_mtp
+from ..checkpoint.draft_config import Eagle3Entries, check_mtp
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..device.device_link import to_device
 from ..kernels.compiler import KernelsUnavailable
 from ..layers.expert_routes import ExpertRoutes
-from ..layers.linear import load_linear
+from ..layers.linear import load_linear, make_linear
 from ..layers.rotary import RotaryEmbedding
 from ..models.decoder import AddNorm, Attention, DecoderLayer
 from ..models.mixers import stored_rows
@@ -40,6 +41,14 @@ class EmbedsTokens(Protocol):
         """Return the embeddings [T, hidden_size] of tokens [T]."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class KeepsStates(EmbedsTokens, Protocol):
+    """A model that keeps the inputs of some layers."""
+
+    kept_layers: tuple[int, ...]
+    kept_states: Tensor | None
 
 
 def load_greedy_head(
@@ -208,3 +217,83 @@ class MtpHead(EagleHead):
         joined[:, size:] = self._of_state(states, None)
         residual = self._fc(joined)
         return self._norm(residual, self._layer(residual, None, self._rotary(positions), kv_caches[0], plan))
+
+
+class Eagle3Head(EagleHead):
+    """Drafts from the states of several layers (Li et al., "EAGLE-3: scaling up inference acceleration of large
+    language models via training-time test"). Each further draft takes the head's own state in their place."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        entries: Eagle3Entries,
+        layers: tuple[int, ...],
+        ops: Ops,
+        device: torch.device,
+        target: Callable[[], KeepsStates],
+    ) -> None:
+        """``layers``: those of the model whose inputs the head reads; ``target`` as in :class:`EagleHead`. Raises
+        ``ValueError`` if the files do not fit ``entries``."""
+        config = entries.config
+        size, self._vocab_size = config.hidden_size, config.vocab_size
+        self.at_once, self._target, self._before = None, target, {}
+        self._keeper = target
+        target().kept_layers = layers
+        self._norms_residual = entries.norms_residual
+        self._fc = load_linear(checkpoint, ["fc"], len(layers) * size, [size], False, config.quantization)
+        # The name that the authors' files have, and that of vLLM's.
+        layer = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
+        self._of_token, self._of_state, self._norm = (
+            AddNorm(checkpoint, f"{layer}.{name}", config, ops)
+            for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        )
+        self._attention = Attention(checkpoint, f"{layer}.self_attn", config, ops, 0, 2 * size)
+        self._mlp = MLP(checkpoint, f"{layer}.mlp", config, ops)
+        self._rotary = RotaryEmbedding(config.ropes[0], device, ops.rotation)
+        self._last_norm = AddNorm(checkpoint, "norm", config, ops)
+        self._output = make_linear(checkpoint.take("lm_head.weight", entries.num_outputs, size))
+        self._tokens = _drafted_tokens(checkpoint, entries).to(device)
+        checkpoint.skip(["embed_tokens.weight", "t2d"])  # the model's own, and the inverse of what was read
+
+    def states(self, step: StepInputs, hidden: Tensor, places: Ints, inputs: StepInputs) -> Tensor:
+        return super().states(step, self._kept(), places, inputs)
+
+    def keep(self, step: StepInputs, hidden: Tensor, places: Sequence[int], computed: Sequence[int]) -> None:
+        super().keep(step, self._kept(), places, computed)
+
+    def _kept(self) -> Tensor:
+        kept = self._keeper().kept_states
+        assert kept is not None, "the model has computed a step"
+        return kept
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, states: Tensor | None, kv_caches: list[KVCache], plan: AttentionPlan
+    ) -> Tensor:
+        assert states is not None
+        embeddings = self._target().embed_tokens(input_ids)
+        size = embeddings.shape[1]
+        residual = states if states.shape[1] == size else self._fc(states)
+        joined = torch.empty(len(states), 2 * size, dtype=states.dtype, device=states.device)
+        joined[:, :size] = self._of_token(embeddings, None)
+        joined[:, size:] = normed = self._of_state(residual, None)
+        residual = normed if self._norms_residual else residual
+        delta = self._attention(joined, self._rotary(positions), kv_caches[0], plan)
+        return residual.add_(self._mlp(self._norm(residual, delta)))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        own = self._output(self._last_norm(hidden, None), torch.float32)
+        logits = own.new_full((len(own), self._vocab_size), -torch.inf)
+        return logits.index_copy_(1, self._tokens, own)
+
+
+def _drafted_tokens(checkpoint: Checkpoint, entries: Eagle3Entries) -> Tensor:
+    """Return the token of each output of an EAGLE-3 head, [num_outputs] int64."""
+    outputs = torch.arange(entries.num_outputs)
+    if "d2t" not in checkpoint and entries.num_outputs == entries.config.vocab_size:
+        return outputs
+    tokens = outputs + checkpoint.take_integers("d2t", entries.num_outputs)
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < entries.config.vocab_size or len(tokens.unique()) < len(
+        tokens
+    ):
+        raise ValueError(f"d2t: its outputs must be different tokens below {entries.config.vocab_size}")
+    return tokens

@@ -32,7 +32,8 @@ class Proposer(Protocol):
     """Proposes the tokens that may follow the last one of a request."""
 
     def update(self, step: SchedulerOutput) -> None:
-        """Forget requests that ended or were preempted, and those that begin or resume."""
+        """Forget requests that ended or were preempted, and those that begin or resume. The batch takes the step
+        afterwards."""
 
     def propose(self, step: StepInputs, hidden: Tensor, wanted: Mapping[str, int]) -> dict[str, list[int]]:
         """Return drafts of requests of ``step``: at most ``wanted[request]`` of each, none of one that is not named.

@@ -11,8 +11,7 @@ import torch
 from typer.main import get_command
 
 from tokenloom.cli.main import app
-from tokenloom.engine_core.data.config import EngineConfig, KVConfig, ParallelConfig, SpeculativeConfig
-from tokenloom.gpu_worker.checkpoint.local_config import check_options
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig
 from tokenloom.gpu_worker.kernels import triton
 from tokenloom.gpu_worker.platform.platform import check_device
 from tokenloom.reference.service_pages import SERVICES
@@ -60,13 +59,6 @@ def images_and_sounds_but_no_video() -> bool:
     return bool(refused) and read <= {*works} and not any("video" in name for name in works)
 
 
-def refuses_drafts() -> bool:
-    stages, drafts = ParallelConfig(pipeline_parallel_size=2), SpeculativeConfig("ngram")
-    with pytest.raises(ValueError, match="not supported with pipeline_parallel_size"):
-        check_options(EngineConfig(parallel=stages, speculative=drafts))
-    return True
-
-
 def nixl_moves_host_memory() -> bool:
     gpu: Any = SimpleNamespace(device=torch.device("cuda"), pool_is_on_host=False)
     with pytest.raises(ValueError, match="nixl moves no KV on cuda"):
@@ -112,7 +104,6 @@ PROBES: dict[str, Callable[[], bool]] = {
     "Tokenloom's GPU path has Triton kernels and graphs of decode steps, but has not run on a GPU yet "
     "([features.md](../reference/features.md)).": gpus_are_to_come,
     "Tokenloom's models read text, images and sounds, but no video.": images_and_sounds_but_no_video,
-    "Tokenloom refuses speculative decoding with pipeline stages.": refuses_drafts,
     "Tokenloom's nixl transport moves host memory only.": nixl_moves_host_memory,
     "Tokenloom has manifests, and a planner that changes the roles of engines (`tokenloom plan --apply`), but no "
     "operator.": plans_and_has_manifests,

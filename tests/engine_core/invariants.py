@@ -98,8 +98,8 @@ def _check_states(states: StateSlotPool, scheduler: Scheduler) -> None:
         ended = [*remote._held.values(), *(each.kv for each in remote._loading.values() if each.is_finished)]
         owners += [kv.state for kv in ended if kv.state is not None]
     slots = [slot for state in owners for slot in (state.slot, state.lent_slot, state.draft_slot) if slot >= 0]
-    if not scheduler._in_flight:
-        assert all(state.draft_slot < 0 for state in owners)
+    drafting = [each for each in scheduler.requests.values() if each.kv.state and each.kv.state.draft_slot >= 0]
+    assert all(request.num_output_placeholders > 1 for request in drafting), "no step in flight verifies the drafts"
     held = Counter([*slots, *states._read, *(kept.slot for kept in states._kept)])
     pool = states.pool
     assert pool.ref_counts == [held[slot] for slot in range(pool.num_blocks)]

@@ -19,6 +19,7 @@ from tokenloom.request.sampling_params import StructuredOutputsParams
 DEMO_MODEL = Path(demo_model.__file__).parent
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 5},
     "draft_model": {"method": "draft_model", "model": "draft", "num_speculative_tokens": 4},
     "eagle": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3},
 }

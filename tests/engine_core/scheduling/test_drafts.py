@@ -1,11 +1,14 @@
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
-from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, tokens_of
+from tests.engine_core.executor.late import LateExecutor
+from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS, GroupedHashWorker
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import ParallelConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -54,6 +57,21 @@ def test_right_drafts_save_steps() -> None:
     core = make_core(num_drafts=6, draft_accuracy=1.0)
     run(core, make_request("a", PROMPT, 1 + 7 * 5))
     assert core.num_steps == 1 + 5
+
+
+def test_drafts_wait_for_the_next_step_of_their_request(steps: list[SchedulerOutput]) -> None:
+    """With pipeline stages a step leaves out requests, of which some have drafts."""
+    config = make_config(num_drafts=3, draft_accuracy=1.0, num_blocks=200)
+    config = replace(config, parallel=ParallelConfig(pipeline_parallel_size=2))
+    core = EngineCore(config, LateExecutor(make_worker(config)))
+    assert core.scheduler.drafts is not None
+    core.scheduler.drafts.costs = None
+    requests = [make_request(f"r{i}", [i, *PROMPT], 1 + 4 * 5) for i in range(5)]
+    assert run(core, *requests) == [expected_tokens([i, *PROMPT], 21, VOCAB_SIZE) for i in range(5)]
+    assert sum(len(step.num_scheduled_tokens) for step in steps) == 5 * (1 + 5)
+    assert len({*steps[-1].num_scheduled_tokens}) < 5
+    run(core, make_request("next", PROMPT, 2))
+    assert core.scheduler.drafts._proposed.keys() <= {"next"}, "drafts of requests that ended are kept"
 
 
 def test_a_stop_token_ends_the_output_within_the_tokens_of_a_step() -> None:

@@ -34,7 +34,7 @@ from tests.engine_core.random_requests import (
 )
 from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig
 from tokenloom.engine_core.data.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -76,6 +76,7 @@ class CoreMachine(RuleBasedStateMachine):
         budget=st.integers(6, 64),
         beside_decode=st.none() | st.integers(1, 16),
         executor=st.sampled_from(list(EXECUTORS)),
+        num_stages=st.sampled_from([1, 1, 2]),
         policy=st.sampled_from(SchedulingPolicy),
         long_prefill=st.sampled_from([0, 0, 1, 5]),
         reserve_full_prompt=st.booleans(),
@@ -95,6 +96,7 @@ class CoreMachine(RuleBasedStateMachine):
         budget: int,
         beside_decode: int | None,
         executor: str,
+        num_stages: int,
         policy: SchedulingPolicy,
         long_prefill: int,
         reserve_full_prompt: bool,
@@ -115,7 +117,7 @@ class CoreMachine(RuleBasedStateMachine):
             budget=budget if chunked else MAX_MODEL_LEN,
             beside_decode=beside_decode,
             max_model_len=MAX_MODEL_LEN,
-            async_scheduling=executor != "uniproc",
+            async_scheduling=executor != "uniproc" and num_stages == 1,
             policy=policy,
             long_prefill=long_prefill if chunked else 0,
             reserve_full_prompt=reserve_full_prompt,
@@ -124,6 +126,7 @@ class CoreMachine(RuleBasedStateMachine):
             draft_accuracy=draft_accuracy,
             draft_model=draft_model,
         )
+        config = msgspec.structs.replace(config, parallel=ParallelConfig(pipeline_parallel_size=num_stages))
         num_blocks = self._num_blocks(config) + spare_blocks
         cache = msgspec.structs.replace(config.cache, kv_events=True, num_blocks=num_blocks)
         config = msgspec.structs.replace(config, cache=cache)

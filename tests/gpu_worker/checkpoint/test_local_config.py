@@ -145,18 +145,11 @@ def test_options_that_spread_experts_exclude_are_named(name: str, changes: dict[
         check_options(replace(config, parallel=spread))
 
 
-@pytest.mark.parametrize(
-    ("method", "changes", "message"),
-    [
-        ("ngram", {"pipeline_parallel_size": 2}, "not supported with pipeline_parallel_size"),
-        ("mtp", {"tensor_parallel_size": 2}, "method mtp is not supported with 2 workers"),
-        ("eagle", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "keeps the KV of every token"),
-    ],
-)
-def test_drafts_that_ranks_cannot_have(method: Any, changes: dict[str, Any], message: str) -> None:
-    speculative = SpeculativeConfig(method=method, model="x" if method == "eagle" else "", num_speculative_tokens=2)
-    with pytest.raises(ValueError, match=message):
-        check_options(EngineConfig(speculative=speculative, parallel=ParallelConfig(**changes)))
+def test_an_eagle3_head_needs_all_layers() -> None:
+    speculative = SpeculativeConfig(method="eagle3", model="x", num_speculative_tokens=2)
+    check_options(EngineConfig(speculative=speculative, parallel=ParallelConfig(tensor_parallel_size=2)))
+    with pytest.raises(ValueError, match="reads states that other stages compute: leave out pipeline_parallel_size"):
+        check_options(EngineConfig(speculative=speculative, parallel=ParallelConfig(pipeline_parallel_size=2)))
 
 
 def test_places_of_experts_are_a_multiple_of_the_workers_and_engines_round_up(tmp_path: Path) -> None:

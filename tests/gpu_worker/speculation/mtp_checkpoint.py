@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.parity.state_checkpoints import SERVED
+from tests.parity.state_checkpoints import SERVED, make_model
 
 _EXPERTS: dict[str, Any] = {
     **{name: each for name, each in SERVED["qwen3_next"].items() if name != "intermediate_size"},
@@ -26,6 +26,17 @@ def layer_of(model: Any) -> Any:
     config = type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 1, "layer_types": ["full_attention"]})
     torch.manual_seed(3)
     return transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False).to(model.dtype)
+
+
+def sharp_model(kind: str, **entries: Any) -> Any:
+    """Return a model whose layers add little to what its embeddings say, and that is sure of it: a head that reads the
+    last token alone is often right."""
+    model = make_model(kind, **entries)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+            parameter.data.mul_(0.01)
+    model.lm_head.weight.data.mul_(20)
+    return model
 
 
 def add_head(path: Path, model: Any, *, is_sharp: bool = False) -> tuple[Any, dict[str, Tensor]]:

@@ -15,6 +15,7 @@ from tokenloom.engine_core.data.scheduler_output import CachedRequestData, Sched
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.attention.cache import make_kv_pool
+from tokenloom.gpu_worker.attention.grouped_backend import PoolLayers
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.models.architectures import ModelLoader
 from tokenloom.gpu_worker.speculation.drafting import Drafting
@@ -167,8 +168,9 @@ def test_the_layers_lie_behind_the_models(model):
     assert drafting.kv_layout("HND/fp32/4x2x64/16", 16) == "HND/fp32/4x2x64/16+HND/fp32/2x1x32/16"
     assert drafting.kv_bytes_per_token == 2 * 2 * 32 * 4
     memory = PoolMemory.allocate(3 * BLOCK_SIZE * (model.config.kv_bytes_per_token + 512), shared=False)
-    proposer, _ = drafting.make(InputBatch(2, 64, BLOCK_SIZE), make_backend, 3, BLOCK_SIZE, memory)
-    pool = drafting.kv_pool(make_kv_pool(model.config, 3, BLOCK_SIZE, memory), 3, BLOCK_SIZE)
+    layers = PoolLayers(model.config, [])
+    proposer, _ = drafting.make(InputBatch(2, 64, BLOCK_SIZE), make_backend, 3, BLOCK_SIZE, memory, layers)
+    pool = drafting.kv_pool(make_kv_pool(model.config, 3, BLOCK_SIZE, memory), 3, BLOCK_SIZE, layers)
     proposer._kv_caches[1][0, 2] = 7.0  # the keys of the last layer
     region = pool.regions[-2]
     start = region.offset + 2 * region.block_bytes

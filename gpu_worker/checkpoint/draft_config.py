@@ -1,0 +1,88 @@
+"""Reads the configurations of heads that draft, and says which models they draft for. It does not import torch."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from .files.config_reader import ConfigReader
+from .files.supported import LEARNED_POSITIONS
+from .load_config import read_layer
+from .model_config import ModelConfig
+
+MTP_HEAD = "mtp.fc.weight"
+"""The tensor of a head that drafts with which the others come."""
+
+
+def check_mtp(config: ModelConfig | None) -> None:
+    """Raise ``ValueError`` for a model whose own head cannot draft. None: no built-in decoder computes it."""
+    if config is None or config.family not in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        raise ValueError(
+            "speculative_config: the method mtp is for Qwen3-Next and Qwen3.5 computed with built-in layers; choose "
+            "ngram, suffix, draft_model or eagle"
+        )
+
+
+class Eagle3Entries(NamedTuple):
+    """Holds what the configuration of an EAGLE-3 head says."""
+
+    config: ModelConfig
+    """Of its layer; ``vocab_size`` is that of the model."""
+    num_outputs: int
+    """Tokens that it may draft."""
+    layers: tuple[int, ...] | None
+    """The layers of the model whose inputs it reads; None: those of :meth:`layers_of`."""
+    norms_residual: bool
+    """Whether the residual stream of its layer begins with the state after its norm."""
+
+    def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
+        """Return the layers of ``target`` whose inputs the head reads. Raises ``ValueError`` if it lacks some, or if
+        the head is of another model."""
+        count, config = target.layers_of_model or target.num_layers, self.config
+        layers = self.layers or (2, count // 2, count - 3)
+        if len(layers) < 2 or sorted(set(layers)) != list(layers) or not 0 <= layers[0] <= layers[-1] < count:
+            raise ValueError(
+                f"speculative_config.model: the head reads the inputs of the layers {list(layers)}: they must be at "
+                f"least two different ones in order, of the model's {count} (eagle_aux_hidden_state_layer_ids)"
+            )
+        if target.mixer is not None or target.family in (*LEARNED_POSITIONS, "transformers"):
+            raise ValueError(
+                "speculative_config: the method eagle3 does not draft for models of the family "
+                f"{target.family}; choose ngram, suffix or draft_model"
+            )
+        for name in ("hidden_size", "vocab_size"):
+            if (own := getattr(config, name)) != (wanted := getattr(target, name)):
+                raise ValueError(
+                    f"speculative_config.model: {name} of the head is {own}; it must be the model's {wanted}"
+                )
+        return layers
+
+
+_EAGLE3_CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+_EAGLE3_LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+def read_eagle3(path: Path, dtype: str = "auto") -> Eagle3Entries:
+    """Read the configuration of the EAGLE-3 head in a directory; ``dtype`` as in :func:`load_model_config`. Raises
+    ``ValueError`` naming what is wrong or not supported."""
+    reader = ConfigReader.open(path)
+    names = reader.take("architectures")
+    if not isinstance(names, list) or not names or names[0] not in _EAGLE3_CLASSES:
+        raise reader.error(
+            "architectures", f"is not that of an EAGLE-3 head: must be one of {', '.join(_EAGLE3_CLASSES)}"
+        )
+    config = read_layer(reader, path, dtype)
+    if config.num_layers != 1:
+        raise reader.error("num_hidden_layers", "must be 1: an EAGLE-3 head has one layer")
+    if reader.take_int("target_hidden_size", config.hidden_size) != config.hidden_size:
+        raise reader.error("target_hidden_size", f"must be hidden_size = {config.hidden_size}")
+    more = reader.take("eagle_config") or {}
+    if not isinstance(more, dict) or more.keys() - {_EAGLE3_LAYERS, "use_aux_hidden_state"}:
+        raise reader.error("eagle_config", f"must be an object with {_EAGLE3_LAYERS} alone")
+    if more.get("use_aux_hidden_state", True) is not True:
+        raise reader.error("eagle_config.use_aux_hidden_state", "must be true: an EAGLE-3 head reads several layers")
+    layers = reader.take(_EAGLE3_LAYERS) or more.get(_EAGLE3_LAYERS)
+    if layers is not None and not (isinstance(layers, list) and all(type(each) is int for each in layers)):
+        raise reader.error(_EAGLE3_LAYERS, "must be a list of integers")
+    outputs = reader.take_int("draft_vocab_size", config.vocab_size)
+    norms = reader.take_bool("norm_before_residual", False)
+    reader.refuse_rest()
+    return Eagle3Entries(config, outputs, None if layers is None else tuple(layers), norms)

@@ -308,21 +308,21 @@ class ModelRunner:
     @torch.inference_mode()
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, PromptPart]:
         """Return the log probabilities of the prompt tokens that this step computed, for the requests that ask."""
-        on_device, asking, result = self._sampler.device_sampler, self._batch.prompt_logprobs, {}
+        compute_logits, on_device = self._model.compute_logits, self._sampler.device_sampler
+        asking, result = self._batch.prompt_logprobs, {}
         for index, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
             begin, end = inputs.cu_query_lens[index : index + 2].tolist()
             start = int(inputs.positions[begin])
-            part = asking.compute(row, start, hidden[begin:end], self._logits_of(row), on_device)
+            compute = compute_logits if self._loras is None else self._logits_of(row, self._loras)
+            part = asking.compute(row, start, hidden[begin:end], compute, on_device)
             if part is not None:
                 result[req_id] = part
         return result
 
-    def _logits_of(self, row: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _logits_of(self, row: int, loras: LoraSlots) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what computes the logits of a request's states after the step."""
-        digest = self._batch.adapters.get(row)
-        if self._loras is None or digest is None:
-            return self._model.compute_logits
-        return self._loras.logits(digest, self._model.compute_logits)
+        digest, compute = self._batch.adapters.get(row), self._model.compute_logits
+        return compute if digest is None else loras.logits(digest, compute)
 
     @torch.inference_mode()
     def _pool(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Floats]:

@@ -146,18 +146,16 @@ class Experts:
     def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = self._route(x)
         if self._switches.scales_inputs:
-            out = self._routed(x * weights.to(x.dtype), torch.ones_like(weights), chosen)
+            out = self._routed(x * weights.to(x.dtype), torch.ones_like(weights), chosen, self._adapters)
         else:
-            out = self._routed(x, weights, chosen)
+            out = self._routed(x, weights, chosen, self._adapters)
         return self._group.all_reduce(out if self._shared is None else out + self._shared(x))
 
-    def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum of each token's chosen experts, those of this rank's part."""
-        if self._adapters is not None and (slots := self._adapters.slots_of(self._prefix)) is not None:
-            return self._routed_adapted(x, weights, chosen, self._adapters, slots)
-        return self._routed_plain(x, weights, chosen)
-
-    def _routed_plain(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: ExpertAdapters | None) -> Tensor:
+        """Return the weighted sum of each token's chosen experts, those of this rank's part, as ``adapters`` change
+        them."""
+        if adapters is not None and (slots := adapters.slots_of(self._prefix)) is not None:
+            return self._routed_adapted(x, weights, chosen, adapters, slots)
         if self._grouped is not None:
             self._routes.record_on_device(chosen)
             return self._grouped(x, weights, chosen)
@@ -180,8 +178,8 @@ class Experts:
         if bool(changed.all()):
             return self._mix_adapted(x, weights, chosen, adapters, slots)
         out = torch.empty_like(x)
-        out[~changed] = self._routed_plain(x[~changed], weights[~changed], chosen[~changed])
         out[changed] = self._mix_adapted(x[changed], weights[changed], chosen[changed], adapters, slots[slots >= 0])
+        out[~changed] = self._routed(x[~changed], weights[~changed], chosen[~changed], None)
         if self._routes.chosen is not None:
             self._routes.chosen = chosen
         return out

@@ -11,14 +11,21 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.gpu_worker.checkpoint.quantization import formats
+from tests.gpu_worker.checkpoint.quantization.test_schemes import float_config
 from tests.gpu_worker.lora.random_adapter import merge, save_adapter
 from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tests.parity.reference import compute_case, save_random
-from tokenloom.engine_core.data.config import EngineConfig, LoraConfig
+from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, SpeculativeConfig
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
+from tokenloom.gpu_worker.lora import adapter
 from tokenloom.gpu_worker.lora.adapter import Layout
+from tokenloom.request.adapter_names import adapter_salt
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "patterns": {
@@ -65,6 +72,7 @@ class Layouts:
             for seed, (name, entries) in enumerate(layouts.items())
         }
         merged = {name: merge(model, each, directory / f"merged_{name}") for name, each in self.adapters.items()}
+        self.merged = merged
         self.cases = {
             name: case_of(merged.get(name, model), draw(20 + 7 * seed, seed=seed))
             for seed, name in enumerate([*layouts, ""])
@@ -76,10 +84,19 @@ class Layouts:
         modules = tuple(f"{name}={path}" for name, path in self.adapters.items())
         return Engine(self.model, lora=LoraConfig(enable=True, max_loras=16, modules=modules), **options)
 
-    def check(self, engine: Engine) -> None:
-        """Compare all cases in one call of the engine, and in one step."""
+    def digests(self, engine: Engine) -> dict[str, bytes]:
+        """By the names of adapters, and of none."""
         states = engine.core.adapters.answer().adapters  # type: ignore[union-attr]
-        digests = {"": b""} | {state.name: state.digest for state in states}
+        return {"": b""} | {state.name: state.digest for state in states}
+
+    def check(self, engine: Engine) -> None:
+        """Compare all cases in one step."""
+        self.compare(engine)
+        assert engine.most_scheduled == len(self.cases)
+
+    def compare(self, engine: Engine) -> None:
+        """Compare all cases in one call of the engine."""
+        digests = self.digests(engine)
         by_prompt = {tuple(case.prompt): digests[name] for name, case in self.cases.items()}
 
         def generate(prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
@@ -90,7 +107,6 @@ class Layouts:
             return engine.generate(prompts, max_tokens, adapters=chosen)
 
         assert_identical(list(self.cases.values()), generate)
-        assert engine.most_scheduled == len(self.cases)
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +162,91 @@ def test_adapters_follow_weights_that_are_replaced(is_asleep: bool, layouts: Lay
     for name in ("dora", "dora_and_biases", "biases"):
         case = case_of(merge(other, layouts.adapters[name], tmp_path / name), prompt)
         assert engine.generate([prompt], [24], adapters=[digests[name]]) == [case.tokens[:24]]
+
+
+def test_chunked_and_preempted(layouts: Layouts) -> None:
+    engine = layouts.engine(budget=24, num_blocks=26, max_num_seqs=8, max_model_len=160)
+    layouts.compare(engine)
+    assert engine.stats.num_preemptions
+
+
+def test_prefixes_of_an_adapter_are_found_again(layouts: Layouts) -> None:
+    engine = layouts.engine(prefix_caching=True)
+    layouts.compare(engine)
+    assert not engine.stats.prefix_cache_hits, "no adapter has the prefixes of another"
+    layouts.compare(engine)
+    assert engine.stats.prefix_cache_hits > 16 * len(layouts.cases) / 2
+
+
+@pytest.mark.parametrize("name", ["dora_and_biases", "ends", "trained_ends"])
+def test_drafts_are_verified_by_the_adapters_own_layers(name: str, layouts: Layouts) -> None:
+    prompt = draw(400, seed=5)  # so long that most tokens occur in it, and are followed by drafts
+    case = case_of(layouts.merged[name], prompt)
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
+    engine = layouts.engine(speculative=drafts)
+    (found,) = engine.generate([prompt], [24], adapters=[layouts.digests(engine)[name]])
+    assert found == case.tokens[:24]
+    assert engine.stats.spec_decoding is not None
+    assert engine.stats.spec_decoding.num_draft_tokens > 9
+
+
+def test_log_probabilities_of_prompts_are_those_of_the_adapter(layouts: Layouts) -> None:
+    engine = layouts.engine()
+    digests = layouts.digests(engine)
+    prompt = draw(20, seed=5)
+    params = CoreSamplingParams(max_tokens=1, temperature=0.0, seed=0, stop_token_ids=(), prompt_logprobs=0)
+    for name, digest in digests.items():
+        salt = adapter_salt(b"", digest)
+        engine.core.add_request(EngineCoreRequest(name, prompt, params, cache_salt=salt, adapter=digest))
+    found: dict[str, list[float]] = {name: [] for name in digests}
+    while engine.core.has_work():
+        for output in engine.core.step().outputs:
+            if (columns := output.new_prompt_logprobs) is not None:
+                found[output.request_id] += columns.sampled
+    for name in ("", "ends", "trained_ends", "dora"):
+        model = _load(layouts.merged.get(name, layouts.model))
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        expected = [float(logprobs[i, token]) for i, token in enumerate(prompt[1:])]
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected), rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8-dynamic"}, {"quantization": "int4"}])
+def test_any_base_can_have_every_layout(options: dict[str, Any], layouts: Layouts) -> None:
+    """A request gets the same tokens alone and beside those with other adapters."""
+    engine, prompt = layouts.engine(**options), draw(20, seed=5)
+    digests = layouts.digests(engine).values()
+    together = engine.generate([prompt] * len(digests), [8] * len(digests), adapters=list(digests))
+    assert len(set(map(tuple, together))) > len(digests) // 2
+    again = [engine.generate([prompt], [8], adapters=[digest])[0] for digest in digests]
+    assert sum(map(list.__ne__, again, together)) <= (0 if "dtype" not in options else 2), "rounding decides few tokens"
+
+
+FORMATS: dict[str, tuple[formats.Quantize, dict[str, Any]]] = {
+    "gptq": (formats.gptq(4, 128, symmetric=True), {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}),
+    "awq": (formats.awq(64), {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}),
+    "fp8": (formats.fp8("channel"), float_config("channel")),
+}
+take_packed = Checkpoint.take_packed
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_norms_of_weights_in_few_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the weights that the numbers stand for, of which some rows are unpacked at a time."""
+    monkeypatch.setattr(adapter, "_AT_ONCE", 64)
+    quantize, config = FORMATS[name]
+    model = save_random("qwen3", tmp_path, head_dim=32, hidden_size=128, intermediate_size=256)
+    quantized, plain = formats.write(tmp_path / "files", quantize, config, model)
+    path = save_adapter(tmp_path / "adapter", plain, use_dora=True)
+    case = case_of(merge(plain, path, tmp_path / "merged"), draw(30, seed=1))
+    unpacked: list[object] = []
+
+    def take(self: Checkpoint, *args: Any) -> Any:
+        unpacked.append(take_packed(self, *args))
+        return unpacked[-1]
+
+    monkeypatch.setattr(Checkpoint, "take_packed", take)
+    engine = Engine(quantized, lora=LoraConfig(enable=True, modules=(f"one={path}",)))
+    assert len([packed for packed in unpacked if packed is not None]) == 14, "of 7 layers in 2 layers of the model"
+    (state,) = engine.core.adapters.answer().adapters  # type: ignore[union-attr]
+    assert engine.generate([case.prompt], [24], adapters=[state.digest]) == [case.tokens[:24]]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..checkpoint.local_config import kernel_lack
 from ..checkpoint.model_config import LatentSwitches, ModelConfig
+from ..checkpoint.weights import LowRankChange
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import LatentArgs, load_latent
 from ..kernels.threads import kernel_threads
@@ -79,6 +80,43 @@ class LatentProjection:
         matrix = (latent.key_size + latent.value_size) * latent.rank
         absorbed = num_queries * matrix + pairs * (2 * latent.rank + latent.rope_size)
         return num_keys * matrix + pairs * (latent.query_size + latent.value_size) < absorbed
+
+
+class ChangedProjection(LatentProjection):
+    """Is a projection with the change of an adapter, whose matrices are never multiplied out."""
+
+    def __init__(self, base: LatentProjection, change: LowRankChange) -> None:
+        self.latent, self.scale = base.latent, base.scale
+        latent = base.latent
+        self._base = base
+        if change.weight is not None:
+            self._base = LatentProjection(change.weight, latent, base.scale)
+        self._down, size = change.down, latent.key_size + latent.value_size
+        up = change.up.t().unflatten(0, (-1, size))
+        self._up_keys, self._up_values = up[:, : latent.key_size], up[:, latent.key_size :]
+        factors = torch.ones(base.num_heads, size, device=up.device) if change.factors is None else change.factors
+        factors = factors.view(base.num_heads, size).to(up.dtype)
+        self._key_factors, self._value_factors = factors[:, : latent.key_size], factors[:, latent.key_size :]
+
+    @property
+    def num_heads(self) -> int:
+        return self._base.num_heads
+
+    def absorb(self, query: Tensor) -> Tensor:
+        query = query * self._key_factors
+        return self._base.absorb(query) + torch.einsum("thk,hkr->thr", query, self._up_keys) @ self._down.t()
+
+    def values(self, mixed: Tensor) -> Tensor:
+        values = self._base.values(mixed) + torch.einsum("thr,hvr->thv", mixed @ self._down, self._up_values)
+        return values * self._value_factors
+
+    def expand(self, latents: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        keys, values = self._base.expand(latents, heads)
+        small, size = latents[:, : self.latent.rank] @ self._down, self.latent.key_size
+        keys[..., :size] += torch.einsum("sr,hkr->hsk", small, self._up_keys[heads])
+        keys[..., :size] *= self._key_factors[heads, None]
+        values = values + torch.einsum("sr,hvr->hsv", small, self._up_values[heads])
+        return keys, values * self._value_factors[heads, None]
 
 
 class LatentBackend(LocalBackend):

@@ -74,6 +74,33 @@ class ExpertAdapters(Protocol):
         """Say which adapters the rows have that wrapped layers compute next; None: they have none."""
 
 
+class LowRankChange(Protocol):
+    """Holds what an adapter makes of a matrix [outputs, inputs]: (that + (down · up)ᵀ) times a factor of each row."""
+
+    @property
+    def down(self) -> Tensor:
+        """Return [inputs, rank]."""
+
+    @property
+    def up(self) -> Tensor:
+        """Return [rank, outputs]."""
+
+    @property
+    def factors(self) -> Tensor | None:
+        """Return [outputs] float32; None: 1."""
+
+    @property
+    def weight(self) -> Tensor | None:
+        """Return what takes the place of the matrix, [outputs, inputs]; None: nothing does."""
+
+
+class MatrixChanges(Protocol):
+    """Holds what adapters change in a matrix that is not the weight of a layer of rows."""
+
+    def groups(self, device: torch.device) -> Iterable[tuple[LowRankChange, Tensor]]:
+        """Return the changes that rows of the step have, each with the numbers of its rows, int64 on ``device``."""
+
+
 class Adapt(Protocol):
     """Lets LoRA adapters change layers."""
 
@@ -86,6 +113,9 @@ class Adapt(Protocol):
 
     def wrap(self, base: Linear, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> Linear:
         """Wrap a layer of any name, which computes the rows of a step's tokens."""
+
+    def matrix(self, part: LayerPart, inputs: Dimension, dtype: torch.dtype) -> MatrixChanges:
+        """Return what adapters change in a matrix. It lives as long as the result."""
 
 
 class StoredRows(NamedTuple):

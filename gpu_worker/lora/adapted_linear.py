@@ -154,6 +154,28 @@ class LoraLinear:
                 column += outputs
 
 
+class AdaptedMatrix:
+    """Fulfils :class:`..checkpoint.weights.MatrixChanges`."""
+
+    def __init__(self, name: str, current: CurrentRows) -> None:
+        self._name = name
+        self._current = current
+        self._changes: dict[int, Matrices] = {}
+        """By slot."""
+
+    def occupy(self, slot: int, adapter: Adapter | None, device: torch.device) -> None:
+        """Use the matrices of an adapter for the rows of a slot, or none."""
+        found = adapter.layers.get(self._name) if adapter is not None else None
+        self._changes.pop(slot, None)
+        if found is not None:
+            self._changes[slot] = found.to(device)
+
+    def groups(self, device: torch.device) -> list[tuple[Matrices, Tensor]]:
+        if not self._changes or (rows := self._current.rows) is None:
+            return []
+        return [(self._changes[slot], indices) for slot, indices in rows.groups(device, self._changes)]
+
+
 class ExpertSlots:
     """Fulfils :class:`..checkpoint.weights.ExpertAdapters`."""
 

@@ -30,6 +30,8 @@ _AT_ONCE = 1 << 22
 """About how many weights are float32 at a time while the norms of their rows are computed."""
 APART: Final = frozenset({EMBEDDINGS, OUTPUT, CLASSES})
 """The layers whose rows are not those of the step's tokens, or that read no states."""
+_BEHIND_LATENTS: Final = ".kv_b_proj"
+"""Ends the name of the matrix from compressed vectors to keys and values."""
 _ROW_STEP = 64
 """Rows of weights in few bits are unpacked in multiples of it."""
 
@@ -118,7 +120,10 @@ class Adapter:
     def is_plain(self) -> bool:
         """Return whether it only adds to linear layers, which recorded steps know, and not to those that compute other
         rows than the step's tokens."""
-        return all(name not in APART and each.weight is None for name, each in self.layers.items())
+        return all(
+            name not in APART and not name.endswith(_BEHIND_LATENTS) and each.weight is None
+            for name, each in self.layers.items()
+        )
 
     @property
     def nbytes(self) -> int:
@@ -186,9 +191,10 @@ def make_adapter(files: AdapterFiles, model: AdaptedModel, max_rank: int) -> Ada
     return Adapter(files.digest, rank, layers, files if depends else None)
 
 
-def is_router(name: str) -> bool:
-    """Return whether a layer chooses experts, by logits that are float32 whatever the states are."""
-    return name.endswith((".gate", ".router"))
+def is_without_kernel(name: str) -> bool:
+    """Return whether PyTorch computes the products with a layer's matrices, on every device."""
+    # Routers and output layers compute float32 whatever the states are, and the kernel adds to rows of one dtype.
+    return name in APART or name.endswith((".gate", ".router", _BEHIND_LATENTS))
 
 
 def _named(name: str, model: AdaptedModel) -> str:
@@ -228,7 +234,7 @@ class _Arranger:
     def _matrices(self, change: StoredChange, part: LayerPart, row_changes: tuple[Tensor, Tensor] | None) -> Matrices:
         """Return what changes a layer of the model that consists of ``part`` of a stored one."""
         model = self._model
-        layout = Layout() if part.name in APART or is_router(part.name) else model.layout
+        layout = Layout() if is_without_kernel(part.name) else model.layout
         if change.a is not None and change.b is not None:
             a = change.a if part.columns is None else change.a[:, part.columns]
             found = layout.arrange(a, _of_part(change.b, part, part.scale) * change.scaling, model.dtype)
@@ -319,6 +325,8 @@ def _check(name: str, change: StoredChange, shape: tuple[int, int]) -> None:
     wanted = {"matrix A": (change.rank, inputs), "matrix B": (outputs, change.rank), "weight": (outputs, inputs)}
     if name == EMBEDDINGS:
         wanted["weight"] = (inputs, outputs)
+    if name.endswith(_BEHIND_LATENTS) and change.b_bias is not None:
+        raise ValueError(f"{name} has a bias of B (lora_bias), which is not supported behind compressed vectors")
     size = inputs if name == EMBEDDINGS else outputs
     if change.weight is not None and name in (EMBEDDINGS, OUTPUT) and len(change.weight) != size:
         raise ValueError(

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,8 @@ from ..checkpoint.weights import LayerPart, Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
 from ..kernels.library import load_lora
 from ..parallel.sharding import Dimension, length, total
-from .adapted_linear import AdaptedRows, CurrentRows, ExpertSlots, LoraKernel, LoraLinear
-from .adapter import AdaptedModel, Adapter, Layout, Matrices, ReadBase, is_router, make_adapter, read_adapter
+from .adapted_linear import AdaptedMatrix, AdaptedRows, CurrentRows, ExpertSlots, LoraKernel, LoraLinear
+from .adapter import AdaptedModel, Adapter, Layout, Matrices, ReadBase, is_without_kernel, make_adapter, read_adapter
 from .stored_changes import CLASSES, EMBEDDINGS, EXPERT, OUTPUT, layer_name
 
 _KINDS = frozenset(
@@ -34,6 +35,7 @@ _KINDS = frozenset(
     + ["gate", "router", "shared_expert_gate", OUTPUT]
 )
 """The last parts of the names of layers that may have an adapter."""
+Occupied = TypeVar("Occupied", LoraLinear, AdaptedMatrix)
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -67,7 +69,7 @@ class LoraSlots:
         self._parts: dict[str, dict[str, LayerPart]] = {}
         """As :func:`.adapter.read_adapter` takes them."""
         # Without references of its own: layers that the model drops give their weights back.
-        self._layers: weakref.WeakValueDictionary[str, LoraLinear] = weakref.WeakValueDictionary()
+        self._layers: weakref.WeakValueDictionary[str, LoraLinear | AdaptedMatrix] = weakref.WeakValueDictionary()
         self._adapters: dict[bytes, Adapter] = {}
         self._slots: list[bytes] = [b""] * config.max_loras
         """The digest of the adapter in each slot; empty: none."""
@@ -97,13 +99,9 @@ class LoraSlots:
             if not self._computes_apart:
                 return base
             current = self._picked
-        if names == [OUTPUT] or is_router(names[0]):
-            kernel = None  # which adds to rows of the dtype that it reads
-        self._dtype = dtype
-        for part in parts:
-            stored = layer_name(part.stored)
-            self._shapes[stored] = (part.total, total(inputs))
-            self._parts.setdefault(stored, {})[part.name] = part
+        if is_without_kernel(names[0]):
+            kernel = None
+        self._note(parts, inputs, dtype)
         own, slots = length(inputs), len(self._slots)
         make = functools.partial(LoraLinear, names=names, inputs=own, outputs=outputs, max_loras=slots, dtype=dtype)
         if ".experts." in names[0]:
@@ -111,7 +109,19 @@ class LoraSlots:
             return base
         return self._register(make(base, current=current, kernel=kernel), names[0])
 
-    def _register(self, layer: LoraLinear, name: str) -> LoraLinear:
+    def matrix(self, part: LayerPart, inputs: Dimension, dtype: torch.dtype) -> AdaptedMatrix:
+        self._note([part], inputs, dtype)
+        return self._register(AdaptedMatrix(part.name, self._current), part.name)
+
+    def _note(self, parts: Sequence[LayerPart], inputs: Dimension, dtype: torch.dtype) -> None:
+        """Accept adapters of these parts."""
+        self._dtype = dtype
+        for part in parts:
+            stored = layer_name(part.stored)
+            self._shapes[stored] = (part.total, total(inputs))
+            self._parts.setdefault(stored, {})[part.name] = part
+
+    def _register(self, layer: Occupied, name: str) -> Occupied:
         """Let adapters of slots change a layer, whose first part has this name."""
         self._layers[name] = layer
         for slot, digest in enumerate(self._slots):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
-from ..attention.latent_backend import LatentPlan, LatentProjection
+from ..attention.latent_backend import ChangedProjection, LatentPlan, LatentProjection
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.linear import load_linear
@@ -36,7 +36,11 @@ class LatentAttention:
         self._queries = load_linear(checkpoint, [f"{prefix}.{name}"], inputs, [queries], False, quantization)
         self._norm = checkpoint.take(f"{prefix}.kv_a_layernorm.weight", latent.rank)
         rows = part(config.num_heads * (latent.key_size + latent.value_size))
-        weight = checkpoint.take(f"{prefix}.kv_b_proj.weight", rows, latent.rank)
+        name, self._changes = f"{prefix}.kv_b_proj", None
+        if checkpoint.adapt is not None:
+            matrix = checkpoint.part(name, rows, latent.rank)
+            self._changes = checkpoint.adapt.matrix(matrix, latent.rank, checkpoint.dtype)
+        weight = checkpoint.take(f"{name}.weight", rows, latent.rank)
         self._projection = LatentProjection(weight, latent, config.attention_scales[layer], ops.per_head)
         values, out_bias = part(config.num_heads * latent.value_size), config.attention_output_bias
         self._out = load_linear(checkpoint, [f"{prefix}.o_proj"], values, [hidden], out_bias, quantization)
@@ -50,7 +54,14 @@ class LatentAttention:
         compressed = self._normed(query[0], self._query_norm) if query else x
         heads = self._queries(compressed).view(len(x), -1, latent.query_size)
         plain, turning = torch.split(heads, [latent.key_size, latent.rope_size], dim=2)
-        return self._out(plan.attend_latents(plain, self._rotate(turning, rotation), kv_cache, self._projection))
+        turned = self._rotate(turning, rotation)
+        attended = plan.attend_latents(plain, turned, kv_cache, self._projection)
+        if self._changes is not None:
+            # All rows once more for each such adapter of the step: attention takes the rows of whole requests.
+            for change, own in self._changes.groups(x.device):
+                projection = ChangedProjection(self._projection, change)
+                attended[own] = plan.attend_latents(plain, turned, kv_cache, projection)[own]
+        return self._out(attended)
 
     def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
         return self._ops.add_norm(rows.contiguous(), None, weight, _NORM_EPS)

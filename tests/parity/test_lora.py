@@ -151,7 +151,7 @@ STATEFUL_KINDS = (
     *KINDS,
     *("in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
     *("input_linear", "output_linear", "w1", "w2", "w3"),
-    *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "kv_a_proj_with_mqa", "gate"),
+    *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "gate"),
 )
 """What the files of models with states call their linear layers."""
 

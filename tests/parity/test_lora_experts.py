@@ -29,6 +29,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 COMPRESSED: dict[str, dict[str, Any]] = {
     "attention": {"kinds": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")},
     "all": {"kinds": ("kv_a_proj_with_mqa", *KINDS, "gate"), "has_experts": True, "use_dora": True},
+    "behind": {"kinds": ("kv_b_proj",)},
+    "behind_with_magnitudes": {"kinds": ("kv_b_proj", "q_b_proj"), "use_dora": True, "rank_pattern": {"kv_b_proj": 9}},
+    "behind_trained": {"kinds": ("o_proj",), "modules_to_save": ["kv_b_proj"]},
 }
 
 
@@ -43,13 +46,14 @@ def layouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_layers_of_compressed_vectors(kind: str, tmp_path: Path) -> None:
     layouts = Layouts(tmp_path, save_random(kind, tmp_path, **SMALL_CONFIGS[kind]), COMPRESSED)
     layouts.check(layouts.engine())
+    layouts.check(layouts.engine(attention_backend="reference"))
 
+    def executor(config: EngineConfig) -> Executor:
+        return RankThreads(config, tmp_path)
 
-def test_the_matrix_behind_compressed_vectors_is_refused_by_name(tmp_path: Path) -> None:
-    model = save_random("deepseek_v3", tmp_path, **SMALL_CONFIGS["deepseek_v3"])
-    adapter = save_adapter(tmp_path / "adapter", model, kinds=("kv_b_proj",))
-    with pytest.raises(ValueError, match=r"layer model\.layers\..*kv_b_proj cannot have an adapter"):
-        Engine(model, lora=LoraConfig(enable=True, modules=(f"one={adapter}",)))
+    engine = layouts.engine(executor=executor, parallel=parallel(2))
+    layouts.check(engine)
+    engine.core.shutdown()
 
 
 def _sizes(kind: str) -> dict[str, Any]:

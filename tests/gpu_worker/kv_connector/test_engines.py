@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, MODEL, Engine, MakeExecutor, Pair, mp, uni
+from tests.gpu_worker.lora.random_adapter import save_adapter
 from tokenloom.engine_core.data.config import LoraConfig, SpeculativeConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.kv_messages import KVAcquire
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.gpu_worker.kv_connector import nixl
-from tokenloom.model_files.model_path import DEMO_ADAPTERS
+from tokenloom.model_files.model_path import DEMO_ADAPTERS, DEMO_MODEL
 from tokenloom.request.adapter_names import adapter_salt
 
 LENGTHS = (1, 15, 16, 17, 33, 100, 400)
@@ -96,8 +97,13 @@ def test_the_tokens_are_those_of_one_engine(
         assert engine.core.scheduler.stats().kv_usage == 0.0
 
 
-def test_both_legs_compute_with_the_same_adapter(make_pair: MakePair) -> None:
-    lora = LoraConfig(enable=True, modules=tuple(f"{name}={DEMO_ADAPTERS / name}" for name in ("json", "pirate")))
+@pytest.mark.parametrize("layouts", [{}, {"dora": {"use_dora": True}, "ends": {"kinds": ("embed_tokens", "lm_head")}}])
+def test_both_legs_compute_with_the_same_adapter(
+    layouts: dict[str, dict[str, Any]], make_pair: MakePair, tmp_path: Path
+) -> None:
+    paths = {name: save_adapter(tmp_path / name, DEMO_MODEL, **entries) for name, entries in layouts.items()}
+    paths = paths or {name: DEMO_ADAPTERS / name for name in ("json", "pirate")}
+    lora = LoraConfig(enable=True, modules=tuple(f"{name}={path}" for name, path in paths.items()))
     pair, alone = make_pair("shm", lora=lora), Engine([], lora=lora)
     adapters = [b"", *(state.digest for state in alone.core.ready.loras)]
     found = set()

@@ -283,13 +283,27 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     ] = None
 
 
-class ConversationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Begins or changes a conversation."""
+_ITEMS = Meta(description="Up to 20 items, as a response may have as input.")
+_ConversationMetadata = Annotated[dict[str, Any] | None, Meta(description="Returned as it is.")]
 
-    items: Annotated[
-        list[dict[str, Any]] | None, Meta(description="Up to 20 items, as a response may have as input.")
-    ] = None
-    metadata: Annotated[dict[str, Any] | None, Meta(description="Returned as it is.")] = None
+
+class ConversationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Begins a conversation."""
+
+    items: Annotated[list[dict[str, Any]] | None, _ITEMS] = None
+    metadata: _ConversationMetadata = None
+
+
+class ConversationUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes what a client notes of a conversation."""
+
+    metadata: _ConversationMetadata = None
+
+
+class ConversationAddition(msgspec.Struct, frozen=True, kw_only=True):
+    """Adds to a conversation."""
+
+    items: Annotated[list[dict[str, Any]], _ITEMS]
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -134,7 +134,7 @@ UPDATE_CONVERSATION = _route(
     "/v1/conversations/{id}",
     "Other metadata for a conversation",
     answers.ConversationObject,
-    bodies.ConversationRequest,
+    bodies.ConversationUpdate,
 )
 DELETE_CONVERSATION = _route("DELETE", "/v1/conversations/{id}", "Forget a conversation", answers.DeletedResponse)
 CONVERSATION_ITEMS = _route(
@@ -145,7 +145,7 @@ ADD_ITEMS = _route(
     "/v1/conversations/{id}/items",
     "Add items to a conversation",
     answers.ConversationItems,
-    bodies.ConversationRequest,
+    bodies.ConversationAddition,
 )
 CONVERSATION_ITEM = _route(
     "GET", "/v1/conversations/{id}/items/{item_id}", "An item of a conversation", answers.ConversationItem

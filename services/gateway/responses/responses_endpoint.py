@@ -120,7 +120,6 @@ MAX_ITEMS = 20
 MAX_BODY_BYTES = 1 << 20
 """Limits these items."""
 _MAX_PAGE = 100
-_FIELDS = frozenset({"items", "metadata"})
 _INCLUDE = ("include", "include[]")
 """Asks for what only tools that run at OpenAI have; as it is and as OpenAI's clients write lists."""
 
@@ -135,11 +134,11 @@ class Conversations:
         """Begin a conversation. Raises ``InvalidArgument`` if the gateway keeps none."""
         if not self.store.is_on:
             raise errors.InvalidArgument("this gateway keeps no conversations (--max-stored-response-bytes is 0)")
-        body = await self._body(exchange)
+        body = await self._body(exchange, "items", "metadata")
         now = int(time.time())
         head = {"id": f"{CONVERSATION}{uuid4().hex}", "object": "conversation", "created_at": now}
         conversation = head | {"metadata": _metadata(body) or {}}
-        items = _items(body) if body.get("items") else []
+        items = [] if body.get("items") in (None, []) else _items(body)
         self.store.put(StoredResponse(exchange.tenant.name, conversation, items))
         await _respond(exchange, conversation)
 
@@ -149,7 +148,7 @@ class Conversations:
 
     async def update(self, exchange: HttpExchange) -> None:
         """Give a conversation other metadata."""
-        metadata = _metadata(await self._body(exchange)) or {}
+        metadata = _metadata(await self._body(exchange, "metadata")) or {}
         stored = self._stored(exchange)
         conversation = stored.response | {"metadata": metadata}
         self.store.put(replace(stored, response=conversation))
@@ -169,7 +168,7 @@ class Conversations:
 
     async def add(self, exchange: HttpExchange) -> None:
         """Add items to a conversation."""
-        items = _items(await self._body(exchange))
+        items = _items(await self._body(exchange, "items"))
         name = self._stored(exchange).response["id"]
         self.store.append(name, exchange.tenant.name, items)
         page = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
@@ -193,10 +192,11 @@ class Conversations:
             raise errors.NotFound(f"{name[:64]!r} is not the id of a conversation")
         return self.store.get(name, exchange.tenant.name)
 
-    async def _body(self, exchange: HttpExchange) -> dict[str, Any]:
+    async def _body(self, exchange: HttpExchange, *fields: str) -> dict[str, Any]:
+        """Return the body, which may have these fields."""
         with await exchange.read_body(MAX_BODY_BYTES) as received:
             body = decode_object(received.data) if received.data else {}
-        if unknown := body.keys() - _FIELDS:
+        if unknown := body.keys() - {*fields}:
             name = str(min(unknown))[:64]
             raise errors.InvalidArgument(f"{name}: unknown field", name)
         return body

@@ -33,7 +33,9 @@ from ..openapi.pooling_schemas import ClassifyRequest, EmbeddingRequest, Pooling
 from ..openapi.request_schemas import (
     ChatCompletionRequest,
     CompletionRequest,
+    ConversationAddition,
     ConversationRequest,
+    ConversationUpdate,
     CountTokensRequest,
     DetokenizeRequest,
     MessagesRequest,
@@ -234,6 +236,8 @@ _BODIES: tuple[type[msgspec.Struct], ...] = (
     RerankRequest,
     OllamaModelRequest,
     ConversationRequest,
+    ConversationUpdate,
+    ConversationAddition,
 )
 READ_FIELDS = frozenset(
     {

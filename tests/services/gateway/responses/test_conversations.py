@@ -131,6 +131,10 @@ async def test_a_failed_answer_adds_nothing(both: Both) -> None:
         ("/v1/conversations", {"items": [{"type": "other"}]}, "items[0].type"),
         ("/v1/conversations", {"metadata": 3}, "metadata"),
         ("/v1/conversations", {"more": 3}, "more"),
+        ("/v1/conversations", {"items": {}}, "items"),
+        ("/v1/conversations/conv_1", {"items": [None]}, "items"),
+        ("/v1/conversations/conv_1/items", {"items": []}, "items"),
+        ("/v1/conversations/conv_1/items", {"items": [{"role": "user", "content": "x"}], "metadata": {}}, "metadata"),
     ],
 )
 async def test_what_is_malformed_is_refused_by_name(http: httpx.AsyncClient, path: str, body: Any, named: str) -> None:

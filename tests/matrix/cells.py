@@ -80,8 +80,10 @@ class Matrix:
 
     def _reference(self, names: Sequence[str], task: Task, of: Sequence[str] = ()) -> Answers:
         """Return the answers of a mesh with the features that change answers, over the plain weights of ``of``."""
-        changing = {name for name in names if FEATURES[name].changes_answers or name in ("images", "pooling")}
+        changing = {name for name in names if FEATURES[name].changes_answers or name == "images"}
+        # Without pooling a mesh of a decoder has no vectors to compare with.
         models = {name for name in of or names if FEATURES[name].stored or FEATURES[name].base != "dense"}
+        models |= {"pooling"} & set(of or names)
         kept = tuple(name for name in FEATURES if name in changing | models)
         key = (task, *kept)
         if key not in self._expected:

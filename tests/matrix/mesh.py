@@ -136,7 +136,7 @@ class Mesh:
 
     def _prompts(self) -> list[list[int]]:
         most = 60 if self._base == "encoder" else 256
-        return [[each % 300 for each in prompt[:most]] if self._base == "encoder" else prompt for prompt in prompts()]
+        return [[each % 200 for each in prompt[:most]] if self._base == "encoder" else prompt for prompt in prompts()]
 
     def _vector(self, prompt: list[int]) -> npt.NDArray[np.float64]:
         answer = self._post("/v1/embeddings", {"model": self._name(), "input": prompt})

@@ -141,6 +141,8 @@ def _divide_linear(name: str, module: Any, style: str, shard: Shard, group: Rank
     if type(module) is not nn.Linear:
         raise UnservableModel(f"divides {name}, which is no linear layer: leave out tensor_parallel_size")
     outputs, inputs = module.weight.shape
+    if outputs % head_size:  # of another kind, such as a gate for each head
+        head_size = 1
     unit = shard.size * (head_size if style == "colwise" else 1)
     if (outputs if style in _BY_OUTPUT else inputs) % unit:
         what = f"{outputs // head_size} heads" if style == "colwise" and head_size > 1 else f"{outputs} x {inputs}"

@@ -192,15 +192,15 @@ class TransformersModel:
         place = self._ranks.place
         if place.num_stages > 1:
             hidden_size = model.config.get_text_config(decoder=True).hidden_size
-            self._num_layers = divide_stages(getattr(model, _body_name(model)), place, hidden_size)
+            self._num_layers = divide_stages(getattr(model, body_name(model)), place, hidden_size)
         if place.stage < place.num_stages - 1:
             model.set_output_embeddings(torch.nn.Identity())
         if place.tensor_size > 1:
             divide_layers(model, place, group, self._quantization)
 
     def _take(self, found: CausalClass, model: Any, media: MediaSwitches | None) -> _Parts:
-        body_name = _body_name(model)
-        body = getattr(model, body_name)
+        name_of_body = body_name(model)
+        body = getattr(model, name_of_body)
         wanted = self._wanted_length
         declared = declared_config(found.config, self._dtype_name, self._quantization, wanted)
         declared = self.declared = dataclasses.replace(declared, scheme=found.scheme, media=media)
@@ -233,7 +233,7 @@ class TransformersModel:
         head = None
         try:
             if self.config.is_last_stage:
-                head = Head(model, body_name, declared.hidden_size, self._device, self._dtype)
+                head = Head(model, name_of_body, declared.hidden_size, self._device, self._dtype)
         except EnoughLayers:
             raise UnservableModel("computes logits from a part that is inside another one") from None
         return _Parts(model, body, head, attention, states)
@@ -279,7 +279,7 @@ def check_ranks(found: CausalClass, path: Path, place: RankPlace, dtype: torch.d
         if keeps_states(found.config):
             raise UnservableModel("keeps a state between tokens, which is not divided among workers: use one worker")
         if place.num_stages > 1:
-            stage_names(getattr(model, _body_name(model)))
+            stage_names(getattr(model, body_name(model)))
         if place.tensor_size > 1:
             divide_layers(model, place, ALONE, quantization)
 
@@ -321,7 +321,7 @@ def _embed(parts: _Parts, input_ids: Tensor, embeds: InputEmbeds) -> dict[str, T
     return inputs
 
 
-def _body_name(model: Any) -> str:
+def body_name(model: Any) -> str:
     """Return the name of the part of a causal model that computes hidden states."""
     children: dict[str, torch.nn.Module] = dict(model.named_children())
     if model.base_model_prefix in children:

@@ -29,6 +29,7 @@ from tests.soak.models.strict_entries import (
     strict_rules,
     text_types,
 )
+from tests.soak.models.tiny_configs import save_tiny
 from tests.soak.models.transformers_models import KINDS, Outcome, quiet, refused_entries, sweep
 from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.files.config_reader import HARMLESS
@@ -37,8 +38,10 @@ from tokenloom.gpu_worker.checkpoint.files.text_part import WRAPPERS, wrapper_of
 from tokenloom.gpu_worker.checkpoint.model_config import QUANTIZATIONS
 from tokenloom.gpu_worker.checkpoint.served_how import TYPES_FILE, UNTRIED
 from tokenloom.gpu_worker.models.transformers.declared import max_model_len
-from tokenloom.gpu_worker.models.transformers.division import plan_lack
-from tokenloom.gpu_worker.models.transformers.transformers_model import known_entries
+from tokenloom.gpu_worker.models.transformers.division import divide_stages, plan_lack
+from tokenloom.gpu_worker.models.transformers.paged_attention import UnservableModel
+from tokenloom.gpu_worker.models.transformers.transformers_model import body_name, known_entries
+from tokenloom.gpu_worker.parallel.sharding import RankPlace
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 RELEASES_FILE = Path(__file__).with_name("releases.json")
@@ -210,6 +213,7 @@ def try_all(directory: Path) -> dict[str, Any]:
         "types": {kind: [KINDS[kind], reason] for kind, reason in answers.items()},
         "unless": unless,
         "states": {kind: chunk for kind in served if (chunk := outcomes[kind].state_chunk)},
+        "staged": [kind for kind in served if not outcomes[kind].state_chunk and has_stages(kind, directory)],
         "values": {
             "activation": sorted(ACT2FN),
             # Under its older name transformers reads long rope too.
@@ -241,13 +245,21 @@ def strict_sections(answers: Mapping[str, str]) -> dict[str, Any]:
 
 def plans(kinds: Iterable[str]) -> dict[str, Any]:
     """Return which types have a plan by which modules are divided among workers, as their configurations say, with the
-    entries that the number of workers must divide; and which have one for stages."""
+    entries that the number of workers must divide."""
     texts = {kind: CONFIG_MAPPING[kind]().get_text_config(decoder=True) for kind in sorted(kinds)}
     divided = {kind: text.base_model_tp_plan or {} for kind, text in texts.items()}
-    return {
-        "divided": {kind: _divisible(plan) for kind, plan in divided.items() if not plan_lack(plan)},
-        "staged": [kind for kind, text in texts.items() if text.base_model_pp_plan],
-    }
+    return {"divided": {kind: _divisible(plan) for kind, plan in divided.items() if not plan_lack(plan)}}
+
+
+def has_stages(kind: str, directory: Path) -> bool:
+    """Return whether the modules of a type that is served are divided among stages."""
+    with torch.inference_mode():
+        _, model = save_tiny(kind, directory)
+        try:
+            body, size = getattr(model, body_name(model)), model.config.get_text_config(decoder=True).hidden_size
+            return divide_stages(body, RankPlace(0, 1, 1, 2), size) > 0
+        except UnservableModel:
+            return False
 
 
 def _divisible(plan: Mapping[str, str]) -> list[str]:

@@ -116,6 +116,26 @@ parser.add_argument("--address")
 raise SystemExit(run_worker(parser.parse_known_args()[0].address, DifferingWorker))
 """
 
+WAITING_WORKER = """
+import argparse, threading
+from tokenloom.engine_core.executor.worker_process import run_worker
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+
+class WaitingWorker(HashWorker):
+    def __init__(self, config):
+        super().__init__(config)
+        self.rank = config.parallel.rank
+
+    def load_model(self):
+        if self.rank == 1:
+            raise ValueError("the file is broken")
+        threading.Event().wait()  # as in an exchange of tensors with the other rank
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--address")
+raise SystemExit(run_worker(parser.parse_known_args()[0].address, WaitingWorker))
+"""
+
 ORPHAN_MAKER = """
 import sys
 from tests.engine_core.client.blocking import SyncMPClient
@@ -292,6 +312,16 @@ def test_an_error_of_a_starting_worker_is_reported_by_its_cause(tmp_path: Path) 
         MultiprocExecutor(make_config(), [sys.executable, str(script)])
     with pytest.raises(ExecutorFailedError, match="worker 0 ended with status 3 while it started"):
         MultiprocExecutor(make_config(), [sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_a_rank_that_fails_at_the_start_is_told_of_while_another_waits_for_it(tmp_path: Path) -> None:
+    (script := tmp_path / "worker.py").write_text(WAITING_WORKER)
+    executor = MultiprocExecutor(make_config(), [sys.executable, str(script)], world_size=2)
+    try:
+        with pytest.raises(ValueError, match=r"^the file is broken$"):
+            executor.load_model()
+    finally:
+        executor.shutdown()
 
 
 def test_the_ranks_of_all_engines_divide_the_host_s_memory(tmp_path: Path) -> None:

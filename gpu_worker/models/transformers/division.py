@@ -147,11 +147,9 @@ def _divide_linear(name: str, module: Any, style: str, shard: Shard, group: Rank
     if (outputs if style in _BY_OUTPUT else inputs) % unit:
         what = f"{outputs // head_size} heads" if style == "colwise" and head_size > 1 else f"{outputs} x {inputs}"
         raise UnservableModel(f"has {what} in {name}, which tensor_parallel_size {shard.size} does not divide")
-    cut = (
-        (shard.part(outputs // shard.size), inputs)
-        if style in _BY_OUTPUT
-        else (outputs, shard.part(inputs // shard.size))
-    )
+    by_output = style in _BY_OUTPUT
+    own = shard.part((outputs if by_output else inputs) // shard.size)
+    cut: tuple[Dimension, Dimension] = (own, inputs) if by_output else (outputs, own)
     gathers, splits = _BY_OUTPUT.get(style, False), _BY_INPUT.get(style, False)
     weight = module.weight.detach()
     module.__dict__[_ATTRIBUTE] = ModulePart(weight, *cut, gathers, splits, group)

@@ -1,11 +1,12 @@
 """Several ranks compute transformers' modules, divided by the plans of their classes, with the tokens of one rank."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import transformers
+from torch import nn
 
 from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
 from tests.parity.engine import Engine
@@ -137,17 +138,15 @@ def test_processes_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
     engine.core.shutdown()
 
 
-class Body(transformers.PreTrainedModel):
+class Body(nn.Module):
     """Has layers and a plan, and multiplies hidden states before them."""
 
-    config_class = transformers.LlamaConfig
+    pp_plan: ClassVar = {"layers": (["hidden_states"], ["hidden_states"]), "norm": (["x"], ["x"])}
 
     def __init__(self) -> None:
-        super().__init__(transformers.LlamaConfig(hidden_size=8, num_attention_heads=2))
-        torch_nn = division.nn
-        self.layers = torch_nn.ModuleList([torch_nn.Linear(8, 8) for _ in range(2)])
-        self.norm = torch_nn.LayerNorm(8)
-        self._pp_plan = {"layers": (["hidden_states"], ["hidden_states"]), "norm": (["x"], ["x"])}
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.norm = nn.LayerNorm(8)
 
     def forward(self, inputs_embeds: Any, **_: Any) -> Any:
         hidden = inputs_embeds * 2

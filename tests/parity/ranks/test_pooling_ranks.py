@@ -1,7 +1,7 @@
 """Several ranks pool what one pools: vectors, classes and scores of decoders and of encoders, each rank with its part
 of the weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ def same(found: list[Any], expected: list[Any]) -> None:
 
 def check(
     path: Path,
-    shapes: list[tuple[int, ...]],
-    asked: list[tuple[PoolingTask, dict[str, Any]]],
+    shapes: Sequence[tuple[int, ...]],
+    asked: Sequence[tuple[PoolingTask, Mapping[str, Any]]],
     **settings: Any,
 ) -> None:
     """Compare the results of ranks with those of one worker, twice: the prefix cache holds prompts the second time."""

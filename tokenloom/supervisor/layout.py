@@ -205,6 +205,38 @@ def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts
     ]
 
 
+def engines_of(options: MeshOptions, directory: Path, count: int) -> list[PartSpec]:
+    """Return the specifications of ``count`` engines of a mesh that has another number of them. Raises ``ValueError``
+    for a mesh whose engines have different tasks, or of which other machines run some."""
+    ranks = options.ranks
+    if options.more_models or options.prefill or ranks.is_split or ranks.count not in (0, ranks.size):
+        raise ValueError(
+            "engines are started and stopped in a mesh of one model, with engines of one kind that all run here"
+        )
+    if count < 1:
+        raise ValueError("a mesh has one engine at least")
+    changed = {"engines": count} if ranks.size is None else {"data_parallel_size": count}
+    layout = _Layout(structs.replace(options, **changed), directory, ())
+    # Engines that run are bound to the cores that they have; others may run on any.
+    return [_without_flag(layout.engine(index), "--cpus") for index in range(count)]
+
+
+def with_size_of(spec: PartSpec, other: PartSpec) -> PartSpec:
+    """Return ``spec`` with the size of the data-parallel group that another one names, if it belongs to one."""
+    words, flag = list(spec.command), "--data-parallel-size"
+    if flag in words:
+        words[words.index(flag) + 1] = other.command[other.command.index(flag) + 1]
+    return replace(spec, command=tuple(words))
+
+
+def _without_flag(spec: PartSpec, flag: str) -> PartSpec:
+    words = list(spec.command)
+    if flag in words:
+        at = words.index(flag)
+        del words[at : at + 2]
+    return replace(spec, command=tuple(words))
+
+
 def write_meshes(options: MeshOptions, directory: Path) -> None:
     """Write the file ``--meshes`` of the gateways, if there are several models."""
     if options.more_models:

@@ -13,7 +13,8 @@ from typing import Any
 
 from tokenloom.services.runtime.tasks import first_of
 
-from .layout import MeshOptions, parts_of, write_meshes
+from .control import served
+from .layout import MeshOptions, engines_of, parts_of, with_size_of, write_meshes
 from .output import LineCopier
 from .part import SupervisedPart
 from .part_spec import PartFailed, PartSpec
@@ -38,18 +39,21 @@ class Mesh:
         port: int,
         drain_timeout: float,
         first: Mapping[str, Process] = {},
+        engines_of: Callable[[int], Sequence[PartSpec]] | None = None,
     ) -> None:
-        """``first``: The processes that run already, by the names of their parts."""
+        """``first``: The processes that run already, by the names of their parts. ``engines_of``: returns the
+        specifications of so many engines, or raises ``ValueError``; None: their number does not change."""
         self.parts = [SupervisedPart(spec, output, first.get(spec.name)) for spec in specs]
-        self._directory = directory
+        self.directory = directory
         self._output = output
         self._port = port
         self._drain_timeout = drain_timeout
+        self._engines_of = engines_of
+        self._is_draining = False
         self._keepers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "Mesh":
-        records = [part.spec.record for part in self.parts]
-        write_record(self._directory, MeshRecord(os.getpid(), self._port, records))
+        self._write_record()
         self._keepers = [asyncio.create_task(part.keep(), name=part.spec.name) for part in self.parts]
         return self
 
@@ -96,6 +100,7 @@ class Mesh:
 
         Returns True if all parts ended by themselves within the drain timeout, which they share.
         """
+        self._is_draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._drain_timeout
         clean = True
@@ -111,6 +116,59 @@ class Mesh:
                 part.kill()
         return clean
 
+    async def resize_engines(self, count: int, *, serving: bool) -> tuple[list[str], list[str]]:
+        """Start engines, or stop those with the highest numbers, until there are ``count``. Returns the names of those
+        that were started, with ``serving`` when they serve; and of those that have ended, after their requests.
+
+        Raises ``ValueError`` if the number cannot change, `PartFailed` if an engine cannot be started; those that were
+        started with it are stopped.
+        """
+        if self._engines_of is None or self._is_draining:
+            raise ValueError("the number of engines of this mesh does not change, or it is about to end")
+        specs = self._engines_of(count)
+        places = [at for at, part in enumerate(self.parts) if part.spec.service == "engine"]
+        for at, spec in zip(places, specs, strict=False):  # a rank that is started again finds a group of this size
+            self.parts[at].spec = with_size_of(self.parts[at].spec, spec)
+        if (more := specs[len(places) :]) and places:
+            return [spec.name for spec in await self._add(more, places[-1] + 1, serving=serving)], []
+        leaving = [self.parts[at] for at in places[count:]]
+        await self._remove(leaving)
+        return [], [part.spec.name for part in leaving]
+
+    async def _add(self, specs: Sequence[PartSpec], place: int, *, serving: bool) -> Sequence[PartSpec]:
+        parts = [SupervisedPart(spec, self._output) for spec in specs]
+        keepers = [asyncio.create_task(part.keep(), name=part.spec.name) for part in parts]
+        self.parts[place:place] = parts  # beside the other engines, with which they are drained
+        self._keepers[place:place] = keepers
+        self._write_record()
+        try:
+            for part, keeper in zip(parts, keepers, strict=True):
+                if serving:
+                    await _serves(part, keeper)
+        except BaseException:
+            await self._remove(parts)
+            raise
+        return specs
+
+    async def _remove(self, leaving: Sequence[SupervisedPart]) -> None:
+        """Stop parts, wait until they have ended, and forget them."""
+        keepers = [keeper for part, keeper in zip(self.parts, self._keepers, strict=True) if part in leaving]
+        for part in leaving:
+            part.stop()
+        if keepers:
+            await asyncio.wait(keepers, timeout=self._drain_timeout + KILL_GRACE)
+        for part in leaving:
+            part.kill()
+        if keepers:
+            await asyncio.wait(keepers)
+        left = [pair for pair in zip(self.parts, self._keepers, strict=True) if pair[0] not in leaving]
+        self.parts[:], self._keepers[:] = [part for part, _ in left], [keeper for _, keeper in left]
+        self._write_record()
+
+    def _write_record(self) -> None:
+        records = [part.spec.record for part in self.parts]
+        write_record(self.directory, MeshRecord(os.getpid(), self._port, records))
+
     def kill(self) -> None:
         """Kill every part."""
         for part in self.parts:
@@ -119,6 +177,15 @@ class Mesh:
     async def _all_serving(self) -> None:
         for part in self.parts:
             await part.serving.wait()
+
+
+async def _serves(part: SupervisedPart, keeper: "asyncio.Task[None]") -> None:
+    """Wait until a part serves. Raises `PartFailed` if it cannot be started, or is stopped before."""
+    while not part.serving.is_set():
+        await asyncio.wait((keeper,), timeout=_MOMENT)
+        if keeper.done():
+            keeper.result()
+            raise PartFailed(f"{part.spec.name} was stopped before it served")
 
 
 Work = Callable[[Mesh], Coroutine[Any, Any, None]]
@@ -155,7 +222,7 @@ async def supervise(mesh: Mesh, work: Work) -> MeshOutcome:
     """Run `work` with a given mesh in the same way, within an event loop."""
     interrupted = asyncio.Event()
     with _signals(interrupted, mesh.kill):
-        async with mesh:
+        async with mesh, served(mesh.resize_engines, mesh.directory):
             await _until(interrupted, asyncio.create_task(work(mesh)))
             return MeshOutcome(clean=await mesh.drain(), interrupted=interrupted.is_set())
 
@@ -166,11 +233,18 @@ class _Plan:
     directory: Path
     output: LineCopier
     port: int
-    drain_timeout: float
+    options: MeshOptions
 
     def mesh(self, first: Mapping[str, Process]) -> Mesh:
-        port, timeout = self.port, self.drain_timeout
-        return Mesh(self.specs, self.directory, self.output, port=port, drain_timeout=timeout, first=first)
+        return Mesh(
+            self.specs,
+            self.directory,
+            self.output,
+            port=self.port,
+            drain_timeout=self.options.drain_timeout,
+            first=first,
+            engines_of=lambda count: engines_of(self.options, self.directory, count),
+        )
 
 
 @contextlib.contextmanager
@@ -178,7 +252,7 @@ def _planned(options: MeshOptions, output: LineCopier) -> Iterator[_Plan]:
     held = held_ports(options.host, options.gateways, options.port, options.grpc_port)
     with held as ports, mesh_directory() as directory, contextlib.closing(output):
         write_meshes(options, directory)
-        yield _Plan(parts_of(options, directory, ports), directory, output, ports[0].http, options.drain_timeout)
+        yield _Plan(parts_of(options, directory, ports), directory, output, ports[0].http, options)
 
 
 async def _until(interrupted: asyncio.Event, working: "asyncio.Task[None]") -> None:

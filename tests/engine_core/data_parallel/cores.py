@@ -133,6 +133,7 @@ class Group:
     def close_last(self) -> None:
         """End the last rank, which the coordinator asks for nothing from then on."""
         self.ranks.pop().close()
+        self.states.pop()
         self._starts.leave(str(len(self.ranks)))
 
     def add(self, rank: int, request: EngineCoreRequest) -> None:

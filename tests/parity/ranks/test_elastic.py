@@ -1,5 +1,7 @@
 """Groups with spread experts that change their size, or lose ranks, say what one engine says."""
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,3 +100,51 @@ def test_ranks_whose_core_is_killed_cost_no_request(spread: Group, config: Engin
     group.finish()
     assert group.tokens == expected
     assert group.ranks[1 - lost].pid == other
+
+
+@pytest.mark.parametrize("balanced", [False, True], ids=["fixed", "balanced"])
+def test_experts_are_spread_over_the_workers_of_all_engines(
+    config: EngineConfig, socket_dir: Path, balanced: bool
+) -> None:
+    """Two engines of two tensor parallel workers: each worker has a quarter of the experts. One of them is killed."""
+    requests = make_requests(3, 40)
+    expected = alone(config, requests)
+    parallel = ParallelConfig(
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        enable_eplb=balanced,
+        eplb_config=EPLB if balanced else None,
+    )
+    group = Group(socket_dir, config=msgspec.structs.replace(config, parallel=parallel))
+    try:
+        assert "ep-tp-2" in group.ranks[0].ready.numerics.split("/")
+        for index, request in enumerate(requests):
+            group.add(index % 2, request)
+        group.finish()
+        assert group.tokens == expected
+        if balanced:
+            assert group.expert_loads[0].balance is not None
+            assert group.expert_loads[0].balance.num_plans > 0
+            return
+        core = group.ranks[1].pid
+        assert core is not None
+        again = [msgspec.structs.replace(each, request_id=f"again-{each.request_id}") for each in requests]
+        for index, request in enumerate(again):
+            group.add(index % 2, request)
+        group.pump(lambda: all(len(group.tokens[each.request_id]) > 3 for each in again))
+        worker = next(pid for pid in children_of(core) if "worker" in command_of(pid))
+        os.kill(worker, signal.SIGKILL)
+        group.finish()
+        assert {name: group.tokens[f"again-{name}"] for name in expected} == expected
+        assert group.ranks[1].pid == core
+    finally:
+        group.close()
+
+
+def children_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in children for child in path.read_text().split()]
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()

@@ -1,8 +1,7 @@
 """``tokenloom plan`` says how many engines of each role a running mesh needs, and changes roles if it is asked to;
-``tokenloom scale`` changes how many ranks a data-parallel group has, and loses no request.
+``tokenloom scale`` changes how many engines a mesh has, or ranks a data-parallel group, and loses no request.
 
-Neither starts or stops engines. The replicas that a plan wants are printed, and exported for KEDA or an autoscaler; new
-ranks of a group are started before, and those that have left are stopped afterwards.
+A plan starts and stops no engine: the replicas that it wants are printed, and exported for KEDA or an autoscaler.
 """
 
 import asyncio
@@ -56,24 +55,44 @@ def plan(
 
 
 def scale(
-    group: Annotated[str, typer.Argument(help="The group; `serve --data-parallel-size` calls its own data-parallel.")],
-    size: Annotated[int, typer.Argument(min=1, help="Ranks that the group should have.")],
+    group: Annotated[
+        str,
+        typer.Argument(
+            metavar="[GROUP]",
+            help="The data-parallel group; `serve --data-parallel-size` calls its own data-parallel. Left out: the "
+            "engines of a mesh without one.",
+        ),
+    ],
+    size: Annotated[
+        int | None,
+        typer.Argument(metavar="SIZE", min=1, help="Ranks that the group, or engines that the mesh, should have."),
+    ] = None,
     wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for ranks that were started and have not joined yet.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            min=0, help="Seconds to wait for ranks that have not joined yet; 300 where this command starts them."
+        ),
+    ] = None,
     coordinator: Annotated[
         str | None, typer.Option(help="Address of the coordinator; otherwise that of the newest local mesh.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="The local mesh on this HTTP port.")] = None,
     certs: Annotated[Path | None, typer.Option(help="Folder with ca.crt, operator.crt and operator.key.")] = None,
 ) -> None:
-    """Change how many ranks a data-parallel group of a running mesh has, under load.
+    """Change how many engines a running mesh has, or ranks a data-parallel group, under load. No request is lost.
 
-    To grow, start the new ranks first: engines with the options of the others, --data-parallel-size SIZE and their
-    --data-parallel-rank. After the group has shrunk, the ranks beyond SIZE have no requests and may be stopped.
+    In a mesh of `tokenloom serve` on this machine, engines are started and stopped. With --coordinator, start the new
+    ranks first: engines with the options of the others, --data-parallel-size SIZE and their --data-parallel-rank.
+    After the group has shrunk, the ranks beyond SIZE have no requests and may be stopped.
     """
-    from .coordinator import coordinator_of, run  # here, because they take gRPC, which the help does not need
+    # Here, because they take gRPC, which the help does not need.
+    from .scaling import Target, scale_engines, scale_group
 
+    if size is None and not group.isdecimal():
+        raise typer.BadParameter("name the number of engines, or a group and its size", param_hint="SIZE")
     with reported():
-        address = coordinator or coordinator_of(port)
-        typer.echo(asyncio.run(run(address, certs, group, size, wait)))
+        target = Target(coordinator, port, certs)
+        if size is None:
+            typer.echo(scale_engines(target, int(group)))
+        else:
+            typer.echo(scale_group(target, group, size, wait))

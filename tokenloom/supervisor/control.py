@@ -1,0 +1,93 @@
+"""A socket in the mesh's private directory by which commands of the same user start and stop engines of a mesh that
+runs. A request and its answer are a line of JSON each."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from .part_spec import PartFailed
+
+_NAME = "control.sock"
+_MOST_BYTES = 1 << 16
+_REQUEST_SECONDS = 5.0
+
+
+class ResizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Asks for so many engines of the mesh, of which those with the highest numbers are started or stopped.
+
+    Attributes:
+        engines: How many there should be.
+        serving: Whether to wait until new ones serve; ranks of a group serve only after the group has taken them.
+    """
+
+    engines: int
+    serving: bool = True
+
+
+class Resized(msgspec.Struct):
+    """Says what was done.
+
+    Attributes:
+        started: The names of the engines that were started.
+        stopped: Those that have ended, after their requests.
+        error: Why it could not be done; empty: it was.
+    """
+
+    started: list[str] = []
+    stopped: list[str] = []
+    error: str = ""
+
+
+class ResizeEngines(Protocol):
+    """Starts or stops engines (:meth:`.mesh.Mesh.resize_engines`)."""
+
+    async def __call__(self, count: int, *, serving: bool) -> tuple[list[str], list[str]]: ...
+
+
+@contextlib.asynccontextmanager
+async def served(resize: ResizeEngines, directory: Path) -> AsyncIterator[None]:
+    """Answer requests during the block."""
+    lock = asyncio.Lock()  # one change at a time
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                line = await reader.readuntil()
+            async with lock:
+                writer.write(msgspec.json.encode(await _resize(resize, line)) + b"\n")
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(answer, directory / _NAME, limit=_MOST_BYTES)
+    try:
+        yield
+    finally:
+        server.close()
+
+
+async def _resize(resize: ResizeEngines, line: bytes) -> Resized:
+    try:
+        request = msgspec.json.decode(line, type=ResizeRequest)
+        started, stopped = await resize(request.engines, serving=request.serving)
+    except (ValueError, PartFailed) as error:
+        return Resized(error=str(error))
+    return Resized(started, stopped)
+
+
+def ask(directory: Path, request: ResizeRequest, timeout: float) -> Resized:
+    """Ask the supervisor of the mesh with this directory. Raises ``OSError`` if it does not answer in time."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout)
+        connection.connect(str(directory / _NAME))
+        connection.sendall(msgspec.json.encode(request) + b"\n")
+        with connection.makefile("rb") as answers:
+            line = answers.readline(_MOST_BYTES)
+    try:
+        return msgspec.json.decode(line, type=Resized)
+    except msgspec.MsgspecError as error:
+        raise ConnectionError(f"the supervisor ended without an answer: {error}") from None

@@ -19,7 +19,7 @@ from tokenloom.engine_core.data.config import (
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, SchedulerStats
 from tokenloom.engine_core.executor.executor import Executor
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.executor.uniproc import ThreadedExecutor, UniProcExecutor
 from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.request.adapter_names import adapter_salt
 
@@ -27,7 +27,7 @@ MAX_MODEL_LEN = 640
 
 
 def uni(config: EngineConfig) -> Executor:
-    return UniProcExecutor(make_worker(config))
+    return (ThreadedExecutor if config.scheduler.async_scheduling else UniProcExecutor)(make_worker(config))
 
 
 class Engine:

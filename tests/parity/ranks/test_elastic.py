@@ -48,11 +48,12 @@ def config(tmp_path: Path) -> EngineConfig:
     )
 
 
-@pytest.fixture(params=[False, True], ids=["fixed", "balanced"])
+@pytest.fixture(params=["fixed", "balanced", "overlapping"])
 def spread(request: pytest.FixtureRequest, config: EngineConfig, socket_dir: Path) -> Iterator[Group]:
-    balanced: bool = request.param
+    balanced = request.param == "balanced"
     parallel = ParallelConfig(enable_expert_parallel=True, enable_eplb=balanced, eplb_config=EPLB if balanced else None)
-    group = Group(socket_dir, config=msgspec.structs.replace(config, parallel=parallel))
+    scheduler = msgspec.structs.replace(config.scheduler, async_scheduling=request.param == "overlapping")
+    group = Group(socket_dir, config=msgspec.structs.replace(config, parallel=parallel, scheduler=scheduler))
     yield group
     group.close()
 

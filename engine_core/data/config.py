@@ -34,7 +34,7 @@ class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_de
     method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"]
     """ngram: tokens that followed the same tokens earlier in the prompt or output; suffix: those that followed them
     most often, in past answers of the tenant too; draft_model: a small model of the same vocabulary; eagle: a head on
-    the model's hidden states; eagle3: one on those of three layers; mtp: the head that Qwen3-Next and Qwen3.5 bring."""
+    the model's hidden states; eagle3: one on those of three layers; mtp: the head that checkpoints bring."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 6
     """Most drafts of a request in a step."""
     model: str = ""

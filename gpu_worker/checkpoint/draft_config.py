@@ -8,17 +8,35 @@ from .files.supported import LEARNED_POSITIONS
 from .load_config import read_layer
 from .model_config import ModelConfig
 
-MTP_HEAD = "mtp.fc.weight"
-"""The tensor of a head that drafts with which the others come."""
+
+class MtpNames(NamedTuple):
+    """Holds what the checkpoints of a family call the parts of the head that they bring (multi-token prediction)."""
+
+    joins: str
+    """The layer that joins a token and the state before it."""
+    of_token: str
+    of_state: str
+    layer: str
+    norm: str
+    """The norm before the output layer, which is the model's."""
+    keeps_normed: bool
+    """Whether further drafts begin with the state after that norm."""
 
 
-def check_mtp(config: ModelConfig | None) -> None:
-    """Raise ``ValueError`` for a model whose own head cannot draft. None: no built-in decoder computes it."""
-    if config is None or config.family not in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
-        raise ValueError(
-            "speculative_config: the method mtp is for Qwen3-Next and Qwen3.5 computed with built-in layers; choose "
-            "ngram, suffix, draft_model or eagle"
-        )
+def mtp_names(config: ModelConfig | None) -> MtpNames:
+    """Return the names of the head of a whole model; None: no built-in decoder computes it. Raises ``ValueError`` if it
+    has no head that drafts."""
+    if config is not None and config.family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        token, state = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
+        return MtpNames("mtp.fc", token, state, "mtp.layers.0", "mtp.norm", keeps_normed=True)
+    if config is not None and config.family == "deepseek_v3" and config.num_further_layers:
+        layer = f"model.layers.{config.num_layers}"
+        joins, token, state, norm = (f"{layer}.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
+        return MtpNames(joins, token, state, layer, norm, keeps_normed=False)
+    raise ValueError(
+        "speculative_config: the method mtp is for Qwen3-Next, Qwen3.5 and checkpoints of DeepSeek-V3 that bring a "
+        "head, computed with built-in layers; choose ngram, suffix, draft_model or eagle"
+    )
 
 
 class Eagle3Entries(NamedTuple):

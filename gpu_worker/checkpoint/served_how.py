@@ -26,7 +26,7 @@ from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.model_files.sentence_texts import read_sentence_texts
 
 from ..parallel.sharding import RankPlace, place_of
-from .draft_config import MTP_HEAD, check_mtp, read_eagle3
+from .draft_config import mtp_names, read_eagle3
 from .encoder_config import EncoderConfig, check_parts, read_encoder_config
 from .files.config_reader import (
     IS_CAUSAL,
@@ -140,9 +140,9 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
 def _check_drafts(speculative: SpeculativeConfig, path: Path, found: ServedHow) -> None:
     """Raise ``ValueError`` if what drafts cannot, as far as configurations and the heads of files say."""
     if speculative.method == "mtp":
-        check_mtp(found.config if isinstance(found.config, ModelConfig) else None)
-        if is_gguf(path) or MTP_HEAD not in stored_names(path):
-            raise ValueError(f"speculative_config: {path} has no tensor {MTP_HEAD}, the head of the method mtp")
+        head = f"{mtp_names(found.config if isinstance(found.config, ModelConfig) else None).joins}.weight"
+        if is_gguf(path) or head not in stored_names(path):
+            raise ValueError(f"speculative_config: {path} has no tensor {head}, the head of the method mtp")
     drafting = Path(speculative.model)
     if speculative.method == "eagle3" and (drafting / "config.json").is_file():
         entries = read_eagle3(drafting)

@@ -16,7 +16,7 @@ from ..attention.attention_backend import AttentionBackend
 from ..attention.cache import kv_layout, make_kv_pool
 from ..attention.grouped_backend import PoolLayers
 from ..batch.input_batch import InputBatch
-from ..checkpoint.draft_config import read_eagle3
+from ..checkpoint.draft_config import mtp_names, read_eagle3
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..models.architectures import ModelLoader
@@ -63,7 +63,9 @@ class Drafting:
         """Describes the layers that lie behind the model's in the KV pool; None: there are none."""
         if config.method == "mtp":
             # As the files describe it: the model here may be the part of a rank, and the head is whole.
-            self.kv_config = replace(mtp_config(loader.read_config(self._path)), kv_cache_dtype=kv_cache_dtype)
+            whole = loader.read_config(self._path)
+            self._names = mtp_names(whole)
+            self.kv_config = replace(mtp_config(whole), kv_cache_dtype=kv_cache_dtype)
             self._drafter: Drafter | None = self._load()
         elif config.method == "eagle3":
             self._entries = read_eagle3(self._path, loader.dtype)
@@ -196,7 +198,7 @@ class Drafting:
         loader, device = self._loader, self._loader.device or _CPU
         get_target = cast("Callable[[], EmbedsTokens]", self._target)
         with Checkpoint(self._path, config.dtype, device, config.scheme) as checkpoint:
-            return MtpHead(checkpoint, config, loader.ops or TorchOps(), device, get_target)
+            return MtpHead(checkpoint, config, self._names, loader.ops or TorchOps(), device, get_target)
 
 
 def _check(draft: ModelConfig, target: ModelConfig) -> None:

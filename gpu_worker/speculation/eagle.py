@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..batch.input_batch import Ints, StepInputs
-from ..checkpoint.draft_config import Eagle3Entries, check_mtp
+from ..checkpoint.draft_config import Eagle3Entries, MtpNames
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..device.device_link import to_device
@@ -166,9 +166,7 @@ class EagleHead:
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
-    """Return the configuration of the layer of a model's own head. Raises ``ValueError`` for a model whose class has
-    none that is read."""
-    check_mtp(target)
+    """Return the configuration of the layer of a whole model's own head."""
     experts = None if target.experts is None else replace(target.experts, layers=(True,))
     return replace(
         target,
@@ -184,26 +182,27 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
 
 
 class MtpHead(EagleHead):
-    """Drafts with the head of Qwen3-Next and Qwen3.5: a layer with attention between norms, which predicts the token
+    """Drafts with the head that a checkpoint brings: a layer with attention between norms, which predicts the token
     after next. Each further draft takes the head's own state in the place of the model's."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         config: ModelConfig,
+        names: MtpNames,
         ops: Ops,
         device: torch.device,
         target: Callable[[], EmbedsTokens],
     ) -> None:
         """``config``: that of :func:`mtp_config`; ``target`` as in :class:`EagleHead`."""
         checkpoint.stored_rows = stored_rows(config)
-        self._begin(checkpoint, "mtp.fc", config, target)
+        self._begin(checkpoint, names.joins, config, target)
         self._of_token, self._of_state, self._norm = (
-            AddNorm(checkpoint, f"mtp.{name}", config, ops)
-            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+            AddNorm(checkpoint, name, config, ops) for name in (names.of_token, names.of_state, names.norm)
         )
+        self._keeps_normed = names.keeps_normed
         routes = None if config.experts is None else ExpertRoutes(config.experts.count, config.experts.per_token, 1)
-        self._layer = DecoderLayer(checkpoint, "mtp.layers.0", config, ops, 0, routes)
+        self._layer = DecoderLayer(checkpoint, names.layer, config, ops, 0, routes)
         axes = () if config.media is None else config.media.axes
         self._rotary = RotaryEmbedding(config.ropes[0], device, ops.rotation, ops.rowwise(torch.log1p), axes)
 
@@ -216,7 +215,11 @@ class MtpHead(EagleHead):
         joined[:, :size] = self._of_token(self._target().embed_tokens(input_ids), None)
         joined[:, size:] = self._of_state(states, None)
         residual = self._fc(joined)
-        return self._norm(residual, self._layer(residual, None, self._rotary(positions), kv_caches[0], plan))
+        delta = self._layer(residual, None, self._rotary(positions), kv_caches[0], plan)
+        return self._norm(residual, delta) if self._keeps_normed else residual.add_(delta)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return super().compute_logits(hidden if self._keeps_normed else self._norm(hidden, None))
 
 
 class Eagle3Head(EagleHead):

@@ -67,7 +67,7 @@ def test_what_has_no_head_is_refused_before_a_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no tensor mtp\.fc\.weight"):
         served_how(engine_config(tmp_path / "without"), has_gpu=False)
     make_model("lfm2").save_pretrained(tmp_path / "lfm2")
-    with pytest.raises(ValueError, match=r"the method mtp is for Qwen3-Next and Qwen3\.5"):
+    with pytest.raises(ValueError, match=r"the method mtp is for Qwen3-Next, Qwen3\.5"):
         served_how(engine_config(tmp_path / "lfm2"), has_gpu=False)
     drafting = SpeculativeConfig("draft_model", 3, str(tmp_path / "lfm2"))
     with pytest.raises(ValueError, match=r"speculative_config\.model: layers of lfm2 keep a state between tokens"):

@@ -107,7 +107,7 @@ def _out_of_reach(error: BaseException) -> str:
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     said = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "")
-    is_chosen = constants.ENDPOINT != constants.HUGGINGFACE_CO_URL_HOME.rstrip("/")
+    is_chosen = constants.HUGGINGFACE_CO_URL_HOME.rstrip("/") != constants.ENDPOINT
     named = "HF_ENDPOINT names this hub" if is_chosen else "HF_ENDPOINT may name a mirror"
     return (
         f"it cannot be downloaded from {constants.ENDPOINT} ({said or type(error).__name__}): check network and proxy; "

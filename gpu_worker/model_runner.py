@@ -88,7 +88,7 @@ class ModelRunner:
         self._batch = batch
         self._ranks = parts.ranks
         self._sampled_tokens = None if self._ranks.place.is_alone else SampledTokens(self._ranks, batch)
-        self._samples = self._ranks.place.samples
+        self._samples = batch.prompt_logprobs.are_kept = self._ranks.place.samples
         self._expected_tokens = ExpectedTokens(batch)
         self._sampler = StepSampler(
             batch,
@@ -113,7 +113,7 @@ class ModelRunner:
     def set_model(self, model: LanguageModel, pooler: Pooler | None = None) -> None:
         """Use other weights of the same shapes from now on."""
         self._pooler = pooler
-        self._model = model
+        self._model, self._computes_logits = model, model.config.computes_logits
         self._routes = routes_of(model)
         self._forget_recordings()
 
@@ -183,7 +183,7 @@ class ModelRunner:
                 # On every rank after the same forward passes: expert moves are planned by this count, and no message
                 # says when.
                 self._ranks.forward_passed()
-                asks = self._batch.prompt_logprobs and self._samples
+                asks = self._batch.prompt_logprobs and self._computes_logits
                 prompt_logprobs = self._prompt_logprobs(inputs, hidden) if asks else {}
                 # Only for drafts: held until sampling, the states of a prompt of 2,048 tokens would add to the peak of
                 # every step.
@@ -276,9 +276,9 @@ class ModelRunner:
         return to_device(array, self._device)
 
     def _logits(self, inputs: StepInputs, hidden: torch.Tensor, loras: LoraSlots | None = None) -> torch.Tensor:
-        """Return the logits [S, vocab] of the rows that draw a token, on the device. ``loras``: the adapters, if some
-        of the step change more than linear layers."""
-        if not len(inputs.sampled) or not self._samples:
+        """Return the logits [S, vocab] of the rows that draw a token, on the device; where others draw, the part of
+        them that this rank computes. ``loras``: the adapters, if some of the step change more than linear layers."""
+        if not len(inputs.sampled) or not self._computes_logits:
             return torch.empty(0, 0)
         # Selecting all rows would copy them: without drafts most steps end here.
         # torch computes len(hidden) in Python.

@@ -104,7 +104,10 @@ class ModelWorker:
             # Before anything is computed: oneDNN reads its limit once.
             limit_level(config.processor_level)
         self._platform.start(config.num_threads, self._num_sharing)
-        self._ranks = join_ranks(self._config.parallel, self._device)
+        # A head that drafts embeds tokens and computes logits by itself, on the rank that draws.
+        speculative = self._config.speculative
+        shares_ends = speculative is not None and speculative.method in ("eagle", "eagle3", "mtp")
+        self._ranks = join_ranks(self._config.parallel, self._device, cuts_vocabulary=not shares_ends)
         loader = ModelLoader(
             dtype=config.dtype,
             device=self._device,
@@ -131,9 +134,9 @@ class ModelWorker:
         self._pooler = self._make_pooler()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
-        if self._config.speculative is not None and self._ranks.place.samples:
+        if speculative is not None and self._ranks.place.samples:
             # The rank that draws drafts too, with the whole of what drafts; the others get drafts with the next step.
-            speculative, dtype, slot = self._config.speculative, self._config.cache.dtype, self._slot
+            dtype, slot = self._config.cache.dtype, self._slot
             alone = replace(loader, ranks=ONLY_RANK)
             self._drafting = Drafting(speculative, alone, lambda: self._model, dtype, lambda: slot.path)
         library, routes, place = None, routes_of(self._model), self._ranks.place

@@ -144,6 +144,9 @@ class PromptLogprobRows(dict[int, tuple[int, Sequence[int]]]):
     Only requests without output are among them: the first token and the prompt's log probabilities leave together.
     """
 
+    are_kept = True
+    """Whether this rank gets all logits; otherwise it only computes its part, for which the rank that draws waits."""
+
     def add(self, row: int, params: CoreSamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Add a request with these tokens, also when it comes back from a preemption."""
         if params.prompt_logprobs is not None and len(token_ids) == num_prompt_tokens:
@@ -164,17 +167,28 @@ class PromptLogprobRows(dict[int, tuple[int, Sequence[int]]]):
         """
         if row not in self:
             return None
-        num_top, token_ids = self[row]
-        if start + len(hidden) == len(token_ids):
-            del self[row]
-        followers = token_ids[start + 1 : start + 1 + len(hidden)]
-        slices: list[PendingPositions] = []
-        for first in range(0, len(followers), _SLICE):
-            logits = compute_logits(hidden[first : first + _SLICE][: len(followers) - first])
+        num_top, slices = self[row][0], list[PendingPositions]()
+        for followers, states in self._take(row, start, hidden):
+            logits = compute_logits(states)
+            if not self.are_kept:
+                continue
             # What stands for an image may lie above the vocabulary.
-            targets = [min(each, logits.shape[1] - 1) for each in followers[first : first + _SLICE]]
+            targets = [min(each, logits.shape[1] - 1) for each in followers]
             if device_sampler is not None and num_top <= MOST_LISTED:
                 slices.append(device_sampler.start_logprobs(logits, targets, num_top))
             else:
                 slices.append(Positions(logprobs_of(logits.cpu().numpy(), targets, num_top)))
         return PromptPart(num_top, slices)
+
+    def _take(self, row: int, start: int, hidden: Tensor) -> list[tuple[Sequence[int], Tensor]]:
+        """Return some following tokens and the states before them at a time. A row whose prompt ends with them is
+        removed."""
+        token_ids = self[row][1]
+        if start + len(hidden) == len(token_ids):
+            del self[row]
+        followers = token_ids[start + 1 : start + 1 + len(hidden)]
+        found = []
+        for first in range(0, len(followers), _SLICE):
+            some = followers[first : first + _SLICE]
+            found.append((some, hidden[first : first + len(some)]))
+        return found

@@ -60,14 +60,14 @@ class Call(NamedTuple):
 class RankExchange(NamedTuple):
     """Holds an exchange with other ranks that is no kernel: Python makes it between two runs of kernels."""
 
-    perform: Callable[[Tensor], object]
-    """Sends a tensor, replaces its content, or both."""
-    tensor: Tensor
+    perform: Callable[..., object]
+    """Sends a tensor, replaces its content, or both; or sends one, and fills another one."""
+    tensors: tuple[Tensor, ...]
     """What was exchanged in the recorded step."""
 
     def addresses(self) -> Iterator[int]:
         """Return the addresses that the exchange reads or writes."""
-        yield self.tensor.data_ptr()
+        return (tensor.data_ptr() for tensor in self.tensors)
 
 
 Entry: TypeAlias = Call | RankExchange
@@ -80,12 +80,14 @@ class RecordedExchange(NamedTuple):
 
     number: int
     """The place of the exchange among the calls of the step."""
-    address: int
-    """Of the tensor."""
+    given: int
+    """The address of the tensor that the other ranks got."""
     before: bytes | None
-    """The content that the other ranks got; None: they got nothing."""
+    """Its content then; None: they got nothing."""
+    left: int
+    """The address of the tensor that the exchange wrote, most often the same."""
     after: bytes | None
-    """The content that the exchange left; None: it left the tensor as it was."""
+    """Its content then; None: nothing was written."""
 
 
 def describe(function: Any, arguments: tuple[Any, ...]) -> Call:
@@ -239,7 +241,15 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note that the step allocated the memory of ``tensor``."""
         self.tensors.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
-    def exchange(self, perform: Callable[[Tensor], object], tensor: Tensor, *, reads: bool, writes: bool) -> None:
+    def exchange(
+        self,
+        perform: Callable[..., object],
+        tensor: Tensor,
+        *,
+        reads: bool,
+        writes: bool,
+        into: Tensor | None = None,
+    ) -> None:
         """Exchange a tensor with other ranks, and record it: the kernel that does it if one is called, otherwise
         ``perform``.
 
@@ -248,24 +258,26 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor: On the CPU.
             reads: Whether the content of ``tensor`` before the exchange counts.
             writes: Whether the exchange changes ``tensor``.
+            into: What the exchange fills while it leaves ``tensor`` as it is; ``perform`` gets it, too.
         """
+        tensors = (tensor,) if into is None else (tensor, into)
         before = _content(tensor) if reads else None
         num_calls = len(self.calls)
         self.is_exchanging = True
         try:
-            perform(tensor)
+            perform(*tensors)
         finally:
             self.is_exchanging = False
         if self.failure is not None:
             return
-        if not tensor.is_contiguous() or len(self.calls) > num_calls + 1:
+        if not all(each.is_contiguous() for each in tensors) or len(self.calls) > num_calls + 1:
             self.failure = "an exchange of an odd tensor"
             return
         if len(self.calls) == num_calls:
-            self.calls.append(RankExchange(perform, tensor))
-        self.exchanged.append(
-            RecordedExchange(num_calls, tensor.data_ptr(), before, _content(tensor) if writes else None)
-        )
+            self.calls.append(RankExchange(perform, tensors))
+        given, left = tensors[0], tensors[-1]
+        after = _content(left) if writes or into is not None else None
+        self.exchanged.append(RecordedExchange(num_calls, given.data_ptr(), before, left.data_ptr(), after))
 
     def hear(self, function: Any, arguments: tuple[Any, ...]) -> None:
         """Note a call that a kernel's hook reports, if this thread made it."""

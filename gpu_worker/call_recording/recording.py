@@ -167,9 +167,9 @@ class Recording:
                 parts.append(functools.partial(replay, where, count))
                 where, count = where + count * ctypes.sizeof(_RecordedCall), 0
             if call is not None:
-                if not buffers.holds(call.tensor):
+                if not all(map(buffers.holds, call.tensors)):
                     raise UnrecordableError("what ranks exchange is no tensor of the step")
-                parts.append(functools.partial(call.perform, buffers.view(call.tensor, memory)))
+                parts.append(functools.partial(call.perform, *(buffers.view(each, memory) for each in call.tensors)))
         return parts
 
     def run(self) -> None:
@@ -216,10 +216,10 @@ class DryRun:
         if each.before is not None:
             self._expected.append(each.before)
             self._given.append(np.zeros(len(each.before), dtype=np.uint8))
-            calls.append(_copy(each.address, self._given[-1].ctypes.data, len(each.before)))
+            calls.append(_copy(each.given, self._given[-1].ctypes.data, len(each.before)))
         if each.after is not None:
             self._left.append(np.frombuffer(each.after, dtype=np.uint8).copy())
-            calls.append(_copy(self._left[-1].ctypes.data, each.address, len(each.after)))
+            calls.append(_copy(self._left[-1].ctypes.data, each.left, len(each.after)))
         return calls
 
 

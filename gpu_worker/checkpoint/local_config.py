@@ -40,7 +40,7 @@ def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:
         experts=None if config.experts is None else _local_experts(config.experts, place, of_all),
         mixer=mixer,
         states=states,
-        shard=Shard(place.tensor_rank, size, config.num_kv_heads, place.spreads_context),
+        shard=Shard(place.tensor_rank, size, config.num_kv_heads, place.spreads_context, place.cuts_vocabulary),
         first_layer=layers.start,
         layers_of_model=config.num_layers if config.mixer is None else len(config.mixer.layers),
         is_last_stage=place.stage == place.num_stages - 1,
@@ -260,6 +260,8 @@ def _local_experts(experts: ExpertSwitches, place: RankPlace, layers: slice) -> 
 
 def _check(config: ModelConfig, place: RankPlace) -> None:
     size, kv_heads, mixer = place.tensor_size, config.num_kv_heads, config.mixer
+    if config.vocab_size < size:
+        raise ValueError(f"tensor_parallel_size: {size} workers for a vocabulary of {config.vocab_size} tokens")
     counts = {"attention heads": config.num_heads, "rows of an MLP": config.intermediate_size}
     if mixer is not None:
         counts |= _counts(mixer, size, config.hidden_size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tokenloom.engine_core.data.config import KVCacheDtype
 
-from ..parallel.sharding import WHOLE, Shard
+from ..parallel.sharding import WHOLE, Dimension, Shard
 from .files.supported import DECODERS, DecoderTraits, Family
 from .files.text_part import MediaSwitches
 from .quantization.entries import Scheme
@@ -339,11 +339,21 @@ class ModelConfig:
     is_last_stage: bool = True
     """Whether the model's last layer is among this rank's."""
     samples: bool = True
-    """Whether this rank computes logits."""
+    """Whether this rank gets all logits, and draws tokens."""
 
     kv_cache_dtype: KVCacheDtype = "auto"
     """``auto``: the KV cache has ``dtype``; ``int8``: 8 bits, with a scale for each head of each token; ``fp8``: floats
     of 8 bits (e4m3), without scales."""
+
+    @property
+    def vocabulary(self) -> Dimension:
+        """Return which tokens this rank has in its embeddings and its output layer."""
+        return self.shard.vocabulary(self.vocab_size)
+
+    @property
+    def computes_logits(self) -> bool:
+        """Return whether this rank computes logits: all of them, or those of its tokens."""
+        return self.samples or (self.is_last_stage and not isinstance(self.vocabulary, int))
 
     @property
     def own_layers(self) -> range:

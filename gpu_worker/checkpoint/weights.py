@@ -229,14 +229,18 @@ class Checkpoint:
     def _take(self, name: str, shape: tuple[Dimension, ...], dtype: torch.dtype | None) -> Tensor:
         stored = self._read(name, tuple(map(total, shape)))
         if isinstance(stored, Tensor):
-            stored = take_part(stored, shape)
+            part = take_part(stored, shape)
+            # Some rows of a mapped file are a view of it; of a tensor that was made, they would keep the whole one.
+            is_view = part.numel() < stored.numel() and not self._source.views
+            stored = part.clone() if is_view else part
             tensor = stored.to(self.device, dtype or self.dtype)
             if tensor.data_ptr() != stored.data_ptr():
                 self._count_copied(stored.nbytes)
             return tensor
         if self.device.type == "meta":
             return torch.empty(tuple(map(length, shape)), dtype=dtype or self.dtype, device="meta")
-        tensor = take_part(fill_rows(stored, dtype or self.dtype, self.device), shape)
+        rows = fill_rows(stored, dtype or self.dtype, self.device, shape[0])
+        tensor = take_part(rows, (len(rows), *shape[1:]))
         self._count_copied(stored.shape[0] * stored.shape[1] * stored.bits // 8)
         return tensor
 

@@ -297,6 +297,7 @@ def load_replay(march: str = "native") -> CDLL:
         find_signature="s:q",
         replay="Pq",
         gather_rows="PPPqqq",
+        gather_own_rows="PPPqqqq",
         copy_rows="PqPqqq",
         add_to="iPPq",
         scale="iPfq",
@@ -325,8 +326,8 @@ def load_states(march: str = "native") -> CDLL:
 
 @load_once
 def load_sums(march: str = "native") -> CDLL:
-    """Load what joins the tensors of ranks on one machine. Raises :class:`KernelsUnavailable`."""
-    return _load(_built("sums", march), shared_bytes="q:q", sum_ranks="PPqiii")
+    """Load what joins and gathers the tensors of ranks on one machine. Raises :class:`KernelsUnavailable`."""
+    return _load(_built("sums", march), shared_bytes="q:q", sum_ranks="PPqiii", gather_ranks="PPPqqii")
 
 
 def loaded_libraries() -> Sequence[CDLL]:

@@ -195,7 +195,7 @@ class LoraSlots:
         config = self._model.config
         if name in (EMBEDDINGS, OUTPUT):
             is_first = not config.layers_of_model or config.first_layer == 0
-            is_here = is_first if name == EMBEDDINGS else config.samples or not config.has_output
+            is_here = is_first if name == EMBEDDINGS else config.computes_logits or not config.has_output
             return self._computes_apart and name not in self._shapes and not is_here
         if config.experts is not None and config.experts.own is not None and (expert := EXPERT.fullmatch(name)):
             return int(expert[2]) not in config.experts.own and int(expert[2]) < config.experts.count

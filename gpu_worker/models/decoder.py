@@ -13,9 +13,9 @@ from ..attention.states import StatePlan
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.rope_config import QueryScaling
 from ..checkpoint.weights import Checkpoint
-from ..layers.embedding import InputEmbeds, add_level, embed, load_embeddings
+from ..layers.embedding import InputEmbeds, TokenTable, add_level, embed, load_ends, load_table
 from ..layers.expert_routes import ExpertRoutes
-from ..layers.linear import Linear, load_linear, make_output
+from ..layers.linear import Linear, load_linear
 from ..layers.rotary import RotaryEmbedding, halves
 from ..ops.ops import HeadNorm, Ops, Rotation
 from ..parallel.group import RankGroup
@@ -383,16 +383,11 @@ class DecoderModel:
         vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
         name, self._lm_head, self.head = "model.embed_tokens.weight", None, None
         if config.has_class_head or not config.has_output:
-            self._embedding = checkpoint.take(name, config.vocab_size, config.hidden_size)
+            self._embedding: TokenTable | None = load_table(checkpoint, name, config)
             if config.has_class_head:
                 self.head = load_score_head(checkpoint, config.hidden_size)
         else:
-            self._embedding, output = load_embeddings(checkpoint, name, config)
-            if config.samples:
-                self._lm_head = make_output(output, config.quantization)
-                if checkpoint.adapt is not None:
-                    parts = [checkpoint.part("lm_head", config.vocab_size, config.hidden_size)]
-                    self._lm_head = checkpoint.adapt(self._lm_head, parts, config.hidden_size, config.dtype)
+            self._embedding, self._lm_head = load_ends(checkpoint, name, config, adapts=True)
         kind: type[DecoderLayer | PartLayer | PostNormLayer] = DecoderLayer
         if config.traits.has_single_parts:
             kind = PartLayer
@@ -501,7 +496,7 @@ class DecoderModel:
         return embed(self._embedding, input_ids, (), self.config.embedding_scale, self._embedding_norm)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        if self._lm_head is None:  # only warm-up asks for logits of a model with a class head, or where none are drawn
+        if self._lm_head is None:  # only warm-up asks, of a model with a class head or where none are computed
             return hidden.float()
         logits = self._lm_head(hidden, torch.float32)
         if self.config.logit_scale != 1.0:

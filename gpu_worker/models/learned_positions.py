@@ -13,8 +13,8 @@ from ..attention.states import StatePlan
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
-from ..layers.embedding import InputEmbeds, embed, load_embeddings
-from ..layers.linear import Linear, load_conv1d, load_linear, make_output
+from ..layers.embedding import InputEmbeds, embed, load_ends
+from ..layers.linear import Linear, load_conv1d, load_linear
 from ..layers.norm import LayerNorm, load_layer_norm
 from ..ops.ops import Ops
 from ..parallel.ranks import Stage
@@ -220,8 +220,7 @@ class LearnedPositionsModel:
         config = self.config
         if config.family == "whisper":
             checkpoint.stored_names = (("lm_head", "proj_out"),)
-        self._token_embedding, output = load_embeddings(checkpoint, name, config, config.embedding_size)
-        self._lm_head: Linear | None = make_output(output, config.quantization) if config.samples else None
+        self._token_embedding, self._lm_head = load_ends(checkpoint, name, config)
 
     def forward(
         self,
@@ -246,7 +245,7 @@ class LearnedPositionsModel:
         return x if self._norm is None else self._norm(x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        if self._lm_head is None:  # only warm-up asks for logits where none are drawn
+        if self._lm_head is None:  # only warm-up asks for logits where none are computed
             return hidden.float()
         if self._project_out is not None:
             hidden = self._project_out(hidden)

@@ -22,6 +22,10 @@ class RankGroup(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks in the order of their ranks, [size, ...]; all have the shape of ``x``."""
 
+    def gather_columns(self, x: Tensor, out: Tensor | None = None, *, width: int) -> None:
+        """Fill ``out`` [n, width] of the first rank, None on the others, with the columns that the ranks have: ``x`` of
+        rank r are those from ``width * r // size`` on. All are float32, without gaps."""
+
 
 class Peers(Protocol):
     """Sends tensors from one rank of the engine to another, in order."""
@@ -47,6 +51,10 @@ class Alone:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
+
+    def gather_columns(self, x: Tensor, out: Tensor | None = None, *, width: int) -> None:
+        if out is not None:
+            out.copy_(x)
 
 
 ALONE: Final[RankGroup] = Alone()

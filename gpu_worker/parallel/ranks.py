@@ -2,7 +2,7 @@
 stage among them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -91,13 +91,14 @@ def make_balancer(parallel: ParallelConfig, place: RankPlace) -> "ExpertBalancer
     return ExpertBalancer(parallel.eplb_config or EplbConfig(), place.num_expert_ranks, place.data_rank)
 
 
-def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:
-    """Join the other ranks of the engine, and wait for them; a rank that is alone does nothing.
+def join_ranks(parallel: ParallelConfig, device: torch.device, *, cuts_vocabulary: bool = True) -> Ranks:
+    """Join the other ranks of the engine, and wait for them; a rank that is alone does nothing. ``cuts_vocabulary``: as
+    in :class:`~.sharding.Shard`; the same on every rank.
 
     Raises ``ValueError`` if the configuration names several workers and none of their places, or experts that are
     spread over engines with GPUs.
     """
-    place = place_of(parallel)
+    place = replace(place_of(parallel), cuts_vocabulary=cuts_vocabulary)
     if place.is_whole:
         return ONLY_RANK
     exchange = None

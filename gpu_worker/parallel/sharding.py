@@ -1,8 +1,9 @@
 """Decides which part of a model's tensors a rank holds, as Megatron-LM does (Shoeybi et al., 2019).
 
 Queries, keys, values and the inner side of an MLP are cut by output, and the products that follow them by input, so a
-layer takes two sums over the ranks. Embeddings are whole on every rank; the output layer is whole on the rank that
-draws the tokens, so that no logit crosses a network. It does not import torch: configurations hold these places.
+layer takes two sums over the ranks. Embeddings and the output layer are cut by vocabulary, so that every rank has an
+equal part of all weights: the embeddings of a step are summed over the ranks, and its logits gathered on the rank that
+draws. It does not import torch: configurations hold these places.
 """
 
 from collections.abc import Sequence
@@ -59,6 +60,9 @@ class Shard:
     """KV heads of the whole model; not read if there is one rank."""
     spreads_context: bool = False
     """Whether each rank keeps all KV heads of some tokens, and not some heads of all tokens."""
+    cuts_vocabulary: bool = True
+    """Whether each rank has some tokens of embeddings and output layer. Otherwise embeddings are whole on every rank,
+    and the output layer on the one that draws."""
 
     @property
     def context_size(self) -> int:
@@ -70,6 +74,13 @@ class Shard:
         if self.size == 1:
             return count
         return ShardedDimension(count * self.size, ((self.rank * count, (self.rank + 1) * count),))
+
+    def vocabulary(self, num_tokens: int) -> Dimension:
+        """Return which of ``num_tokens`` this rank has: an even part, or one more, of any number of tokens."""
+        if self.size == 1 or not self.cuts_vocabulary:
+            return num_tokens
+        first, end = (num_tokens * rank // self.size for rank in (self.rank, self.rank + 1))
+        return ShardedDimension(num_tokens, ((first, end),))
 
     def kv_part(self, num_heads: int, head_size: int) -> Dimension:
         """Return this rank's part of keys or values, of which each rank has ``num_heads``: the heads that its queries
@@ -106,6 +117,8 @@ class RankPlace:
     """Engines of that group; 1: the experts are not spread over engines."""
     num_redundant_experts: int | None = None
     """Copies of experts beside one of each, which are moved by their load; None: experts stay where they are."""
+    cuts_vocabulary: bool = True
+    """As in :class:`Shard`."""
 
     @property
     def is_alone(self) -> bool:
@@ -118,10 +131,9 @@ class RankPlace:
         return self.is_alone and self.data_size == 1
 
     @property
-    # One rank draws: all could compute the same tokens only if their processors rounded alike. The whole output layer
-    # on it bounds what tensor parallelism gains with a large vocabulary.
+    # One rank draws: all could compute the same tokens only if their processors rounded alike.
     def output_rank(self) -> int:
-        """Return the rank in the engine that computes logits and draws tokens: the first one of the last stage."""
+        """Return the rank in the engine that has all logits and draws tokens: the first one of the last stage."""
         return self.tensor_size * (self.num_stages - 1)
 
     @property

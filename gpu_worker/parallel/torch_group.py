@@ -6,6 +6,7 @@ The process groups are objects of this engine, not the one default group of a pr
 one process, as in tests.
 """
 
+import functools
 import mmap
 import os
 import socket
@@ -49,7 +50,7 @@ class SharedGroup:
         self.rank, self.size = inner.rank, inner.size
         self.inner = inner
         kernels = load_sums()
-        self._sum = kernels.sum_ranks
+        self._sum, self._gather = kernels.sum_ranks, kernels.gather_ranks
         nbytes = kernels.shared_bytes(inner.size)
         fd = _open(store, name, nbytes, is_owner=inner.rank == 0)
         try:
@@ -75,6 +76,10 @@ class SharedGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self.inner.all_gather(x)
+
+    def gather_columns(self, x: Tensor, out: Tensor | None = None, *, width: int) -> None:
+        out_at = None if out is None else out.data_ptr()
+        self._gather(self._address, x.data_ptr(), out_at, len(x), width, self.rank, self.size)
 
 
 def shared_if_possible(inner: RankGroup, store: Any, name: str) -> RankGroup:
@@ -124,6 +129,14 @@ class RecordableGroup:
             recorder.failure = recorder.failure or "a tensor that is gathered from all ranks is not recorded"
         return self.inner.all_gather(x)
 
+    def gather_columns(self, x: Tensor, out: Tensor | None = None, *, width: int) -> None:
+        recorder = current_recorder()
+        if recorder is None:
+            self.inner.gather_columns(x, out, width=width)
+            return
+        gather = functools.partial(self.inner.gather_columns, width=width)
+        recorder.exchange(gather, x, reads=True, writes=False, into=out)
+
 
 _c10d: Any = dist  # its types do not export the classes that process groups are made of
 _TIMEOUT = timedelta(minutes=30)
@@ -156,6 +169,21 @@ class TorchGroup:
         gathered = x.new_empty((self.size, *x.shape))
         self._backend.allgather([list(gathered)], [x.contiguous()]).wait()
         return gathered
+
+    def gather_columns(self, x: Tensor, out: Tensor | None = None, *, width: int) -> None:
+        # Ranks gather tensors of one shape, and their columns may differ by one.
+        padded = x.new_zeros(len(x), -(-width // self.size))
+        padded[:, : x.shape[1]] = x
+        options = _c10d.GatherOptions()
+        options.rootRank = 0
+        if out is None:
+            self._backend.gather([], [padded], options).wait()
+            return
+        gathered = padded.new_empty(self.size, *padded.shape)
+        self._backend.gather([list(gathered)], [padded], options).wait()
+        for rank, part in enumerate(gathered):
+            first, end = (width * border // self.size for border in (rank, rank + 1))
+            out[:, first:end] = part[:, : end - first]
 
 
 class TorchPeers:

@@ -319,13 +319,19 @@ def from_codes(codes: Tensor, zeros: Tensor | None, scales: Tensor, bits: int, g
     return QuantizedWeight(values, scales, offsets, group)
 
 
-def fill_rows(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the whole weight [out, in] in ``dtype``; unpacks some rows at a time, so that copies made on the way stay
-    small."""
-    outputs, inputs = packed.shape
-    result = torch.empty(outputs, inputs, dtype=dtype, device=device)
-    step = max(ROW_STEP, AT_ONCE // inputs // ROW_STEP * ROW_STEP)
-    for first in range(0, outputs, step):
-        last = min(first + step, outputs)
-        result[first:last] = packed.rows(first, last)
+def fill_rows(
+    packed: PackedWeight, dtype: torch.dtype, device: torch.device, outputs: Dimension | None = None
+) -> Tensor:
+    """Return these rows of the weight in ``dtype``, [out, in], by default all; unpacks some rows at a time, so that
+    copies made on the way stay small."""
+    count, inputs = packed.shape
+    outputs = count if outputs is None else outputs
+    result = torch.empty(length(outputs), inputs, dtype=dtype, device=device)
+    step, done = max(ROW_STEP, AT_ONCE // inputs // ROW_STEP * ROW_STEP), 0
+    for begin, end in ((0, count),) if isinstance(outputs, int) else outputs.ranges:
+        for first in range(begin // ROW_STEP * ROW_STEP, end, step):
+            last = min(first + step, count)
+            own = packed.rows(first, last)[max(begin - first, 0) : end - first]
+            result[done : done + len(own)] = own
+            done += len(own)
     return result

@@ -78,12 +78,14 @@ constexpr Entry SIGNATURES[] = {
     entry<P, P, P, P, P, L, L, L, L, I>(),                    // multiply_float8
     entry<P, P, P, P, L, L, F, I>(),                          // rotations
     entry<P, P, P, L, L, L>(),                                // gather_rows
+    entry<P, P, P, L, L, L, L>(),                             // gather_own_rows
     entry<P, L, P, L, L, L>(),                                // copy_rows
     entry<I, P, P, L>(),                                      // add_to
     entry<I, P, F, L>(),                                      // scale
     entry<P, P, L>(),                                         // widen
     entry<P, P, P, P>(),                                      // add_lora
     entry<P, P, L, I, I, I>(),                                // sum_ranks
+    entry<P, P, P, L, L, I, I>(),                             // gather_ranks
     entry<I, P, P, P, P, P, P, L, L, L>(),                    // delta_gates
     entry<I, P, P, P, L, L, I, I>(),                          // sigmoid_mul
 };
@@ -119,6 +121,16 @@ extern "C" void gather_rows(const char* table, const int64_t* indices, char* out
       memcpy(out + i * row_bytes, table + indices[i] * row_bytes, row_bytes);
     else
       memset(out + i * row_bytes, 0xff, row_bytes);
+}
+
+// The same of a table that holds the `rows` from index `first` on; zeros for other indices, whose rows other ranks add.
+extern "C" void gather_own_rows(const char* table, const int64_t* indices, char* out, int64_t count, int64_t row_bytes,
+                                int64_t first, int64_t rows) {
+  for (int64_t i = 0; i < count; ++i)
+    if ((uint64_t)(indices[i] - first) < (uint64_t)rows)
+      memcpy(out + i * row_bytes, table + (indices[i] - first) * row_bytes, row_bytes);
+    else
+      memset(out + i * row_bytes, 0, row_bytes);
 }
 
 // Rows whose beginnings lie so many bytes apart.

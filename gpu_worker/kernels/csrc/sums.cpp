@@ -1,5 +1,5 @@
-// Adds the tensors of ranks on one machine, or takes the largest of their numbers, through memory that their processes
-// share.
+// Adds and gathers the tensors of ranks on one machine, or takes the largest of their numbers, through memory that their
+// processes share.
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -92,6 +92,39 @@ void exchange(char* shared, T* x, int64_t n, int rank, int size, void (*join)(T*
   }
 }
 
+// Copies floats [from, from + count) of a part [rows, own], without gaps, to where its columns begin in [rows, width].
+void place(const float* part, float* out, int64_t from, int64_t count, int64_t own, int64_t width) {
+  for (int64_t i = from; i < from + count;) {
+    int64_t column = i % own, run = std::min(own - column, from + count - i);
+    memcpy(out + i / own * width + column, part + (i - from), run * sizeof(float));
+    i += run;
+  }
+}
+
+int64_t first_column(int64_t width, int rank, int size) { return width * rank / size; }
+
+// Every rank shows its columns, part after part; the first one copies those of all.
+void gather(char* shared, const float* x, float* out, int64_t rows, int64_t width, int rank, int size) {
+  Line* lines = (Line*)shared;
+  char* memory = shared + size * sizeof(Line);
+  constexpr int64_t most = PART_BYTES / sizeof(float);
+  auto own = [=](int of) { return first_column(width, of + 1, size) - first_column(width, of, size); };
+  auto share = [=](int of, int64_t begin) { return std::max<int64_t>(0, std::min(most, rows * own(of) - begin)); };
+  if (rank == 0) place(x, out, 0, rows * own(0), own(0), width);
+  int64_t longest = rows * ((width + size - 1) / size);  // of all parts: ranks make equally many turns
+  for (int64_t begin = 0; begin < longest; begin += most) {
+    uint32_t number = lines[rank].shown.load(std::memory_order_relaxed) + 1;
+    char* parts = memory + (number & 1) * size * PART_BYTES;  // as in `exchange`
+    if (rank) memcpy(parts + rank * PART_BYTES, x + begin, share(rank, begin) * sizeof(float));
+    show(lines[rank], number);
+    for (int other = 0; other < size; ++other) wait_until_shown(lines[other], number);
+    for (int other = 1; other < size && rank == 0; ++other)
+      if (int64_t count = share(other, begin))
+        place((const float*)(parts + other * PART_BYTES), out + first_column(width, other, size), begin, count,
+              own(other), width);
+  }
+}
+
 }  // namespace
 
 // Bytes of the zeroed memory that `size` ranks share.
@@ -107,4 +140,11 @@ extern "C" void sum_ranks(void* shared, void* x, int64_t n, int32_t rank, int32_
     case 2: return exchange(memory, (int32_t*)x, n, rank, size, join_parts<false>);
     case 3: return exchange(memory, (int32_t*)x, n, rank, size, join_parts<true>);
   }
+}
+
+// Gathers [rows, width] on the first rank, in `out`, which the others do not write. Rank r gives x: the columns from
+// width * r / size up to those of the next rank.
+extern "C" void gather_ranks(void* shared, const void* x, void* out, int64_t rows, int64_t width, int32_t rank,
+                             int32_t size) {
+  gather((char*)shared, (const float*)x, (float*)out, rows, width, rank, size);
 }

@@ -263,6 +263,12 @@ class LoadingGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         return self._inner.all_gather(x) if self._is_open else torch.stack([x] * self.size)
 
+    def gather_columns(self, x: Tensor, out: Tensor | None = None, *, width: int) -> None:
+        if self._is_open:
+            self._inner.gather_columns(x, out, width=width)
+        elif out is not None:
+            out.zero_()
+
 
 def group_of(module: nn.Module) -> RankGroup | None:
     """Return the ranks that have parts of an experts module; None: it is whole."""

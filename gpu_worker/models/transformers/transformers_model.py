@@ -262,7 +262,7 @@ def _of_rank(config: ModelConfig, place: RankPlace, num_layers: int) -> ModelCon
         return config
     return dataclasses.replace(
         config,
-        shard=Shard(place.tensor_rank, place.tensor_size, config.num_kv_heads),
+        shard=Shard(place.tensor_rank, place.tensor_size, config.num_kv_heads, cuts_vocabulary=False),
         first_layer=place.layers(num_layers).start,
         layers_of_model=num_layers,
         is_last_stage=place.stage == place.num_stages - 1,

@@ -77,6 +77,35 @@ def test_other_content_for_the_ranks_is_noticed() -> None:
     assert not rehearsal.was_right()
 
 
+def test_what_an_exchange_fills_is_another_tensor_of_the_recording() -> None:
+    """The trial leaves it as the recorded step did; a run gives what the tensor of the run holds."""
+    source = torch.full((COUNT,), 3.0, dtype=torch.bfloat16)
+    got: list[float] = []
+
+    def gather(x: Tensor, out: Tensor) -> None:
+        got.append(float(x[0]))
+        out[:COUNT], out[COUNT:] = x, 5.0
+
+    kernels = load_replay()
+    with torch.inference_mode(), recording() as recorder:
+        assert recorder is not None
+        x, out = torch.empty(COUNT), torch.empty(2 * COUNT)
+        kernels.widen(source.data_ptr(), x.data_ptr(), COUNT)
+        recorder.exchange(gather, x, reads=True, writes=False, into=out)
+        kernels.scale(0, out.data_ptr(), 10.0, 2 * COUNT)
+    rehearsal = DryRun(recorder.calls, recorder.exchanged)
+    tried, _memory = make(recorder, out, rehearsal)
+    tried.run()
+    assert rehearsal.was_right()
+    assert torch.equal(tried.results[0], out)
+    assert got == [3.0]
+    made, _memory = make(recorder, out)
+    source.fill_(4.0)
+    made.run()
+    assert made.results[0].tolist() == [40.0] * COUNT + [50.0] * COUNT
+    assert got == [3.0, 4.0]
+
+
 def test_an_exchange_inside_another_one_is_a_part_of_it() -> None:
     heard: list[object] = []
     with recording() as recorder:

@@ -5,9 +5,11 @@ import torch
 
 from tests.gpu_worker.models.test_models import MODELS
 from tokenloom.gpu_worker.checkpoint.dummy_source import DummySource
+from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.model_slot import ModelSlot
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 from tokenloom.gpu_worker.models.self_check import CheckedModel
+from tokenloom.gpu_worker.parallel.sharding import Shard
 from tokenloom.model_files.checkpoint import dummy_fingerprint
 
 CPU = torch.device("cpu")
@@ -72,3 +74,11 @@ def test_their_fingerprint_is_of_the_configuration(save_checkpoint):
     before = dummy_fingerprint(path)
     (path / "config.json").write_text((path / "config.json").read_text() + " ")
     assert dummy_fingerprint(path) != before
+
+
+def test_a_part_keeps_nothing_of_the_whole(tmp_path):
+    whole = Checkpoint(tmp_path, torch.float32, CPU, source=DummySource(torch.float32, CPU)).take("a.weight", 9, 4)
+    with Checkpoint(tmp_path, torch.float32, CPU, source=DummySource(torch.float32, CPU)) as checkpoint:
+        part = checkpoint.take("a.weight", Shard(1, 2).vocabulary(9), 4)
+    assert torch.equal(part, whole[4:])
+    assert part.untyped_storage().nbytes() == part.nbytes

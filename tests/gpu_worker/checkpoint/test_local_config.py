@@ -26,7 +26,7 @@ from tokenloom.gpu_worker.checkpoint.local_config import check_chunks, check_opt
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.parallel.ranks import place_of
-from tokenloom.gpu_worker.parallel.sharding import ONLY_PLACE, RankPlace
+from tokenloom.gpu_worker.parallel.sharding import ONLY_PLACE, RankPlace, ShardedDimension
 from tokenloom.gpu_worker.platform.platform import CPUPlatform
 
 DEMO = Path(demo_model.__file__).parent
@@ -47,6 +47,25 @@ def test_a_rank_has_its_heads_and_layers(config: ModelConfig) -> None:
     assert (part.num_layers, part.first_layer, part.is_last_stage, part.samples) == (2, 2, True, False)
     assert len(part.ropes) == len(part.sliding_windows) == len(part.attention_scales) == 2
     assert part.kv_bytes_per_token * 4 == config.kv_bytes_per_token
+
+
+def test_ranks_of_the_last_stage_compute_logits_of_their_tokens(config: ModelConfig) -> None:
+    parts = [local_config(config, place_of(replace(parallel(2, 2), rank=rank))) for rank in range(4)]
+    assert [part.computes_logits for part in parts] == [False, False, True, True]
+    half = config.vocab_size // 2
+    assert [part.vocabulary for part in parts[:2]] == [
+        ShardedDimension(config.vocab_size, ((0, half),)),
+        ShardedDimension(config.vocab_size, ((half, config.vocab_size),)),
+    ]
+    whole = [local_config(config, RankPlace(rank, 2, cuts_vocabulary=False)) for rank in range(2)]
+    assert [part.computes_logits for part in whole] == [True, False]
+    assert [part.vocabulary for part in whole] == [config.vocab_size] * 2
+
+
+def test_a_vocabulary_of_fewer_tokens_than_workers_is_refused(config: ModelConfig) -> None:
+    few = dataclasses.replace(config, vocab_size=1)
+    with pytest.raises(ValueError, match="tensor_parallel_size: 2 workers for a vocabulary of 1 tokens"):
+        local_config(few, RankPlace(0, 2))
 
 
 def test_kv_heads_are_repeated_where_there_are_fewer_than_ranks(config: ModelConfig) -> None:

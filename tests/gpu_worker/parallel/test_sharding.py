@@ -45,6 +45,17 @@ def test_parts_of_a_fused_tensor_lie_apart() -> None:
     assert take_part(torch.arange(32), (fused,)).tolist() == [*range(8, 16), *range(20, 24), *range(28, 32)]
 
 
+@given(st.integers(1, 300_000), st.integers(2, 16))
+def test_every_token_is_on_one_rank(num_tokens: int, size: int) -> None:
+    parts = [Shard(rank, size).vocabulary(num_tokens) for rank in range(size)]
+    firsts, ends = zip(*(part.ranges[0] for part in parts if isinstance(part, ShardedDimension)), strict=True)
+    assert (0, *ends) == (*firsts, num_tokens)
+    sizes = [length(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert Shard(1, size, cuts_vocabulary=False).vocabulary(num_tokens) == num_tokens
+    assert WHOLE.vocabulary(num_tokens) == num_tokens
+
+
 @pytest.mark.parametrize(("rank", "head"), [(0, 0), (1, 0), (2, 1), (3, 1)])
 def test_ranks_share_kv_heads_if_there_are_fewer(rank: int, head: int) -> None:
     assert Shard(rank, 4, num_kv_heads=2).kv_part(1, 8) == ShardedDimension(16, ((head * 8, head * 8 + 8),))

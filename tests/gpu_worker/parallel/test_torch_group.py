@@ -1,4 +1,4 @@
-"""Tests sums over shared memory, and over gloo, between ranks that are threads."""
+"""Tests sums and gathered columns over shared memory, and over gloo, between ranks that are threads."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -67,10 +67,7 @@ def test_integers_are_added_and_compared(size: int, tmp_path: Path) -> None:
 
 
 def test_gloo_replaces_the_memory_where_no_kernel_can_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unavailable() -> None:
-        raise KernelsUnavailable("no compiler")
-
-    monkeypatch.setattr(shared_group, "load_sums", unavailable)
+    monkeypatch.setattr(shared_group, "load_sums", _unavailable)
 
     def add(group: RankGroup) -> tuple[list[float], list[list[float]], list[int]]:
         assert isinstance(group, RecordableGroup)
@@ -80,3 +77,40 @@ def test_gloo_replaces_the_memory_where_no_kernel_can_be_built(tmp_path: Path, m
         return group.all_reduce(x.clone()).tolist(), group.all_gather(x).tolist(), largest.tolist()
 
     assert run_ranks(2, tmp_path, add) == [([3.0, 30.0], [[1.0, 10.0], [2.0, 20.0]], [7, 0, 1])] * 2
+
+
+SHAPES = [(1, 7), (3, 4), (0, 9), (1, 70_001), (5, 131_075), (64, 1031), (1, 2)]
+"""Rows and columns of all ranks; the shared memory holds 65,536 floats of a rank at once."""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("memory", ["shared", "sockets"])
+def test_the_first_rank_gathers_columns(
+    memory: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if memory == "sockets":
+        monkeypatch.setattr(shared_group, "load_sums", _unavailable)
+    generator = torch.Generator().manual_seed(1)
+    wholes = [torch.randn(shape, generator=generator) for shape in SHAPES * 4]
+
+    def gather(group: RankGroup) -> list[torch.Tensor]:
+        assert isinstance(group, RecordableGroup)
+        assert isinstance(group.inner, SharedGroup if memory == "shared" else TorchGroup)
+        found = []
+        for whole in wholes:
+            first, end = (whole.shape[1] * border // size for border in (group.rank, group.rank + 1))
+            out = None if group.rank else torch.empty_like(whole)
+            group.gather_columns(whole[:, first:end].contiguous(), out, width=whole.shape[1])
+            # A sum between them takes the other half of the memory.
+            assert float(group.all_reduce(torch.ones(1))) == size
+            found += [] if out is None else [out]
+        return found
+
+    first, *others = run_ranks(size, tmp_path, gather)
+    assert others == [[]] * (size - 1)
+    assert isinstance(first, list)
+    assert all(torch.equal(found, whole) for found, whole in zip(first, wholes, strict=True))
+
+
+def _unavailable() -> None:
+    raise KernelsUnavailable("no compiler")

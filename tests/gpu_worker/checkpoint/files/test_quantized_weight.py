@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight, round_to_4_bits
+from tokenloom.gpu_worker.checkpoint.files import quantized_weight
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import (
+    ROW_STEP,
+    PackedWeight,
+    QuantizedWeight,
+    fill_rows,
+    round_to_4_bits,
+)
+from tokenloom.gpu_worker.parallel.sharding import Dimension, ShardedDimension
 
 
 def random(*size: int) -> torch.Tensor:
@@ -80,3 +88,41 @@ def test_parts_that_do_not_fit_are_refused(values, scales, message):
 def test_inputs_that_are_no_whole_groups_are_refused():
     with pytest.raises(ValueError, match="48 inputs cannot be rounded in groups of 32"):
         round_to_4_bits(random(4, 48))
+
+
+class Rows(PackedWeight):
+    """Holds numbers that need no unpacking, and counts those that were asked for."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole, self.asked = whole, 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.whole.shape[0], self.whole.shape[1]
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        assert first % ROW_STEP == 0
+        self.asked += last - first
+        return self.whole[first:last]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "most"),
+    [
+        (None, 300),
+        (300, 300),
+        (ShardedDimension(300, ((0, 150),)), 192),
+        (ShardedDimension(300, ((150, 300),)), 172),
+        (ShardedDimension(300, ((63, 65), (65, 70), (200, 300))), 128 + 64 + 108),
+    ],
+)
+def test_only_the_rows_of_a_part_are_unpacked(
+    outputs: Dimension | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized_weight, "AT_ONCE", 64 * 8)  # 64 rows at a time
+    packed = Rows(torch.arange(300.0 * 8).view(300, 8))
+    found = fill_rows(packed, torch.float32, torch.device("cpu"), outputs)
+    wanted = quantized_weight.take_part(packed.whole, (300 if outputs is None else outputs, 8))
+    assert torch.equal(found, wanted)
+    assert found.untyped_storage().nbytes() == found.nbytes
+    assert packed.asked <= most

@@ -101,6 +101,7 @@ class Waves:
         self.wave, self.step = welcome.wave, welcome.step
         self.size = self.target = welcome.size
         self.state = WaveState.RUNNING if welcome.runs else WaveState.RESTING
+        self._is_held = False  # the paused rank that held the wave may have been lost with the hub
         self._rested()
 
     def break_off(self) -> None:

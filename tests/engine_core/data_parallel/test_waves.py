@@ -54,6 +54,17 @@ def test_stale_starts_are_ignored_and_early_ones_are_kept() -> None:
     assert rank.votes[-1].wave == 8
 
 
+def test_a_wave_that_a_lost_rank_held_begins_with_the_next_hub() -> None:
+    rank = member()
+    rank.want = Want.RUN
+    rank.waves.look()
+    rank.decide(VoteVerdict.HELD)
+    assert len(rank.votes) == 1
+    rank.waves.break_off()
+    rank.waves.welcome(Welcome(5, 0, runs=False, size=2))
+    assert rank.votes[-1] == Vote(5, 0, Want.RUN, 2)
+
+
 def test_a_start_that_overtakes_the_welcome_is_kept() -> None:
     rank = Rank()
     rank.waves.start(0)

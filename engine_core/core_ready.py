@@ -13,7 +13,7 @@ from tokenloom.process.fall_backs import OF_PROCESS
 
 from .data.config import EngineConfig
 from .data.handshake import CoreReady, WarmUp
-from .data.kv_groups import KVCacheConfig
+from .data.kv_groups import KVCacheConfig, common_layout
 from .data.model_info import ModelInfo
 from .scheduling.adapters import Adapters
 
@@ -34,7 +34,7 @@ def core_ready(
         max_model_len=kv_cache.max_model_len,
         vocab_size=model.vocab_size,
         block_size=config.cache.block_size,
-        kv_layout=model.kv_layout,
+        kv_layout=common_layout(model.kv_layout),
         numerics=model.numerics,
         hidden_size=model.hidden_size,
         num_state_slots=kv_cache.num_state_slots,
@@ -63,6 +63,7 @@ def parallel_facts(config: EngineConfig, ready: CoreReady) -> dict[str, str]:
         "enable_lora": config.lora.enable,
         "tensor_parallel_size": config.parallel.tensor_parallel_size,
         "decode_context_parallel_size": config.parallel.decode_context_parallel_size,
+        "prefill_context_parallel_size": config.parallel.prefill_context_parallel_size,
         "enable_expert_parallel": config.parallel.enable_expert_parallel,
         "enable_eplb": config.parallel.enable_eplb,
         "eplb_config": config.parallel.eplb_config,

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ from .sampler.step_sampler import EndingStep, StepSampler, rows_of
 from .speculation.rejection import RejectionSampler
 from .speculation.speculation import Proposer, Speculation
 from .step_recordings import StepRecordings
+
+if TYPE_CHECKING:
+    from .attention.context_backend import PrefillContext
 
 _CPU = torch.device("cpu")
 
@@ -103,6 +106,7 @@ class ModelRunner:
         self._samples_on_device = parts.proposer is None and parts.device_sampler is not None
         self._loras = parts.loras
         self._device = parts.device
+        self._prefill = self._make_prefill() if self._ranks.prefill.size > 1 else None
         self._states = parts.states
         self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
         self.kv_caches: list[KVCache] = []
@@ -259,6 +263,8 @@ class ModelRunner:
             loras.end()
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        if self._prefill is not None and (hidden := self._divided(self._prefill, inputs)) is not None:
+            return hidden
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None
         plan = self._backend.plan(
             inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping, tails, inputs.limits
@@ -271,6 +277,24 @@ class ModelRunner:
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, self._to_device(rows.copy())) for start, rows in inputs.embeds]
         return self._model.forward(token_ids, positions, self.kv_caches, plan, embeds, inputs.states)
+
+    def _make_prefill(self) -> "PrefillContext":
+        from .attention.context_backend import PrefillContext  # here, so that a rank that is alone pays nothing for it
+
+        return PrefillContext(self._ranks.prefill, self._batch.block_table.block_size, self._to_device)
+
+    def _divided(self, prefill: "PrefillContext", inputs: StepInputs) -> torch.Tensor | None:
+        """Compute a step together with the other ranks; None: this rank has to compute all of it."""
+        routes = self._routes
+        # Adapters, and experts that are reported, are listed by the rows of the whole step.
+        if self._batch.adapters or (routes is not None and routes.keeps_choices):
+            return None
+        counted = None if routes is None else routes.counts()
+        hidden = prefill.forward(self._model, self._backend, self.kv_caches, inputs)
+        if routes is not None and counted is not None and hidden is not None:
+            own = routes.counts() - counted
+            routes.add(self._ranks.prefill.all_gather(self._to_device(own)).sum(0).cpu().numpy() - own)
+        return hidden
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return to_device(array, self._device)

@@ -431,6 +431,7 @@ class EngineConfig(Struct, frozen=True):
             "kv_transports": self.kv.transports,
             "kv_offload_path": self.kv.offload_path,
             "decode_context_parallel_size above 1": self.parallel.decode_context_parallel_size > 1,
+            "prefill_context_parallel_size above 1": self.parallel.prefill_context_parallel_size > 1,
             "speculative_config": self.speculative,
             "enable_lora": self.lora.enable,
             "language_model_only": self.worker.language_model_only,
@@ -445,11 +446,6 @@ class EngineConfig(Struct, frozen=True):
             if self.cache.state_memory_bytes is not None:
                 raise ValueError("state_memory_bytes: no layer of this model keeps a state; leave it out")
             return
-        settings = {
-            "decode_context_parallel_size above 1": self.parallel.decode_context_parallel_size > 1,
-        }
-        if named := [name for name, value in settings.items() if value]:
-            raise ValueError(f"layers of this model keep a state between tokens; do not set {' or '.join(named)}")
         scheduler = self.scheduler
         if chunk == 1:
             return

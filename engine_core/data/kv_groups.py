@@ -3,10 +3,18 @@
 A layer that attends to a window needs the blocks of that window only; a layer of full attention needs all of them. The
 groups share one pool: a block holds the KV of one group for ``block_size`` tokens, and tensor i of the pool serves the
 i-th layer of every group, so that every block has the same size.
+
+It also names which part of a model's KV each rank of an engine keeps, and what pools have in common that are divided in
+other ways. A block of a plain model holds numbers by layer, KV head and token. Tensor parallel ranks have heads of it,
+pipeline stages layers, and context parallel ranks tokens; a rank's part is a box of these. The name of a part ends with
+its place and the size of the whole: ``HND/fp32/4x1x64/16@0.1.0:4x2x16`` is the second of two KV heads.
 """
 
+import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -151,3 +159,109 @@ class KVNeed:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.of_blocks(middle) <= num_blocks else (low, middle - 1)
         return low
+
+
+Box = tuple[range, range, range]
+"""Layers, KV heads, and tokens of a block."""
+
+_SCALED = "int8+fp32"
+"""The dtype whose rows have scales."""
+_COUNT = r"(\d{1,6})"
+_SHAPE = f"{_COUNT}x{_COUNT}x{_COUNT}"
+_PART = re.compile(
+    rf"HND/(int8\+fp32|[a-z0-9-]+)/{_SHAPE}/{_COUNT}(?:@{_COUNT}\.{_COUNT}\.{_COUNT}:{_SHAPE})?", re.ASCII
+)
+_MOST_CHARS = 1 << 13
+"""Names come from other engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPart:
+    """Describes what a rank keeps of each block of a plain model."""
+
+    dtype: str
+    head_size: int
+    """Elements of a row: one token's keys, or values, in one head."""
+    box: Box
+    whole: tuple[int, int, int]
+    """Layers, KV heads and tokens of a block of the whole model."""
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scale of each row; the scales of a head lie behind all of its numbers."""
+        return 4 if self.dtype == _SCALED else 0
+
+    @property
+    def layout(self) -> str:
+        """Name what pools of equal content have in common, however they are divided."""
+        layers, heads, tokens = self.whole
+        return f"HND/{self.dtype}/{layers}x{heads}x{self.head_size}/{tokens}"
+
+
+def part_suffix(first: Sequence[int], whole: Sequence[int]) -> str:
+    """Return what follows the name of a rank's cache: the first layer, KV head and token of a block that it keeps, and
+    the size of the ``whole``."""
+    return f"@{'.'.join(map(str, first))}:{'x'.join(map(str, whole))}"
+
+
+def read_parts(layout: str) -> list[KVPart]:
+    """Return the parts of a pool of this layout, in order of its regions; an empty list if the layout is not that of a
+    plain model, whose parts could be joined."""
+    parts: list[KVPart] = []
+    position = 0
+    while len(layout) <= _MOST_CHARS and (match := _PART.match(layout, position)) is not None:
+        dtype, *texts = match.groups()
+        layers, heads, size, tokens, *place = (int(text or 0) for text in texts)
+        is_named = texts[-1] is not None
+        first_layer, first_head, first_token = place[:3]
+        box = (
+            range(first_layer, first_layer + layers),
+            range(first_head, first_head + heads),
+            range(first_token, first_token + tokens),
+        )
+        whole = (place[3], place[4], place[5]) if is_named else (layers, heads, tokens)
+        parts.append(KVPart(dtype, size, box, whole))
+        position = match.end() + 1
+        if position > len(layout):
+            return parts if _are_joined(parts) else []
+        # What drafts has a part too, behind the model's, and names no place in it.
+        if layout[position - 1] != "+" or not is_named:
+            return []
+    return []
+
+
+def common_layout(layout: str) -> str:
+    """Return what pools have in common that can exchange blocks: the layout itself, unless it is that of a plain model
+    whose parts are divided among ranks."""
+    parts = read_parts(layout)
+    return parts[0].layout if parts else layout
+
+
+def distinct(parts: Iterable[KVPart]) -> dict[tuple[tuple[int, int], ...], int]:
+    """Return the number of one part for each box that parts have: ranks that share a KV head keep equal ones."""
+    return {tuple((each.start, each.stop) for each in part.box): number for number, part in enumerate(parts)}
+
+
+def _are_joined(parts: Sequence[KVPart]) -> bool:
+    """Return whether the parts are those of one model, and all of it."""
+    one = parts[0]
+    if not all(one.whole):
+        return False
+    if any((part.dtype, part.head_size, part.whole) != (one.dtype, one.head_size, one.whole) for part in parts):
+        return False
+    if any(side.stop > total or not side for part in parts for side, total in zip(part.box, one.whole, strict=True)):
+        return False
+    boxes = [parts[number].box for number in distinct(parts).values()]
+    if any(_overlap(box, other) for number, box in enumerate(boxes) for other in boxes[:number]):
+        return False
+    return sum(math.prod(map(len, box)) for box in boxes) == math.prod(one.whole)
+
+
+def _overlap(box: Box, other: Box) -> bool:
+    return all(shared(one, two) for one, two in zip(box, other, strict=True))
+
+
+def shared(one: range, other: range) -> range:
+    """Return what two ranges of step 1 have in common."""
+    first = max(one.start, other.start)
+    return range(first, max(first, min(one.stop, other.stop)))

@@ -26,6 +26,8 @@ class KVTarget(msgspec.Struct, array_like=True, gc=False):
     """[n] CRC-32 of each block over all regions, if enabled and the prefill was complete; otherwise empty."""
     owner: str = ""
     """The owner's incarnation, as in :class:`KVOwnersLeft`."""
+    layout: str = ""
+    """How the owner's pool is divided among its ranks (``kv_groups``); empty: it is that of one rank."""
 
 
 # Front → KV thread: calls by other engines on leases held here. Each is answered by one KVAnswer with its call_id.

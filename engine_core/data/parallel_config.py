@@ -57,6 +57,11 @@ class ParallelConfig(Struct, frozen=True):
         "Of the workers of a stage, over how many the tokens of each sequence are spread: 1 (each keeps the KV of its "
         "heads for all tokens) or --tensor-parallel-size (each keeps the KV of all heads for a part of the tokens).",
     ] = 1
+    prefill_context_parallel_size: Annotated[
+        _Count,
+        "Workers that each have the whole model and the KV cache of all tokens: they divide the tokens of long prompts "
+        "among them, and compute all other steps side by side.",
+    ] = 1
     enable_expert_parallel: Annotated[
         bool,
         "Give each worker of a stage whole experts of a model with experts, instead of a part of every expert; with "
@@ -78,7 +83,8 @@ class ParallelConfig(Struct, frozen=True):
         "each in an actor on any machine of a Ray cluster; auto: uni for one worker, mp for several.",
     ] = "auto"
     rank: int = 0
-    """Of the worker that this configuration is for, in [0, world_size): stage * tensor_parallel_size + its place."""
+    """Of the worker that this configuration is for, in [0, world_size): stage * tensor_parallel_size + its place, or
+    its place among those that divide prompts."""
     rendezvous: str = ""
     """Where the workers find each other: the path of a file on their machine, or ``HOST:PORT``, which rank 0 serves.
     Empty: there is one worker."""
@@ -122,9 +128,9 @@ class ParallelConfig(Struct, frozen=True):
     @property
     def world_size(self) -> int:
         """Return how many workers the engine has."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
 
     @property
     def output_rank(self) -> int:
         """Return the rank that samples and reports the tokens: the first one of the last stage."""
-        return self.world_size - self.tensor_parallel_size
+        return self.tensor_parallel_size * (self.pipeline_parallel_size - 1)

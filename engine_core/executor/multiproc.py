@@ -138,7 +138,7 @@ class MultiprocExecutor:
         self._watch = WorkerWatch()
         self._arena = ArrayArena(0)
         moves_kv = bool(config.kv.transports or config.kv.offload_path)
-        self._pools = RankPools(world_size) if moves_kv else None
+        self._pools = RankPools(world_size, parallel.prefill_context_parallel_size) if moves_kv else None
         self._pool: KVPool | None = None
         self.output_rank = parallel.output_rank
         self.sampling_ranks = range(world_size) if moves_kv else range(self.output_rank, self.output_rank + 1)
@@ -203,7 +203,7 @@ class MultiprocExecutor:
         # Ranks meet over files of the rendezvous while they load; afterwards no rank needs the folder.
         models = msgspec.convert(self._prepare("load_model"), list[ModelInfo])
         self._remove_rendezvous()
-        return merged_info(models, self.output_rank)
+        return merged_info(models, self.output_rank, self._config.parallel.prefill_context_parallel_size)
 
     def determine_available_memory(self) -> int:
         self._is_profiled = True

@@ -47,13 +47,15 @@ def make_rank_pool(worker: Worker, kv_cache: KVCacheConfig, memory: PoolMemory) 
 class RankPools:
     """Owns the memory of all ranks' pools."""
 
-    def __init__(self, world_size: int) -> None:
-        """Create the memory, which is empty until :meth:`allocate`. Raises ``OSError`` if the system has none.
+    def __init__(self, world_size: int, num_copies: int = 1) -> None:
+        """Create the memory, which is empty until :meth:`allocate`. ``num_copies``: how often the ranks have each
+        block. Raises ``OSError`` if the system has none.
 
         Attributes:
             fd: The descriptor that the workers inherit.
         """
         self._world_size = world_size
+        self._num_copies = num_copies
         # One memory for all ranks, so that the core moves blocks with one set of transports. In vLLM each worker has
         # its own, and a reader connects to every rank. The price: no huge pages on most kernels.
         self.fd = create_memfd()
@@ -77,13 +79,18 @@ class RankPools:
         counts = {(part.num_blocks, part.num_slots) for part in parts}
         if len(counts) != 1:
             raise ValueError(f"the ranks' KV pools have {sorted(counts)} blocks and slots; all need the same numbers")
-        regions = tuple(
-            KVRegion(rank * self._part_bytes + region.offset, region.block_bytes, region.is_state)
-            for rank, part in enumerate(parts)
-            for region in part.regions
-        )
         num_blocks, num_slots = counts.pop()
-        return KVPool(self._memory, regions, num_blocks, merged_layout([part.layout for part in parts]), num_slots)
+        count = len(parts) // self._num_copies
+        regions, *copies = (
+            tuple(
+                KVRegion(rank * self._part_bytes + region.offset, region.block_bytes, region.is_state)
+                for rank in range(first, first + count)
+                for region in parts[rank].regions
+            )
+            for first in range(0, len(parts), count)
+        )
+        layout = merged_layout([part.layout for part in parts[:count]])
+        return KVPool(self._memory, regions, num_blocks, layout, num_slots, tuple(copies))
 
     def close(self) -> None:
         """Close the descriptors; views of the memory stay valid. Idempotent."""
@@ -96,12 +103,13 @@ class RankPools:
 
 def merged_layout(layouts: Sequence[str]) -> str:
     """Return the layout of a pool whose parts have these layouts, in order of their ranks."""
-    # Engines exchange blocks by the name of the layout, so those with other numbers of ranks refuse each other.
+    # Each names its place: engines exchange blocks by what layouts have in common (``data.kv_groups``).
     return "+".join(layouts)
 
 
-def merged_info(models: Sequence[ModelInfo], output_rank: int) -> ModelInfo:
-    """Return what the core needs of these workers' models, in order of their ranks.
+def merged_info(models: Sequence[ModelInfo], output_rank: int, num_copies: int = 1) -> ModelInfo:
+    """Return what the core needs of these workers' models, in order of their ranks, which have each block
+    ``num_copies`` times.
 
     Every pool has the same number of blocks, so a block is counted with the size that it has in the rank with the most
     layers.
@@ -110,7 +118,7 @@ def merged_info(models: Sequence[ModelInfo], output_rank: int) -> ModelInfo:
         models[output_rank],
         kv_bytes_per_token=max(model.kv_bytes_per_token for model in models),
         state_bytes=max(model.state_bytes for model in models),
-        kv_layout=merged_layout([model.kv_layout for model in models]),
+        kv_layout=merged_layout([model.kv_layout for model in models[: len(models) // num_copies]]),
         fall_backs=list(dict.fromkeys(each for model in models for each in model.fall_backs)),
     )
 

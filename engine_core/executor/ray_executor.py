@@ -224,7 +224,8 @@ class RayExecutor:
         self._group: Any = None
         self._liveness: WorkerLiveness | None = None
         moves_kv = bool(config.kv.transports or config.kv.offload_path)
-        self._pools = RankPools(config.parallel.world_size) if moves_kv else None
+        self._num_copies = config.parallel.prefill_context_parallel_size
+        self._pools = RankPools(config.parallel.world_size, self._num_copies) if moves_kv else None
         self._pool: KVPool | None = None
         self.nodes: list[str] = []
         self.actors: list[Any] = []
@@ -263,7 +264,7 @@ class RayExecutor:
 
     def load_model(self) -> ModelInfo:
         models = msgspec.convert(self._prepare("load_model"), list[ModelInfo])
-        return merged_info(models, self._output_rank)
+        return merged_info(models, self._output_rank, self._num_copies)
 
     def determine_available_memory(self) -> int:
         return min(msgspec.convert(self._prepare("determine_available_memory"), list[int]))

@@ -19,6 +19,7 @@ import zmq
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..data.config import KVConfig
+from ..data.kv_groups import common_layout
 from ..data.kv_messages import (
     KVAcquire,
     KVAnswer,
@@ -80,6 +81,7 @@ class KVService:
         self._following: list[KVProgress] = []  # one for each reader that follows a prefill
         self._endpoints = Endpoints(self._transports, clock)
         self._pool: KVPool | None = None
+        self._layout = ""  # what the pool's has in common with others
         self._copier: KVCopier | None = None
         self._loads = Loads(
             copy=self._copy,
@@ -94,6 +96,7 @@ class KVService:
     def register(self, pool: KVPool) -> None:
         """Serve the pool from now on: readers read it, and loads fill it."""
         self._pool = pool
+        self._layout = common_layout(pool.layout)
         self._endpoints.serve(pool)
         self._copier = KVCopier(
             pool, self._transports, self._executor, self._failpoints, checksum=self._config.checksum
@@ -200,10 +203,9 @@ class KVService:
     def _acquire(self, call: KVAcquire) -> KVAnswer:
         assert self._pool is not None, "register comes first"
         # The name of a layout holds dtype, heads and groups: bytes of another one would be read as plausible KV.
-        if call.kv_layout != self._pool.layout or self._failpoints.fires("wrong_layout"):
-            raise KVTransferError(
-                "layout", f"the owner's KV layout is {self._pool.layout}, the reader's is {call.kv_layout}"
-            )
+        layout = self._layout
+        if call.kv_layout != layout or self._failpoints.fires("wrong_layout"):
+            raise KVTransferError("layout", f"the owner's KV layout is {layout}, the reader's is {call.kv_layout}")
         name = self._endpoints.choose(call.transports)
         endpoint = self._endpoints.find(name) if name is not None else None
         if name is None or endpoint is None:
@@ -220,6 +222,7 @@ class KVService:
             block_ids=lease.block_ids,
             generations=lease.generations,
             num_tokens=lease.num_tokens,
+            layout="" if layout == self._pool.layout else self._pool.layout,
         )
         return KVAnswer(call.call_id, target=target, ttl_seconds=ttl)
 

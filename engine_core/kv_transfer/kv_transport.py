@@ -71,6 +71,8 @@ class KVPool:
     """``ModelInfo.kv_layout``."""
     num_slots: int = 0
     """Slots of states; 0: no layer keeps one."""
+    copies: tuple[tuple[KVRegion, ...], ...] = ()
+    """Where ranks that divide prompts keep the same blocks: the regions of each, without those of the first rank."""
 
     def __post_init__(self) -> None:
         for region in self.regions:
@@ -157,6 +159,11 @@ class KVPool:
         for block_id in self.checked(block_ids):  # one at a time, to bound the copy on the host
             sums.append(_checksum(self._device_block(self.device, block_id)))
         return sums
+
+    def spread(self, block_ids: BlockIds) -> None:
+        """Give blocks that were read into this pool to the ranks that keep the same ones."""
+        for regions in self.copies:
+            copy_blocks(self.planes, block_ids, region_planes(self.host.buffer, regions, self.num_blocks), block_ids)
 
     def damage(self, block_id: int) -> None:
         """Change the last byte of a block, for tests of what notices that."""

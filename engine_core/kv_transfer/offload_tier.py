@@ -188,7 +188,10 @@ class OffloadTier:
         if count != self._offset(slot + 1) - self._offset(slot):
             return "transport"
         # Wrong KV would show only as wrong text, so what comes back from the disk is compared with what was written.
-        return "" if self._pool.checksums([block_id]) == [crc] else "checksum"
+        if self._pool.checksums([block_id]) != [crc]:
+            return "checksum"
+        self._pool.spread([block_id])
+        return ""
 
     def _offset(self, slot: int) -> int:
         """Return where a slot begins in the file."""

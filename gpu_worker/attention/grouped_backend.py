@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from tokenloom.engine_core.data.kv_groups import KVGroup, describe_groups, layers_per_group
+from tokenloom.engine_core.data.kv_groups import KVGroup, describe_groups, layers_per_group, part_suffix
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from ..checkpoint.model_config import KVShape, ModelConfig
@@ -179,9 +179,11 @@ class PoolLayers:
         return FirstGroupBackend(backend, self.num_groups) if self.groups else backend
 
     def layout(self, block_size: int) -> str:
-        """Name the layout of the pool, as :func:`~.cache.kv_layout` does, with the windows of the groups."""
-        layout = kv_layout(self._model_config, block_size // self._model_config.shard.context_size)
-        return f"{layout}/{describe_groups(self.groups)}" if self.groups else layout
+        """Name the layout of the pool, as :func:`~.cache.kv_layout` does, with the windows of the groups, or with the
+        place of the rank that has a part of the model."""
+        config = self._model_config
+        layout = kv_layout(config, block_size // config.shard.context_size)
+        return f"{layout}/{describe_groups(self.groups)}" if self.groups else layout + _place(config, block_size)
 
     def make_backend(self, make: Callable[[ModelConfig], AttentionBackend], block_size: int) -> AttentionBackend:
         """Return the attention backend of the pool. ``make`` returns one for a model without groups."""
@@ -197,3 +199,14 @@ class PoolLayers:
             count = max(sum(layer < count for layer in group.layers) for group in self.groups)
         config = self._model_config
         return config.kv_bytes_per_token // config.num_layers // config.shard.context_size * count
+
+
+def _place(config: ModelConfig, block_size: int) -> str:
+    """Return the suffix of a layout that says which part of every block this rank keeps; empty: all."""
+    shard, layers = config.shard, config.layers_of_model or config.num_layers
+    if shard.size == 1 and layers == config.num_layers:
+        return ""
+    heads = config.num_kv_heads if shard.size == 1 else shard.num_kv_heads
+    first_head = 0 if shard.spreads_context else shard.rank * heads // shard.size
+    first_token = shard.rank * (block_size // shard.context_size) if shard.spreads_context else 0
+    return part_suffix((config.first_layer, first_head, first_token), (layers, heads, block_size))

@@ -99,6 +99,8 @@ def check_parts(config: EncoderConfig | None, place: RankPlace, name: str) -> No
         raise ValueError(f"model_impl: transformers' modules, which compute {name}, are not divided; use one worker")
     if place.data_size > 1 or place.spreads_experts:
         raise ValueError("enable_expert_parallel: an encoder has no experts; leave it out")
+    if place.prefill_size > 1:
+        raise ValueError("prefill_context_parallel_size: the prompts of encoders are not divided; leave it out")
     if place.spreads_context:
         raise ValueError("decode_context_parallel_size: an encoder keeps no KV to spread; leave it out")
     size = place.tensor_size

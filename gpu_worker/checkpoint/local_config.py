@@ -16,8 +16,10 @@ def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:
 
     Raises ``ValueError`` naming what cannot be divided among the ranks, or is not supported with several.
     """
-    if place.is_whole:
-        return config
+    if place.prefill_size > 1:
+        _check_prefill(config)
+    if place.has_whole_model:
+        return config if place.samples else replace(config, samples=False)
     _check(config, place)
     size, mixer = place.tensor_size, config.mixer
     layers = place.layers(config.num_layers if mixer is None else len(mixer.layers))
@@ -75,6 +77,8 @@ def check_options(config: EngineConfig) -> None:
             f"not {context}"
         )
     _check_balancing(parallel)
+    if parallel.prefill_context_parallel_size > 1:
+        _check_divided_prompts(config)
     if config.worker.batch_invariant:
         _check_order(config)
     if config.cache.block_size % context:
@@ -92,8 +96,6 @@ def check_options(config: EngineConfig) -> None:
         "speculative_config": config.speculative is not None and spreads,
         "runner pooling": config.worker.runner == "pooling" and spreads,
         "pooler_config": config.worker.pooler_config is not None and spreads,
-        "kv_transports with decode_context_parallel_size": context > 1 and bool(config.kv.transports),
-        "kv_offload_path with decode_context_parallel_size": context > 1 and bool(config.kv.offload_path),
     }
     several = f"{parallel.world_size} workers yet; use one worker"
     if spreads:
@@ -101,6 +103,40 @@ def check_options(config: EngineConfig) -> None:
     for name, is_set in options.items():
         if is_set:
             raise ValueError(f"{name}: is not supported with {several}")
+
+
+def _check_divided_prompts(config: EngineConfig) -> None:
+    """Raise ``ValueError`` naming what the ranks that divide prompts do not have beside that."""
+    parallel, drafts = config.parallel, config.speculative
+    if drafts is not None and drafts.writes_kv and (config.kv.transports or config.kv.offload_path):
+        raise ValueError(
+            "prefill_context_parallel_size: KV does not move where one worker has the KV of what drafts: leave out "
+            f"the method {drafts.method}, or kv_transports and kv_offload_path"
+        )
+    others = {
+        "tensor_parallel_size": parallel.tensor_parallel_size > 1,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
+        "enable_expert_parallel": parallel.enable_expert_parallel,
+    }
+    named = [name for name, is_set in others.items() if is_set]
+    if named:
+        raise ValueError(
+            f"prefill_context_parallel_size: is not supported with {' and '.join(named)} yet: each of its workers has "
+            "the whole model; leave one of them out"
+        )
+
+
+def _check_prefill(config: ModelConfig) -> None:
+    """Raise ``ValueError`` naming what in the model keeps prompts from being divided among ranks."""
+    lack = ""
+    if config.mixer is not None:
+        lack = "layers of this model keep a state, which passes from token to token"
+    elif config.cross_rows:
+        lack = "this model writes down the sound beside each prompt"
+    elif config.has_class_head or not config.has_output:
+        lack = "prompts of models that only pool are not divided yet"
+    if lack:
+        raise ValueError(f"prefill_context_parallel_size: {lack}; leave it out")
 
 
 def check_kv_dtype(config: ModelConfig, dtype: KVCacheDtype) -> None:
@@ -203,10 +239,18 @@ def _check_processors(parallel: ParallelConfig) -> None:
     processors = len(os.sched_getaffinity(0))
     if parallel.world_size > _WORKERS_A_PROCESSOR * processors:
         raise ValueError(
-            f"tensor_parallel_size {parallel.tensor_parallel_size} times pipeline_parallel_size "
-            f"{parallel.pipeline_parallel_size} is {parallel.world_size} workers: at most {_WORKERS_A_PROCESSOR} share "
-            f"one of the {processors} processors that this machine allows; each should have one of its own"
+            f"{_product(parallel)} is {parallel.world_size} workers: at most {_WORKERS_A_PROCESSOR} share one of the "
+            f"{processors} processors that this machine allows; each should have one of its own"
         )
+
+
+def _product(parallel: ParallelConfig) -> str:
+    if parallel.prefill_context_parallel_size > 1:
+        return f"prefill_context_parallel_size {parallel.prefill_context_parallel_size}"
+    return (
+        f"tensor_parallel_size {parallel.tensor_parallel_size} times pipeline_parallel_size "
+        f"{parallel.pipeline_parallel_size}"
+    )
 
 
 def check_apart(config: EngineConfig, kind: str) -> None:

@@ -375,6 +375,8 @@ def _check_division(path: Path, place: RankPlace) -> None:
     """Raise ``ValueError`` naming what transformers' modules do not divide among several workers."""
     name, values = read_model(path)
     kind, types, file = str(values.get("model_type")), transformers_types(), described_by(path)
+    if place.prefill_size > 1:
+        raise ValueError("prefill_context_parallel_size: transformers' modules divide no prompts; leave it out")
     if place.spreads_context:
         raise ValueError("decode_context_parallel_size: KV of transformers' modules is not spread; leave it out")
     if place.data_size > 1 or place.spreads_experts:

@@ -28,6 +28,10 @@ class LayerRoutes:
         counted = self._counts[:-1]
         return counted if self._on_device is None else counted + self._on_device[:-1].cpu().numpy()
 
+    def add(self, counts: Ints) -> None:
+        """Add tokens that each expert computed elsewhere, [num_experts]."""
+        self._counts[:-1] += counts
+
     def record(self, chosen: Tensor, grouped: GroupedRows) -> None:
         """Note the experts of a forward pass, ``chosen`` [T, top_k], if the pass is recorded."""
         if self._routes.is_recording:
@@ -80,6 +84,11 @@ class ExpertRoutes:
     def counts(self) -> Ints:
         """Return the tokens that each expert computed, [num_layers, num_experts]."""
         return np.stack([layer.num_tokens for layer in self.layers])
+
+    def add(self, counts: Ints) -> None:
+        """Add the tokens of passes that other ranks computed, [num_layers, num_experts]."""
+        for layer, count in zip(self.layers, counts, strict=True):
+            layer.add(count)
 
     def loads(self) -> tuple[Ints, npt.NDArray[np.float64]]:
         """Return the tokens that each expert computed, over all layers, [num_experts]; and for each layer the most that

@@ -71,7 +71,8 @@ def load_model(
     if config.latent is not None and config.mixer is not None and type(ops) is CPUOps:
         ops = TokenwiseOps()  # a token has the bits of any batch, as its states have
     if config.shard.spreads_context:
-        ops = TorchOps(config.num_kv_heads)  # the kernels write keys and values where they rotate them
+        states = None if ops is None or config.states is None else ops.states
+        ops = TorchOps(config.num_kv_heads, states)  # the kernels write keys and values where they rotate them
     source = None
     if load_format == "dummy":
         source = DummySource(config.dtype, device, has_output=not config.tie_word_embeddings)

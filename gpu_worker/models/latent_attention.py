@@ -1,10 +1,12 @@
 """Computes multi-head latent attention, in which all heads share one compressed vector of each token (DeepSeek-V2)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..attention.attention_backend import AttentionPlan, KVCache
-from ..attention.latent_backend import ChangedProjection, LatentPlan, LatentProjection
+from ..attention.attention_backend import KVCache
+from ..attention.latent_backend import ChangedProjection, LatentProjection
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.linear import load_linear
@@ -45,8 +47,8 @@ class LatentAttention:
         values, out_bias = part(config.num_heads * latent.value_size), config.attention_output_bias
         self._out = load_linear(checkpoint, [f"{prefix}.o_proj"], values, [hidden], out_bias, quantization)
 
-    def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
-        assert isinstance(plan, LatentPlan)
+    def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: Any) -> Tensor:
+        """``plan``: with the calls of :class:`~..attention.latent_backend.LatentPlan`."""
         latent = self._latent
         *query, vector, key = torch.split(self._compress(x), self._sizes, dim=1)
         rotated = self._rotate(key[:, None], rotation)[:, 0]
@@ -55,7 +57,7 @@ class LatentAttention:
         heads = self._queries(compressed).view(len(x), -1, latent.query_size)
         plain, turning = torch.split(heads, [latent.key_size, latent.rope_size], dim=2)
         turned = self._rotate(turning, rotation)
-        attended = plan.attend_latents(plain, turned, kv_cache, self._projection)
+        attended: Tensor = plan.attend_latents(plain, turned, kv_cache, self._projection)
         if self._changes is not None:
             # All rows once more for each such adapter of the step: attention takes the rows of whole requests.
             for change, own in self._changes.groups(x.device):

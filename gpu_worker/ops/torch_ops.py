@@ -18,13 +18,15 @@ from .state_ops import StateOps
 class TorchOps:
     """Fulfils :class:`~.ops.Ops` on every device."""
 
-    def __init__(self, num_kv_heads: int = 0) -> None:
-        """``num_kv_heads``: among the heads that are rotated; 0: as many as the KV cache has."""
+    def __init__(self, num_kv_heads: int = 0, states: StateOps | None = None) -> None:
+        """``num_kv_heads``: among the heads that are rotated; 0: as many as the KV cache has. ``states``: of the layers
+        that keep a state; None: PyTorch's."""
         self._num_kv_heads = num_kv_heads
+        self._state_ops = states
 
     @cached_property
     def states(self) -> StateOps:
-        return StateOps()
+        return self._state_ops or StateOps()
 
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0

@@ -29,6 +29,8 @@ class Ranks:
     place: RankPlace = ONLY_PLACE
     group: RankGroup = ALONE
     """The ranks that compute the same layers."""
+    prefill: RankGroup = ALONE
+    """The ranks that divide long prompts."""
     tensors: Peers | None = None
     """Carries tensors of the device between stages; None: there is one stage."""
     tokens: Peers | None = None
@@ -76,7 +78,8 @@ class Ranks:
     def others(self) -> list[int]:
         """Return the ranks of the engine without the one that draws."""
         place = self.place
-        return [rank for rank in range(place.tensor_size * place.num_stages) if rank != place.output_rank]
+        count = place.tensor_size * place.num_stages * place.prefill_size
+        return [rank for rank in range(count) if rank != place.output_rank]
 
 
 ONLY_RANK: Final = Ranks()
@@ -119,8 +122,8 @@ def join_ranks(parallel: ParallelConfig, device: torch.device, *, cuts_vocabular
     from .torch_group import join  # here, so that a rank that is alone pays nothing for it
 
     # Experts that are spread over engines move by the links of the exchange.
-    group, tensors, tokens = join(parallel, place, device, balancer if exchange is None else None)
-    return Ranks(place, group, tensors, tokens, exchange, balancer)
+    group, prefill, tensors, tokens = join(parallel, place, device, balancer if exchange is None else None)
+    return Ranks(place, group, prefill, tensors, tokens, exchange, balancer)
 
 
 class Stage:

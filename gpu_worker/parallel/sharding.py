@@ -115,6 +115,10 @@ class RankPlace:
     """The number of the engine in its data-parallel group, over which the experts are spread."""
     data_size: int = 1
     """Engines of that group; 1: the experts are not spread over engines."""
+    prefill_rank: int = 0
+    """The number of the rank among those that each have the whole model, and divide long prompts."""
+    prefill_size: int = 1
+    """Those ranks."""
     num_redundant_experts: int | None = None
     """Copies of experts beside one of each, which are moved by their load; None: experts stay where they are."""
     cuts_vocabulary: bool = True
@@ -123,7 +127,12 @@ class RankPlace:
     @property
     def is_alone(self) -> bool:
         """Return whether this rank is the only one of its engine."""
-        return self.tensor_size == self.num_stages == 1
+        return self.tensor_size == self.num_stages == self.prefill_size == 1
+
+    @property
+    def has_whole_model(self) -> bool:
+        """Return whether this rank has all layers, and all of each."""
+        return self.tensor_size == self.num_stages == self.data_size == 1
 
     @property
     def is_whole(self) -> bool:
@@ -139,7 +148,7 @@ class RankPlace:
     @property
     def samples(self) -> bool:
         """Return whether this rank is the output rank."""
-        return self.tensor_rank == 0 and self.stage == self.num_stages - 1
+        return self.tensor_rank == self.prefill_rank == 0 and self.stage == self.num_stages - 1
 
     @property
     def shares_table(self) -> bool:
@@ -188,7 +197,8 @@ ONLY_PLACE: Final = RankPlace()
 
 def place_of(parallel: ParallelConfig) -> RankPlace:
     """Return the place of the rank that ``parallel`` is for."""
-    stage, tensor_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
+    prefill_rank, rank = divmod(parallel.rank, parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+    stage, tensor_rank = divmod(rank, parallel.tensor_parallel_size)
     balancing = parallel.eplb_config or EplbConfig()
     return RankPlace(
         tensor_rank,
@@ -199,5 +209,7 @@ def place_of(parallel: ParallelConfig) -> RankPlace:
         spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1,
         data_rank=parallel.data_parallel_rank if parallel.spreads_experts_over_engines else 0,
         data_size=parallel.data_parallel_size if parallel.spreads_experts_over_engines else 1,
+        prefill_rank=prefill_rank,
+        prefill_size=parallel.prefill_context_parallel_size,
         num_redundant_experts=balancing.num_redundant_experts if parallel.enable_eplb else None,
     )

@@ -227,10 +227,10 @@ class TorchLink:
 
 def join(
     parallel: ParallelConfig, place: RankPlace, device: torch.device, balancer: "ExpertBalancer | None"
-) -> tuple[RankGroup, TorchPeers | None, TorchPeers]:
+) -> tuple[RankGroup, RankGroup, TorchPeers | None, TorchPeers]:
     """Join the other ranks of the engine where ``parallel`` says, and wait for them; ``balancer`` gets its own way to
-    them. Returns the group of the ranks that compute the same layers, the peers that carry tensors between stages,
-    None if there is one stage, and those that carry tokens."""
+    them. Returns the group of the ranks that compute the same layers, that of the ranks that divide prompts, the peers
+    that carry tensors between stages, None if there is one stage, and those that carry tokens."""
     rank, size = parallel.rank, parallel.world_size
     store, host = _store(parallel.rendezvous, rank, size, _TIMEOUT)
     host_peers = TorchPeers(_gloo(_c10d.PrefixStore("host", store), rank, size, host), torch.device("cpu"))
@@ -239,6 +239,10 @@ def join(
     if place.num_stages > 1:
         tensors = TorchPeers(make(_c10d.PrefixStore("stages", store), rank, size, host), device)
     group: RankGroup = ALONE
+    prefill: RankGroup = ALONE
+    if place.prefill_size > 1:
+        prefix = _c10d.PrefixStore("prefill", store)
+        prefill = TorchGroup(make(prefix, rank, size, host), place.prefill_rank, place.prefill_size)
     if (tensor_size := place.tensor_size) > 1:
         prefix = _c10d.PrefixStore(f"stage-{place.stage}", store)
         group = TorchGroup(make(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size)
@@ -249,7 +253,7 @@ def join(
     if balancer is not None:
         prefix = _c10d.PrefixStore(f"moves-{place.stage}", store)
         balancer.join(TorchLink(_gloo(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size))
-    return group, tensors, host_peers
+    return group, prefill, tensors, host_peers
 
 
 def _store(address: str, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:

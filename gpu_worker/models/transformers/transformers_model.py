@@ -274,6 +274,8 @@ def check_ranks(found: CausalClass, path: Path, place: RankPlace, dtype: torch.d
     """Raise ``ValueError`` naming what of a model cannot be divided among ranks, before its weights are read."""
 
     def check(model: Any) -> None:
+        if place.prefill_size > 1:
+            raise UnservableModel("divides no prompts among workers: leave out prefill_context_parallel_size")
         if found.scheme is not None or is_gguf(path):
             raise UnservableModel("has weights in few bits, which are not divided among workers: use one worker")
         if keeps_states(found.config):

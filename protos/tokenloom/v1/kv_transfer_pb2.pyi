@@ -26,7 +26,7 @@ class AcquireRequest(_message.Message):
     def __init__(self, lease_id: _Optional[bytes] = ..., engine_epoch: _Optional[int] = ..., kv_layout: _Optional[str] = ..., prompt_digest: _Optional[bytes] = ..., skip_tokens: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
-    __slots__ = ("acquisition_id", "transport", "endpoint", "block_ids", "generations", "checksums", "ttl")
+    __slots__ = ("acquisition_id", "transport", "endpoint", "block_ids", "generations", "checksums", "ttl", "divided_layout")
     ACQUISITION_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class AcquireResponse(_message.Message):
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
+    DIVIDED_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     acquisition_id: bytes
     transport: str
     endpoint: bytes
@@ -41,7 +42,8 @@ class AcquireResponse(_message.Message):
     generations: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
     ttl: _duration_pb2.Duration
-    def __init__(self, acquisition_id: _Optional[bytes] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    divided_layout: str
+    def __init__(self, acquisition_id: _Optional[bytes] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., divided_layout: _Optional[str] = ...) -> None: ...
 
 class ProgressRequest(_message.Message):
     __slots__ = ("acquisition_id", "engine_epoch")

@@ -66,6 +66,7 @@ class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
             generations=target.generations,
             checksums=target.checksums,
             ttl=_duration(answer.ttl_seconds),
+            divided_layout=target.layout,
         )
 
     async def Progress(

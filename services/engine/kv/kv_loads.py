@@ -101,6 +101,7 @@ class Reading:
             num_tokens=num_tokens,
             checksums=list(answer.checksums),
             owner=owner,
+            layout=answer.divided_layout,
         )
         # A third of the lease: two renewals in a row may be lost before it ends.
         renew_seconds = max(_LEAST_RENEW_SECONDS, min(RENEW_SECONDS, answer.ttl.ToNanoseconds() / 3e9))

@@ -137,7 +137,7 @@ ANSWERS = {
     "-tp": "use --tensor-parallel-size",
     "-pp": "use --pipeline-parallel-size",
     "-dcp": "use --decode-context-parallel-size",
-    "--prefill-context-parallel-size -pcp": "use --decode-context-parallel-size",
+    "-pcp": "use --prefill-context-parallel-size",
     "--dcp-comm-backend --dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size": "use "
     "--decode-context-parallel-size",
     "-ep": "use --enable-expert-parallel",
@@ -202,7 +202,6 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "mamba_cache_mode": ("none",),
     "dbo_decode_token_threshold": (32,),
     "dbo_prefill_token_threshold": (512,),
-    "prefill_context_parallel_size": (1,),
     "dcp_comm_backend": ("ag_rs",),
     "dcp_kv_cache_interleave_size": (1,),
     "cp_kv_cache_interleave_size": (1,),

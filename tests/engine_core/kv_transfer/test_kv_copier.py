@@ -60,6 +60,9 @@ class FakeTransport:
 class FakePool:
     layout = "layout"
 
+    def spread(self, block_ids: BlockIds) -> None:
+        pass
+
 
 class Copies:
     """A copier over a fake transport, on two threads."""
@@ -97,7 +100,7 @@ def copies() -> Iterator[Copies]:
 def test_a_copy_that_comes_after_the_end_is_dropped() -> None:
     """The KV thread runs on while the thread that steps closes: it must not fail, which would end the process."""
     executor = ThreadPoolExecutor(1)
-    copier = KVCopier(None, (), executor, Failpoints(()), checksum=True)  # type: ignore[arg-type]
+    copier = KVCopier(FakePool(), (), executor, Failpoints(()), checksum=True)  # type: ignore[arg-type]
     copier.close()
     executor.shutdown()
     done: list[object] = []

@@ -16,6 +16,7 @@ from tokenloom import demo_model
 from tokenloom.engine_core.data.config import (
     CacheConfig,
     EngineConfig,
+    KVConfig,
     ParallelConfig,
     PoolerConfig,
     SpeculativeConfig,
@@ -177,3 +178,31 @@ def test_places_of_experts_are_a_multiple_of_the_workers_and_engines_round_up(tm
     local_config(config, RankPlace(data_size=3, num_redundant_experts=0))
     with pytest.raises(ValueError, match="8 experts and 0 copies are not a multiple of 3"):
         local_config(config, RankPlace(0, 3, spreads_experts=True, num_redundant_experts=0))
+
+
+@pytest.mark.parametrize(
+    "others", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}]
+)
+def test_ranks_that_divide_prompts_divide_nothing_else(others: dict[str, Any]) -> None:
+    config = ParallelConfig(prefill_context_parallel_size=2, **others)
+    with pytest.raises(ValueError, match=f"prefill_context_parallel_size: is not supported with {next(iter(others))}"):
+        check_options(EngineConfig(parallel=config))
+
+
+def test_ranks_that_divide_prompts_move_no_kv_of_drafts() -> None:
+    draft = SpeculativeConfig(method="draft_model", model="x", num_speculative_tokens=2)
+    config = EngineConfig(speculative=draft, parallel=ParallelConfig(prefill_context_parallel_size=2))
+    check_options(config)
+    with pytest.raises(ValueError, match="prefill_context_parallel_size: KV does not move where"):
+        check_options(replace(config, kv=KVConfig(transports=("shm",))))
+
+
+def test_ranks_that_divide_prompts_have_the_whole_model(config: ModelConfig, tmp_path: Path) -> None:
+    places = [place_of(ParallelConfig(prefill_context_parallel_size=3, rank=rank)) for rank in range(3)]
+    assert [place.prefill_rank for place in places] == [0, 1, 2]
+    assert [place.output_rank for place in places] == [0, 0, 0]
+    assert [local_config(config, place) == config for place in places] == [True, False, False]
+    assert dataclasses.replace(local_config(config, places[1]), samples=True) == config
+    states = load_model_config(write_model("qwen3_next", tmp_path))
+    with pytest.raises(ValueError, match="prefill_context_parallel_size: layers of this model keep a state"):
+        local_config(states, places[0])

@@ -28,6 +28,7 @@ class RankThreads:
     def __init__(self, config: EngineConfig, directory: Path) -> None:
         self.output_rank = config.parallel.output_rank
         self.max_concurrent_batches = most_in_flight(config)
+        self._num_copies = config.parallel.prefill_context_parallel_size
         ranks = range(config.parallel.world_size)
         config = replace(config, worker=replace(config.worker, num_threads=len(ranks)))
         rendezvous = str(directory / "store")
@@ -38,7 +39,8 @@ class RankThreads:
         ]
 
     def load_model(self) -> ModelInfo:
-        return merged_info(self._all(lambda worker: worker.load_model()), self.output_rank)
+        models = self._all(lambda worker: worker.load_model())
+        return merged_info(models, self.output_rank, self._num_copies)
 
     def determine_available_memory(self) -> int:
         return min(self._all(lambda worker: worker.determine_available_memory()))
@@ -82,10 +84,11 @@ class RankThreads:
         return [pending.result() for pending in self._begin(call)]
 
 
-def parallel(tp: int, pp: int = 1, cp: int = 1, *, experts: bool = False) -> ParallelConfig:
+def parallel(tp: int, pp: int = 1, cp: int = 1, pcp: int = 1, *, experts: bool = False) -> ParallelConfig:
     return ParallelConfig(
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
         decode_context_parallel_size=cp,
+        prefill_context_parallel_size=pcp,
         enable_expert_parallel=experts,
     )

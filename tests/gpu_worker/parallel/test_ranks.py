@@ -52,15 +52,17 @@ def test_ranks_give_the_tokens_of_one(shape: tuple[int, ...], tmp_path: Path) ->
 
 def test_a_layout_names_the_part_of_every_rank(tmp_path: Path) -> None:
     engine = engine_of((2,), tmp_path)
-    assert engine.core.ready.kv_layout == "HND/fp32/4x1x64/16+HND/fp32/4x1x64/16"
+    assert engine.core.ready.kv_layout == "HND/fp32/4x2x64/16", "what engines compare names the whole"
+    layouts = [worker._pool_layers.layout(16) for worker in engine.core.executor.workers]
+    assert layouts == [f"HND/fp32/4x1x64/16@0.{head}.0:4x2x16" for head in (0, 1)]
     assert engine.core.ready.numerics.endswith("/tp-2")
     engine.core.shutdown()
 
 
 def test_context_parallel_ranks_keep_their_tokens_of_a_block(tmp_path: Path) -> None:
     engine = engine_of((4, 1, 4), tmp_path)
-    layouts = engine.core.ready.kv_layout.split("+")
-    assert layouts == ["HND/fp32/4x2x64/4"] * 4
+    layouts = [worker._pool_layers.layout(16) for worker in engine.core.executor.workers]
+    assert layouts == [f"HND/fp32/4x2x64/4@0.0.{first}:4x2x16" for first in (0, 4, 8, 12)]
     engine.core.shutdown()
 
 

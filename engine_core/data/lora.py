@@ -161,7 +161,8 @@ def read_rank(config: dict[str, Any], max_rank: int) -> int:
             raise ValueError(
                 f"{key} is {rank!r}; this engine loads adapters of ranks from 1 to {max_rank} (--max-lora-rank)"
             )
-    return max(config["r"], *patterns.values(), 0)
+    largest: int = max(config["r"], *patterns.values(), 0)
+    return largest
 
 
 def pattern_value(config: Mapping[str, Any], key: str, layer: str, default: Any) -> Any:

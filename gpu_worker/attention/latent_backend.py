@@ -92,7 +92,7 @@ class ChangedProjection(LatentProjection):
         if change.weight is not None:
             self._base = LatentProjection(change.weight, latent, base.scale)
         self._down, size = change.down, latent.key_size + latent.value_size
-        up = change.up.t().unflatten(0, (-1, size))
+        up = change.up.t().reshape(base.num_heads, size, len(change.up))
         self._up_keys, self._up_values = up[:, : latent.key_size], up[:, latent.key_size :]
         factors = torch.ones(base.num_heads, size, device=up.device) if change.factors is None else change.factors
         factors = factors.view(base.num_heads, size).to(up.dtype)

@@ -252,7 +252,7 @@ class LoraSlots:
             if change is not None:
                 begin, end = inputs.cu_query_lens[index : index + 2].tolist()
                 ids = torch.from_numpy(inputs.token_ids[begin:end].astype(np.int64))
-                found.append((begin, self._embedded(change, ids).float().numpy()))
+                found.append(TokenRows(begin, self._embedded(change, ids).float().numpy()))
         return found
 
     def pick(self, rows: npt.NDArray[np.integer] | None, inputs: StepInputs) -> None:

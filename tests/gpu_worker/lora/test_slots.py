@@ -71,6 +71,31 @@ def test_dropped_layers_give_their_memory_back(model: Path, adapter: Path) -> No
     assert len(worker._loras._layers) == 9
 
 
+def test_memory_for_adapters_is_left_out_of_the_pool(
+    model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are named at the start are read after the pool was sized."""
+    worker = make_engine(model, adapter).core.executor._worker  # type: ignore[attr-defined]
+    asked = []
+    monkeypatch.setattr(worker._platform, "kv_memory", lambda activations, _: asked.append(activations) or 0)
+    worker.determine_available_memory()
+    size = (adapter / "adapter_model.safetensors").stat().st_size
+    assert asked == [worker._largest.activation_bytes + size]
+    assert worker._loras._adapters[worker._loras.load(adapter).digest].nbytes > size / 2
+
+
+def test_steps_with_magnitudes_are_recorded(model: Path, tmp_path: Path) -> None:
+    """Factors of outputs are the kernel's; whole weights, which PyTorch multiplies by, are not recorded."""
+    magnitudes = save_adapter(tmp_path / "magnitudes", model, use_dora=True)
+    whole = save_adapter(tmp_path / "whole", model, kinds=("o_proj",), modules_to_save=["k_proj"])
+    engine = make_engine(model, magnitudes, whole)
+    recorded = engine.core.executor._worker._runner._recordings  # type: ignore[attr-defined]
+    for digest, sizes in zip(digests_of(engine), ({True}, {True}), strict=True):
+        engine.generate([PROMPT], [8], adapters=[digest])
+        assert recorded is None or {adapted for _, _, adapted in recorded._steps} == sizes
+        assert recorded is None or not recorded._failed
+
+
 def test_experts_that_no_adapter_changes_are_not_wrapped(tmp_path: Path) -> None:
     model = save_random("mixtral", tmp_path, num_local_experts=2, num_experts_per_tok=1)
     attention = save_adapter(tmp_path / "attention", model, kinds=("q_proj", "o_proj"))

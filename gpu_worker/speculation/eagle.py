@@ -295,8 +295,7 @@ def _drafted_tokens(checkpoint: Checkpoint, entries: Eagle3Entries) -> Tensor:
     if "d2t" not in checkpoint and entries.num_outputs == entries.config.vocab_size:
         return outputs
     tokens = outputs + checkpoint.take_integers("d2t", entries.num_outputs)
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < entries.config.vocab_size or len(tokens.unique()) < len(
-        tokens
-    ):
+    is_within = 0 <= int(tokens.min()) <= int(tokens.max()) < entries.config.vocab_size
+    if not is_within or len({*tokens.tolist()}) < len(tokens):
         raise ValueError(f"d2t: its outputs must be different tokens below {entries.config.vocab_size}")
     return tokens

@@ -243,6 +243,9 @@ browser: install ## use the pages / and /docs in a real browser, and take pictur
 	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
 	$(BIN)/python -m tests.services.gateway.page.check_page
 
+docs-check: install ## type the console blocks of README, quick start and tutorials into a shell, in a fresh clone (QUICK=--quick: in this environment)
+	$(BIN)/python -m tests.docs.check_console $(QUICK)
+
 wheel-check: install $(TOOLS)/.installed ## install the wheels of dist/ into clean environments; print the CPU time of starts, and what the client takes
 	$(BIN)/python -m tests.wheel.check_client $(TOOLS)/bin/uv
 	$(BIN)/python -m tests.wheel.check_wheel
@@ -283,4 +286,4 @@ house-check: install ## fail if a figure of the source tree is beyond its limit 
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat matrix soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check wheel-check pictures site help
+.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs schema-docs kernels wheel wheels lock audit sbom check-images pin-images compat matrix soak attack soak-memory network clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check docs-check wheel-check pictures site help

@@ -1,5 +1,6 @@
 """The commands that ask a mesh and look after it, against one that serves the demo model."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -50,6 +51,20 @@ def test_chat_in_a_script(mesh: Any) -> None:
     answer = json.loads(run(mesh, "chat", "What is prefill?", "--temperature", "0", "--json").stdout)
     assert (answer["text"], answer["finish_reason"]) == (PREFILL, "stop")
     assert answer["usage"]["completion_tokens"] > 10
+
+
+def test_an_engine_has_one_openmp_runtime_and_the_other_parts_none(mesh: Any) -> None:
+    """A second one, which a repaired wheel would bring, has threads of its own that compete for the cores."""
+    assert run(mesh, "chat", "What is prefill?", "--max-tokens", "4").returncode == 0
+    runtimes: dict[int, set[str]] = {}
+    for process in mesh.family():
+        with contextlib.suppress(OSError):  # it has ended since
+            columns = [line.split(maxsplit=5) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+            names = {each[5].rpartition("/")[2] for each in columns if len(each) == 6}
+            runtimes[process.pid] = {name for name in names if name.startswith(("libgomp", "libomp", "libiomp"))}
+    found = [names for names in runtimes.values() if names]
+    assert found, "no process of the mesh computes"
+    assert all(len(names) == 1 for names in found), runtimes
 
 
 def test_chat_on_a_terminal(mesh: Any) -> None:

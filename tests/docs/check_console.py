@@ -1,0 +1,218 @@
+"""``make docs-check``: types the console blocks of README, quick start and tutorials into a shell, in a fresh clone.
+
+The clone has no environment yet: the blocks install one. A command that serves stays until the page starts another one,
+or ends. ``--quick`` takes the environment of this checkout instead, and leaves out what installs and builds. A command
+fails the check with an exit status other than 0, with a traceback, or where the page shows an object of JSON with other
+keys. What cannot be typed here is listed with its reason.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tests.docs.console_blocks import PAGES, ROOT, Typed, read_commands
+from tokenloom.model_files.model_path import DEMO_MODEL
+
+NOT_TYPED: Mapping[str, str] = {
+    r"\bdocker compose\b": "needs docker; `make containers` does the same with podman",
+    r"^make containers\b": "needs root and Debian's podman; a command of its own",
+    r"^make test\b": ".ci/run runs it",
+    r"\b(codex|claude|opencode|aider)\b": "a program of others; `make clients` runs it",
+    r"^export (ANTHROPIC|CLAUDE|OPENAI_API_BASE)": "a setting of such a program",
+}
+"""Commands that the check leaves out, each with the reason."""
+_NOT_QUICK = re.compile(r"\bmake (demo|wheel)\b|\bpip install\b|-m venv\b|^~/tokenloom|weather_agent\.py|--also")
+_INSTEAD = {"./Qwen3-8B --max-model-len 32768": "tokenloom-demo"}
+"""What stands for a model that no test has."""
+_SERVES = re.compile(r"\btokenloom serve\b")
+_TALKS = re.compile(r"\btokenloom (chat|top)( *#.*)?$")
+"""Commands that stay until somebody ends them, but serve nothing."""
+_MODELS = ("my-model", "large", "small")
+"""Folders for which a reader has a model, and the check the demo model."""
+_READY_SECONDS = 300.0
+_TYPED_SECONDS = 3600.0
+
+
+_ALONE = "DOCS_CHECK_ALONE"
+"""Set where the network is the check's own."""
+
+
+class Failed(Exception):
+    """A command did not do what its page says."""
+
+
+class Reader:
+    """Types the commands of one page in one clone."""
+
+    def __init__(self, clone: Path, home: Path) -> None:
+        self._clone = clone
+        self._server: subprocess.Popen[str] | None = None
+        path = os.pathsep.join((str(clone / ".venv" / "bin"), str(home / "tokenloom" / "bin"), os.environ["PATH"]))
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOKENLOOM_", "PYTHON"))}
+        self._environment = {**kept, "HOME": str(home), "PATH": path, "XDG_RUNTIME_DIR": str(home), "NO_COLOR": "1"}
+        self._environment |= {"COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
+
+    def type(self, typed: Typed) -> None:
+        """Run one command. Raises `Failed`."""
+        for model, other in _INSTEAD.items():
+            typed = replace(typed, text=typed.text.replace(model, other))
+        if _SERVES.search(typed.text):
+            self._serve(typed)
+        elif _TALKS.search(typed.text):
+            self._check(typed, *self._run(typed.text, "What is prefill?\n"))
+        else:
+            self._check(typed, *self._run(typed.text, ""))
+
+    def end(self) -> None:
+        """Stop what still serves, as Ctrl-C does."""
+        if self._server is not None:
+            os.killpg(self._server.pid, signal.SIGINT)
+            self._server.wait(60)
+            self._server = None
+
+    def _run(self, text: str, given: str) -> tuple[int, str]:
+        done = subprocess.run(
+            ["bash", "-c", text],
+            input=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self._clone,
+            env=self._environment,
+            timeout=_TYPED_SECONDS,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    def _serve(self, typed: Typed) -> None:
+        self.end()
+        with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
+            self._server = subprocess.Popen(
+                ["bash", "-c", typed.text.removesuffix("&")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._clone,
+                env=self._environment,
+                process_group=0,
+            )
+            deadline = time.monotonic() + _READY_SECONDS
+            while " served at " not in (shown := Path(log.name).read_text()):
+                if self._server.poll() is not None or time.monotonic() > deadline:
+                    raise Failed(f"{typed.place}: {typed.text}\n{shown[-2000:]}")
+                time.sleep(0.2)
+
+    def _check(self, typed: Typed, status: int, shown: str) -> None:
+        where = f"{typed.place}: {typed.text}\nexit status {status}\n{shown[-2000:]}"
+        if status or "Traceback" in shown:
+            raise Failed(where)
+        for line in typed.printed:
+            if line.startswith("{") and _keys(line) not in [_keys(each) for each in shown.splitlines()]:
+                raise Failed(f"the page shows an object with other keys\n{where}")
+
+
+def _keys(line: str) -> object:
+    """Return the shape of an object of JSON without its values; None for another line."""
+
+    def shape(value: object) -> object:
+        if isinstance(value, dict):
+            return {name: shape(each) for name, each in value.items()}
+        return [shape(each) for each in value[:1]] if isinstance(value, list) else None
+
+    try:
+        return shape(json.loads(line))
+    except ValueError:
+        return None
+
+
+def reason_against(typed: Typed, *, quick: bool) -> str | None:
+    """Return why a command is left out; None: it is typed."""
+    if quick and _NOT_QUICK.search(typed.text):
+        return "installs or builds, or needs another model: without --quick only"
+    return next((reason for pattern, reason in NOT_TYPED.items() if re.search(pattern, typed.text)), None)
+
+
+@contextmanager
+def cloned(*, quick: bool) -> Iterator[tuple[Path, Path]]:
+    """Yield a fresh clone of the last commit, and a home without any settings."""
+    folder = Path(tempfile.mkdtemp(prefix="tl-docs-"))
+    clone, home = folder / "clone", folder / "home"
+    try:
+        home.mkdir()
+        subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(clone)], check=True)
+        for name in _MODELS:
+            shutil.copytree(DEMO_MODEL, clone / name)
+        if quick:
+            (clone / ".venv" / "bin").mkdir(parents=True)
+            command = f'#!/bin/sh\nPYTHONPATH="{clone}" exec "{sys.executable}" -P -m tokenloom.cli.main "$@"\n'
+            python = f'#!/bin/sh\nPYTHONPATH="{clone}" exec "{sys.executable}" "$@"\n'
+            for name, text in (("tokenloom", command), ("python", python)):
+                (clone / ".venv" / "bin" / name).write_text(text)
+                (clone / ".venv" / "bin" / name).chmod(0o755)
+        yield clone, home
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def alone() -> tuple[str, ...]:
+    """Return what runs a command in a network of its own, where every port of the pages is free; nothing if this
+    machine does not allow it."""
+    command = ("unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+    try:
+        allowed = subprocess.run([*command, "true"], check=False, capture_output=True).returncode == 0
+    except OSError:
+        allowed = False
+    return command if allowed else ()
+
+
+def check(page: str, *, quick: bool) -> list[tuple[Typed, str | None]]:
+    """Type a page's commands. Returns each with the reason for which it was left out. Raises `Failed`."""
+    done = []
+    with cloned(quick=quick) as (clone, home):
+        reader = Reader(clone, home)
+        try:
+            for typed in read_commands(page):
+                reason = reason_against(typed, quick=quick)
+                if reason is None:
+                    reader.type(typed)
+                done.append((typed, reason))
+        finally:
+            reader.end()
+    return done
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="use this environment, and install and build nothing")
+    parser.add_argument("pages", nargs="*", default=PAGES)
+    options = parser.parse_args()
+    if options.quick and not os.environ.get(_ALONE):
+        command = (sys.executable, "-m", "tests.docs.check_console", "--quick", *options.pages)
+        return subprocess.run([*alone(), *command], env={**os.environ, _ALONE: "1"}, check=False).returncode
+    failed = 0
+    for page in options.pages:
+        try:
+            for typed, reason in check(page, quick=options.quick):
+                state = "typed" if reason is None else "left out"
+                print(
+                    f"{state:<9} {typed.place}: {typed.text.splitlines()[0][:90]}" + (f" ({reason})" if reason else "")
+                )
+        except Failed as error:
+            failed += 1
+            print(f"FAILED    {error}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

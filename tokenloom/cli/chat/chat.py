@@ -6,9 +6,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from tokenloom.process.uncollected_imports import uncollected_imports
 
 from ..failures import RequestFailed, reported
 from ..options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP, given
@@ -26,6 +28,9 @@ from .conversation import (
     run_command,
     sound_part,
 )
+
+if TYPE_CHECKING:
+    from .markdown import MarkdownView
 
 
 def chat(
@@ -60,6 +65,13 @@ def chat(
     top_k: TopK = None,
     seed: SampleSeed = None,
     stop: Stop = None,
+    markdown: Annotated[
+        bool | None,
+        typer.Option(
+            "--markdown/--plain",
+            help="Show headings, tables and code as such, or as they are written. [default: as such on a terminal]",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as an object, with its usage.")] = False,
 ) -> None:
     """Chat with a served model on the terminal, or ask one question from PROMPT or a pipe."""
@@ -72,7 +84,7 @@ def chat(
         if question is None and not sys.stdin.isatty():
             raise typer.BadParameter("and piped input are both empty", param_hint="PROMPT")
         media = [*map(image_part, image or ()), *map(sound_part, audio or ())]
-        session = ChatSession(server, model or server.model(), Conversation(system), sampling, media)
+        session = ChatSession(server, model or server.model(), Conversation(system), sampling, media, markdown=markdown)
         if question is None:
             session.talk()
         else:
@@ -91,14 +103,20 @@ class ChatSession:
         conversation: Conversation,
         sampling: dict[str, Any],
         media: Sequence[Message] = (),
+        *,
+        markdown: bool | None = None,
     ) -> None:
-        """``media``: parts that stand before the first question."""
+        """``media``: parts that stand before the first question. ``markdown``: whether answers are shown as Markdown;
+        None: on a terminal that can."""
         self._server = server
         self._media = media
         self._model = model
         self._conversation = conversation
         self._sampling = sampling
         self._console = plain_console(soft_wrap=True)
+        can = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._markdown = can if markdown is None else markdown
+        self._thinks = False
 
     def talk(self) -> None:
         """Read lines until the user leaves. A failed or stopped answer does not end the conversation."""
@@ -120,15 +138,21 @@ class ChatSession:
         self._media = ()
         body = {"model": self._model, "messages": self._conversation.messages, **self._sampling}
         pieces: list[str] = []
+        view = self._view() if self._markdown and not quiet else None
 
         def on_text(text: str) -> None:
             pieces.append(text)
-            if not quiet:
+            if view is not None:
+                self._end_thought()
+                view.add(text)
+            elif not quiet:
                 print(text, end="", flush=True)
 
         try:
             return stream_chat(self._server, body, on_text, None if quiet else self._show_thought)
         finally:
+            if view is not None:
+                view.end()
             self._conversation.answer("".join(pieces))  # a stopped answer is kept as far as it arrived
 
     def _exchange(self, question: str) -> None:
@@ -142,8 +166,21 @@ class ChatSession:
         else:
             self._console.print(f"\n{_summary(answer)}", style="dim")
 
+    def _view(self) -> "MarkdownView":
+        with uncollected_imports():
+            from .markdown import MarkdownView  # here, because its parser costs time, which the help does not need
+
+        return MarkdownView(plain_console())
+
     def _show_thought(self, text: str) -> None:
+        self._thinks = True
         self._console.print(text, end="", style="dim")
+
+    def _end_thought(self) -> None:
+        """Begin a line of its own for the answer after a reasoning."""
+        if self._thinks:
+            self._thinks = False
+            self._console.print("\n")
 
 
 def _lines() -> Iterator[str]:

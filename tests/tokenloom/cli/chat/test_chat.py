@@ -100,6 +100,24 @@ def test_a_conversation_on_a_terminal(server: FakeServer) -> None:
     ], "the failed question is forgotten"
 
 
+def test_markdown_is_shown_as_such_on_a_terminal_and_as_it_is_elsewhere(server: FakeServer) -> None:
+    written = events(piece("# Title\n\n**bo"), piece("ld** <tag>", "stop"))
+    arguments = ["chat", "Hi", "--base-url", server.url, "--model", "m"]
+    server.reply(200, written)
+    assert CliRunner().invoke(app, arguments).stdout == "# Title\n\n**bold** <tag>\n"
+    server.reply(200, written)
+    asked = CliRunner().invoke(app, [*arguments, "--markdown"]).stdout
+    assert "bold <tag>" in asked
+    assert "**" not in asked
+    for flags, marks in (([], False), (["--plain"], True)):
+        server.reply(200, written)
+        names = {"TERM": "xterm", "COLUMNS": "80", "NO_COLOR": "1"}
+        with terminal(*arguments, *flags, environment=names) as screen:
+            shown = screen.read_until("<tag>")
+            assert screen.end() == 0
+        assert ("**bold**" in shown) is marks
+
+
 @pytest.mark.parametrize(
     "event",
     [

@@ -68,7 +68,7 @@ def test_an_engine_has_one_openmp_runtime_and_the_other_parts_none(mesh: Any) ->
 
 
 def test_chat_on_a_terminal(mesh: Any) -> None:
-    with terminal("chat", "--temperature", "0", environment=mesh.environment) as screen:
+    with terminal("chat", "--temperature", "0", "--plain", environment=mesh.environment) as screen:
         screen.read_until("tokenloom-demo at http://127.0.0.1")
         screen.read_until("> ")
         screen.type("What is prefill?\n")

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from tests.tokenloom.cli.terminal import terminal
 from tokenloom.cli.main import app
-from tokenloom.cli.serve import run as command
-from tokenloom.cli.serve.listed_models import MODELS
+from tokenloom.cli.serve.run import MODELS
 from tokenloom.cli.serve.serve_options import OFFERS
 from tokenloom.services.runtime.host.options import flag
 from tokenloom.supervisor.state_dir import running_meshes
@@ -83,4 +82,3 @@ def test_a_process_that_says_nothing_is_no_mesh(monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(app, ["run", "demo", "hi"])
     assert result.exit_code == 1
     assert "the mesh ended before it was ready" in result.stderr
-    assert command.MODELS is MODELS

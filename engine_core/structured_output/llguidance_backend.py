@@ -219,6 +219,8 @@ _WHITESPACE = r"( |\r?\n[ \t]{0,20})?"
 _MAX_ERROR_CHARS = 300
 _LINES = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?(.*?) \d+ \| .*", re.S)
 """A message about a grammar, with the lines of the grammar that it quotes."""
+_MEANINGS = {"NoExtensionBias": "the schema, or a rule, refers to itself without anything that could end it"}
+"""What the library's own words mean, where they say nothing to a client."""
 
 
 class LLGuidanceBackend:
@@ -255,9 +257,9 @@ class LLGuidanceBackend:
         try:
             matcher = self._build(grammar)
         except GrammarError as error:
-            if constraint.kind is not GrammarKind.STRUCTURAL_TAG:
+            if constraint.kind is GrammarKind.GRAMMAR:
                 raise
-            # The client knows its schema, and not the grammar that was written of it.
+            # The client knows its schema or expression, and not the grammar that was written of it.
             raise GrammarError(_LINES.sub(r"\1", str(error))) from None
         # The library compiles lazily: only the first mask shows a grammar that would be too expensive in a step.
         matcher.compute_bitmask()
@@ -373,7 +375,8 @@ def _lark_of_gbnf(source: str) -> str:
 
 
 def _error(matcher: llguidance.LLMatcher) -> GrammarError:
-    return GrammarError(_shorten(matcher.get_error()))
+    message = _shorten(matcher.get_error())
+    return GrammarError(_MEANINGS.get(message, message))
 
 
 def _shorten(message: str) -> str:

@@ -274,6 +274,10 @@ def _of_objects(
                 found = shown | found  # flat, so that objects are closed as everywhere else
             else:
                 found["allOf"] = [*found.get("allOf", ()), shown]
+    if isinstance(parts := found.get("allOf"), list) and any(
+        _of_objects(root, part, refs, followed) is None for part in parts
+    ):
+        return None
     if isinstance(branches := found.get("anyOf"), list):
         found["anyOf"] = [
             each for branch in branches if (each := _of_objects(root, branch, refs, followed)) is not None

@@ -108,7 +108,7 @@ class ResponsesEndpoint:
             self.store.end(request.response_id, response_of(head_of(request), "cancelled"))
             raise
         except Exception as error:
-            failure = _failure(wire_errors.of_exception(error))
+            failure = _failure(wire_errors.of_exception(error), options.field_names)
             self.store.end(request.response_id, response_of(head_of(request), "failed", error=failure))
         finally:
             if files is not None:
@@ -221,11 +221,18 @@ def _metadata(body: Mapping[str, Any]) -> dict[str, Any] | None:
     return metadata
 
 
-def _failure(error: errors.TokenloomError) -> dict[str, str]:
-    """Return the error of a response in OpenAI's words: a limit and a wrong request are no faults of the server."""
+def _failure(error: errors.TokenloomError, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the error of a response in OpenAI's words: a limit and a wrong request are no faults of the server.
+
+    ``names``: what the client calls a field, by our name.
+    """
     code = "server_error"
+    if isinstance(error, errors.InvalidArgument):
+        error = error.renamed(names)
     if error.http_status == 429:
         code = "rate_limit_exceeded"
+    elif isinstance(error, errors.ContextLengthExceeded):
+        code = error.reason.lower()  # agents shorten the conversation on this code alone
     elif 400 <= error.http_status < 500:
         code = "invalid_prompt"
     return {"code": code, "message": error.message}

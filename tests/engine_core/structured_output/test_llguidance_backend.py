@@ -68,6 +68,7 @@ def test_outputs_of_one_grammar_do_not_meet() -> None:
         (GrammarKind.JSON, "true", "object schema"),
         (GrammarKind.JSON, '{"type": "object", "minProperties": {}}', "minProperties"),
         (GrammarKind.JSON, '{"$ref": "https://example.com/a"}', "does not fetch"),
+        (GrammarKind.JSON, '{"$ref": "#"}', "refers to itself"),
         (GrammarKind.REGEX, "(a", "unclosed group"),
         (GrammarKind.GRAMMAR, "root = 3", "Expected ::="),
         (GrammarKind.GRAMMAR, "root ::= missing", "missing"),
@@ -80,6 +81,15 @@ def test_an_invalid_grammar_is_explained(kind: GrammarKind, source: str, words: 
         backend().prepare(StructuredOutput(kind, source))
     assert len(str(caught.value)) < 500
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("expression", ["(a", "a(?=b)", r"\p{Zz}"])
+def test_what_is_wrong_with_an_expression_is_said_without_the_grammar_that_was_written_of_it(expression: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        backend().prepare(StructuredOutput(GrammarKind.REGEX, expression))
+    assert expression in str(caught.value)
+    assert "start:" not in str(caught.value)
+    assert "|" not in str(caught.value)
 
 
 def test_what_is_wrong_with_a_schema_of_a_tag_is_said_without_the_grammar_that_was_written_of_it() -> None:

@@ -131,6 +131,10 @@ def test_addresses_within_the_document_stay() -> None:
         ({"anyOf": [TEXT]}, {"type": "object"}),
         ({"enum": ["a", {"b": 1}]}, {"type": "object", "enum": [{"b": 1}]}),
         ({"const": "a"}, {"type": "object"}),
+        ({"allOf": [TEXT]}, {"type": "object"}),
+        ({"allOf": [True, {"anyOf": [TEXT]}]}, {"type": "object"}),
+        ({"allOf": [CITY]}, {"type": "object", "allOf": [CITY]}),
+        ({"anyOf": [{"allOf": [TEXT]}, CITY]}, {"type": "object", "anyOf": [CITY]}),
     ],
 )
 def test_only_objects_remain(schema: Any, objects: Any) -> None:

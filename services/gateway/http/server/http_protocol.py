@@ -335,6 +335,10 @@ class HttpProtocol(asyncio.Protocol):
         if speaks_1_1 and b"host" not in exchange.headers:
             self._refuse(b"400 Bad Request", b"the header Host is missing", "MALFORMED")
             raise _Refused
+        # A proxy in front might take the other one (RFC 9112 section 3.2).
+        if len(exchange.headers) < len(self._headers) and [name for name, _ in self._headers].count(b"host") > 1:
+            self._refuse(b"400 Bad Request", b"there is more than one header Host", "MALFORMED")
+            raise _Refused
         self._headers = []  # trailers are counted, but never become headers of the request
         if self._answered is None:
             self._start(exchange)

@@ -294,6 +294,17 @@ async def test_a_response_in_the_background_fails(socket_dir: Path) -> None:
         assert "broken" in response.error.message
 
 
+async def test_a_context_that_is_too_long_is_named_as_such_in_the_background_too(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        begun = await client.responses.create(model=MODEL, input="x" * (LIMITS.max_model_len + 9), background=True)
+        while (response := await client.responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+            pass
+        assert response.error is not None
+        assert response.error.code == "context_length_exceeded"
+        assert f"maximum context length is {LIMITS.max_model_len} tokens, but input has" in response.error.message
+        assert mesh.outputs.requests.empty()
+
+
 async def test_an_answer_that_is_cut_is_incomplete(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     task = asyncio.create_task(post(http, max_output_tokens=1, stream=True))
     request = await mesh.outputs.next_request()

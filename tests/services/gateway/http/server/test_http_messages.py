@@ -27,6 +27,8 @@ AMBIGUOUS = {
     "a line that ends with LF": b"X-A: b\nContent-Length: 4\r\n\r\nabcd",
     "a line that ends with CR": b"X-A: b\rContent-Length: 4\r\n\r\nabcd",
     "a blank before the colon": b"Content-Length : 4\r\n\r\nabcd",
+    "two hosts": b"Host: elsewhere\r\nContent-Length: 0\r\n\r\n",
+    "the same host twice": b"host: localhost\r\nContent-Length: 0\r\n\r\n",
     "a NUL": b"X-A: b\0c\r\n\r\n",
     "a chunk size with a sign": b"Transfer-Encoding: chunked\r\n\r\n+1\r\na\r\n0\r\n\r\n",
     "a chunk size with a prefix": b"Transfer-Encoding: chunked\r\n\r\n0x1\r\na\r\n0\r\n\r\n",

@@ -2,11 +2,13 @@
 which are in the layout of the peft library."""
 
 import enum
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from re import _compiler, _parser  # type: ignore[attr-defined]
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -142,7 +144,7 @@ def read_adapter_files(path: Path) -> AdapterFiles:
         ) from None
     try:
         config = json.loads(config_bytes)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{CONFIG}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{CONFIG}: must be a JSON object")
@@ -167,10 +169,9 @@ def read_rank(config: dict[str, Any], max_rank: int) -> int:
 
 def pattern_value(config: Mapping[str, Any], key: str, layer: str, default: Any) -> Any:
     """Return what the first pattern of the entry ``key`` that fits the name of a layer says; otherwise ``default``.
-    :func:`read_rank` has checked the patterns."""
-    # As peft: the expression fits the whole name, or what follows a dot in it.
+    :func:`read_rank` has checked the patterns. Raises ``ValueError`` for one that takes too long."""
     for pattern, value in (config.get(key) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
+        if _fits(pattern, layer):
             return value
     return default
 
@@ -181,7 +182,105 @@ def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
         raise ValueError(f"{key} must be an object of regular expressions, not {patterns!r}")
     for pattern in patterns:
         try:
-            re.compile(pattern)
-        except re.error as error:
+            re.compile(_whole(pattern))
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"{key}: {pattern!r} is no regular expression: {error}") from None
     return patterns
+
+
+def _whole(pattern: str) -> str:
+    """Return the expression that peft matches: of the whole name, or of what follows a dot in it."""
+    return rf"(.*\.)?({pattern})$"
+
+
+_MOST_STEPS = 1 << 18
+
+
+def _fits(pattern: str, layer: str) -> bool:
+    # Adapters come from strangers, and Python tries the ways to match one after the other: those of (a+)+b are 2^n.
+    # Where there is no choice that could multiply, it is the faster one.
+    if not set("*+?{|(") & set(pattern):
+        return re.match(_whole(pattern), layer) is not None
+    try:
+        return _Match(_Expression.of(_whole(pattern)), layer).is_found
+    except (_TooHard, RecursionError) as error:
+        raise ValueError(f"the pattern {pattern!r} {error}") from None
+
+
+class _TooHard(Exception):
+    """An expression has what :class:`_Match` does not match, or takes too many steps."""
+
+
+class _Expression:
+    """A parsed expression.
+
+    Attributes:
+        items: Its parts, which follow each other.
+    """
+
+    def __init__(self, expression: str) -> None:
+        self.items = _parser.parse(expression)
+        self._compiled: dict[int, re.Pattern[str]] = {}
+        """By the identity of the part."""
+
+    @classmethod
+    @functools.lru_cache(64)
+    def of(cls, expression: str) -> "_Expression":
+        """Return the one that was made before, or make it."""
+        return cls(expression)
+
+    def compiled(self, item: tuple[Any, Any]) -> re.Pattern[str]:
+        """Return a part that fits a character or a place, as an expression of its own."""
+        if id(item) not in self._compiled:
+            self._compiled[id(item)] = _compiler.compile(_parser.SubPattern(self.items.state, [item]))
+        return self._compiled[id(item)]
+
+
+class _Match:
+    """Matches the begin of a text with an expression, all ways at a time: its time grows with the sizes of both, and
+    not with the number of ways. It has no groups to refer to."""
+
+    def __init__(self, expression: _Expression, text: str) -> None:
+        """Raises :class:`_TooHard`."""
+        self._expression, self._text, self._left = expression, text, _MOST_STEPS
+        self.is_found = bool(self._ends(expression.items, {0}))
+
+    def _ends(self, items: Iterable[tuple[Any, Any]], starts: set[int]) -> set[int]:
+        """Return where matches of ``items`` end that begin at ``starts``."""
+        for item in items:
+            if not starts:
+                break
+            self._left -= len(starts)
+            if self._left < 0:
+                raise _TooHard("takes too many steps to match")
+            starts = self._ends_of(item, starts)
+        return starts
+
+    def _ends_of(self, item: tuple[Any, Any], starts: set[int]) -> set[int]:
+        kind, found = str(item[0]), item[1]
+        match kind:
+            case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN" | "AT":
+                one = self._expression.compiled(item)
+                return {match.end() for start in starts if (match := one.match(self._text, start))}
+            case "BRANCH":
+                return set[int]().union(*(self._ends(each, starts) for each in found[1]))
+            case "SUBPATTERN" if not found[1] and not found[2]:
+                return self._ends(found[3], starts)
+            case "MAX_REPEAT" | "MIN_REPEAT":
+                return self._repeated(*found, starts)
+            case "ASSERT" | "ASSERT_NOT" if found[0] > 0:
+                return {start for start in starts if bool(self._ends(found[1], {start})) == (kind == "ASSERT")}
+        raise _TooHard(f"has {kind.lower()}, which is not supported")
+
+    def _repeated(self, least: int, most: int, items: Iterable[tuple[Any, Any]], starts: set[int]) -> set[int]:
+        for _ in range(least):
+            before, starts = starts, self._ends(items, starts)
+            if starts == before:  # so it is after any number of times
+                break
+        found = set(starts)
+        for _ in range(least, most):
+            starts = self._ends(items, starts) - found
+            if not starts:
+                break
+            found |= starts
+        return found

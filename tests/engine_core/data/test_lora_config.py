@@ -1,8 +1,12 @@
 """Tests how adapters to load at start are written."""
 
+import re
+import time
+from pathlib import Path
+
 import pytest
 
-from tokenloom.engine_core.data.lora import LoraConfig
+from tokenloom.engine_core.data.lora import CONFIG, WEIGHTS, LoraConfig, pattern_value, read_adapter_files, read_rank
 
 
 def test_names_and_paths_in_both_forms() -> None:
@@ -27,3 +31,73 @@ def test_what_is_refused(given: str, wrong: str) -> None:
         LoraConfig(enable=True, modules=(given,)).named_paths()
     with pytest.raises(ValueError, match="needs enable_lora"):
         LoraConfig(modules=(given,)).named_paths()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(
+            "q_proj",
+            ".*q_proj",
+            r"layers\.(0|1)\.self_attn.(q|k)_proj",
+            "(?!.*mlp).*proj",
+            "(?=.*mlp).*proj",
+            "[a-z_]+",
+        ),
+        *(r"model\..*\d+.*", "^model.*", "(a?){3,5}b", "(?:lm_head|up_proj)", r"layers\.\d{1,2}\..*", "(.*?)proj"),
+        *(
+            "(^model)?.*head",
+            r"\bq_proj",
+            "(ab|aa)*?b",
+            "",
+            "a||b",
+            "(|a)*",
+            "(a{0,3}){2}b",
+            "[^.]*",
+            "(a+)+b",
+            "x)|(y",
+        ),
+    ],
+)
+def test_patterns_fit_what_they_fit_in_peft(pattern: str) -> None:
+    names = [f"model.layers.{i}.{kind}" for i in (0, 9, 31) for kind in ("self_attn.q_proj", "mlp.up_proj")]
+    for name in (*names, "lm_head", "aab", "x.aab", "aaaab", ""):
+        expected = re.match(rf"(.*\.)?({pattern})$", name) is not None
+        assert pattern_value({"rank_pattern": {pattern: True}}, "rank_pattern", name, False) == expected, name
+
+
+# Python would try more ways to match each of these than a second has nanoseconds.
+@pytest.mark.parametrize("pattern", ["([a-z._0-9]+)+!", "(.*.*.*.*.*.*.*.*.*.*)*x", "((.?){9999}){9999}!"])
+def test_a_pattern_of_many_ways_takes_no_time(pattern: str) -> None:
+    begin = time.perf_counter()
+    config = {"r": 2, "rank_pattern": {pattern: 2, ".*": 4}}
+    assert read_rank(config, 8) == 4
+    assert pattern_value(config, "rank_pattern", "model.layers.0.self_attn.q_proj", 2) == 4
+    assert time.perf_counter() - begin < 5
+
+
+def test_a_pattern_that_takes_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes too many steps to match"):
+        pattern_value({"rank_pattern": {"((.?){9999}){9999}!": 2}}, "rank_pattern", "a" * 5000, 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [
+        ("(?i)up_proj", "is no regular expression: global flags"),
+        ("a{100000000000000000000}", "is no regular expression: the repetition number is too large"),
+        ("(" * 5000 + ")" * 5000, "is no regular expression: maximum recursion"),
+        (r"(?P<kind>up)_proj|(?P=kind)", "has groupref, which is not supported"),
+    ],
+)
+def test_a_pattern_that_cannot_be_matched_is_refused(pattern: str, wanted: str) -> None:
+    config = {"r": 2, "rank_pattern": {pattern: 2}}
+    with pytest.raises(ValueError, match=wanted):
+        pattern_value(config, "rank_pattern", "x", read_rank(config, 8))
+
+
+def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text("[" * 200_000)
+    (tmp_path / WEIGHTS).touch()
+    with pytest.raises(ValueError, match="not JSON: maximum recursion"):
+        read_adapter_files(tmp_path)

@@ -59,9 +59,18 @@ class Matrices:
         return self.up.shape[-2]
 
     @property
-    def nbytes(self) -> int:
+    def _tensors(self) -> list[Tensor]:
         tensors = (self.down, self.up, self.factors, self.shifts, self.weight)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def are_finite(self) -> bool:
+        """Return whether all numbers are finite."""
+        return all(bool(tensor.isfinite().all()) for tensor in self._tensors)
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return a weight [outputs, inputs], to which these matrices belong without panels, with the change in it."""
@@ -173,8 +182,8 @@ def make_adapter(files: AdapterFiles, model: AdaptedModel, max_rank: int) -> Ada
     rank = max((change.rank for change in changes.values() if change.a is not None), default=0)
     try:
         changes = split_experts(changes, model.shapes, model.num_experts, takes_turns=model.experts_take_turns)
-        named = ((_named(name, model), change) for name, change in changes.items())
-        own = {name: change for name, change in named if name and not model.is_elsewhere(name)}
+        named = _by_name(changes, model)
+        own = {name: change for name, change in named.items() if not model.is_elsewhere(name)}
         for name, change in own.items():
             _check(name, change, _shape(name, model))
         arranger = _Arranger(model)
@@ -195,6 +204,18 @@ def is_without_kernel(name: str) -> bool:
     """Return whether PyTorch computes the products with a layer's matrices, on every device."""
     # Routers and output layers compute float32 whatever the states are, and the kernel adds to rows of one dtype.
     return name in APART or name.endswith((".gate", ".router", _BEHIND_LATENTS))
+
+
+def _by_name(changes: Mapping[str, StoredChange], model: AdaptedModel) -> dict[str, StoredChange]:
+    """Return the changes by what the model calls the layers. Raises ``ValueError`` for two of one layer."""
+    found = dict[str, StoredChange]()
+    for name, change in changes.items():
+        own = _named(name, model)
+        if own in found:
+            raise ValueError(f"{own} is there twice, under two names")
+        if own:
+            found[own] = change
+    return found
 
 
 def _named(name: str, model: AdaptedModel) -> str:
@@ -229,6 +250,9 @@ class _Arranger:
             row_changes = self._row_changes(name, stored, change, base)
             for own, part in parts.items():
                 layers[own] = self._matrices(change, part, row_changes)
+                if not layers[own].are_finite:
+                    dtype = str(self._model.dtype).removeprefix("torch.")
+                    raise ValueError(f"{name} has numbers that are not finite in {dtype}, in which the model computes")
         return layers
 
     def _matrices(self, change: StoredChange, part: LayerPart, row_changes: tuple[Tensor, Tensor] | None) -> Matrices:

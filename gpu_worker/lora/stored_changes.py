@@ -1,13 +1,13 @@
 """Reads what a LoRA adapter in the layout of the peft library changes, by the layers that it names."""
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from tokenloom.engine_core.data.lora import CONFIG, WEIGHTS, AdapterFiles, pattern_value, read_rank
@@ -93,12 +93,22 @@ def read_changes(files: AdapterFiles, max_rank: int, *, reads_media: bool = Fals
     except ValueError as error:
         raise ValueError(f"{CONFIG}: {error}") from None
     try:
-        changes = _by_layer(safetensors.torch.load(files.weights), files.config, reads_media=reads_media)
+        changes = _by_layer(_tensors(files.weights), files.config, reads_media=reads_media)
         for name, change in changes.items():
             _check(name, change, files.config)
     except (ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{WEIGHTS}: {error}") from None
+    is_tying = files.config.get("ensure_weight_tying") and OUTPUT not in changes
+    if is_tying and (embeddings := changes.get(EMBEDDINGS)):
+        changes[TIED] = _transposed(embeddings)
     return changes
+
+
+def _tensors(weights: bytes) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(weights)
+    except KeyError as error:
+        raise ValueError(f"the dtype {error} is not supported") from None
 
 
 def layer_name(name: str) -> str:
@@ -117,6 +127,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"init_lora_weights is {initial!r}, which changes the base model's weights; convert the adapter"
         )
+    if not isinstance(config.get("target_parameters") or [], list):
+        raise ValueError(f"target_parameters must be a list of names, not {config['target_parameters']!r}")
     if config.get("use_dora") and config.get("lora_bias"):
         raise ValueError("lora_bias is set together with use_dora, which peft does not train either")
     for key, value in config.items():
@@ -127,8 +139,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
 def _scaling(config: Mapping[str, Any], name: str, rank: int) -> float:
     """Return the factor on the product of a layer's matrices. Raises ``ValueError``."""
     alpha = pattern_value(config, "alpha_pattern", name, config.get("lora_alpha", 8))
-    if type(alpha) not in (int, float):
-        raise ValueError(f"lora_alpha of {name} must be a number, not {alpha!r}")
+    if type(alpha) not in (int, float) or not abs(alpha) <= sys.float_info.max:
+        raise ValueError(f"lora_alpha of {name} must be a finite number, not {alpha!r}")
     return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
 
 
@@ -162,8 +174,6 @@ def _by_layer(
     listed = config.get("modules_to_save")
     if listed and not any(key.endswith(".weight") and ".lora_" not in key for key in tensors):
         raise ValueError(f"holds no weight of the layers that {CONFIG} lists as modules_to_save, {listed}")
-    if config.get("ensure_weight_tying") and OUTPUT not in changes and (embeddings := changes.get(EMBEDDINGS)):
-        changes[TIED] = _transposed(embeddings)
     return changes
 
 
@@ -254,10 +264,13 @@ def _check(name: str, change: StoredChange, config: Mapping[str, Any]) -> None:
     if change.a is not None and name != EMBEDDINGS and (change.magnitude is not None) != bool(config.get("use_dora")):
         lacks = "has no magnitude vector" if config.get("use_dora") else "has a magnitude vector"
         raise ValueError(f"{name} {lacks}, and {CONFIG} says use_dora {bool(config.get('use_dora'))}")
+    for field in set(_FIELDS.values()):
+        tensor = getattr(change, field)
+        if tensor is not None and tensor.is_floating_point():
+            setattr(change, field, tensor.float())
     for kind, tensor in change.tensors():
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ValueError(f"{kind} of {name} does not consist of finite numbers")
-    for field in set(_FIELDS.values()):
-        tensor = getattr(change, field)
-        if tensor is not None and tensor.dtype != torch.float32:
-            setattr(change, field, tensor.float())
+    for kind, tensor in (("matrix A", change.a), ("matrix B", change.b), ("weight", change.weight)):
+        if tensor is not None and tensor.dim() != 2:
+            raise ValueError(f"{kind} of {name} has shape {list(tensor.shape)}; expected two dimensions")

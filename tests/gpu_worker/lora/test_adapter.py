@@ -1,6 +1,7 @@
 """What is read of a peft directory, and what is refused by name."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +75,10 @@ def test_the_digest_is_that_of_both_files(checkpoint: Path, tmp_path: Path) -> N
         ({"rank_pattern": ["up_proj"]}, "rank_pattern must be an object"),
         ({"rank_pattern": {"(": 2}}, r"rank_pattern: '\(' is no regular expression"),
         ({"alpha_pattern": {"[": 2}}, r"alpha_pattern: '\[' is no regular expression"),
-        ({"alpha_pattern": {"up_proj": "2"}}, "lora_alpha of model.layers.0.mlp.up_proj must be a number, not '2'"),
+        ({"alpha_pattern": {"up_proj": "2"}}, "lora_alpha of model.layers.0.mlp.up_proj must be a finite number"),
+        ({"lora_alpha": math.nan}, "must be a finite number, not nan"),
+        ({"lora_alpha": 10**400}, "must be a finite number, not 1000"),
+        ({"target_parameters": 3}, "target_parameters must be a list of names, not 3"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
         ({"r": 9}, "ranks from 1 to 8"),
@@ -115,6 +119,51 @@ def test_a_tensor_that_is_not_supported_is_named(checkpoint: Path, tmp_path: Pat
     save_file(load_file(file) | {key: torch.ones(4, 4)}, file)
     with pytest.raises(ValueError, match=wanted):
         read(file.parent)
+
+
+UP = "base_model.model.model.layers.0.mlp.up_proj"
+EMBEDDINGS = "base_model.model.model.embed_tokens"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "wanted"),
+    [
+        ({f"{UP}.lora_A.weight": torch.full((4, 4), 1e200, dtype=torch.float64)}, "does not consist of finite numbers"),
+        ({f"{UP}.lora_A.weight": torch.full((4, 4), 1e6)}, "up_proj has numbers that are not finite in float16"),
+        ({f"{EMBEDDINGS}.weight": torch.tensor(1.0)}, r"weight of model.embed_tokens has shape \[\]; expected two dim"),
+        (
+            {f"{EMBEDDINGS}.lora_embedding_A": torch.ones(4, 9, 1), f"{EMBEDDINGS}.lora_embedding_B": torch.ones(4, 4)},
+            r"matrix A of model.embed_tokens has shape \[4, 9, 1\]; expected two dimensions",
+        ),
+        (
+            {
+                key.replace(".model.", ".", 1): torch.ones(4, 4)
+                for key in (f"{UP}.lora_A.weight", f"{UP}.lora_B.weight")
+            },
+            "up_proj is there twice, under two names",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    checkpoint: Path, tmp_path: Path, tensors: dict[str, torch.Tensor], wanted: str
+) -> None:
+    file = save_adapter(tmp_path / "adapter", checkpoint, ensure_weight_tying=True) / "adapter_model.safetensors"
+    save_file(load_file(file) | tensors, file)
+    shapes = SHAPES | {"model.embed_tokens": (4, 9)}
+    with pytest.raises(ValueError, match=wanted):
+        read_adapter(file.parent, AdaptedModel(shapes, torch.float16, Layout(8), is_tied=True), 8)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e8m0fnu"])
+def test_floats_of_8_bits_are_read_or_named(checkpoint: Path, tmp_path: Path, dtype: str) -> None:
+    file = save_adapter(tmp_path / "adapter", checkpoint) / "adapter_model.safetensors"
+    matrix = torch.ones(4, 4).to(getattr(torch, dtype))
+    save_file(load_file(file) | {f"{UP}.lora_A.weight": matrix}, file)
+    if dtype == "float8_e8m0fnu":
+        with pytest.raises(ValueError, match="the dtype 'F8_E8M0' is not supported"):
+            read(file.parent)
+    else:
+        assert bool((read(file.parent).layers["model.layers.0.mlp.up_proj"].down[:, :4] == 1).all())
 
 
 def test_a_layer_without_its_magnitudes_is_named(checkpoint: Path, tmp_path: Path) -> None:

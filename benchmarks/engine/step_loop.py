@@ -7,6 +7,7 @@ against the ``tokenloom`` that its path names.
 import gc
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,6 +108,8 @@ class _Backend:
 
 
 class _Model:
+    config = SimpleNamespace(computes_logits=True)
+
     def __init__(self, rows: int) -> None:
         torch.manual_seed(0)
         self._logits = torch.randn(rows, VOCABULARY) * 3

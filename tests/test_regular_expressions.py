@@ -20,6 +20,7 @@ from tokenloom.services.gateway.openapi import constraints
 METHODS = frozenset({"match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer"})
 # Expressions that are put together when the product runs, with an example of the result.
 MADE_AT_RUN_TIME = {
+    "engine_core/data/kv_groups.py": r"HND/(int8\+fp32|[a-z0-9-]+)/(\d{1,6})x(\d{1,6})(?:@(\d{1,6})\.(\d{1,6}))?",
     "engine_core/structured_output/llguidance_backend.py": r"(<\|end\|>|<\|ends\|>|<\|e)",
     "tokenloom/request/errors.py": r"(?<!\w)max_tokens(?!\w)",
     "services/gateway/formats/call_parser.py": "(⟨id⟩|⟨index⟩)",

@@ -229,7 +229,7 @@ class _Exchange:
 
 
 class _DividedPlan:
-    """Fulfils :class:`.attention.attention_backend.AttentionPlan`, and what models with compressed vectors ask for."""
+    """Fulfils :class:`.attention_backend.AttentionPlan`, and what models with compressed vectors ask for."""
 
     def __init__(self, own: Any, all_rows: Any, exchange: _Exchange) -> None:
         """``own``: the plan of this rank's tokens. ``all_rows``: that of the step, which knows all slots."""

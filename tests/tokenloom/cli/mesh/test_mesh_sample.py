@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tokenloom.cli.mesh import mesh_sample
-from tokenloom.cli.mesh.local_mesh import _table
+from tokenloom.cli.mesh.local_mesh import _columns
 from tokenloom.cli.mesh.mesh_sample import (
     MeshPlacement,
     MeshSample,
@@ -24,6 +24,7 @@ from tokenloom.cli.mesh.mesh_sample import (
     take_sample,
 )
 from tokenloom.cli.mesh.top_screen import shown, view
+from tokenloom.cli.tables import fitted
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
@@ -179,7 +180,7 @@ async def test_ps_takes_them_from_a_gateway(
     assert [str(row.placement or "-") for row in rows] == ["-", "score", "1 * 4 + 2 = 6"]
     console = Console(width=200, record=True)
     with console.capture() as captured:
-        console.print(_table(rows))
+        console.print(fitted(_columns(rows), 200))
     head, *lines = captured.get().splitlines()
     assert head.split()[-1] == "PLACEMENT"
     assert [line.rstrip().rpartition("  ")[2] for line in lines] == ["-", "score", "1 * 4 + 2 = 6"]

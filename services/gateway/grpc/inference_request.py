@@ -1,6 +1,6 @@
 """Reads requests of the public gRPC API, and of its sessions: prompts that continue after they were answered."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -38,6 +38,15 @@ def read_request(
         lost = _relaxed(request)
     plan, unbound = plans.apply(tools, generate_request, include_reasoning=include_reasoning)
     return generate_request, plan, (*lost, *unbound)
+
+
+def field_names(request: inference_pb2.GenerateRequest) -> Mapping[str, str]:
+    """Return what the client calls a field, by our name: calls are constrained by the schemas of its tools."""
+    chat = request.chat
+    forced = chat.tool_choice.function or chat.tool_choice.mode == inference_pb2.TOOL_CHOICE_MODE_REQUIRED
+    if chat.tools and (forced or not request.sampling_params.HasField("structured_outputs")):
+        return {"structured_outputs": "tools"}
+    return {}
 
 
 def _relaxed(request: inference_pb2.GenerateRequest) -> Sequence[str]:
@@ -124,8 +133,11 @@ class InputSession:
 
     def read_turn(
         self, request: inference_pb2.GenerateRequest, plans: MessagePlans, timeout: float | None
-    ) -> GenerateRequest:
-        """Return the next turn's request. Raises ``InvalidArgument`` for what sessions do not support."""
+    ) -> tuple[GenerateRequest, Sequence[str]]:
+        """Return the next turn's request, and the names of what has no effect.
+
+        Raises ``InvalidArgument`` for what sessions do not support.
+        """
         if (kind := request.WhichOneof("prompt")) not in (None, "text", "token_ids"):
             raise InvalidArgument(f"a turn of a session must be text or token_ids, not {kind}", kind)
         if request.n > 1:
@@ -136,13 +148,14 @@ class InputSession:
             raise InvalidArgument("resumable is not supported in a session: its turns cannot be resumed", "resumable")
         if request.HasField("truncate_prompt_tokens"):
             raise InvalidArgument("truncate_prompt_tokens is not supported in a session", "truncate_prompt_tokens")
-        generate_request, _, _ = read_request(request, plans, self._tenant, timeout)
+        generate_request, _, ignored = read_request(request, plans, self._tenant, timeout)
         if not generate_request.session:
             generate_request = replace(generate_request, session=self._name)
         if not self._tokens:
-            return generate_request
+            return generate_request, ignored
         # The tokens that begin a text were added to the first turn.
-        return replace(generate_request, before=self._tokens, add_special_tokens=request.add_special_tokens)
+        before, special = self._tokens, request.add_special_tokens
+        return replace(generate_request, before=before, add_special_tokens=special), ignored
 
     def begin(self, prompt: Iterable[int]) -> None:
         """Start a turn with its whole prompt."""

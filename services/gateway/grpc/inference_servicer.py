@@ -26,7 +26,14 @@ from ..serving.served_meshes import ServedMeshes
 from ..tenants.api_keys import call_tenant
 from ..tenants.tenant_shares import TenantShare, TenantShares
 from .client_stream import next_request
-from .inference_request import InputSession, read_cancellation, read_request, read_resume_token, read_resumption
+from .inference_request import (
+    InputSession,
+    field_names,
+    read_cancellation,
+    read_request,
+    read_resume_token,
+    read_resumption,
+)
 from .pooling_calls import InputsRequest, PoolingCall, classify_params, embed_params, pool_params
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -52,7 +59,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
         mesh, adapter = self._meshes.find(request.model or None)
-        with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
+        share = self._shares.of(call_tenant())
+        with share.take_message(request.ByteSize(), self._shares.messages), _named(request):
             generate_request, plan, ignored = read_request(request, mesh.plans, call_tenant(), context.time_remaining())
             token = read_resume_token(request, call_tenant(), context.invocation_metadata() or ())
             await _send_head(request, ignored, context)
@@ -64,7 +72,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Writes to the context, for the same reason."""
         original = request.request
         mesh, adapter = self._meshes.find(original.model or None)
-        with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
+        share = self._shares.of(call_tenant())
+        with share.take_message(request.ByteSize(), self._shares.messages), _named(original):
             generate_request, plan, ignored = read_request(
                 original, mesh.plans, call_tenant(), context.time_remaining()
             )
@@ -101,15 +110,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     raise errors.InvalidArgument("a session stays with the model of its first turn", "model")
                 served = asked
             mesh, adapter = served
-            if session is None:
-                session = InputSession(call_tenant())
-                await _send_head(request, (), context)
+            is_first, session = session is None, session or InputSession(call_tenant())
             with share.take_message(request.ByteSize(), self._shares.messages):
                 # Each turn is a request of its own, and the prefix cache gives it the tokens of the turns before it:
                 # scheduler and engines know nothing of sessions.
-                generate_request = replace(
-                    session.read_turn(request, mesh.plans, context.time_remaining()), adapter=adapter
-                )
+                generate_request, ignored = session.read_turn(request, mesh.plans, context.time_remaining())
+                if is_first:
+                    await _send_head(request, ignored, context)
+                generate_request = replace(generate_request, adapter=adapter)
                 await self._answer(mesh, request, generate_request, None, context, session)
 
     async def _answer(
@@ -218,6 +226,15 @@ def _parts(deltas: list[Delta], delivered: Delivered | None) -> Iterator[tuple[D
 def _turn(plan: MessagePlan, generation: RunningGeneration) -> ParsedMessage:
     is_open, may_reason = generation.opens_reasoning, generation.may_reason
     return ParsedMessage(plan, reasoning_is_open=is_open, may_reason=may_reason)
+
+
+@contextmanager
+def _named(request: inference_pb2.GenerateRequest) -> Iterator[None]:
+    """Name fields in errors as the client does."""
+    try:
+        yield
+    except errors.InvalidArgument as error:
+        raise error.renamed(field_names(request)) from error
 
 
 async def _send_head(request: inference_pb2.GenerateRequest, ignored: Sequence[str], context: Context) -> None:

@@ -115,12 +115,15 @@ def _format(form: str | dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_object"} if form else None
 
 
+_CUTS = {"truncate_prompt_tokens": "truncate"}
+
+
 def error_body(error: TokenloomError) -> dict[str, object]:
     """Return the JSON body of an error."""
     message = error.message
     if isinstance(error, ContextLengthExceeded):
         # Ollama's clients shorten a conversation where they read these words, which are Ollama's own.
-        message = f"the input length exceeds the context length. {message}"
+        message = f"the input length exceeds the context length. {error.renamed(_CUTS).message}"
     return {"error": message}
 
 

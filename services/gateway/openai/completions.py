@@ -40,7 +40,8 @@ class CompletionsApi:
         own = {"max_tokens": 1} if echo_only else {}
         sampling, lost = sampling_params(body, logprobs=fields.logprobs, **own)
         ignored = (*self.reader.ignored(body, CompletionRequest), *ignored_in_stream_options(body), *lost)
-        options = AnswerOptions.of(fields, sampling, echo=echo, echo_only=echo_only, ignored=ignored)
+        names = {"structured_outputs": "response_format"} if body.get("structured_outputs") is None else {}
+        options = AnswerOptions.of(fields, sampling, echo=echo, echo_only=echo_only, ignored=ignored, field_names=names)
         if echo and sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs"):
             sampling.prompt_logprobs = sampling.logprobs
         request = make_generate_request(

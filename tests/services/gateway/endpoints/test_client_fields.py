@@ -1,11 +1,13 @@
 """Errors name the client's own field, and contexts that are too long are named as each API's clients recognise them."""
 
+import asyncio
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
+from tokenloom.request import errors
 
 N = LIMITS.max_model_len
 LONG = "x" * (N + 30)
@@ -82,6 +84,28 @@ async def test_openais_clients_recognise_a_context_that_is_too_long(
     )
     assert f"maximum context length is {N} tokens" in error["message"]
     assert error["message"].endswith("(context_length_exceeded)")  # langchain-openai reads the message alone
+
+
+CONSTRAINT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {**CHAT, "response_format": CONSTRAINT}, "response_format"),
+        ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}, "tools"),
+        ("/v1/completions", {"model": MODEL, "prompt": "a", "response_format": CONSTRAINT}, "response_format"),
+        ("/v1/completions", {"model": MODEL, "prompt": "a", "structured_outputs": {"json": {}}}, "structured_outputs"),
+    ],
+)
+async def test_a_constraint_that_cannot_be_compiled_is_the_clients(
+    mesh: FakeMesh, http: httpx.AsyncClient, path: str, body: dict[str, Any], field: str
+) -> None:
+    asking = asyncio.create_task(http.post(path, json=body))
+    words = "structured_outputs: Unsatisfiable schema"
+    (await mesh.outputs.next_request()).fail(errors.InvalidArgument(words, "structured_outputs"))
+    error = (await asking).json()["error"]
+    assert (error["param"], error["message"]) == (field, f"{field}: Unsatisfiable schema")
 
 
 async def test_anthropics_clients_recognise_it(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

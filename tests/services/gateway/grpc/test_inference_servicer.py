@@ -155,6 +155,24 @@ async def test_a_forced_call_constrains_the_output(mesh: FakeMesh) -> None:
     assert responses[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH, "it was cut off"
 
 
+@pytest.mark.parametrize(("is_forced", "field"), [(True, "tools"), (False, "structured_outputs")])
+async def test_what_cannot_be_compiled_is_named_as_the_client_wrote_it(
+    mesh: FakeMesh, is_forced: bool, field: str
+) -> None:
+    request = inference_pb2.GenerateRequest(model=MODEL, text="a")
+    request.sampling_params.structured_outputs.json = '{"enum": []}'
+    if is_forced:
+        request = chat_request(tools=TOOLS, tool_choice=inference_pb2.ToolChoice(function="get_weather"))
+    async with mesh.inference() as stub:
+        call = stub.Generate(request)
+        words = "structured_outputs: Unsatisfiable schema"
+        (await mesh.outputs.next_request()).fail(errors.InvalidArgument(words, "structured_outputs"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    error = wire_errors.from_rpc(caught.value)
+    assert (error.field, error.message) == (field, f"{field}: Unsatisfiable schema")
+
+
 async def test_reasoning_may_be_left_out(socket_dir: Path) -> None:
     async with FakeMesh(socket_dir).gateway(reasoning_parser="qwen3") as mesh, mesh.inference() as stub:
         mesh.outputs.auto = ("<think>Hm.</think>Yes.",)
@@ -187,6 +205,18 @@ async def test_what_a_schema_loses_is_named_in_the_metadata(mesh: FakeMesh) -> N
         submitted = await mesh.outputs.next_request()
         assert submitted.submit.sampling_params.structured_outputs.json == '{"type": "array"}'
         submitted.answer("[]")
+        assert "".join([response.text async for response in call]) == "[]"
+        metadata = dict(await call.initial_metadata() or ())
+    assert metadata["x-tokenloom-ignored"] == "structured_outputs#/uniqueItems"
+
+
+async def test_what_the_schema_of_a_sessions_first_turn_loses_is_named_too(mesh: FakeMesh) -> None:
+    constraint = types_pb2.StructuredOutputs(json='{"type": "array", "uniqueItems": true}')
+    async with mesh.inference() as stub:
+        call = stub.GenerateSession(
+            iter([turn(text="abc", sampling_params=types_pb2.SamplingParams(structured_outputs=constraint))])
+        )
+        (await mesh.outputs.next_request()).answer("[]")
         assert "".join([response.text async for response in call]) == "[]"
         metadata = dict(await call.initial_metadata() or ())
     assert metadata["x-tokenloom-ignored"] == "structured_outputs#/uniqueItems"

@@ -27,6 +27,8 @@ async def test_ollamas_errors_have_its_form(http: httpx.AsyncClient) -> None:
         refused = await http.post("/api/embed", json={"model": "fake", "input": given, "truncate": False})
         assert refused.status_code == 400
         assert "context" in refused.json()["error"]
+    refused = await http.post("/api/embed", json={"model": "fake", "input": [97] * 600, "truncate": False})
+    assert refused.json()["error"].endswith("send a shorter one, or set truncate"), "Ollama's own field"
 
 
 @pytest.mark.parametrize("tasks", [[EMBED]])

@@ -144,7 +144,8 @@ class MessageAnswer:
 
     def body(self) -> Iterator[bytes]:
         """Return the whole JSON response."""
-        message = self._message(self._blocks.blocks(), *self._stop_reason())
+        reason, sequence = self._stop_reason()
+        message = self._message(self._blocks.blocks(is_cut=reason != "tool_use"), reason, sequence)
         yield encode_json(message | {"usage": self._usage()} | self._reports.context_management)
 
     def _message(
@@ -217,9 +218,9 @@ class ContentBlocks:
         self._open = ""
         return event("content_block_stop", {"index": len(self._blocks) - 1})
 
-    def blocks(self) -> list[dict[str, Any]]:
-        """Return all blocks, complete."""
-        return [_whole(block, "".join(pieces)) for block, pieces in self._blocks]
+    def blocks(self, *, is_cut: bool) -> list[dict[str, Any]]:
+        """Return all blocks, complete. ``is_cut``: the stop reason says that the output was cut."""
+        return [_whole(block, "".join(pieces), is_cut) for block, pieces in self._blocks]
 
     def _add_call(self, call: CallDelta) -> bytes:
         events = b""
@@ -251,7 +252,7 @@ def event(kind: str, members: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json({"type": kind, **members}))
 
 
-def _whole(block: dict[str, Any], text: str) -> dict[str, Any]:
+def _whole(block: dict[str, Any], text: str, is_cut: bool) -> dict[str, Any]:
     if block["type"] != "tool_use":
         return block | {block["type"]: text}
-    return block | {"input": read_arguments(text)}
+    return block | {"input": read_arguments(text, is_cut=is_cut)}

@@ -30,19 +30,22 @@ _WITHIN_QUOTES = re.compile(r"""\\(.)|\"""", re.S)
 _WRONG_ESCAPE = re.compile(r"""\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|.)""", re.S)
 
 
-def read_arguments(text: str) -> dict[str, Any]:
+def read_arguments(text: str, *, is_cut: bool) -> dict[str, Any]:
     """Return a call's arguments.
 
     Malformed JSON is read as what it must mean: line breaks in texts, trailing commas, Python's spelling, numbers that
-    JSON has not (as texts). Of other complete texts nothing is guessed: they stand whole in ``INVALID_JSON``, the only
-    member. Empty if the output ended within the arguments, which its finish reason says.
+    JSON has not (as texts). Of other texts nothing is guessed: they stand whole in ``INVALID_JSON``, the only member.
+
+    ``is_cut``: the finish reason says that the output was cut; arguments within which it ended are empty then. Without
+    that word a client would run its tool with the empty input.
     """
     arguments = _decoded(text)
     if arguments is None:
         arguments = _decoded(_mended(text) or "")
     if arguments is not None:
         return arguments
-    return {UNREADABLE: text} if _is_complete(text) else {}
+    is_told = is_cut and not _is_complete(text)
+    return {} if is_told or not text.strip() else {UNREADABLE: text}
 
 
 def raw_arguments(arguments: dict[str, Any]) -> dict[str, Any] | str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from ..assistant.message_plans import CallDelta, OutputReader, calls_of, reasoning_of, text_of
@@ -73,7 +74,9 @@ class OllamaAnswer:
         turn: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
         turn["content" if self._is_chat else "response"] = text
         if calls:
-            functions = ({"name": call.name, "arguments": read_arguments(call.arguments)} for call in calls)
+            is_cut = finish_reason(self._generation.finished[0]) != "stop"  # which is a stop string's reason as well
+            read = partial(read_arguments, is_cut=is_cut)
+            functions = ({"name": call.name, "arguments": read(call.arguments)} for call in calls)
             turn["tool_calls"] = [{"function": function} for function in functions]
         line = line_of(self._model, turn, is_chat=self._is_chat, ends=ends)
         return encode_json(line | (self._ending() if ends else {})) + b"\n"

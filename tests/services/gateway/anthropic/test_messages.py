@@ -226,13 +226,16 @@ async def test_a_line_break_in_arguments_does_not_empty_the_input(socket_dir: Pa
     assert call.input == {"city": "Os\nlo"}
 
 
-async def test_arguments_that_cannot_be_read_are_no_empty_input(socket_dir: Path) -> None:
+@pytest.mark.parametrize(("text", "end"), [('["Oslo"]', "}</tool_call>"), ('{"city": "Os', "")])
+async def test_arguments_that_cannot_be_read_are_no_empty_input(socket_dir: Path, text: str, end: str) -> None:
+    """The second model ends its turn within a call, and the stop reason is that of a whole one."""
     async with claude(socket_dir) as (mesh, client):
-        mesh.outputs.auto = ['<tool_call>{"name": "get_weather", "arguments": ["Oslo"]}</tool_call>']
+        mesh.outputs.auto = [f'<tool_call>{{"name": "get_weather", "arguments": {text}{end}']
         message = await client.messages.create(**BODY, tools=TOOLS)
+    assert message.stop_reason == "tool_use"
     (call,) = message.content
     assert call.type == "tool_use"
-    assert call.input == {"INVALID_JSON": '["Oslo"]'}
+    assert call.input == {"INVALID_JSON": text}
 
 
 async def test_a_tools_result_returns_to_the_model(socket_dir: Path) -> None:

@@ -28,34 +28,43 @@ from tokenloom.services.gateway.formats.tool_request import Tool
     ],
 )
 def test_malformed_arguments_are_read_as_what_they_must_mean(text: str, arguments: object) -> None:
-    assert read_arguments(text) == arguments
+    assert read_arguments(text, is_cut=True) == arguments
 
 
 @pytest.mark.parametrize("text", ["[1]", '"Paris"', "5", "null", '{"a" 1}', '{"a": "b" "c"}', '{"a": 1}{"b": 2}'])
 def test_no_input_is_invented(text: str) -> None:
-    arguments = read_arguments(text)
+    arguments = read_arguments(text, is_cut=True)
     assert arguments == {"INVALID_JSON": text}
     assert raw_arguments(arguments) == text
 
 
 @pytest.mark.parametrize("text", ["", '{"a": 1', '{"a": "x', "[1,"])
 def test_what_was_cut_is_empty(text: str) -> None:
-    assert read_arguments(text) == {}
+    assert read_arguments(text, is_cut=True) == {}
+
+
+@pytest.mark.parametrize("text", ['{"a": 1', '{"a": "x', "[1,"])
+def test_what_ended_without_a_word_of_it_is_no_empty_input(text: str) -> None:
+    assert read_arguments(text, is_cut=False) == {"INVALID_JSON": text}
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    assert read_arguments(" ", is_cut=False) == {}
 
 
 @pytest.mark.parametrize("begin", ["{'a': '" + r"\'", '{"a": "' + r"\"", "{'a': \"" + r"\'\"", "{'a': $$", "{'a': a$"])
 def test_what_does_not_end_is_read_in_linear_time(begin: str) -> None:
-    assert not grows_too_fast(lambda size: read_arguments(begin + begin[-2:] * size))
+    assert not grows_too_fast(lambda size: read_arguments(begin + begin[-2:] * size, is_cut=True))
 
 
 def test_a_name_is_no_value() -> None:
-    assert read_arguments('{"a": $b}') == {"INVALID_JSON": '{"a": $b}'}
+    assert read_arguments('{"a": $b}', is_cut=True) == {"INVALID_JSON": '{"a": $b}'}
 
 
 def test_what_would_take_long_to_mend_stays_whole() -> None:
     text = "{" + "a, " * 20_000 + "}"
-    assert read_arguments(text) == {"INVALID_JSON": text}
-    assert read_arguments("{'a': '" + "x\n" * 100_000 + "'}") == {"a": "x\n" * 100_000}
+    assert read_arguments(text, is_cut=True) == {"INVALID_JSON": text}
+    assert read_arguments("{'a': '" + "x\n" * 100_000 + "'}", is_cut=True) == {"a": "x\n" * 100_000}
 
 
 @pytest.mark.parametrize("arguments", [{}, {"INVALID_JSON": 1}, {"INVALID_JSON": "a", "b": 1}])

@@ -57,6 +57,22 @@ async def test_a_whole_chat_that_is_cut_off(
     assert (answer["done"], answer["done_reason"]) == (True, named)
 
 
+@pytest.mark.parametrize(
+    ("reason", "arguments"),
+    [(types_pb2.FINISH_REASON_STOP, {"INVALID_JSON": '{"city"'}), (types_pb2.FINISH_REASON_LENGTH, {})],
+)
+async def test_a_stop_string_within_arguments_leaves_no_empty_input(
+    socket_dir: Path, reason: types_pb2.FinishReason, arguments: dict[str, Any]
+) -> None:
+    async with FakeMesh(socket_dir).gateway(tool_call_parser="hermes") as mesh, mesh.http() as http:
+        body = {**BODY, "tools": TOOLS, "stream": False, "options": {"stop": [":"]}}
+        task = asyncio.create_task(http.post("/api/chat", json=body))
+        stop = ":" if reason == types_pb2.FINISH_REASON_STOP else ""
+        (await mesh.outputs.next_request()).answer(*CALL[:3], reason=reason, stop_reason=stop)
+        (call,) = (await task).json()["message"]["tool_calls"]
+        assert call["function"]["arguments"] == arguments
+
+
 async def test_a_prompt_is_answered(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     mesh.outputs.auto = ["Hello"]
     body = {"model": MODEL, "prompt": "hi", "system": "Be brief."}

@@ -22,9 +22,10 @@ _TYPES: Mapping[int, str] = {
 def error_body(error: errors.TokenloomError) -> dict[str, object]:
     """Return the JSON body of an error. The field that is wrong stands before the message."""
     message = error.message
-    if isinstance(error, errors.ContextLengthExceeded) and error.num_tokens:
-        # Anthropic's clients shorten a conversation where they read these words.
-        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum. {message}"
+    if isinstance(error, errors.ContextLengthExceeded):
+        # Anthropic's clients shorten a conversation where they read these words. Another part's error has no numbers.
+        counts = f": {error.num_tokens} tokens > {error.max_tokens} maximum" if error.num_tokens else ""
+        message = f"prompt is too long{counts}. {message}"
     elif error.field is not None and error.field not in message:
         message = f"{error.field}: {message}"
     return {"type": "error", "error": {"type": _TYPES.get(error.http_status, "api_error"), "message": message}}

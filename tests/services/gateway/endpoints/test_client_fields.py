@@ -116,6 +116,17 @@ async def test_anthropics_clients_recognise_it(mesh: FakeMesh, http: httpx.Async
     assert error["message"].startswith("prompt is too long: ")
 
 
+async def test_anthropics_clients_recognise_it_where_another_part_has_found_it(
+    mesh: FakeMesh, http: httpx.AsyncClient
+) -> None:
+    asking = asyncio.create_task(http.post("/v1/messages", json=MESSAGE))
+    (await mesh.outputs.next_request()).fail(errors.ContextLengthExceeded.of(9, 5, "messages has 9", "messages"))
+    error = (await asking).json()["error"]
+    assert error["message"] == (
+        "prompt is too long. This model's maximum context length is 5 tokens, but messages has 9"
+    )
+
+
 async def test_ollamas_clients_recognise_it(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     response = await http.post("/api/chat", json=LONG_CHAT)
     assert response.status_code == 400

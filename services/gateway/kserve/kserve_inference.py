@@ -1,6 +1,6 @@
 """Requests of the Open Inference Protocol, read as completions or embeddings: with the same fields and checks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,10 @@ class Inference:
     """Names of the tensors to return, in order."""
     raw: bool
     """Whether tensors are sent as raw bytes, both ways."""
+    ignored: Sequence[str]
+    """Names of what has no effect."""
+    field_names: Mapping[str, str]
+    """What the client calls a field, by our name, where both differ."""
 
 
 def read_inference(
@@ -65,7 +69,7 @@ def read_inference(
     longest = 0 if limit is None else narrow_int("max_tokens", limit, 1, 2**32 - 1)
     excluded = _flag(inputs, "exclude_input_in_output", default=True)
     body = {**values, "prompt": [text("text_input", value) for value in inputs["text_input"]], "echo": not excluded}
-    generate_request, _ = api.read(body, tenant)
+    generate_request, options = api.read(body, tenant)
     stream = _flag(inputs, "stream", default=False)
     if stream and generate_request.beam_search is not None:
         raise InvalidArgument("stream is not available with use_beam_search", "stream")
@@ -76,6 +80,8 @@ def read_inference(
         stream=stream,
         outputs=_outputs(request),
         raw=bool(request.raw_input_contents),
+        ignored=options.ignored,
+        field_names=options.field_names,
     )
 
 

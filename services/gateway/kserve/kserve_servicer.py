@@ -1,6 +1,7 @@
 """Serves the Open Inference Protocol; generates as the HTTP API does."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -15,6 +16,7 @@ from tokenloom.v1.kserve import grpc_service_pb2_grpc
 from ..generation.running_generation import RunningGeneration
 from ..generation.running_pooling import RunningPooling
 from ..grpc.client_stream import next_request
+from ..http.http_exchange import IGNORED_HEADER, listed
 from ..openai.answer import finish_reason
 from ..openai.body_reader import BodyReader
 from ..openai.completions import CompletionsApi
@@ -91,7 +93,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             mesh, inference = self._read(request, context)
             if inference.stream:
                 raise errors.InvalidArgument("stream is only supported by ModelStreamInfer", "stream")
-            async with mesh.generator.open(inference.generate_request) as generation:
+            async with _opened(mesh, inference) as generation:
                 return await self._whole(request, inference, generation)
 
     async def ModelStreamInfer(  # type: ignore[override]
@@ -126,7 +128,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             await context.write(pb.ModelStreamInferResponse(infer_response=vectors))
             return
         mesh, inference = self._read(request, context)
-        async with mesh.generator.open(inference.generate_request) as generation:
+        async with _opened(mesh, inference) as generation:
             if inference.stream:
                 async for response in self._parts(request, inference, generation):
                     await context.write(pb.ModelStreamInferResponse(infer_response=response))
@@ -151,7 +153,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         response = self._response(request)
         for name in inference.outputs:
             write_output(response, name, texts if name == "text_output" else reasons, raw=inference.raw)
-        _close(response, generation)
+        _close(response, generation, inference.ignored)
         return response
 
     async def _parts(
@@ -172,7 +174,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
                     write_output(response, name, values, raw=inference.raw, index=delta.index)
                 live -= delta.finished is not None
                 if not live:
-                    _close(response, generation)
+                    _close(response, generation, inference.ignored)
                 yield response
 
     def _response(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
@@ -189,7 +191,22 @@ def _embeds(limits: types_pb2.ModelLimits | None) -> bool:
     return limits is not None and types_pb2.POOLING_TASK_EMBED in limits.pooling_tasks
 
 
-def _close(response: pb.ModelInferResponse, generation: RunningGeneration | RunningPooling) -> None:
+@asynccontextmanager
+async def _opened(mesh: ServedMesh, inference: Inference) -> AsyncIterator[RunningGeneration]:
+    """Run a generation; name fields in errors as the client does."""
+    try:
+        async with mesh.generator.open(inference.generate_request) as generation:
+            yield generation
+    except errors.InvalidArgument as error:
+        raise error.renamed(inference.field_names) from error
+
+
+def _close(
+    response: pb.ModelInferResponse, generation: RunningGeneration | RunningPooling, ignored: Sequence[str] = ()
+) -> None:
+    """Add the parameters of a last response. ``ignored``: names of what has no effect."""
+    if ignored:  # not in the metadata, which one stream has once for many requests
+        response.parameters[IGNORED_HEADER.decode()].string_param = listed(ignored).decode()
     usage = generation.usage
     response.parameters["triton_final_response"].bool_param = True
     response.parameters["prompt_tokens"].int64_param = usage.prompt_tokens

@@ -1,6 +1,7 @@
 """The Open Inference Protocol at a gateway."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,33 @@ async def test_two_texts(mesh: FakeMesh, stub: Any) -> None:
     assert (response.id, response.model_name) == ("7", MODEL)
     assert response.parameters["prompt_tokens"].int64_param == 3
     assert response.parameters["completion_tokens"].int64_param == 7
+
+
+SET = {"type": "array", "uniqueItems": True}
+
+
+@pytest.mark.parametrize("stream", [None, True])
+async def test_what_a_schema_loses_is_named(mesh: FakeMesh, stub: Any, stream: bool | None) -> None:
+    request = infer("a", stream=stream)
+    text_tensor(request, "sampling_parameters", json.dumps({"structured_outputs": {"json": SET}}).encode())
+    call = stub.ModelInfer(request) if stream is None else stub.ModelStreamInfer(iter([request]))
+    submitted = await mesh.outputs.next_request()
+    assert json.loads(submitted.submit.sampling_params.structured_outputs.json) == {"type": "array"}
+    submitted.answer("[", "]")
+    last = await call if stream is None else [response.infer_response async for response in call][-1]
+    assert last.parameters["x-tokenloom-ignored"].string_param == "structured_outputs#/uniqueItems"
+
+
+async def test_a_constraint_that_cannot_be_compiled_is_the_clients(mesh: FakeMesh, stub: Any) -> None:
+    request = infer("a")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}}
+    text_tensor(request, "sampling_parameters", json.dumps({"response_format": form}).encode())
+    asking = asyncio.ensure_future(stub.ModelInfer(request))
+    words = "structured_outputs: Unsatisfiable schema"
+    (await mesh.outputs.next_request()).fail(errors.InvalidArgument(words, "structured_outputs"))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await asking
+    assert refused.value.details() == "response_format: Unsatisfiable schema"
 
 
 async def test_raw_in_raw_out_and_the_prompt_again(mesh: FakeMesh, stub: Any) -> None:

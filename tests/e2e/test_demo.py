@@ -14,6 +14,10 @@ from tokenloom.model_files.model_path import DEMO_MODEL, PACKAGED
 
 COMMAND = (sys.executable, "-m", "tokenloom.cli.main", "demo")
 
+ENGINE_WENT_ON = re.compile(
+    r"kill (\d+): engine-1 ended after \d+ of \d+ characters; engine-0 went on after \d+ ms, and the text is the same"
+)
+
 
 def run(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory), "COLUMNS": "120"}
@@ -30,9 +34,18 @@ def test_it_answers_shows_the_times_and_leaves_nothing(socket_dir: Path) -> None
     ]  # fmt: skip
     assert "tokenloom-demo:json  {" in done.stdout
     assert "tokenloom-demo:pirate  Arr!" in done.stdout
+    assert "engine-1 had computed" in done.stdout or ENGINE_WENT_ON.search(done.stdout), "the answer is a short one"
     assert list((socket_dir / "tokenloom").iterdir()) == []
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if any(str(socket_dir) in argument for argument in command)]
+
+
+def test_an_answer_goes_on_with_the_same_text_when_its_engine_is_killed(socket_dir: Path) -> None:
+    done = run(socket_dir, "--kills", "2")
+    assert done.returncode == 0, done.stderr
+    assert "[engine-1 is killed]" in done.stdout
+    assert ENGINE_WENT_ON.findall(done.stdout) == ["1", "2"], "the second one after the engine has restarted"
+    assert "2 kills during answers: 0 broken, 2 continued by another engine, 0 with another text" in done.stdout
 
 
 def test_a_picture_is_shown_and_described(socket_dir: Path) -> None:

@@ -135,6 +135,19 @@ class Mesh:
         await self._remove(leaving)
         return [], [part.spec.name for part in leaving]
 
+    def crash_engine(self) -> SupervisedPart:
+        """Kill an engine without a drain, as a failure would, and return it; it is started again. It is one that
+        decodes, if there is one.
+
+        Raises ``ValueError`` if fewer than two engines serve: no other one could go on with the answers.
+        """
+        serving = [part for part in self.parts if part.spec.service == "engine" and part.serving.is_set()]
+        if len(serving) < 2:
+            raise ValueError(f"{len(serving)} of the engines serve now, and it takes two; wait until one has restarted")
+        chosen = next((part for part in serving if part.spec.role == "decode"), serving[-1])
+        chosen.crash()
+        return chosen
+
     async def _add(self, specs: Sequence[PartSpec], place: int, *, serving: bool) -> Sequence[PartSpec]:
         parts = [SupervisedPart(spec, self._output) for spec in specs]
         keepers = [asyncio.create_task(part.keep(), name=part.spec.name) for part in parts]

@@ -84,6 +84,17 @@ class SupervisedPart:
         if self._process is not None:
             self._process.kill_group()
 
+    def crash(self) -> None:
+        """Kill the process with all that it started, as a failure would; :meth:`keep` starts another one."""
+        if self._process is not None:
+            self._process.kill_group()
+
+    async def restarted(self, restarts: int) -> None:
+        """Return when the part serves again after a process that was killed when it had ``restarts``."""
+        while self.restarts == restarts:  # noqa: ASYNC110 - a crash is noticed within milliseconds
+            await asyncio.sleep(_POLL_SECONDS)
+        await self.serving.wait()
+
     async def _run_once(self) -> int | None:
         """Run a process to its end, or until it drains and has left its listening sockets to a successor. Return its
         exit status; None: it drains."""

@@ -60,6 +60,18 @@ async def test_a_killed_part_comes_back_at_once(
     assert ("fake-0", "killed by SIGKILL; restarting in 0.1 s") in printed
 
 
+async def test_a_part_that_is_made_to_crash_comes_back(make_spec: MakeSpec, output: LineCopier) -> None:
+    part = SupervisedPart(make_spec(), output)
+    part.crash()  # before it runs there is nothing to kill
+    async with kept(part):
+        first = await serving_pid(part)
+        part.crash()
+        async with asyncio.timeout(60):
+            await part.restarted(0)
+        assert part.restarts == 1
+        assert await serving_pid(part) != first
+
+
 async def test_only_the_first_process_has_the_first_flags(
     make_spec: MakeSpec, output: LineCopier, eventually: Eventually
 ) -> None:

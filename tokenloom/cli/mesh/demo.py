@@ -1,4 +1,5 @@
-"""``tokenloom demo`` starts a mesh, asks it one question, and shows where the time went."""
+"""``tokenloom demo`` starts a mesh, asks it one question, shows where the time went, and kills an engine during
+the same answer."""
 
 from pathlib import Path
 from typing import Annotated
@@ -29,12 +30,22 @@ def demo(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 400,
     speculative_config: Annotated[str, typer.Option(help="How the engines draft tokens, as for serve.")] = "",
+    kills: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="How often to ask again and kill an engine during the answer, each time after it has restarted; by "
+            "default once, or never for an image.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Start a whole mesh, chat once through it, show where the time went, and stop it."""
+    """Start a whole mesh, chat once through it, kill an engine during the same answer, and stop it."""
     with uncollected_imports():
         from .demo_run import run_demo  # here, because it takes gRPC, which the help does not need
 
     if image is None and model == PICTURE_MODEL_NAME:
         image = PACKAGED[PICTURE_MODEL_NAME] / "example.png"
     asked = prompt or (PROMPT if image is None else IMAGE_PROMPT)
-    run_demo(asked, image, model, max_tokens, speculative_config)
+    num_kills = kills if kills is not None else int(image is None)
+    run_demo(asked, image, model, max_tokens, speculative_config, num_kills)

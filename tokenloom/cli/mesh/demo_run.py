@@ -1,8 +1,13 @@
-"""Starts a mesh, asks it one question, shows where the time went, and asks its adapters a question at once."""
+"""Starts a mesh, asks it one question, shows where the time went, asks its adapters a question at once, and kills an
+engine during an answer."""
 
 import asyncio
+import os
+import statistics
 import struct
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +19,11 @@ from tokenloom.model_files.model_path import DEMO_ADAPTERS, DEMO_MODEL
 from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh, run_mesh
 from tokenloom.supervisor.output import LineCopier, Tail
+from tokenloom.supervisor.part import SupervisedPart
 
 from ..chat.chat_client import Answer, stream_chat, timeline_table
 from ..chat.conversation import Conversation, image_part
-from ..failures import INTERRUPTED, reported
+from ..failures import INTERRUPTED, CommandFailed, RequestFailed, reported
 from ..model_directory import model_directory
 from ..serve.prechecks import check_models
 from ..server import Server
@@ -26,18 +32,23 @@ from ..tables import plain_console
 _ADAPTERS = ("json", "pirate")
 """LoRA adapters of the demo model."""
 _ADAPTERS_QUESTION = "What is the capital of France?"
+_KILLED_AT = 5
+"""The engine is killed after the fifth part of the answer."""
 _WIDTH = 32
 """Characters that the longer side of an image takes on the terminal."""
 
 
-def run_demo(prompt: str, image: Path | None, model: str, max_tokens: int, speculative_config: str) -> None:
-    """Print the answer, and exit with the status of the mesh.
+def run_demo(
+    prompt: str, image: Path | None, model: str, max_tokens: int, speculative_config: str, num_kills: int
+) -> None:
+    """Print the answers, and exit with the status of the mesh.
 
     Args:
         image: A file that the question shows; None: it shows none.
         model: Checkpoint directory, GGUF file or hub id.
         max_tokens: The longest answer.
         speculative_config: How the engines draft tokens.
+        num_kills: How often an engine is killed during the answer.
     """
     path, name = model_directory(model, None)
     options = MeshOptions(
@@ -72,10 +83,13 @@ def run_demo(prompt: str, image: Path | None, model: str, max_tokens: int, specu
             console.print(picture_text(image) if console.color_system else f"{image}\n")
         console.print(_spoken("you", f"{prompt}\n"), _spoken(name, ""), sep="", end="")
         server = Server(f"http://{http}")
-        answer = await asyncio.to_thread(stream_chat, server, _body(name, prompt, max_tokens, image), _print_piece)
+        body = _body(name, prompt, max_tokens, image)
+        answer = await asyncio.to_thread(stream_chat, server, body, _print_piece)
         _print_answer_end(console, answer)
         if path == DEMO_MODEL:
             await _ask_adapters(console, server, name)
+        if num_kills:
+            await _Kills(console, mesh, server, body, prompt, answer.text).run(num_kills)
 
     try:
         with reported():
@@ -93,7 +107,9 @@ def _engine_flags(path: Path, speculative_config: str) -> tuple[str, ...]:
     if path != DEMO_MODEL:
         return flags
     modules = ",".join(f"{name}={DEMO_ADAPTERS / name}" for name in _ADAPTERS)
-    return (*flags, "--enable-lora", "--lora-modules", modules)
+    # In float32 another engine goes on with the same tokens. In bfloat16 a text that is computed as a prompt may be
+    # rounded differently from one that is computed token by token.
+    return (*flags, "--enable-lora", "--lora-modules", modules, "--dtype", "float32")
 
 
 def picture_text(file: Path) -> Text:
@@ -137,6 +153,123 @@ async def _ask_adapters(console: Console, server: Server, model: str) -> None:
     console.print("\n", _spoken("you", f"{_ADAPTERS_QUESTION} "), asked, sep="")
     for name, pieces in texts.items():
         console.print(_spoken(name, "".join(pieces)))
+
+
+@dataclass
+class InterruptedAnswer:
+    """Takes the pieces of an answer, and calls ``interrupt`` once, when so much of it has arrived.
+
+    Attributes:
+        after: Characters that arrive before.
+        write: Receives the pieces; None: they are not shown.
+        killed_after: Characters that had arrived then; None: too few have.
+        pause: The longest time between two pieces since then, in seconds; None: none has come since then.
+    """
+
+    after: int
+    interrupt: Callable[[], None]
+    write: Callable[[str], None] | None = None
+    clock: Callable[[], float] = time.monotonic
+    killed_after: int | None = None
+    pause: float | None = None
+    _num_characters: int = 0
+    _last: float = 0.0
+
+    def __call__(self, text: str) -> None:
+        now = self.clock()
+        if self.killed_after is not None:
+            self.pause = max(self.pause or 0.0, now - self._last)
+        self._last = now
+        self._num_characters += len(text)
+        if self.write is not None:
+            self.write(text)
+        if self.killed_after is None and self._num_characters >= self.after:
+            self.killed_after = self._num_characters
+            self.interrupt()
+
+
+@dataclass
+class _Kills:
+    """Asks a question again and again, and kills the engine that decodes during each answer.
+
+    Attributes:
+        text: The answer of a mesh that loses no engine.
+        pauses: Seconds, of each answer with which another engine went on.
+        failures: Why answers broke.
+    """
+
+    console: Console
+    mesh: Mesh
+    server: Server
+    body: Mapping[str, Any]
+    question: str
+    text: str
+    pauses: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    num_different: int = 0
+
+    async def run(self, count: int) -> None:
+        """Kill so many times, each after the restart of the last engine, and print each. Raises ``CommandFailed`` if an
+        answer broke."""
+        asked = Text("(once more; the engine that decodes is killed during the answer)", "dim")
+        self.console.print("\n", _spoken("you", f"{self.question} "), asked, sep="")
+        for number in range(1, count + 1):
+            await self._kill(number, is_last=number == count)
+        if count > 1:
+            self._print_sum(count)
+        if self.failures:
+            raise CommandFailed(f"{len(self.failures)} of {count} answers broke; the first: {self.failures[0]}")
+
+    async def _kill(self, number: int, *, is_last: bool) -> None:
+        """Only the first answer is shown."""
+        loop, killed = asyncio.get_running_loop(), list[SupervisedPart]()
+
+        async def crash() -> None:
+            killed.append(self.mesh.crash_engine())
+
+        def interrupt() -> None:
+            asyncio.run_coroutine_threadsafe(crash(), loop).result()  # the loop owns the parts
+            if number == 1:
+                self.console.print(Text(f" [{killed[0].spec.name} is killed]", "bold red"), end="")
+
+        watch = InterruptedAnswer(len(self.text) // _KILLED_AT, interrupt, _print_piece if number == 1 else None)
+        restarts = [part.restarts for part in self.mesh.parts]
+        if number == 1:
+            self.console.print(_spoken(str(self.body["model"]), ""), end="")
+        try:
+            answer = await asyncio.to_thread(stream_chat, self.server, self.body, watch)
+        except RequestFailed as error:
+            self.failures.append(str(error))
+            self.console.print(f"\nkill {number}: the answer broke: {error}", style="red", markup=False)
+        else:
+            line = self._outcome(answer, watch, killed[0].spec.name)
+            self.console.print("\n\n" if number == 1 else "", f"kill {number}: {line}", sep="", markup=False)
+        for part, before in zip(self.mesh.parts, restarts, strict=True):
+            if part in killed and not is_last:
+                await part.restarted(before)
+
+    def _outcome(self, answer: Answer, watch: InterruptedAnswer, killed: str) -> str:
+        """Count an answer, and return what happened."""
+        engine = answer.timeline["decode_engine"]
+        if watch.pause is None or engine == killed:
+            return f"{killed} had computed the whole answer before it ended; nothing was left for another engine"
+        self.pauses.append(watch.pause)
+        is_same = answer.text == self.text
+        self.num_different += not is_same
+        text = "the same" if is_same else "another one, because numbers are rounded differently there"
+        return (
+            f"{killed} ended after {watch.killed_after} of {len(answer.text)} characters; {engine} went on after "
+            f"{watch.pause * 1e3:.0f} ms, and the text is {text}"
+        )
+
+    def _print_sum(self, count: int) -> None:
+        pauses = self.pauses or [0.0]
+        self.console.print(
+            f"\n{count} kills during answers: {len(self.failures)} broken, {len(self.pauses)} continued by another "
+            f"engine, {self.num_different} with another text; pause: median {1e3 * statistics.median(pauses):.0f} ms, "
+            f"longest {1e3 * max(pauses):.0f} ms; load: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
+            markup=False,
+        )
 
 
 def _spoken(name: str, text: str) -> Text:

@@ -64,7 +64,7 @@ $(BIN)/pip install --upgrade pip \
 	&& $(BIN)/pip install --no-deps 'nixl>=1.5' 'nixl-cu12>=1.5'
 endef
 
-demo: install ## start the whole mesh, chat once through it, show where the time went, stop everything; then ask about a picture
+demo: install ## start the whole mesh, chat once through it, kill an engine during an answer, stop everything; then ask about a picture
 	@$(BIN)/tokenloom demo
 	@$(BIN)/tokenloom demo --model tokenloom-picture
 

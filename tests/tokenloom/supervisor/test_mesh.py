@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -65,3 +66,20 @@ async def test_the_mesh_is_published(make_spec: MakeSpec, socket_dir: Path, outp
         record = json.loads((socket_dir / "mesh.json").read_text())
     assert record["port"] == 8000
     assert [(part["service"], part["index"], part["role"]) for part in record["parts"]] == [("fake", 0, None)]
+
+
+async def test_the_engine_that_decodes_crashes_and_never_the_last_one(
+    make_spec: MakeSpec, socket_dir: Path, output: LineCopier
+) -> None:
+    specs = [replace(make_spec("engine", number), role=role) for number, role in enumerate(("decode", "prefill"))]
+    async with make_mesh(specs, socket_dir, output) as mesh, asyncio.timeout(60):
+        with pytest.raises(ValueError, match="0 of the engines serve now"):
+            mesh.crash_engine()
+        await mesh.wait_serving()
+        crashed = mesh.crash_engine()
+        assert crashed.spec.name == "engine-0"
+        await crashed.restarted(0)
+        assert [part.restarts for part in mesh.parts] == [1, 0]
+        mesh.parts[1].serving.clear()
+        with pytest.raises(ValueError, match="1 of the engines serve now"):
+            mesh.crash_engine()

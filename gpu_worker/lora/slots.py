@@ -300,7 +300,7 @@ class LoraSlots:
         return self._grouped[2]
 
     def _fill(self, slot: int, digest: bytes) -> None:
-        self._slots[slot] = digest
+        self._slots[slot] = b""
         adapter = self._adapters[digest] if digest else None
         self._special.discard(slot)
         if adapter is not None and not adapter.is_plain:
@@ -308,6 +308,7 @@ class LoraSlots:
         self.experts.fill(slot, adapter)
         for layer in self._layers.values():
             layer.occupy(slot, adapter, self._device)
+        self._slots[slot] = digest  # only now: a slot that could not be filled is filled again
 
 
 def _load_kernel(device: torch.device) -> tuple[LoraKernel | None, Layout]:

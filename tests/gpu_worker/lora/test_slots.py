@@ -18,6 +18,7 @@ from tokenloom.gpu_worker.kernels.library import load_lora
 from tokenloom.gpu_worker.layers.linear import make_linear
 from tokenloom.gpu_worker.lora.adapted_linear import AdaptedRows, CurrentRows, LoraLinear
 from tokenloom.gpu_worker.lora.adapter import Adapter, Layout
+from tokenloom.gpu_worker.lora.slots import LoraSlots
 
 PROMPT = list(range(3, 23))
 
@@ -49,6 +50,30 @@ def test_any_base_can_have_adapters(model: Path, adapter: Path, options: dict[st
     plain, adapted = engine.generate([PROMPT, PROMPT], [8, 8], adapters=[b"", *digests_of(engine)])
     assert plain != adapted
     assert Engine(model, num_blocks=32, max_model_len=64, max_num_seqs=4, **options).generate([PROMPT], [8]) == [plain]
+
+
+def test_a_slot_that_could_not_be_filled_is_filled_again(
+    model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(model, adapter, save_adapter(tmp_path / "other", model, seed=1))
+    first, second = digests_of(engine)
+    expected = engine.generate([PROMPT], [8], adapters=[second])
+    engine.generate([PROMPT], [8], adapters=[first])
+    slots: LoraSlots = engine.core.executor._worker._loras  # type: ignore[attr-defined]
+    # All layers let go of the first adapter, and three take the second one.
+    occupy, left = LoraLinear.occupy, iter(range(len(slots._layers) + 3))
+
+    def occupy_some(self: LoraLinear, *args: Any) -> None:
+        if next(left, None) is None:
+            raise MemoryError
+        occupy(self, *args)
+
+    monkeypatch.setattr(LoraLinear, "occupy", occupy_some)
+    with pytest.raises(MemoryError):
+        slots.occupy([second])
+    monkeypatch.setattr(LoraLinear, "occupy", occupy)
+    slots.occupy([second])
+    assert engine.generate([PROMPT], [8], adapters=[second]) == expected
 
 
 def test_without_the_option_no_layer_is_wrapped(model: Path) -> None:

@@ -202,6 +202,7 @@ def check_chunks(config: ModelConfig, block_size: int) -> None:
             raise ValueError(f"block_size: {block_size} tokens do not divide the model's attention chunks of {chunk}")
 
 
+NO_ADAPTERS = "enable_lora: no layer of this model can have an adapter"
 NO_INT8_SHAPES = (
     "kv_cache_dtype: int8 is not supported for layers with different numbers of KV heads: scales lie behind the "
     "numbers of a block; leave it out"

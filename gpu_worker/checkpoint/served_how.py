@@ -43,6 +43,7 @@ from .files.supported import ARCHITECTURES, BUILT_IN, ENCODERS, STATIC, WITHOUT_
 from .gguf.config import described_by, read_model
 from .load_config import check_quantization, load_model_config, read_dtype
 from .local_config import (
+    NO_ADAPTERS,
     NO_INT8_SHAPES,
     check_batch_invariant,
     check_chunks,
@@ -113,8 +114,10 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
             config.check_states(found.state_chunk)
         if config.lora.enable and (found.state_chunk or not place.is_whole):
             why = "keep states in it" if found.state_chunk else "are divided among several workers"
-            raise ValueError(f"enable_lora: no layer of this model can have an adapter: transformers' modules {why}")
+            raise ValueError(f"{NO_ADAPTERS}: transformers' modules {why}")
         return found
+    if config.lora.enable and (found.by == "encoder" or _is_gpt2(found.config)):
+        raise ValueError(f"{NO_ADAPTERS}; its architecture is not supported")
     if found.by == "encoder":
         check_parts(found.config if isinstance(found.config, EncoderConfig) else None, place, read_model(path)[0])
     if found.config is None:
@@ -135,6 +138,11 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
             check_batch_invariant(config, found.config)
     _check_context(config.max_model_len, found.config.max_model_len)
     return found
+
+
+def _is_gpt2(config: object) -> bool:
+    """Return whether a decoder stores its layers as [inputs, outputs], which no adapter changes."""
+    return isinstance(config, ModelConfig) and config.family == "gpt2"
 
 
 def _check_drafts(speculative: SpeculativeConfig, path: Path, found: ServedHow) -> None:

@@ -22,6 +22,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.process.control_groups import resident_bytes
 from tokenloom.process.fall_backs import OF_PROCESS
 
+from ..checkpoint.local_config import NO_ADAPTERS
 from ..checkpoint.weights import FileStamps, check_unchanged, file_stamps
 from ..device.cpu_watch import bind_to
 from ..device.profiler import Profiler
@@ -67,6 +68,8 @@ class EncoderWorker:
 
     def load_model(self) -> ModelInfo:
         """Load the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
+        if self._config.lora.enable:
+            raise ValueError(f"{NO_ADAPTERS}; its architecture is not supported")
         bind_to(self._config.worker.cpus)
         self._platform.start(self._config.worker.num_threads, self._config.cache.engines_on_host)
         self._ranks = join_ranks(self._config.parallel, self._platform.device)

@@ -18,6 +18,7 @@ from tokenloom.engine_core.data.lora import WEIGHTS, LoraInfo
 
 from ..batch.input_batch import StepInputs
 from ..batch.prompt_rows import TokenRows
+from ..checkpoint.local_config import NO_ADAPTERS
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import LayerPart, Linear
 from ..kernels.compiler import KernelsUnavailable, warn_unavailable
@@ -132,9 +133,7 @@ class LoraSlots:
     def check_model(self, model: "LoadedModel") -> None:
         """Raise ``ValueError`` if no layer of the model that was loaded can have an adapter."""
         if not self._shapes:
-            raise ValueError(
-                "enable_lora: no layer of this model can have an adapter; its architecture is not supported"
-            )
+            raise ValueError(f"{NO_ADAPTERS}; its architecture is not supported")
         self._model = model
         if not self._computes_apart:
             return

@@ -345,6 +345,19 @@ def test_what_of_an_encoder_is_not_divided_is_named(tmp_path: Path, name: str) -
         answer(tmp_path, entries, parallel=parallel)
 
 
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
+GPT2 |= {"n_positions": 64, "vocab_size": 100, "torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize("entries", [BERT, of("MPNetModel", "mpnet"), GPT2])
+def test_adapters_of_models_that_can_have_none_are_refused_before_a_start(
+    tmp_path: Path, entries: dict[str, Any]
+) -> None:
+    answer(tmp_path, entries)
+    with pytest.raises(ValueError, match="enable_lora: no layer of this model can have an adapter"):
+        answer(tmp_path, entries, lora=LoraConfig(enable=True))
+
+
 @pytest.mark.parametrize("name", UNORDERED)
 def test_what_follows_the_batch_is_refused_by_batch_invariant_engines(tmp_path: Path, name: str) -> None:
     entries, options, reason = UNORDERED[name]

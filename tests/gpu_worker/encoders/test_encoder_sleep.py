@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.gpu_worker.pooling.small_models import PROMPTS, make_checkpoint, make_config
 from tokenloom.engine_core.client.core_client import InprocClient
+from tokenloom.engine_core.data.config import LoraConfig
 from tokenloom.engine_core.data.core_params import DRAWS_NOTHING, CorePoolingParams, PoolingTask
 from tokenloom.engine_core.data.errors import EnginePausedError, UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
@@ -87,3 +89,10 @@ def test_a_checkpoint_of_another_shape_is_refused_and_the_weights_stay(tmp_path:
         client.call_utility("reload_weights", str(tmp_path / "other"))
     assert np.array_equal(embed(client), before)
     client.close()
+
+
+def test_an_encoder_with_adapters_does_not_start(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "BertModel")
+    config = replace(make_config(tmp_path), lora=LoraConfig(enable=True))
+    with pytest.raises(ValueError, match="enable_lora: no layer of this model can have an adapter"):
+        make_worker(config).load_model()

@@ -203,6 +203,7 @@ class WaveLoop:
         self._ballot = ballot
         self._spreads_experts = config.spreads_experts_over_engines
         self._epoch = 0  # of the roster by which the workers have joined last
+        self._has_earlier_step = False  # in flight: it was begun before they joined
         self.waves = Waves(config.data_parallel_rank, self._want, ballot.cast)
         self._reported: GroupState | None = None
         core.scheduler.hold(True)
@@ -220,6 +221,7 @@ class WaveLoop:
         ``compute_dummy``, if no request could be scheduled."""
         num_before = self._core.num_begun
         outputs = step() if self._core.has_work() else None
+        self._has_earlier_step = False  # each step of a core ends the oldest one in flight
         if self.waves.is_running:
             # Exactly one forward pass a turn: one fewer would leave the other ranks waiting in their exchange of rows,
             # one more would let this one wait.
@@ -266,6 +268,14 @@ class WaveLoop:
 
     def lost_peer(self, error: PeerLostError) -> None:
         """Compute nothing until the workers of all members have joined anew, because one cannot reach another one."""
+        if self._has_earlier_step:
+            # With overlapping steps another rank may have complained first. Complaining of the new members would let
+            # all of them join once more, whose steps in flight then fail in turn.
+            log.info("%s; the ranks of the data-parallel group have joined anew since then", error)
+        else:
+            self._complain(error)
+
+    def _complain(self, error: PeerLostError) -> None:
         log.info("%s; the ranks of the data-parallel group join anew", error)
         self.waves.break_off()
         self._ballot.complain(self._epoch)
@@ -290,13 +300,13 @@ class WaveLoop:
         changed."""
         if roster is None or not self._spreads_experts:
             return
-        self._epoch = roster.epoch
+        self._epoch, self._has_earlier_step = roster.epoch, bool(self._core.steps_in_flight)
         index = roster.ranks.index(self.waves.rank)
         peers = ExpertPeers(index, roster.workers, roster.epoch, self._ballot.key_of(roster))
         try:
             self._core.executor.collective_rpc("join_experts", peers)
         except PeerLostError as error:
-            self.lost_peer(error)
+            self._complain(error)
 
     def settle(self) -> None:
         """Let what has changed take effect: requests may call for a wave, and a pause may be complete."""

@@ -139,6 +139,7 @@ class EngineCoreProc:
             log.info("%s; the workers of this engine are started again", error)
             self._core.replace_workers()
             self._come_again()
+            self._num_replaced = self._num_losses  # a worker whose step has failed ends, too
         else:
             self._group.lost_peer(error)
 
@@ -206,7 +207,10 @@ class EngineCoreProc:
             if self._num_losses > self._num_replaced:  # otherwise a step has noticed it
                 self._replace_workers(WorkerLostError("a worker process ended unexpectedly"))
         elif kind in (RequestType.GROUP, RequestType.START_DP_WAVE):
-            self._process_group(message)
+            try:
+                self._process_group(message)
+            except WorkerLostError as error:  # in a call that lets the workers join those of other ranks
+                self._replace_workers(error)
         else:
             assert kind is RequestType.WAKEUP, kind
             if self.state is not ProcState.RUNNING:

@@ -8,6 +8,7 @@ from tests.engine_core.helpers import make_config, make_request
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import ParallelConfig
 from tokenloom.engine_core.data.errors import PeerLostError
+from tokenloom.engine_core.data.messages import EngineCoreOutputs
 from tokenloom.engine_core.data.parallel_config import ExpertPeers
 from tokenloom.engine_core.data_parallel.messages import (
     Called,
@@ -68,11 +69,12 @@ class CountingWorker(HashWorker):
 class Rank:
     """A core over the hash worker with experts, as rank 1 of 2."""
 
-    def __init__(self, *, overlaps: bool = False, **parallel: bool) -> None:
+    def __init__(self, *, overlaps: bool = False, enable_expert_parallel: bool = False) -> None:
         config = make_config(num_blocks=20, async_scheduling=overlaps)
-        config = msgspec.structs.replace(
-            config, parallel=ParallelConfig(data_parallel_size=2, data_parallel_rank=1, **parallel)
+        parallel = ParallelConfig(
+            data_parallel_size=2, data_parallel_rank=1, enable_expert_parallel=enable_expert_parallel
         )
+        config = msgspec.structs.replace(config, parallel=parallel)
         self.worker = CountingWorker(config, experts_per_token=8, max_model_len=60)
         self.core = EngineCore(config, EXECUTORS["late" if overlaps else "uniproc"](self.worker))
         self.votes = Votes()
@@ -235,3 +237,41 @@ def test_a_pause_with_overlapping_steps_is_complete_when_the_wave_has_ended() ->
     assert not rank.core.steps_in_flight
     assert rank.core.num_begun == 1
     assert rank.tokens == expected_tokens([1, 2], 1)
+
+
+def test_the_loss_of_a_step_that_began_with_earlier_members_is_no_loss_of_the_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(overlaps=True, enable_expert_parallel=True)
+    rank.core.add_request(make_request("a", [1, 2], max_tokens=5))
+    rank.loop.settle()
+    rank.decide(VoteVerdict.RUN)
+    rank.turn()
+    assert len(rank.core.steps_in_flight) == 1
+
+    def lose(*_: object) -> None:
+        raise PeerLostError("a worker has ended")
+
+    def step() -> EngineCoreOutputs | None:
+        try:
+            return rank.core.step()
+        except PeerLostError as error:
+            rank.loop.lost_peer(error)
+            return None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.worker, "execute_model", lose)
+        rank.loop.take(Lost(4, 2, roster(2, 0, 1)))  # another rank has noticed the loss first
+        rank.loop.turn(step, rank.worker.execute_dummy_batch)
+    assert not rank.votes.complaints
+    assert rank.votes.cast_votes[-1] == Vote(4, 0, Want.RUN, 2)
+    rank.decide(VoteVerdict.RUN)
+    while rank.core.has_requests():
+        rank.turn()
+    assert rank.tokens == expected_tokens([1, 2], 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.worker, "execute_dummy_batch", lose)
+        with pytest.raises(PeerLostError) as lost:
+            rank.turn()
+    rank.loop.lost_peer(lost.value)
+    assert rank.votes.complaints == [2], "the present members have lost one"

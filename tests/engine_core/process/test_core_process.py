@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -13,8 +14,16 @@ import pytest
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config, make_core, make_request
 from tests.engine_core.processes import collect, failing_core, has_ended, wait_until
-from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError, EngineStartError, WorkerLostError
+from tokenloom.engine_core.data.config import ParallelConfig
+from tokenloom.engine_core.data.errors import (
+    EngineConfigError,
+    EngineDeadError,
+    EngineStartError,
+    PeerLostError,
+    WorkerLostError,
+)
 from tokenloom.engine_core.data.messages import EngineCoreOutputs, FinishReason, RequestType
+from tokenloom.engine_core.data_parallel.wave_loop import WaveLoop
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.process.core_process import EngineCoreProc
 from tokenloom.engine_core.wire.frames import Decoder, FrameReceiver
@@ -69,7 +78,7 @@ def test_requests_that_came_before_a_shutdown_are_served_and_later_ones_refused(
         inputs.put((RequestType.ADD, make_request("after", [1, 2], max_tokens=3)))
         proc.run()
         receiver, decoder = FrameReceiver(near), Decoder(EngineCoreOutputs)
-        ends = {}
+        ends: dict[str, FinishReason] = {}
         while set(ends) != {"before", "after"}:
             for output in decoder.decode(receiver.receive()).outputs:
                 if output.finish_reason is not None:
@@ -90,6 +99,46 @@ def test_a_worker_that_is_lost_in_the_batch_of_an_idle_rank_is_replaced(monkeypa
     with near, far:
         EngineCoreProc(core, far)._compute_dummy()
     assert calls == ["execute_dummy_batch", "replace"]
+
+
+def test_a_worker_that_is_lost_while_it_joins_other_ranks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, calls = make_core(), []
+
+    def lose(message: object) -> None:
+        raise WorkerLostError("worker 1 ended with status 1")
+
+    monkeypatch.setattr(core, "replace_workers", lambda: calls.append("replace"))
+    near, far = socket.socketpair()
+    with near, far:
+        proc = EngineCoreProc(core, far)
+        monkeypatch.setattr(proc, "_process_group", lose)
+        proc._process((RequestType.GROUP, 1))
+    assert calls == ["replace"]
+
+
+def test_workers_that_were_started_again_for_a_lost_peer_are_not_replaced_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core, calls = make_core(), []
+
+    class Group:
+        def settle(self) -> None: ...
+
+        def take_updates(self) -> None: ...
+
+    near, far = socket.socketpair()
+    with near, far:
+        proc = EngineCoreProc(core, far)
+        proc._group, proc._parallel = cast(WaveLoop, Group()), ParallelConfig(tensor_parallel_size=2)
+
+        def replace() -> None:
+            calls.append("replace")
+            proc.executor_failed()  # a worker ends after its step has failed
+
+        monkeypatch.setattr(core, "replace_workers", replace)
+        proc._rejoin_peers(PeerLostError("a worker of another engine has ended"))
+        proc._process(proc._input.input_queue.get())
+    assert calls == ["replace"]
 
 
 def test_a_failed_step_ends_the_core_and_tells_the_client(tmp_path: Path) -> None:

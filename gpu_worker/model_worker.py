@@ -344,6 +344,8 @@ class ModelWorker:
 
     def check_weights(self, path: str) -> None:
         self._require_slot().check(Path(path))
+        if self._drafting is not None:
+            self._drafting.check(Path(path))
         if not self._model.config.cross_rows:
             info, head = (None, None) if self._pooler is None else (self._pooler.info, self._pooler.head)
             config = self._kv_config

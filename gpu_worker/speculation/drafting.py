@@ -150,6 +150,13 @@ class Drafting:
             for proposer in self._proposers:
                 proposer.drafter = self._drafter
 
+    def check(self, path: Path) -> None:
+        """Check that :meth:`restore` will work with weights of the model from ``path``, without reading the content of
+        tensors. Raises ``ValueError`` if these bring no head, which the method needs."""
+        if self._config.method == "mtp":
+            assert self.kv_config is not None
+            self._load_own_head(self.kv_config, path, torch.device("meta"))
+
     def _load(self) -> Drafter:
         assert self.kv_config is not None
         if self._config.method == "eagle":
@@ -157,7 +164,7 @@ class Drafting:
         if self._config.method == "eagle3":
             return self._load_eagle3()
         if self._config.method == "mtp":
-            return self._load_own_head(self.kv_config)
+            return self._load_own_head(self.kv_config, self._path, self._loader.device or _CPU)
         model = self._loader.load(self._path)
         if isinstance(model, CheckedModel):
             raise ValueError(f"{_FIELD}: {self._path.name} needs transformers' modules, which do not draft")
@@ -194,10 +201,9 @@ class Drafting:
             checkpoint.refuse_rest()
         return head
 
-    def _load_own_head(self, config: ModelConfig) -> MtpHead:
-        loader, device = self._loader, self._loader.device or _CPU
-        get_target = cast("Callable[[], EmbedsTokens]", self._target)
-        with Checkpoint(self._path, config.dtype, device, config.scheme) as checkpoint:
+    def _load_own_head(self, config: ModelConfig, path: Path, device: torch.device) -> MtpHead:
+        loader, get_target = self._loader, cast("Callable[[], EmbedsTokens]", self._target)
+        with Checkpoint(path, config.dtype, device, config.scheme) as checkpoint:
             return MtpHead(checkpoint, config, self._names, loader.ops or TorchOps(), device, get_target)
 
 

@@ -1,5 +1,6 @@
 """The head behind the last layer of a DeepSeek-V3 checkpoint computes what its class's layer does between its norms."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,12 @@ def write(directory: Path, *, is_sharp: bool = False) -> tuple[Path, Any, Any, d
     return path, model, whole, others
 
 
+def drop_head(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    rest = {name: each for name, each in tensors.items() if not name.startswith("model.layers.2.")}
+    save_file(rest, path / "model.safetensors", {"format": "pt"})
+
+
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight
 
@@ -108,8 +115,21 @@ def test_tokens_are_those_without_drafts(ranks: int, tmp_path: Path) -> None:
 def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
     path, *_ = write(tmp_path)
     assert served_how(engine_config(path), has_gpu=False).by == "built in"
-    tensors = load_file(path / "model.safetensors")
-    rest = {name: each for name, each in tensors.items() if not name.startswith("model.layers.2.")}
-    save_file(rest, path / "model.safetensors", {"format": "pt"})
+    drop_head(path)
     with pytest.raises(ValueError, match=r"has no tensor model\.layers\.2\.eh_proj\.weight"):
         served_how(engine_config(path), has_gpu=False)
+
+
+def test_new_weights_without_the_head_are_refused_before_the_old_ones_go(tmp_path: Path) -> None:
+    path, *_ = write(tmp_path / "old", is_sharp=True)
+    new = tmp_path / "new"
+    shutil.copytree(path, new)
+    engine = Engine(path, speculative=MTP, budget=64, max_num_seqs=4, max_model_len=128)
+    expected = engine.generate(PROMPTS, LIMITS)
+    engine.core.sleeping.reload_weights(str(new))
+    drop_head(new)
+    with pytest.raises(ValueError, match=r"has no tensor model\.layers\.2\.eh_proj\.weight"):
+        engine.core.sleeping.reload_weights(str(new))
+    assert not engine.core.sleeping.is_sleeping()
+    assert engine.generate(PROMPTS, LIMITS) == expected
+    engine.core.shutdown()

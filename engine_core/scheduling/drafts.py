@@ -333,12 +333,15 @@ class Drafts:
         cached = scheduled.scheduled_cached_reqs
         index_of = {request_id: index for index, request_id in enumerate(cached.req_ids)}
         for request_id, count in scheduled.num_drafts_wanted.items():
-            num_scheduled = scheduled.num_scheduled_tokens.get(request_id)
+            num_scheduled, request = scheduled.num_scheduled_tokens.get(request_id), self._requests[request_id]
+            # The step may end nearer to the limit than the request was when they were wanted, because drafts are right.
+            # The last token is never computed.
+            count = min(count, request.max_num_tokens - 1 - request.kv.num_computed_tokens)
             # More stays free than beside drafts to verify: a proposal may still be dropped, and the blocks that the
             # next step needs for its own tokens come first.
-            if num_scheduled is None or pool.num_free // pool.num_groups <= 2 * num_running:
+            if num_scheduled is None or count <= 0 or pool.num_free // pool.num_groups <= 2 * num_running:
                 continue
-            new_block_ids = self._extend(self._requests[request_id], num_scheduled, count)
+            new_block_ids = self._extend(request, num_scheduled, count)
             if not new_block_ids:
                 continue
             if request_id in blocks_of:

@@ -48,6 +48,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
         num_blocks *= scheduler.kv.pool.num_groups
         has_spare = request.kv.remote is not None or scheduler.drafts is not None  # a rejected draft leaves its block
         assert len(request.kv.block_ids) == num_blocks or (has_spare and len(request.kv.block_ids) > num_blocks)
+        most_blocks = -(-max(request.max_num_tokens - 1, request.num_tokens) // scheduler.kv.block_size)
+        assert len(request.kv.block_ids) <= most_blocks * scheduler.kv.pool.num_groups
     _check_order(scheduler)
     holders = waiting + scheduler.running + away + [request for request in loading if request.is_finished]
     check_pool(

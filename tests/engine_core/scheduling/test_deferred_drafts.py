@@ -175,6 +175,19 @@ def test_drafts_end_before_the_limit_of_tokens(planned: list[SchedulerOutput]) -
         assert all(computed[r] + n < len(PROMPT) + 15 for r, n in step.num_scheduled_tokens.items())
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_proposals_get_no_block_beyond_the_limit_of_tokens(overlaps: bool) -> None:
+    config = make_config(async_scheduling=overlaps, num_drafts=6, draft_accuracy=1.0, draft_model="small")
+    for max_tokens in range(1, 33):
+        core = EngineCore(config, EXECUTORS["late" if overlaps else "uniproc"](make_worker(config)))
+        assert core.scheduler.drafts is not None
+        core.scheduler.drafts.costs = None
+        core.add_request(make_request("a", PROMPT, max_tokens))
+        while core.has_work():
+            core.step()
+            check_scheduler(core.scheduler)
+
+
 def test_drafts_of_an_ended_request_are_not_given_to_the_next_one_with_its_id() -> None:
     core = make_core(num_drafts=4, draft_accuracy=1.0)
     core.add_request(make_request("a", PROMPT, 40))

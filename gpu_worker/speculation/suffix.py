@@ -20,6 +20,8 @@ from .speculation import StepArrays
 
 MOST_PAST_TOKENS = 1 << 20
 """Of all past answers together: at 28 bytes a token they take 28 MiB."""
+_FEWEST_TOKENS = 64
+"""An index takes at least the memory of so many tokens, 2 KiB: requests may each have a salt of their own."""
 _KEYS = (6, 2)
 """An occurrence is found by so many of its last tokens: by more of them first, because these are right more often."""
 _MOST_OCCURRENCES = 32
@@ -185,7 +187,12 @@ class PastAnswers:
         indexes[-1].num_answers += 1
         self.num_answers += 1
         self.num_tokens += len(answer) + 1
-        while self.num_answers > self._most_answers or self.num_tokens > self._most_tokens:
+        most_keys = self._most_tokens // _FEWEST_TOKENS
+        while (
+            self.num_answers > self._most_answers
+            or self.num_tokens > self._most_tokens
+            or len(self._indexes) > most_keys
+        ):
             self._drop_oldest()
 
     def of(self, key: tuple[str, bytes]) -> Sequence[TokenIndex]:

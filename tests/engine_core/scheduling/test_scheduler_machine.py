@@ -148,7 +148,7 @@ class CoreMachine(RuleBasedStateMachine):
         if self.core.scheduler.drafts is not None:
             self.core.scheduler.drafts.free_rows = free_rows
             clock = itertools.count().__next__  # steps take the same time whatever they compute
-            self.core.scheduler.drafts.costs = DraftCosts(clock, drafting_takes_time=draft_model)
+            self.core.scheduler.drafts.costs = DraftCosts(clock, drafting_takes_time=bool(draft_model))
         self.live: dict[str, Expected] = {}
         self.num_added = 0
 

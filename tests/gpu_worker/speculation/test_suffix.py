@@ -115,6 +115,10 @@ def test_past_answers_are_bounded_and_apart() -> None:
     past.add(("tenant 4", b""), list(range(1000)))
     assert past.num_tokens <= 100
     assert past.of(("tenant 4", b""))[-1].tokens[-2] == 999
+    salted = PastAnswers(most_answers=10_000, most_tokens=640)
+    for number in range(300):
+        salted.add(("", b"%d" % number), [1])
+    assert salted.num_answers == 10, "each has an index, which takes memory however few tokens it has"
     off = PastAnswers(most_answers=0)
     off.add(("", b""), [1, 2, 3])
     assert not off.of(("", b""))

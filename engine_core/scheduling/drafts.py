@@ -257,9 +257,7 @@ class Drafts:
             if request.draft_history is None:
                 request.draft_history = DraftHistory()
             request.draft_history.add(num_drafts, num_right, request.num_tokens + len(token_ids))
-        if not self.defers:
-            return 0
-        return sum(map(len, scheduled.draft_token_ids.values())) - sum(result.num_verified.values())
+        return num_unproposed(scheduled, result)
 
     def _take_off_wrong(self, request: Request, num_drafts: int, num_right: int) -> None:
         num_valid = num_right
@@ -372,6 +370,13 @@ class Drafts:
             if (most := min(share, request.max_num_tokens - request.num_tokens - 2)) > 0:
                 wanted[request.request_id] = most
         return wanted
+
+
+def num_unproposed(scheduled: SchedulerOutput, result: ModelRunnerOutput) -> int:
+    """Return for how many tokens of a plan the worker had no draft, so that it did not compute them."""
+    if not scheduled.defers_drafts:
+        return 0
+    return sum(map(len, scheduled.draft_token_ids.values())) - sum(result.num_verified.values())
 
 
 def _gets_drafts(request: Request) -> bool:

@@ -117,8 +117,8 @@ class ExpertExchange:
         # Counts first: they say how much arrives. Sending rows to experts moves them twice; gathering all tokens on
         # every rank would move each of them to all.
         arriving = self._exchange_counts(self._mesh, sent, columns)
+        self._check(arriving, rows)
         per_rank = arriving.sum(1).tolist()
-        self._check(per_rank, rows)
         arrived = rows.new_empty((sum(per_rank), *rows.shape[1:]))
         sources = [rows[first:end] for first, end in bounds]
         parts = list(arrived.split_with_sizes(per_rank))
@@ -151,11 +151,12 @@ class ExpertExchange:
         )
         return arriving
 
-    def _check(self, per_rank: list[int], rows: Tensor) -> None:
+    def _check(self, arriving: "np.ndarray[tuple[int, int], np.dtype[np.int64]]", rows: Tensor) -> None:
         width = rows.element_size() * rows.shape[1]
-        if min(per_rank) < 0 or sum(per_rank) * width > _MOST_BYTES:
+        counts = arriving.reshape(-1).tolist()  # Python's integers: the sum of large ones would be a small one
+        if min(counts, default=0) < 0 or sum(counts) * width > _MOST_BYTES:
             self.leave()
-            raise PeerLostError(f"workers that share the experts announced {per_rank} rows")
+            raise PeerLostError(f"workers that share the experts announced {arriving.tolist()} rows")
 
     def _exchange(self, mesh: "PeerMesh", sent: list[Tensor], received: list[Tensor]) -> None:
         """Send ``sent[r]`` to each rank r, and fill ``received[r]`` with what it sends."""

@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -71,7 +71,7 @@ class PeerListener:
     def accept(self, seconds: float) -> socket.socket | None:
         """Return the next connection; None: there was none in so many seconds, or the listener is closed."""
         try:
-            if select.select([self._socket], [], [], seconds)[0]:
+            if _readable([self._socket], seconds):
                 return self._socket.accept()[0]
         except (OSError, ValueError):  # closed, or no descriptor to give now
             time.sleep(_RETRY_SECONDS)
@@ -250,8 +250,7 @@ class _Joining:
 
     def _check_peers(self) -> None:
         """Raise :class:`PeerLostError` if one that this worker has connected to is gone, or if time is over."""
-        readable = select.select(list(self.mesh.outgoing.values()), [], [], 0)[0]
-        if readable:  # nothing is ever sent back over these
+        if _readable(self.mesh.outgoing.values()):  # nothing is ever sent back over these
             raise PeerLostError("a worker that shares the experts ended while they joined")
         if time.monotonic() > self._ends_at:
             raise PeerLostError(f"the workers that share the experts have not joined within {_JOIN_SECONDS:g} s")
@@ -296,9 +295,17 @@ class _Joining:
                 is_taken = not self._is_over and self._num_handshakes < _MOST_HANDSHAKES
                 self._num_handshakes += is_taken
             if is_taken:
-                threading.Thread(target=self._take, args=(connection,), name="expert-peer", daemon=True).start()
+                self._begin_taking(connection)
             else:
                 connection.close()
+
+    def _begin_taking(self, connection: socket.socket) -> None:
+        try:
+            threading.Thread(target=self._take, args=(connection,), name="expert-peer", daemon=True).start()
+        except RuntimeError:  # the system has no thread to give now; a peer tries again
+            connection.close()
+            with self._arrived:
+                self._num_handshakes -= 1
 
     def _take(self, connection: socket.socket) -> None:
         try:
@@ -342,6 +349,14 @@ def join_peers(listener: PeerListener, index: int, peers: ExpertPeers) -> PeerMe
     """Connect to all ``peers``, of which this worker is the one at ``index``, counted over all engines, and wait for
     them. Raises :class:`PeerLostError` if one of them ends meanwhile."""
     return _Joining(listener, index, peers).run()
+
+
+def _readable(sockets: Iterable[socket.socket], seconds: float = 0.0) -> bool:
+    """Return whether one of them has bytes or has ended, or does within so many seconds."""
+    poll = select.poll()  # not select, which takes no descriptor above 1023
+    for each in sockets:
+        poll.register(each, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def _read(connection: socket.socket, count: int, ends_at: float | None = None) -> bytes:

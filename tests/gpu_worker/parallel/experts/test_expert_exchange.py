@@ -2,10 +2,12 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tokenloom.engine_core.data.errors import PeerLostError
 from tokenloom.engine_core.data.parallel_config import ExpertPeers
 from tokenloom.gpu_worker.parallel.experts.expert_exchange import ExpertExchange
 from tokenloom.gpu_worker.parallel.experts.grouped_rows import GroupedRows
@@ -64,3 +66,18 @@ def test_before_it_joins_a_rank_computes_its_own_experts_only() -> None:
         grouped.experts, rows.split(grouped.counts), computed.split(grouped.counts), strict=True
     ):
         assert torch.equal(after, run_expert(expert, before) if expert >= 2 else torch.zeros_like(before))
+
+
+@pytest.mark.parametrize("counts", [[-1, 2], [1 << 62, 1 << 62], [1 << 40, 0]])
+def test_numbers_of_rows_that_no_step_has_end_the_step(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges = [ExpertExchange(number, 2) for number in range(2)]
+    workers = [[exchange.listen("127.0.0.1")] for exchange in exchanges]
+    with ThreadPoolExecutor(2) as threads:
+        peers = [ExpertPeers(number, workers, epoch=1, key=KEY) for number in range(2)]
+        list(threads.map(lambda exchange, peers: exchange.join(peers), exchanges, peers))
+    announced = np.array([counts, counts], np.int64)
+    monkeypatch.setattr(exchanges[0], "_exchange_counts", lambda *_: announced)
+    with pytest.raises(PeerLostError, match="announced"):
+        exchanges[0].compute(torch.randn(40, HIDDEN_SIZE), choose(20, seed=1), NUM_EXPERTS, run_expert)
+    for exchange in exchanges:
+        exchange.close()

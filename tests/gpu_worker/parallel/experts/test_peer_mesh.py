@@ -1,8 +1,11 @@
 """Workers that share experts meet, know each other, and notice that one of them has ended."""
 
+import contextlib
 import hashlib
 import hmac
+import os
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -22,6 +25,7 @@ from tokenloom.gpu_worker.parallel.experts.peer_mesh import (
 )
 
 KEY = b"the key of the group"
+FIRST_BEYOND_SELECT = 1024
 Listeners = list[PeerListener]
 
 
@@ -193,4 +197,36 @@ def test_a_connection_that_says_nothing_holds_nobody_up(
     for connection in silent:
         connection.close()
     for mesh in meshes:
+        mesh.close()
+
+
+def test_workers_with_many_open_files_meet(
+    listeners: Listeners, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_mesh, "_JOIN_SECONDS", 10.0)
+    with contextlib.ExitStack() as files:
+        while (fd := os.open(os.devnull, os.O_RDONLY)) <= FIRST_BEYOND_SELECT:
+            files.callback(os.close, fd)
+        files.callback(os.close, fd)
+        high = [PeerListener("127.0.0.1") for _ in range(3)]
+        for listener in high:
+            files.callback(listener.close)
+        for mesh in [future.result(30) for future in begin(threads, high)]:
+            mesh.close()
+
+
+def test_a_worker_without_a_thread_to_give_takes_the_next_connection(
+    listeners: Listeners, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [peer_mesh._MOST_HANDSHAKES]
+    start = threading.Thread.start
+
+    def fails_first(thread: threading.Thread) -> None:
+        if thread.name == "expert-peer" and left[0]:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails_first)
+    for mesh in [future.result(30) for future in begin(threads, listeners)]:
         mesh.close()

@@ -342,6 +342,8 @@ class GroupLink:
         self._is_closed = False
         self._is_muted = False
         self._connection = 0  # counts the connections to a hub
+        self._may_join = threading.Event()
+        self._may_join.set()
         self._lock = threading.Lock()  # of what the next connection says, and of the change to it
         try:
             self._join()
@@ -377,17 +379,24 @@ class GroupLink:
         """Return whether a message of this connection counts: what an earlier one brought is of another group."""
         return connection == self._connection
 
-    def come_again(self, workers: list[str]) -> None:
-        """Leave the group and come again with other workers."""
+    def step_back(self) -> None:
+        """Leave the group until :meth:`come_again`. Idempotent."""
         with self._lock:
-            self._workers = workers
+            self._may_join.clear()
             self._connection += 1
             self._is_muted = True
             self._frames.close()
 
+    def come_again(self, workers: list[str]) -> None:
+        """Join the group with other workers, after :meth:`step_back`."""
+        with self._lock:
+            self._workers = workers
+            self._may_join.set()
+
     def close(self) -> None:
         """Leave the group. Idempotent."""
         self._is_closed = True
+        self._may_join.set()
         if self._hub is not None:
             self._hub.close()
         self._frames.close()
@@ -433,16 +442,21 @@ class GroupLink:
         with a group that is about to end."""
         deadline = time.monotonic() + self._timeout
         while True:
+            if not self._may_join.is_set():
+                self._may_join.wait()  # other workers are started
+                deadline = time.monotonic() + self._timeout
+            if self._is_closed:
+                raise OSError("this rank has left the group")
             try:
                 size, wave = self._known
                 hello = msgspec.structs.replace(self._hello, workers=self._workers, size=size, wave=wave)
                 left = max(_RETRY_SECONDS, deadline - time.monotonic())
                 frames = _say_hello(self._address, hello, self._secret, left)
                 with self._lock:
-                    if hello.workers is self._workers:
+                    if self._may_join.is_set() and hello.workers is self._workers:
                         self._frames = frames
                         return
-                frames.close()  # the workers are others by now
+                frames.close()  # the workers have ended, or are others by now
             except OSError as error:
                 if time.monotonic() > deadline or self._is_closed:
                     raise OSError(f"no data-parallel group at {self._address}: {error}") from None

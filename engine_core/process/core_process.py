@@ -12,7 +12,7 @@ import os
 import queue
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import zmq
@@ -137,19 +137,24 @@ class EngineCoreProc:
         if self._parallel is not None and self._parallel.world_size > 1:
             # They may be in different calls: some wait for each other's sums, and others have given the step up.
             log.info("%s; the workers of this engine are started again", error)
-            self._core.replace_workers()
-            self._come_again()
+            with self._away_from_group():
+                self._core.replace_workers()
             self._num_replaced = self._num_losses  # a worker whose step has failed ends, too
         else:
             self._group.lost_peer(error)
 
-    def _come_again(self) -> None:
-        """Leave the group, if the experts are spread over its ranks, and come again with other workers."""
-        if self._group is None or self._link is None or self._parallel is None:
+    @contextlib.contextmanager
+    def _away_from_group(self) -> Iterator[None]:
+        """Leave the group, if the experts are spread over its ranks, and come again with the workers that the block has
+        started: those of the other ranks would look for the ended ones all the time."""
+        group, link, parallel = self._group, self._link, self._parallel
+        if group is None or link is None or parallel is None or not parallel.spreads_experts_over_engines:
+            yield
             return
-        if self._parallel.spreads_experts_over_engines:
-            self._group.break_off()
-            self._link.come_again(listening_workers(self._parallel, self._core))
+        group.break_off()
+        link.step_back()
+        yield
+        link.come_again(listening_workers(parallel, self._core))
 
     def _compute_dummy(self) -> None:
         """Compute the batch of a rank without requests, with which the others of its group compute theirs."""
@@ -161,8 +166,8 @@ class EngineCoreProc:
             self._rejoin_peers(error)
 
     def _replace_workers(self, lost: WorkerLostError) -> None:
-        self._replacement.replace(lost)
-        self._come_again()
+        with self._away_from_group():
+            self._replacement.replace(lost)
         # All losses so far are answered by the replacement, also those whose message is still in the queue.
         self._num_replaced = self._num_losses
 

@@ -1,5 +1,6 @@
 """A rank says hello to the hub of its group, and gives up in time."""
 
+import queue
 import socket
 import threading
 from pathlib import Path
@@ -9,7 +10,17 @@ import pytest
 from tokenloom.engine_core.data_parallel import group_link as hub
 from tokenloom.engine_core.data_parallel.group_address import connect, listen
 from tokenloom.engine_core.data_parallel.group_link import GroupHub, GroupLink
-from tokenloom.engine_core.data_parallel.messages import Frames, GroupHello, Refused, ToHub, decoder_of
+from tokenloom.engine_core.data_parallel.messages import (
+    Frames,
+    GroupHello,
+    Lost,
+    Newcomers,
+    Refused,
+    ToHub,
+    ToRank,
+    Welcome,
+    decoder_of,
+)
 
 HELLO = GroupHello("experts", 1, {})
 
@@ -48,3 +59,34 @@ def test_a_connection_that_says_nothing_is_closed(address: str, monkeypatch: pyt
         silent.settimeout(30)
         assert silent.recv(1) == b"", "the hub has ended the connection"
     served.close()
+
+
+def test_a_rank_leaves_its_group_while_its_workers_are_started_again(address: str) -> None:
+    hellos = [GroupHello("experts", rank, {}, workers=[f"127.0.0.1:{rank}"]) for rank in range(2)]
+    links = [GroupLink(address, hello, 2, timeout=30) for hello in hellos]
+    messages: queue.Queue[ToRank] = queue.Queue()
+    links[0].start(lambda message, _: messages.put(message), lambda _: None)
+    links[1].start(lambda *_: None, lambda _: None)
+    assert isinstance(messages.get(timeout=30), Welcome)
+    links[1].step_back()
+    lost = messages.get(timeout=30)
+    assert isinstance(lost, Lost), lost
+    assert lost.roster is not None
+    assert lost.roster.ranks == [0]
+    links[1].come_again(["127.0.0.1:7"])
+    assert messages.get(timeout=30) == Newcomers([1])
+    for link in reversed(links):
+        link.close()
+
+
+def test_a_rank_that_has_stepped_back_may_end(address: str) -> None:
+    links = [GroupLink(address, GroupHello("experts", rank, {}), 2, timeout=30) for rank in range(2)]
+    ended = threading.Event()
+    links[1].start(lambda *_: None, lambda is_final: ended.set() if is_final else None)
+    links[1].step_back()
+    (reader,) = [thread for thread in threading.enumerate() if thread.name == "group-link"]
+    links[1].close()
+    reader.join(30)
+    assert not reader.is_alive()
+    assert not ended.is_set(), "it has left as it was asked to"
+    links[0].close()

@@ -23,6 +23,8 @@ from tokenloom.engine_core.data.errors import (
     WorkerLostError,
 )
 from tokenloom.engine_core.data.messages import EngineCoreOutputs, FinishReason, RequestType
+from tokenloom.engine_core.data_parallel.group_link import GroupLink
+from tokenloom.engine_core.data_parallel.messages import Roster, Welcome
 from tokenloom.engine_core.data_parallel.wave_loop import WaveLoop
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.process.core_process import EngineCoreProc
@@ -139,6 +141,56 @@ def test_workers_that_were_started_again_for_a_lost_peer_are_not_replaced_once_m
         proc._rejoin_peers(PeerLostError("a worker of another engine has ended"))
         proc._process(proc._input.input_queue.get())
     assert calls == ["replace"]
+
+
+def test_a_worker_that_is_lost_while_it_joins_others_is_replaced_outside_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core, calls = make_core(), []
+
+    def rpc(method: str, *_: object) -> list[object]:
+        calls.append(method)
+        if method == "join_experts":
+            raise WorkerLostError("worker 0 ended with status -9")
+        return ["127.0.0.1:7"]
+
+    monkeypatch.setattr(core.executor, "collective_rpc", rpc)
+    monkeypatch.setattr(core, "replace_workers", lambda: calls.append("replace"))
+    config = ParallelConfig(
+        enable_expert_parallel=True, data_parallel_size=2, data_parallel_rank=1, data_parallel_address="unix:/group"
+    )
+    near, far = socket.socketpair()
+    with near, far:
+        proc = EngineCoreProc(core, far)
+        proc.join_group(cast(GroupLink, FakeLink(calls)), config)
+        roster = Roster(1, [0, 1], [["127.0.0.1:5"], ["127.0.0.1:6"]], b"nonce")
+        proc._process((RequestType.GROUP, (Welcome(0, 0, runs=False, size=2, roster=roster), 0)))
+    assert calls == ["join_experts", "step back", "replace", "listen_experts", "come again"]
+
+
+class FakeLink:
+    """Notes when the rank leaves its group and comes again."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def start(self, *_: object) -> None: ...
+
+    def cast(self, vote: object) -> None: ...
+
+    def is_current(self, connection: int) -> bool:
+        return True
+
+    def key_of(self, roster: Roster) -> bytes:
+        return roster.nonce
+
+    def listen_again(self) -> None: ...
+
+    def step_back(self) -> None:
+        self._calls.append("step back")
+
+    def come_again(self, workers: list[str]) -> None:
+        self._calls.append("come again")
 
 
 def test_a_failed_step_ends_the_core_and_tells_the_client(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Decides at which step the experts of a layer move. Each rank decides alike, because it counts the same steps."""
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tokenloom.engine_core.data.errors import PeerLostError
 from tokenloom.engine_core.data.parallel_config import EplbConfig
 
 from .planner import Ints, LayerPlacement, plan_placement, rank_loads
@@ -105,8 +107,11 @@ class ExpertBalancer:
         """Note that the weights were dropped, or that others were loaded."""
         self._marks.clear()
         if self._transfer is not None:  # some of its bytes are of the weights before
-            self._transfer.give_up()
             self._is_stale = True
+            # The next step notices a lost rank too. A call that has changed the weights must not fail for it: after
+            # sleep the KV cache stayed, and after a reload the new weights counted as lost.
+            with contextlib.suppress(PeerLostError):
+                self._transfer.give_up()
 
     def stepped(self) -> None:
         """Count a step, and do what is due after it."""

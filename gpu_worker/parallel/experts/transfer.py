@@ -159,9 +159,11 @@ class LayerTransfer:
             layer.prepare(place, self._received.pop(place))
 
     def give_up(self) -> None:
-        """Wait for what was begun, and free the memory."""
-        self.settle()
-        self._sent, self._received, self._arriving = {}, {}, []
+        """Wait for what was begun, and free the memory, also if another rank is lost."""
+        try:
+            self.settle()
+        finally:
+            self._pending, self._sent, self._received, self._arriving = [], {}, {}, []
 
     def _post(self, piece: MovedPiece, layer: MovableExperts) -> None:
         rank, move, part = self._link.rank, piece.move, slice(piece.begin, piece.end)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenloom.engine_core.data.errors import PeerLostError
 from tokenloom.engine_core.data.parallel_config import EplbConfig
 from tokenloom.gpu_worker.parallel.experts.balancer import ExpertBalancer
 from tokenloom.gpu_worker.parallel.experts.planner import Ints
@@ -183,6 +184,37 @@ def test_weights_that_change_on_one_rank_end_the_moves_on_all() -> None:
     assert ranks[0].history[-1] == ranks[0].history[0]
     assert all(rank.balancer.stats.num_moved == 0 for rank in ranks)
     assert all(not layer.prepared for rank in ranks for layer in rank.layers)
+
+
+class LostLink(Link):
+    """Fulfils ``WeightLink``; the other rank counts as this one does, and is lost before weights arrive."""
+
+    def send(self, x: Tensor, rank: int, tag: int) -> "Arrival":
+        return LostArrival(self._net, x, (rank, rank, tag))
+
+    def receive(self, x: Tensor, rank: int, tag: int) -> "Arrival":
+        return LostArrival(self._net, x, (rank, rank, tag))
+
+    def add(self, x: Tensor) -> Tensor:
+        return x
+
+
+class LostArrival(Arrival):
+    def wait(self) -> None:
+        raise PeerLostError("a worker has ended")
+
+
+def test_weights_change_though_the_rank_is_lost_that_would_send_some() -> None:
+    net = Net(barrier=threading.Barrier(1))
+    rank = Rank(net, 0, EplbConfig(window_size=4, step_interval=4, move_bytes=16))
+    rank.balancer.join(LostLink(net, 0))
+    for _ in range(5):
+        rank.step([90, 80, 70, 1, 1, 1])
+    rank.balancer.weights_changed()
+    rank.balancer.regroup(SIZE, 0)
+    rank.balancer.join(LostLink(net, 0))
+    rank.step([90, 80, 70, 1, 1, 1])
+    rank.check()
 
 
 def test_the_window_forgets_earlier_steps() -> None:

@@ -55,13 +55,12 @@ async def served(resize: ResizeEngines, directory: Path) -> AsyncIterator[None]:
     lock = asyncio.Lock()  # one change at a time
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
             async with asyncio.timeout(_REQUEST_SECONDS):
                 line = await reader.readuntil()
             async with lock:
                 writer.write(msgspec.json.encode(await _resize(resize, line)) + b"\n")
                 await writer.drain()
-        writer.close()
 
     server = await asyncio.start_unix_server(answer, directory / _NAME, limit=_MOST_BYTES)
     try:
@@ -74,7 +73,7 @@ async def _resize(resize: ResizeEngines, line: bytes) -> Resized:
     try:
         request = msgspec.json.decode(line, type=ResizeRequest)
         started, stopped = await resize(request.engines, serving=request.serving)
-    except (ValueError, PartFailed) as error:
+    except (ValueError, OSError, PartFailed) as error:
         return Resized(error=str(error))
     return Resized(started, stopped)
 

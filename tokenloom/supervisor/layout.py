@@ -77,8 +77,9 @@ class LocalRanks:
 MESHES = "meshes.json"
 """Describes the meshes of further models to the gateways."""
 
-_Parts = Annotated[int, Meta(ge=1, le=64)]
-_Engines = Annotated[int, Meta(ge=0, le=64)]
+_MOST_PARTS = 64
+_Parts = Annotated[int, Meta(ge=1, le=_MOST_PARTS)]
+_Engines = Annotated[int, Meta(ge=0, le=_MOST_PARTS)]
 _Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
@@ -213,8 +214,8 @@ def engines_of(options: MeshOptions, directory: Path, count: int) -> list[PartSp
         raise ValueError(
             "engines are started and stopped in a mesh of one model, with engines of one kind that all run here"
         )
-    if count < 1:
-        raise ValueError("a mesh has one engine at least")
+    if not 1 <= count <= _MOST_PARTS:
+        raise ValueError(f"a mesh has 1 to {_MOST_PARTS} engines")
     changed = {"engines": count} if ranks.size is None else {"data_parallel_size": count}
     layout = _Layout(structs.replace(options, **changed), directory, ())
     # Engines that run are bound to the cores that they have; others may run on any.

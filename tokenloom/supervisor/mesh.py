@@ -104,7 +104,8 @@ class Mesh:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._drain_timeout
         clean = True
-        pairs = zip(self.parts, self._keepers, strict=True)
+        # A copy: engines that a change of their number stops leave the lists meanwhile.
+        pairs = list(zip(self.parts, self._keepers, strict=True))
         for _, group in itertools.groupby(pairs, key=lambda pair: pair[0].spec.service):
             members = list(group)
             for part, _ in members:
@@ -153,8 +154,8 @@ class Mesh:
         keepers = [asyncio.create_task(part.keep(), name=part.spec.name) for part in parts]
         self.parts[place:place] = parts  # beside the other engines, with which they are drained
         self._keepers[place:place] = keepers
-        self._write_record()
         try:
+            self._write_record()
             for part, keeper in zip(parts, keepers, strict=True):
                 if serving:
                     await _serves(part, keeper)
@@ -188,7 +189,7 @@ class Mesh:
             part.kill()
 
     async def _all_serving(self) -> None:
-        for part in self.parts:
+        for part in list(self.parts):
             await part.serving.wait()
 
 

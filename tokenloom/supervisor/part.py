@@ -72,7 +72,9 @@ class SupervisedPart:
             backoff = min(2 * backoff, LONGEST_BACKOFF)
 
     def stop(self) -> None:
-        """Ask the part to drain and end, and do not restart it."""
+        """Ask the part to drain and end, and do not restart it. Idempotent: a second signal would end it at once."""
+        if self._stopping.is_set():
+            return
         self._stopping.set()
         if self._process is not None:
             self._process.terminate()

@@ -1,8 +1,10 @@
 """Engines of a running mesh are started and stopped over its socket."""
 
 import asyncio
+import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -10,6 +12,7 @@ from tokenloom.supervisor.control import Resized, ResizeRequest, ask
 from tokenloom.supervisor.layout import MeshOptions, engines_of
 from tokenloom.supervisor.mesh import Mesh, MeshOutcome, supervise
 from tokenloom.supervisor.output import LineCopier
+from tokenloom.supervisor.part import SupervisedPart
 from tokenloom.supervisor.part_spec import PartSpec
 
 MakeSpec = Callable[..., PartSpec]
@@ -66,8 +69,10 @@ async def test_what_is_no_request_is_answered_by_name_or_not_at_all(
     make_spec: MakeSpec, socket_dir: Path, output: LineCopier
 ) -> None:
     mesh = make_mesh(make_spec, socket_dir, output)
+    logged: list[object] = []
 
     async def work(mesh: Mesh) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
         for line in (b"{}\n", b"nothing\n", b'{"engines": 2, "color": 1}\n', b"x" * (1 << 17) + b"\n"):
             reader, writer = await asyncio.open_unix_connection(socket_dir / "control.sock")
             writer.write(line)
@@ -76,6 +81,70 @@ async def test_what_is_no_request_is_answered_by_name_or_not_at_all(
             writer.close()
 
     await supervise(mesh, work)
+    assert not logged
+
+
+class Draining:
+    """A part that ends when the test says so, or with its first signal."""
+
+    state = None
+
+    def __init__(self, spec: PartSpec, *, lasts: bool) -> None:
+        self.spec, self._lasts = spec, lasts
+        self.ended = asyncio.Event()
+        self.is_stopped = False
+
+    async def keep(self) -> None:
+        await self.ended.wait()
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        if not self._lasts:
+            self.ended.set()
+
+    def kill(self) -> None:
+        self.ended.set()
+
+
+async def test_parts_behind_engines_that_are_just_stopped_drain_too(
+    make_spec: MakeSpec, socket_dir: Path, output: LineCopier
+) -> None:
+    def engines(count: int) -> list[PartSpec]:
+        return [make_spec("engine", index) for index in range(count)]
+
+    mesh = Mesh([], socket_dir, output, port=8000, drain_timeout=20, engines_of=engines)
+    parts = [Draining(spec, lasts=True) for spec in engines(3)]
+    parts += [Draining(make_spec("inner", index), lasts=False) for index in range(2)]
+    mesh.parts[:] = cast(list[SupervisedPart], parts)
+    async with mesh, asyncio.timeout(30):
+        resizing = asyncio.create_task(mesh.resize_engines(1, serving=True))
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(mesh.drain())
+        await asyncio.sleep(0)
+        for part in parts[1:3]:
+            part.ended.set()
+        await resizing
+        parts[0].ended.set()
+        assert await draining
+    assert all(part.is_stopped for part in parts)
+
+
+async def test_a_full_disk_is_answered_and_leaves_the_mesh_as_it_was(
+    make_spec: MakeSpec, socket_dir: Path, output: LineCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = make_mesh(make_spec, socket_dir, output)
+
+    async def work(mesh: Mesh) -> None:
+        await mesh.wait_serving()
+        with monkeypatch.context() as patched:
+            patched.setattr(mesh, "_write_record", lambda: full_disk())
+            assert "No space left" in (await resize(socket_dir, 2)).error
+        assert [part.spec.name for part in mesh.parts] == ["outer-0", "engine-0", "inner-0"]
+
+    def full_disk() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert await supervise(mesh, work) == MeshOutcome(interrupted=False, clean=True)
 
 
 def options(**changes: object) -> MeshOptions:
@@ -97,3 +166,9 @@ def test_new_ranks_of_a_group_know_its_size_and_are_bound_to_no_core(tmp_path: P
 def test_meshes_whose_engines_differ_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="engines of one kind that all run here"):
         engines_of(options(**changes), tmp_path, 3)
+
+
+@pytest.mark.parametrize("count", [0, 65])
+def test_a_number_of_engines_that_serve_would_refuse_is_refused(tmp_path: Path, count: int) -> None:
+    with pytest.raises(ValueError, match="a mesh has 1 to 64 engines"):
+        engines_of(options(), tmp_path, count)

@@ -16,6 +16,7 @@ from tokenloom.supervisor import part_health
 from tokenloom.supervisor.output import LineCopier
 from tokenloom.supervisor.part import SupervisedPart, describe_exit
 from tokenloom.supervisor.part_spec import PartFailed, PartSpec
+from tokenloom.supervisor.process import Process
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 MakeSpec = Callable[..., PartSpec]
@@ -132,6 +133,29 @@ async def test_stop_lets_the_part_drain(make_spec: MakeSpec, output: LineCopier,
     assert ("fake-0", "drained") in printed
     assert not part.serving.is_set()
     assert part.restarts == 0
+
+
+async def test_a_part_that_is_stopped_twice_gets_one_signal(
+    make_spec: MakeSpec, output: LineCopier, printed: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[str] = []
+    terminate = Process.terminate
+
+    def noted(process: Process) -> None:
+        signals.append("SIGTERM")
+        terminate(process)
+
+    monkeypatch.setattr(Process, "terminate", noted)
+    part = SupervisedPart(make_spec(), output)
+    async with kept(part) as keeper:
+        await serving_pid(part)
+        part.stop()
+        part.stop()
+        async with asyncio.timeout(60):
+            await keeper
+    output.close()
+    assert signals == ["SIGTERM"], "a second one would end it in the middle of its requests"
+    assert ("fake-0", "drained") in printed
 
 
 async def test_a_part_that_does_not_listen_to_sigterm_can_be_killed(make_spec: MakeSpec, output: LineCopier) -> None:

@@ -139,7 +139,6 @@ class EngineCoreProc:
             log.info("%s; the workers of this engine are started again", error)
             with self._away_from_group():
                 self._core.replace_workers()
-            self._num_replaced = self._num_losses  # a worker whose step has failed ends, too
         else:
             self._group.lost_peer(error)
 
@@ -147,14 +146,14 @@ class EngineCoreProc:
     def _away_from_group(self) -> Iterator[None]:
         """Leave the group, if the experts are spread over its ranks, and come again with the workers that the block has
         started: those of the other ranks would look for the ended ones all the time."""
-        group, link, parallel = self._group, self._link, self._parallel
-        if group is None or link is None or parallel is None or not parallel.spreads_experts_over_engines:
+        group, link, config = self._group, self._link, self._parallel
+        if group is None or link is None or config is None or not config.spreads_experts_over_engines:
             yield
             return
         group.break_off()
         link.step_back()
         yield
-        link.come_again(listening_workers(parallel, self._core))
+        link.come_again(listening_workers(config, self._core))
 
     def _compute_dummy(self) -> None:
         """Compute the batch of a rank without requests, with which the others of its group compute theirs."""
@@ -214,7 +213,7 @@ class EngineCoreProc:
         elif kind in (RequestType.GROUP, RequestType.START_DP_WAVE):
             try:
                 self._process_group(message)
-            except WorkerLostError as error:  # in a call that lets the workers join those of other ranks
+            except WorkerLostError as error:  # while it joined those of the other ranks
                 self._replace_workers(error)
         else:
             assert kind is RequestType.WAKEUP, kind

@@ -191,6 +191,8 @@ _SEND_SECONDS = 5
 """How long a rank may take to read: its link has a thread that does nothing else."""
 _SEND_TIMEOUT = _SEND_SECONDS.to_bytes(8, "little") + bytes(8)
 _RETRY_SECONDS = 0.1
+_MOST_UNKNOWN = 64
+"""Connections that may be saying who they are at the same time; others are closed, and ranks try again."""
 
 
 class GroupHub:
@@ -208,6 +210,7 @@ class GroupHub:
         # The connection that speaks for a rank now. Its predecessor's may still be open, and end later.
         self._ranks: dict[int, Frames[ToHub]] = {}
         self._is_closed = False
+        self._unknown = threading.BoundedSemaphore(_MOST_UNKNOWN)
         self._decoder = decoder_of(ToHub)
         threading.Thread(target=self._accept, name="group-hub", daemon=True).start()
 
@@ -233,8 +236,15 @@ class GroupHub:
                 # the group.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
                 notice_loss(connection)
+                if not self._unknown.acquire(blocking=False):
+                    connection.close()
+                    continue
                 # One thread for each rank, as long as the rank lives: a group has tens of ranks at most.
-                threading.Thread(target=self._serve, args=(connection,), name="group-rank", daemon=True).start()
+                try:
+                    threading.Thread(target=self._serve, args=(connection,), name="group-rank", daemon=True).start()
+                except RuntimeError:
+                    self._unknown.release()
+                    raise
             except (OSError, RuntimeError) as error:  # closed, or the system has no descriptor or thread to give now
                 if connection is not None:
                     connection.close()
@@ -246,14 +256,8 @@ class GroupHub:
         frames: Frames[ToHub] = Frames(connection, self._decoder)
         rank = -1
         try:
-            frames.limit(_SEND_SECONDS)  # or connections that say nothing would each keep a thread
-            hello = frames.receive()
-            if (refused := self._refusal(frames, hello)) is not None:
-                frames.send(refused)
-                return
-            frames.limit(None)
-            assert isinstance(hello, GroupHello)
-            if not self._join(hello, frames):
+            hello = self._known(frames)
+            if hello is None or not self._join(hello, frames):
                 return
             rank = hello.rank
             while True:
@@ -263,6 +267,20 @@ class GroupHub:
                 self._leave(rank, frames, error)
         finally:
             frames.close()
+
+    def _known(self, frames: Frames[ToHub]) -> GroupHello | None:
+        """Return the hello of a rank that may be of this group; None: it was refused. Raises ``OSError``."""
+        try:
+            frames.limit(_SEND_SECONDS)  # or connections that say nothing would each keep a thread
+            hello = frames.receive()
+            if (refused := self._refusal(frames, hello)) is not None:
+                frames.send(refused)
+                return None
+            frames.limit(None)
+        finally:
+            self._unknown.release()
+        assert isinstance(hello, GroupHello)
+        return hello
 
     def _refusal(self, frames: Frames[ToHub], hello: ToHub) -> Refused | None:
         own = self._hello

@@ -90,3 +90,16 @@ def test_a_rank_that_has_stepped_back_may_end(address: str) -> None:
     assert not reader.is_alive()
     assert not ended.is_set(), "it has left as it was asked to"
     links[0].close()
+
+
+def test_strangers_that_say_nothing_keep_no_thread_each(address: str) -> None:
+    first = GroupLink(address, GroupHello("experts", 0, {}), 2, timeout=30)
+    strangers = [connect(address) for _ in range(hub._MOST_UNKNOWN + 20)]
+    for each in strangers[hub._MOST_UNKNOWN :]:
+        each.settimeout(3)
+        assert each.recv(1) == b"", "it is hung up on at once"
+    assert sum(thread.name == "group-rank" for thread in threading.enumerate()) <= hub._MOST_UNKNOWN + 1
+    for each in strangers:
+        each.close()
+    GroupLink(address, HELLO, 2, timeout=30).close()
+    first.close()

@@ -10,6 +10,7 @@ CONNECT_SECONDS = 5.0
 _BACKLOG = 128
 
 
+_EVERY_ADDRESS = "0.0.0.0"
 _SILENT_SECONDS = 1
 """A machine that is lost closes no connection: the kernel asks it each second whether it is there, and gives up after
 two questions."""
@@ -73,10 +74,14 @@ def notice_loss(connection: socket.socket) -> None:
 
 def worker_host(address: str) -> str:
     """Return the address of this host at which workers of the group's other ranks reach those of this one. Raises
-    ``OSError`` if the hub's host is unknown."""
+    ``OSError`` if the hub's host is unknown, ``ValueError`` for an address that names no host."""
     if is_of_this_host(address):
         return "127.0.0.1"
     host, _, port = address.rpartition(":")
+    if host == _EVERY_ADDRESS:  # by it this host would look like one that the others do not reach
+        raise ValueError(
+            f"data_parallel_address is {address!r}: name the address at which the other ranks reach rank 0"
+        )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # finds the interface; nothing is sent
         probe.connect((host, int(port)))
         return str(probe.getsockname()[0])

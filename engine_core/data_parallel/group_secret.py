@@ -68,7 +68,7 @@ def challenge_rank(frames: Frames[ToHub], secret: bytes, hello: GroupHello) -> b
 
 def peers_key(secret: bytes, nonce: bytes) -> bytes:
     """Return the key by which workers of the group know each other, from a number that the hub has drawn. Without a
-    secret the hub is one of this host, to which no other user has access, and the number is the key."""
+    secret the number is the key: whoever may be a rank, at a hub that only this host reaches, may be a worker."""
     return hmac.digest(secret, b"experts" + nonce, hashlib.sha256) if secret else nonce
 
 

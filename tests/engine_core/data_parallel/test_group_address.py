@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.engine_core.data_parallel.group_address import check_address, connect, listen
+from tokenloom.engine_core.data_parallel.group_address import check_address, connect, listen, worker_host
 
 
 @pytest.mark.parametrize("address", ["unix:/run/group.sock", "127.0.0.1:7000", "localhost:7000", "::1:7000"])
@@ -38,3 +38,9 @@ def test_a_socket_that_an_earlier_process_left_is_replaced(socket_dir: Path) -> 
     listen(address).close()
     with listen(address), connect(address):
         assert (socket_dir / "group").stat().st_mode & 0o777 == 0o600
+
+
+def test_workers_are_reached_at_an_address_that_names_their_host() -> None:
+    assert worker_host("unix:/group.sock") == worker_host("127.0.0.1:7") == "127.0.0.1"
+    with pytest.raises(ValueError, match="at which the other ranks reach rank 0"):
+        worker_host("0.0.0.0:7")

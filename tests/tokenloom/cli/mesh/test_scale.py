@@ -3,8 +3,11 @@
 import pytest
 from typer.testing import CliRunner
 
+from tokenloom.cli.failures import CommandFailed
 from tokenloom.cli.main import app
+from tokenloom.cli.mesh import scaling
 from tokenloom.cli.mesh.coordinator import report
+from tokenloom.supervisor.control import Resized
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport
 
 
@@ -47,3 +50,28 @@ def test_a_group_has_a_rank_at_least() -> None:
 )
 def test_the_change_is_reported(sizes: list[int], size: int, expected: str) -> None:
     assert report("g", size, [entry(rank, each) for rank, each in enumerate(sizes)]) == expected
+
+
+@pytest.mark.parametrize("error", [CommandFailed("the ranks did not join"), KeyboardInterrupt()])
+def test_ranks_that_were_started_are_stopped_if_the_group_does_not_grow(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def resize(port: int | None, count: int, *, serving: bool) -> Resized:
+        sizes.append(count)
+        return Resized(started=["engine-2"]) if count == 3 else Resized(stopped=["engine-2"])
+
+    async def run(*_: object) -> str:
+        raise error
+
+    for name, fake in {
+        "coordinator_of": lambda port: "unix:/nothing",
+        "_count": lambda port: 2,
+        "_resize": resize,
+        "run": run,
+    }.items():
+        monkeypatch.setattr(scaling, name, fake)
+    with pytest.raises(type(error)):
+        scaling.scale_group(scaling.Target(None, None, None), "data-parallel", 3, None)
+    assert sizes == [3, 2]

@@ -246,9 +246,12 @@ def connect(base_url: str | None, api_key: str = "", timeout: float = 120.0) -> 
         raise typer.BadParameter(str(error), param_hint=hint) from None
 
 
-def local_url() -> tuple[str, Path | None] | None:
-    """Return the URL of the newest running mesh of this user, and its certificate if it has one; None: no mesh runs."""
+def local_url(port: int | None = None) -> tuple[str, Path | None] | None:
+    """Return the URL of the newest running mesh of this user, and its certificate if it has one; None: no mesh runs.
+    ``port``: of the mesh with this HTTP port."""
     for mesh in running_meshes():
+        if port not in (None, mesh.port):
+            continue
         for part in mesh.parts:
             state = read_part_state(Path(part.state_file)) if part.service == "gateway" else None
             if state is not None and state.http is not None:

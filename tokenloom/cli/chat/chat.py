@@ -82,7 +82,7 @@ def chat(
         if question is None and as_json:
             raise typer.BadParameter("needs a PROMPT or piped input", param_hint="--json")
         if question is None and not sys.stdin.isatty():
-            raise typer.BadParameter("and piped input are both empty", param_hint="PROMPT")
+            raise typer.BadParameter("name a question, or pipe one in", param_hint="PROMPT")
         media = [*map(image_part, image or ()), *map(sound_part, audio or ())]
         session = ChatSession(server, model or server.model(), Conversation(system), sampling, media, markdown=markdown)
         if question is None:

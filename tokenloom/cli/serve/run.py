@@ -12,16 +12,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.text import Text
 
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME, PACKAGED
 from tokenloom.process.uncollected_imports import uncollected_imports
+from tokenloom.services.runtime.host.options import variable
 
 from ..failures import CommandFailed, reported
 from ..options import MaxTokens, Temperature, given
-from ..server import Server
+from ..server import Server, local_url
 from ..streams import with_piped
 from ..tables import Column, fitted, output_width, print_tables
 
@@ -56,7 +58,7 @@ MODELS = {
 }
 """By short name. The hub gives those ``to accept`` to accounts that have accepted their terms, with HF_TOKEN."""
 
-_SERVED = re.compile(r" served at (http://\S+)")
+_SERVED = re.compile(r" served at (https?://\S+)")
 _STOP_SECONDS = 20.0
 _LAST_LINES = 12
 
@@ -82,7 +84,7 @@ def run(
     with reported():
         question = with_piped(prompt)
     if question is None and not sys.stdin.isatty():
-        raise typer.BadParameter("and piped input are both empty", param_hint="PROMPT")
+        raise typer.BadParameter("name a question, or pipe one in", param_hint="PROMPT")
     sampling = given(max_tokens=max_tokens, temperature=temperature)
     with reported():
         _chat(name, MODELS[name], question, system, sampling, port)
@@ -126,12 +128,19 @@ def _chat(
     path = _fetched(name, listed)
     arguments = (path, "--port", str(port), "--served-model-name", name, *listed.flags)
     with _served(arguments) as url:
-        session = ChatSession(Server(url), name, Conversation(system), dict(sampling))
+        session = ChatSession(_server(url), name, Conversation(system), dict(sampling))
         if question is None:
             session.talk()
         else:
             session.ask(question)
             print()
+
+
+def _server(url: str) -> Server:
+    """Return the mesh at a URL, with a key and the certificate that it has from this command's variables."""
+    _, certificate = local_url(urlsplit(url).port) or (url, None)
+    key = os.environ.get(variable("api_key"), "").partition(",")[0]
+    return Server(url, key.strip(), certificate=certificate)
 
 
 def _fetched(name: str, listed: ListedModel) -> str:

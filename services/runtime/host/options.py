@@ -323,7 +323,9 @@ def _walk(struct: type[Struct], instance: Struct | None, path: tuple[str, ...]) 
 
 
 def _bounds(meta: Meta) -> Iterator[tuple[str, float]]:
-    return ((sign, getattr(meta, key)) for key, sign in _SIGNS.items() if getattr(meta, key) is not None)
+    """Yield the bounds, whole numbers as such: typing takes an earlier annotation with 0.0 for an equal one with 0."""
+    given = ((sign, getattr(meta, key)) for key, sign in _SIGNS.items())
+    return ((sign, int(bound) if bound == int(bound) else bound) for sign, bound in given if bound is not None)
 
 
 def _unwrapped(annotation: Any) -> tuple[Any, list[Any], bool]:

@@ -155,3 +155,10 @@ def test_a_wrong_key_of_a_struct_is_named(value: object, message: str) -> None:
     with pytest.raises(OptionError, match=re.escape(message)) as caught:
         build(Planning, {"plan_config": value})
     assert caught.value.name == "plan_config"
+
+
+def test_bounds_are_written_alike_whatever_was_imported_before() -> None:
+    class Bounded(Struct, frozen=True):
+        first: Annotated[Annotated[float, Meta(gt=-1.0, le=0.5)], "A share."] = 0.0
+
+    assert options_of(Bounded())["first"].bounds == ("> -1", "≤ 0.5")

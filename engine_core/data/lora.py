@@ -267,7 +267,8 @@ class _Match:
             case "SUBPATTERN" if not found[1] and not found[2]:
                 return self._ends(found[3], starts)
             case "MAX_REPEAT" | "MIN_REPEAT":
-                return self._repeated(*found, starts)
+                least, most, items = found
+                return self._repeated(least, most, items, starts)
             case "ASSERT" | "ASSERT_NOT" if found[0] > 0:
                 return {start for start in starts if bool(self._ends(found[1], {start})) == (kind == "ASSERT")}
         raise _TooHard(f"has {kind.lower()}, which is not supported")

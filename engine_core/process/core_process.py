@@ -139,6 +139,7 @@ class EngineCoreProc:
             log.info("%s; the workers of this engine are started again", error)
             with self._away_from_group():
                 self._core.replace_workers()
+            self._num_replaced = self._num_losses  # a worker whose step has failed ends, too
         else:
             self._group.lost_peer(error)
 

@@ -3,17 +3,15 @@
 import { byId, html, setText } from "./dom.js";
 
 const listeners = new Set();
+const meshListeners = new Set();
 let chosen; // undefined: the first model of the gateway
 let served;
-let offerFiles = () => {};
 
 /** Call a function when another model was chosen. */
 export const onModel = (listener) => listeners.add(listener);
 
-/** Call a function with whether the mesh reads images, and sounds, whenever the gateway reports it. */
-export const onFiles = (listener) => {
-  offerFiles = listener;
-};
+/** Call a function with the mesh whenever the gateway reports it. */
+export const onMesh = (listener) => meshListeners.add(listener);
 
 /** Return the name of the model; undefined until the gateway has reported it. */
 export const modelName = () => chosen ?? served;
@@ -22,9 +20,10 @@ export const modelName = () => chosen ?? served;
 export const ofModel = (path) => (chosen === undefined ? path : `${path}?model=${encodeURIComponent(chosen)}`);
 
 /** Show the model, or a choice if there are several. */
-export const showModels = ({ model, models, reads_images, reads_sounds }) => {
+export const showModels = (mesh) => {
+  const { model, models } = mesh;
   served = model;
-  offerFiles(reads_images, reads_sounds);
+  for (const listener of meshListeners) listener(mesh);
   const select = byId("models");
   const isChoice = models.length > 1;
   byId("model").hidden = isChoice;

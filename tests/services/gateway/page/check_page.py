@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.e2e.conftest import Served, serving
+from tests.services.gateway.page.check_markdown import MarkdownChecks
 from tests.services.gateway.page.check_pictures import check_pictures
 from tests.services.gateway.page.chromium import Page, page
 from tests.services.gateway.page.other_clients import other_clients
@@ -250,8 +251,10 @@ async def check(served: Served, directory: Path) -> list[str]:
             await checks.new_chat()
             await checks.tokens()
             await checks.kill()
+        markdown = MarkdownChecks(tab)
+        await markdown.check()
         checks.network()
-        return checks.wrong
+        return checks.wrong + markdown.wrong
 
 
 def main() -> int:

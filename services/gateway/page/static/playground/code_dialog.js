@@ -1,5 +1,6 @@
 // Shows the request as a command or a program, and copies it.
 
+import { copyText } from "../copy.js";
 import { byId, setText } from "../dom.js";
 import { readKey } from "../keys.js";
 import { toCurl, toPython } from "./code_export.js";
@@ -7,11 +8,8 @@ import { toCurl, toPython } from "./code_export.js";
 const WRITERS = { curl: toCurl, python: toPython };
 
 const copy = async (text) => {
-  if (navigator.clipboard) {
-    await navigator.clipboard.writeText(text);
-    return "Copied.";
-  }
-  getSelection().selectAllChildren(byId("code")); // without TLS, browsers copy only what is selected
+  if (await copyText(text, byId("copy-code"))) return "Copied.";
+  getSelection().selectAllChildren(byId("code"));
   return "Selected: copy it with Ctrl + C.";
 };
 
@@ -39,6 +37,6 @@ export const startCodeDialog = (currentBody, currentPictures) => {
   for (const input of dialog.querySelectorAll("input")) input.addEventListener("change", show);
   byId("close-code").addEventListener("click", () => dialog.close());
   byId("copy-code").addEventListener("click", async () => {
-    setText(byId("code-note"), await copy(byId("code").textContent).catch((error) => error.message));
+    setText(byId("code-note"), await copy(byId("code").textContent));
   });
 };

@@ -15,6 +15,8 @@ export class Message {
     this.state = "done"; // done, streaming, stopped or failed
     this.error = "";
     this.finishReason = null;
+    this.limit = null; // of the answer's tokens, as it was asked for; null: the model's
+    this.isJson = false; // whether a schema binds the answer
     this.usage = null;
     this.timeline = null;
     this.numPieces = 0; // pieces of the stream that held output

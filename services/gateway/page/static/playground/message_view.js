@@ -1,6 +1,9 @@
 // Shows one message of the conversation and its actions.
 
+import { copyButton } from "../copy.js";
 import { button, html, setText } from "../dom.js";
+import { MarkdownView } from "../markdown/blocks.js";
+import { several } from "../numbers.js";
 import { pictureList } from "./pictures.js";
 import { timelineOf } from "./timeline.js";
 import { TokenView } from "./token_view.js";
@@ -8,12 +11,23 @@ import { toolCards } from "./tool_calls.js";
 
 const AUTHORS = { user: "You", assistant: "Model" };
 
+/** Return why the model did not come to an end by itself; empty if it did. */
+const cutOf = ({ finishReason, usage, limit, numPieces }) => {
+  if (finishReason === "repetition") return "Ended because the answer repeated itself.";
+  if (finishReason !== "length") return "";
+  const tokens = several(usage?.completion_tokens ?? numPieces, "token");
+  return limit === null ? `Cut at ${tokens}: no more fit the model's limit.` : `Cut at ${tokens}, the limit in the settings.`;
+};
+
 export class MessageView {
   /** `actions`: functions `regenerate`, `edited` (with the message, its new text and pictures) and `answered`. */
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
     this.text = html("div", { class: "message-text" });
+    this.markdown = message.role === "assistant" ? new MarkdownView(this.text) : null; // users see what they wrote
+    this.text.classList.toggle("markdown", Boolean(this.markdown));
+    this.cut = html("p", { class: "cut", hidden: true });
     this.reasoning = html("details", { class: "reasoning", hidden: true, open: true },
       html("summary", {}, "Reasoning"), html("div"));
     this.tools = html("div");
@@ -23,10 +37,28 @@ export class MessageView {
     this.bar = html("span", { class: "message-actions" });
     this.root = html("article", { class: `message ${message.role}`, "aria-label": AUTHORS[message.role] },
       html("header", {}, html("b", {}, AUTHORS[message.role]), this.bar),
-      this.reasoning, this.pictures, this.text, this.tools, this.error, this.foot);
+      this.reasoning, this.pictures, this.text, this.tools, this.cut, this.error, this.foot);
     this.tokens = null;
     this.showsTokens = true;
+    this.numSeen = 0; // pieces at the last look at the mesh
+    this.missing = ""; // the part for which the answer waits
     this.show();
+  }
+
+  /** Say that the answer waits, if nothing has come since the last call. `missing`: the parts that the mesh lacks. */
+  waitFor(missing) {
+    const isStill = this.message.numPieces === this.numSeen;
+    this.numSeen = this.message.numPieces;
+    this.missing = isStill ? missing[0] ?? "" : "";
+    this.showState();
+  }
+
+  showState() {
+    const part = this.missing.replace("_", " ");
+    const text = part ? `waiting for ${/^[aeo]/.test(part) ? "an" : "a"} ${part} …`
+      : this.message.numPieces ? "streaming …" : "waiting for the first token …";
+    if (this.bar.firstChild?.className !== "note") this.bar.replaceChildren(html("span", { class: "note", role: "status" }));
+    setText(this.bar.firstChild, text);
   }
 
   /** Follow the message, which may still grow. */
@@ -42,8 +74,11 @@ export class MessageView {
     if (message.toolCalls.length) this.tools.replaceChildren(...toolCards(message, this.actions.answered));
     this.error.hidden = !message.error;
     setText(this.error, message.error);
+    this.cut.hidden = isLive || !cutOf(message);
+    setText(this.cut, cutOf(message));
     if (isLive) {
-      if (!this.bar.children.length) this.bar.replaceChildren(html("span", { class: "note" }, "streaming …"));
+      if (message.numPieces !== this.numSeen) this.missing = "";
+      this.showState();
       return;
     }
     this.bar.replaceChildren(...this.buttons());
@@ -72,6 +107,12 @@ export class MessageView {
 
   /** Append what is new to the text; replace it only if it is not a continuation. */
   grow(content) {
+    if (this.markdown) {
+      // An answer that a schema binds is JSON, in which marks of Markdown mean nothing.
+      const isJson = this.message.isJson && content;
+      this.markdown.show(isJson ? `\`\`\`json\n${content}` : content, this.message.state === "streaming");
+      return;
+    }
     const node = this.text.firstChild;
     if (node && content.startsWith(node.data)) node.appendData(content.slice(node.data.length));
     else this.text.replaceChildren(content);
@@ -87,6 +128,7 @@ export class MessageView {
         this.bar.firstChild.focus();
       }, { "aria-pressed": String(this.showsTokens) }));
     }
+    if (message.content) buttons.push(copyButton(() => message.content, message.role === "user" ? "the message" : "the answer"));
     if (message.role === "assistant") buttons.push(button("Regenerate", () => actions.regenerate(message)));
     buttons.push(button("Edit", () => this.edit()));
     return buttons;

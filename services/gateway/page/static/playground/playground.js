@@ -1,7 +1,7 @@
 // Lets a conversation with the model run: send, stop, regenerate, edit.
 
 import { byId, html } from "../dom.js";
-import { modelName, onFiles } from "../model.js";
+import { modelName, onMesh } from "../model.js";
 import { receive } from "./answer_stream.js";
 import { startCodeDialog } from "./code_dialog.js";
 import { Conversation, Message, contentOf } from "./conversation.js";
@@ -80,13 +80,18 @@ class Playground {
     }
     const live = new AbortController();
     this.live = live;
-    message.state = "streaming";
+    Object.assign(message, { state: "streaming", limit: body.max_tokens ?? null, isJson: Boolean(body.response_format) });
     this.append(message);
     this.showLive();
     await receive(message, measured(body), live.signal, () => this.grown(message));
     if (this.live !== live) return; // another conversation has begun
     this.live = null;
     this.showLive();
+  }
+
+  /** Tell the answer that streams which parts the mesh lacks. */
+  watch(missing) {
+    if (this.live) this.views.get(this.conversation.messages.at(-1))?.waitFor(missing);
   }
 
   append(message) {
@@ -173,7 +178,10 @@ export const startPlayground = () => {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !document.querySelector("dialog[open]")) playground.stop();
   });
-  onFiles((images, sounds) => playground.pictures.allow(images, sounds));
+  onMesh(({ reads_images: images, reads_sounds: sounds, missing }) => {
+    playground.pictures.allow(images, sounds);
+    playground.watch(missing);
+  });
   byId("stop").addEventListener("click", () => playground.stop());
   byId("new-chat").addEventListener("click", () => playground.clear());
   byId("toggle-settings").addEventListener("click", toggleSettings);

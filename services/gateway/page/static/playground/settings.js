@@ -54,7 +54,7 @@ export class Settings {
   constructor(root) {
     this.system = html("textarea", { rows: 2, placeholder: "none" });
     this.numbers = {
-      max_tokens: number({ min: 1, step: 1, value: 256 }),
+      max_tokens: number({ min: 1, step: 1, placeholder: "the model's limit" }),
       temperature: number({ min: 0, max: 2, step: 0.1 }),
       top_p: number({ min: 0, max: 1, step: 0.05 }),
       seed: number({ step: 1, placeholder: "random" }),

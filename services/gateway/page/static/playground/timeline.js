@@ -50,7 +50,6 @@ const measured = (message) => {
   }
   if (message.timeline) facts.push(engines(message.timeline));
   if (message.state === "stopped") facts.unshift(`stopped after ${several(message.numPieces, "piece")}`);
-  if (message.finishReason === "length") facts.push("ended at the limit of tokens");
   return facts.filter(Boolean).join(" · ");
 };
 

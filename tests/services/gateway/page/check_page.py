@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.e2e.conftest import Served, serving
+from tests.services.gateway.page.check_chats import ChatChecks
 from tests.services.gateway.page.check_markdown import MarkdownChecks
 from tests.services.gateway.page.check_pictures import check_pictures
 from tests.services.gateway.page.chromium import Page, page
@@ -253,8 +254,10 @@ async def check(served: Served, directory: Path) -> list[str]:
             await checks.kill()
         markdown = MarkdownChecks(tab)
         await markdown.check()
+        chats = ChatChecks(tab)
+        await chats.check()
         checks.network()
-        return checks.wrong + markdown.wrong
+        return checks.wrong + markdown.wrong + chats.wrong
 
 
 def main() -> int:

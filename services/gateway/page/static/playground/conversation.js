@@ -33,6 +33,16 @@ export class Conversation {
     this.messages = [];
   }
 
+  /** Return a conversation that was kept; an answer that was still streaming then counts as stopped. */
+  static restore(records) {
+    const conversation = new Conversation();
+    for (const { id, ...fields } of records) {
+      const message = conversation.add(Object.assign(new Message(fields.role), fields));
+      if (message.state === "streaming") message.state = "stopped";
+    }
+    return conversation;
+  }
+
   add(message) {
     this.messages.push(message);
     return message;
@@ -50,7 +60,7 @@ export class Conversation {
 
   /** Return the pictures of all messages. */
   get pictures() {
-    return this.messages.flatMap((message) => message.pictures);
+    return this.messages.flatMap((message) => message.pictures).filter(({ url }) => url);
   }
 
   /** Return the messages as the API expects them. */
@@ -65,8 +75,8 @@ const partOf = ({ url }) => (url.startsWith("data:image/")
 
 /** Return the content of a user's message: its text, behind its pictures and sounds if it has any. */
 export const contentOf = (text, pictures) => {
-  if (!pictures.length) return text;
-  const shown = pictures.map(partOf);
+  const shown = pictures.filter(({ url }) => url).map(partOf); // those too large to keep have only a name after a reload
+  if (!shown.length) return text;
   return text ? [...shown, { type: "text", text }] : shown;
 };
 

@@ -5,7 +5,7 @@ import { button, html, setText } from "../dom.js";
 import { MarkdownView } from "../markdown/blocks.js";
 import { several } from "../numbers.js";
 import { pictureList } from "./pictures.js";
-import { timelineOf } from "./timeline.js";
+import { slowLink, timelineOf } from "./timeline.js";
 import { TokenView } from "./token_view.js";
 import { toolCards } from "./tool_calls.js";
 
@@ -121,6 +121,7 @@ export class MessageView {
   buttons() {
     const { message, actions } = this;
     const buttons = [];
+    const slow = slowLink(message);
     if (message.tokens.length) {
       buttons.push(button("Tokens", () => {
         this.showsTokens = !this.showsTokens;
@@ -130,6 +131,7 @@ export class MessageView {
     }
     if (message.content) buttons.push(copyButton(() => message.content, message.role === "user" ? "the message" : "the answer"));
     if (message.role === "assistant") buttons.push(button("Regenerate", () => actions.regenerate(message)));
+    if (slow) buttons.splice(message.tokens.length ? 1 : 0, 0, slow);
     buttons.push(button("Edit", () => this.edit()));
     return buttons;
   }

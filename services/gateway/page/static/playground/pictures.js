@@ -7,7 +7,7 @@ import { megabytes } from "../numbers.js";
 const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const MAX_BYTES = 20 << 20; // of a file, as encoders have it by default; a stricter gateway says so itself
 
-const shown = ({ name, url }) => (url.startsWith("data:image/")
+const shown = ({ name, url }) => (!url ? html("span", { class: "note" }, `${name} (too large to be kept)`) : url.startsWith("data:image/")
   ? html("img", { src: url, alt: name, title: name })
   : html("audio", { src: url, controls: true, "aria-label": name, title: name }));
 

@@ -1,10 +1,13 @@
 // Lets a conversation with the model run: send, stop, regenerate, edit.
 
-import { byId, html } from "../dom.js";
+import { byId, button, html } from "../dom.js";
 import { modelName, onMesh } from "../model.js";
+import { startChats } from "../chats/chat_dialog.js";
+import { KeptChat } from "../chats/kept_chat.js";
 import { receive } from "./answer_stream.js";
 import { startCodeDialog } from "./code_dialog.js";
 import { Conversation, Message, contentOf } from "./conversation.js";
+import { aboutModel } from "./first_questions.js";
 import { MessageView } from "./message_view.js";
 import { Pictures } from "./pictures.js";
 import { measured, requestBody } from "./request_body.js";
@@ -26,7 +29,46 @@ class Playground {
       edited: (message, text, pictures) => this.edited(message, text, pictures),
       answered: () => this.answered(),
     };
+    this.kept = new KeptChat(() => ({ messages: this.conversation.messages, settings: this.settings.texts() }));
     this.showEmpty();
+  }
+
+  /** Show the conversation and the settings that this tab had before it was loaded again. */
+  async restore() {
+    try {
+      const body = await this.kept.last();
+      const texts = body?.settings ?? (await this.kept.settings());
+      if (this.conversation.messages.length) return; // the user was faster
+      if (body) this.open(body);
+      else if (texts) this.settings.fill(texts);
+    } catch { /* the browser keeps nothing; the first write says so */ }
+  }
+
+  /** Show a kept conversation. */
+  open(body) {
+    this.leave(Conversation.restore(body.messages));
+    this.kept.use(body.id, body.changed);
+    this.settings.fill(body.settings);
+    this.showLive();
+    this.list.replaceChildren();
+    for (const message of this.conversation.messages) this.show(message);
+    this.list.scrollTop = this.list.scrollHeight;
+    this.draft.focus();
+  }
+
+  /** Leave the conversation, which stays among the kept ones, for another. */
+  leave(conversation) {
+    this.stop();
+    this.live = null;
+    this.kept.leave();
+    this.conversation = conversation;
+    this.views.clear();
+  }
+
+  /** Keep changed settings, for this conversation and for the next. */
+  changed() {
+    this.kept.keepSettings(this.settings.texts());
+    this.kept.touch();
   }
 
   /** Send what was written. */
@@ -42,12 +84,9 @@ class Playground {
     this.live?.abort();
   }
 
-  /** Forget the conversation. */
+  /** Begin another conversation. */
   clear() {
-    this.stop();
-    this.live = null;
-    this.conversation = new Conversation();
-    this.views.clear();
+    this.leave(new Conversation());
     this.showEmpty();
     this.draft.focus();
   }
@@ -87,6 +126,7 @@ class Playground {
     if (this.live !== live) return; // another conversation has begun
     this.live = null;
     this.showLive();
+    this.kept.flush();
   }
 
   /** Tell the answer that streams which parts the mesh lacks. */
@@ -96,16 +136,22 @@ class Playground {
 
   append(message) {
     this.conversation.add(message);
+    this.kept.touch();
+    this.list.querySelector(".empty")?.remove();
+    this.show(message);
+    this.list.scrollTop = this.list.scrollHeight;
+  }
+
+  show(message) {
     const view = new MessageView(message, this.actions);
     this.views.set(message, view);
-    this.list.querySelector(".empty")?.remove();
     this.list.append(view.root);
-    this.list.scrollTop = this.list.scrollHeight;
   }
 
   grown(message) {
     const isNear = this.list.scrollHeight - this.list.scrollTop - this.list.clientHeight < NEAR;
     this.views.get(message)?.show();
+    if (this.views.has(message)) this.kept.touch();
     if (isNear) this.list.scrollTop = this.list.scrollHeight;
   }
 
@@ -125,6 +171,7 @@ class Playground {
     if (message.role === "user") this.conversation.cutAfter(message);
     this.dropViews();
     this.views.get(message).show();
+    this.kept.touch();
     if (message.role === "user") this.answer();
   }
 
@@ -132,6 +179,7 @@ class Playground {
   answered() {
     const last = this.conversation.messages.at(-1);
     this.views.get(last)?.show();
+    this.kept.touch();
     if (!this.live && last.toolCalls.every((each) => each.result !== undefined)) this.answer();
   }
 
@@ -152,9 +200,15 @@ class Playground {
 
   showEmpty() {
     this.showLive();
+    const { what, questions } = aboutModel(modelName());
     this.list.replaceChildren(html("div", { class: "empty" },
       html("p", {}, "Talk to the model."),
-      html("p", { class: "note" }, "Each answer shows where its time went. Settings hold tools, JSON schemas and log probabilities.")));
+      html("p", { class: "note" }, what),
+      html("div", { class: "questions" }, ...questions.map((each) => button(each, () => {
+        this.draft.value = each;
+        this.send();
+        this.draft.focus();
+      }, { class: "button" })))));
   }
 }
 
@@ -178,6 +232,12 @@ export const startPlayground = () => {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !document.querySelector("dialog[open]")) playground.stop();
   });
+  let model;
+  onMesh(() => {
+    if (modelName() === model) return;
+    model = modelName();
+    if (!playground.conversation.messages.length) playground.showEmpty();
+  });
   onMesh(({ reads_images: images, reads_sounds: sounds, missing }) => {
     playground.pictures.allow(images, sounds);
     playground.watch(missing);
@@ -185,5 +245,8 @@ export const startPlayground = () => {
   byId("stop").addEventListener("click", () => playground.stop());
   byId("new-chat").addEventListener("click", () => playground.clear());
   byId("toggle-settings").addEventListener("click", toggleSettings);
+  byId("settings").addEventListener("input", () => playground.changed());
+  startChats(playground.kept, (body) => playground.open(body), () => playground.clear());
+  playground.restore();
   startCodeDialog(() => playground.body(), () => playground.shown());
 };

@@ -76,6 +76,22 @@ export class Settings {
     root.addEventListener("submit", (event) => event.preventDefault());
   }
 
+  get inputs() {
+    const { system, numbers, alternatives, toolChoice, tools, schema } = this;
+    return { system, ...numbers, alternatives, toolChoice, tools: tools.input, schema: schema.input };
+  }
+
+  /** Return what the fields hold, as text. */
+  texts() {
+    return Object.fromEntries(Object.entries(this.inputs).map(([name, input]) => [name, input.value]));
+  }
+
+  /** Set the fields. `texts`: as `texts()` has returned them; missing ones stay. */
+  fill(texts) {
+    for (const [name, input] of Object.entries(this.inputs)) input.value = texts[name] ?? input.value;
+    for (const field of [this.tools, this.schema]) field.read();
+  }
+
   /** Return the settings. Raises SyntaxError for JSON that is not right. */
   read() {
     const numbers = Object.entries(this.numbers).map(([name, input]) =>

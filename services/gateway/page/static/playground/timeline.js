@@ -3,6 +3,7 @@
 import { html } from "../dom.js";
 import { milliseconds, several } from "../numbers.js";
 
+const SLOW_MS = 2000; // from which an answer links to its timeline
 const SHARE = 0.001; // parts below it are not shown
 
 /** Return the parts of the time that follow each other, in milliseconds. */
@@ -53,7 +54,18 @@ const measured = (message) => {
   return facts.filter(Boolean).join(" · ");
 };
 
+const idOf = (message) => `timeline-${message.id}`;
+
+/** Return a link to the timeline of an answer that took long, which names its longest part; null for others. */
+export const slowLink = (message) => {
+  const total = message.timeline?.total_ms ?? 0;
+  if (total < SLOW_MS) return null;
+  const [longest] = partsOf(message.timeline).toSorted(([, a], [, b]) => b - a);
+  return html("a", { class: "button quiet", href: `#${idOf(message)}`, title: "Where the time went" },
+    `${milliseconds(total)}, mostly ${longest[0]}`);
+};
+
 /** Return the elements under an answer that has ended. */
 export const timelineOf = (message) =>
-  html("div", { class: "timeline" }, ...(message.timeline ? bar(message.timeline) : []),
+  html("div", { class: "timeline", id: idOf(message), tabindex: "-1" }, ...(message.timeline ? bar(message.timeline) : []),
     html("p", { class: "note" }, measured(message)));

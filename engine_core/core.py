@@ -146,6 +146,7 @@ class EngineCore:
                 "a data-parallel group of a mixture-of-experts model computes every step on all ranks at once: leave "
                 "out pipeline_parallel_size"
             )
+        config.check_core_place(has_waves=self.has_waves)
         self.num_requests_added = 0
         """Requests that clients added, refused ones included."""
         self.ready = core_ready(config, model, kv_cache, warm_up, self.adapters, has_waves=self.has_waves)

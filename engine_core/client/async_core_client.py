@@ -308,7 +308,7 @@ class AsyncMPClient:
         self._config = config
         self._grace = grace
         self._process = CoreProcess(command)
-        self._arena = ArrayArena(config.parallel.array_arena_bytes)
+        self._arena = ArrayArena(config.parallel.request_arena_bytes)
         self._pulse = PulseMemory()
         self._context = zmq.asyncio.Context()
         self._socket = AsyncSocket(self._process.connection)

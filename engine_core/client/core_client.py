@@ -140,7 +140,7 @@ class SyncMPClient:
         self._process = CoreProcess(command)
         self._connection = self._process.connection
         self._receiver = FrameReceiver(self._connection)
-        self._arena = ArrayArena(config.parallel.array_arena_bytes)
+        self._arena = ArrayArena(config.parallel.request_arena_bytes)
         self._decoder = Decoder(EngineCoreOutputs)
         self._call_ids = itertools.count(1)
         # Outputs not read yet: of steps that ended while a call's answer was awaited, or while a message was sent.

@@ -27,6 +27,8 @@ class CoreInit(msgspec.Struct, tag="INIT"):
     """Shared memory for large arrays of requests; None if they are sent in frames."""
     pulse_fd: int | None = None
     """Inherited descriptor of the memory in which the core shows that its steps end; None if no client looks."""
+    is_placed: bool = False
+    """Whether the core is to run in this process, wherever the configuration says; its place has been chosen."""
 
 
 class WarmUp(msgspec.Struct, frozen=True):

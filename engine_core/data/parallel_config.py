@@ -82,6 +82,11 @@ class ParallelConfig(Struct, frozen=True):
         "Where the workers run: uni: one in the core's process; mp: each in a process of its own on this machine; ray: "
         "each in an actor on any machine of a Ray cluster; auto: uni for one worker, mp for several.",
     ] = "auto"
+    data_parallel_backend: Annotated[
+        Literal["mp", "ray"],
+        "Where the core of the engine runs, which schedules its steps: mp: in a process on the engine's machine; ray: "
+        "in an actor on any machine of a Ray cluster, with its workers (docs/operate/scaling.md).",
+    ] = "mp"
     rank: int = 0
     """Of the worker that this configuration is for, in [0, world_size): stage * tensor_parallel_size + its place, or
     its place among those that divide prompts."""
@@ -119,6 +124,11 @@ class ParallelConfig(Struct, frozen=True):
     def group_id(self) -> str:
         """The name of the data-parallel group; empty: the engine belongs to none."""
         return self.data_parallel_group or ("data-parallel" if self.data_parallel_size > 1 else "")
+
+    @property
+    def request_arena_bytes(self) -> int:
+        """Shared memory for large arrays of requests; 0 for a core that may be on another machine."""
+        return 0 if self.data_parallel_backend == "ray" else self.array_arena_bytes
 
     @property
     def spreads_experts_over_engines(self) -> bool:

@@ -5,6 +5,7 @@ Ray carries the calls; what they hold is msgpack, as elsewhere.
 
 import math
 import os
+import signal
 import socket
 import threading
 import time
@@ -35,30 +36,44 @@ _SHARE_OF_NODE = 0.001
 """Of the resource that names a node: a bundle that asks for a share of it is placed there."""
 
 
-def connect() -> Any:
-    """Join the Ray cluster and return the library."""
+def connect(option: str = "distributed_executor_backend") -> Any:
+    """Join the Ray cluster and return the library. ``option``: which one asks for it, for errors.
+
+    Raises ``ValueError`` without Ray or a cluster.
+    """
+    on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         import ray
         import ray.util.scheduling_strategies
     except ModuleNotFoundError:
-        raise ValueError(
-            'distributed_executor_backend ray needs Ray; install it with: pip install "tokenloom[ray]"'
-        ) from None
+        raise ValueError(f'{option} ray needs Ray; install it with: pip install "tokenloom[ray]"') from None
     if not ray.is_initialized():
         try:
             ray.init(address="auto", log_to_driver=False)
         except ConnectionError as error:
             raise ValueError(
-                "distributed_executor_backend: there is no Ray cluster; start one with `ray start --head`, and join "
+                f"{option}: there is no Ray cluster; start one with `ray start --head`, and join "
                 f"other machines with `ray start --address HOST:6379` ({error})"
             ) from None
+    # Ray's own handler ends the process in the middle of its requests.
+    if on_terminate is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_terminate)
     return ray
 
 
-def reserve(ray: Any, count: int, gpus: int, *, on_this_machine: bool) -> Any:
+def node_address() -> str:
+    """Return the address of this actor's node, at which the other nodes reach it."""
+    import ray
+
+    util: Any = ray.util  # without types
+    address: str = util.get_node_ip_address()
+    return address
+
+
+def reserve(ray: Any, count: int, gpus: int, *, on_this_machine: bool = False, what: str = "workers") -> Any:
     """Return a placement group with a bundle for each of ``count`` workers, as soon as the cluster has made room.
 
-    Raises ``ExecutorFailedError`` if it has none.
+    ``what``: names in errors what gets a bundle. Raises ``ExecutorFailedError`` if the cluster has no room.
     """
     bundle: dict[str, float] = {"CPU": 1, "GPU": gpus}
     if on_this_machine:
@@ -72,8 +87,9 @@ def reserve(ray: Any, count: int, gpus: int, *, on_this_machine: bool) -> Any:
     ray.util.remove_placement_group(group)
     free = {name: resources.get(name, 0) for name in ("CPU", "GPU")}
     where = " on the machine of the engine, where all must be because KV moves" if on_this_machine else ""
+    with_gpus = f" and {gpus} GPUs" if gpus > 1 else " and a GPU" if gpus else ""
     raise ExecutorFailedError(
-        f"the Ray cluster has no room for {count} workers with a CPU{' and a GPU' if gpus else ''} each{where}; "
+        f"the Ray cluster has no room for {count} {what} with a CPU{with_gpus} each{where}; "
         f"free in the cluster are {free}"
     )
 
@@ -131,8 +147,7 @@ class RayWorker:
         """Return where the actor is. Called once."""
         import ray
 
-        util: Any = ray.util  # without types
-        host = util.get_node_ip_address()
+        host = node_address()
         self._lifeline = open_lifeline(host)
         # torch's store wants a port before it exists. Another process may take it in between; then the start fails.
         with socket.socket() as probe:

@@ -1,17 +1,31 @@
-"""Starts and ends a core's process on behalf of its client."""
+"""Starts and ends a core's process on behalf of its client, on this machine or on a node of a Ray cluster.
+
+On Ray the client's own child, which would be the core, stands for it: an actor has started the core on its node, and
+both copy what client and core say to each other.
+
+client ──socket──▶ RemoteCore ──TCP──▶ CoreActor ──socket──▶ core
+"""
 
 import contextlib
+import hmac
+import math
+import secrets
 import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import zmq
+from msgspec.structs import replace
 
 from tokenloom.process.rendezvous_dir import RendezvousDir
 
 from ..data.config import EngineConfig
-from ..data.errors import EngineConfigError, EngineStartError
+from ..data.errors import EngineConfigError, EngineStartError, WorkerLostError
 from ..data.handshake import CoreFailed, CoreHello, CoreInit, CoreReady
 from ..wire.array_arena import ArenaAddress
 from ..wire.frames import Decoder, encode
@@ -52,7 +66,14 @@ class CoreProcess:
         """The id of the process; None before it was spawned."""
         return self._process.pid if self._process else None
 
-    def start(self, config: EngineConfig, arrays: ArenaAddress | None = None, pulse_fd: int | None = None) -> CoreReady:
+    def start(
+        self,
+        config: EngineConfig,
+        arrays: ArenaAddress | None = None,
+        pulse_fd: int | None = None,
+        *,
+        is_placed: bool = False,
+    ) -> CoreReady:
         """Spawn the process, which inherits the memory of ``arrays`` and the descriptor of its pulse, and lead it
         through HELLO → INIT → READY. Blocks while the model loads.
 
@@ -73,7 +94,7 @@ class CoreProcess:
             hello = self._receive(handshake)
             assert isinstance(hello, CoreHello), hello
             kv_address = self.kv_address if config.kv.transports else ""
-            init = CoreInit(self._core_end.fileno(), config, kv_address, arrays, pulse_fd)
+            init = CoreInit(self._core_end.fileno(), config, kv_address, arrays, pulse_fd, is_placed)
             handshake.send_multipart(encode(init))
             ready = self._receive(handshake)
             assert isinstance(ready, CoreReady), ready
@@ -128,3 +149,167 @@ def remove_sockets(handshake_address: str) -> None:
         for name in _SOCKETS:
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()
+
+
+_SECRET_BYTES = 32
+_COPY_BYTES = 1 << 18
+_POLL_SECONDS = 0.2
+"""How often to check, while the core starts, that its machine is there."""
+_LAST_SECONDS = 5.0
+"""How long the exit status of a core that has ended may take to arrive."""
+
+
+class CoreActor:
+    """Is the actor, and the parent of the core's process on its node. Ray runs one call after the other; threads of its
+    own copy bytes."""
+
+    def __init__(self) -> None:
+        from ..executor.ray_executor import node_address  # here: clients import this module too
+        from ..executor.worker_liveness import open_lifeline
+
+        host = node_address()
+        self._lifeline = open_lifeline(host)
+        self._listener = socket.create_server((host, 0))
+        self._core: CoreProcess | None = None
+
+    def place(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Return host and port of the listener that is never read (:mod:`..executor.worker_liveness`), and of the one
+        for the bytes."""
+        return self._lifeline.getsockname(), self._listener.getsockname()
+
+    def start(self, command: Sequence[str], config: bytes, secret: bytes) -> list[bytes]:
+        """Start the core with the arguments of ``command``, and wait for a client that begins with ``secret``.
+
+        Args:
+            config: An ``EngineConfig`` in msgpack.
+
+        Returns the frames of ``CoreReady`` or ``CoreFailed``.
+        """
+        self._core = core = CoreProcess([sys.executable, *command[1:]])
+        try:
+            ready = core.start(msgspec.msgpack.decode(config, type=EngineConfig), is_placed=True)
+        except EngineStartError as error:
+            core.stop(0.0)
+            failed = CoreFailed(str(error), permanent=isinstance(error, EngineConfigError))
+            return [bytes(frame) for frame in encode(failed)]
+        threading.Thread(target=self._serve, args=(core, secret), name="core-client", daemon=True).start()
+        return [bytes(frame) for frame in encode(ready)]
+
+    def stop(self) -> None:
+        """Ask the core to finish its requests and exit, and wait for that."""
+        if self._core is not None:
+            self._core.stop(math.inf)
+
+    def status(self) -> int:
+        """Wait for the end of the core and return its exit status."""
+        assert self._core is not None, "start comes first"
+        return self._core.wait()
+
+    def _serve(self, core: "CoreProcess", secret: bytes) -> None:
+        connection = _accept(self._listener, secret)
+        outputs = threading.Thread(target=_copy, args=(core.connection, connection), name="core-outputs", daemon=True)
+        outputs.start()
+        _copy(connection, core.connection)
+        core.kill()  # nobody asks it any more
+
+
+def _accept(listener: socket.socket, secret: bytes) -> socket.socket:
+    """Return the first connection that begins with the secret; others end."""
+    while True:
+        connection, _ = listener.accept()
+        connection.settimeout(_LAST_SECONDS)
+        with contextlib.suppress(OSError):
+            given = b""
+            while len(given) < len(secret) and (more := connection.recv(len(secret) - len(given))):
+                given += more
+            if hmac.compare_digest(given, secret):
+                listener.close()
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return connection
+        connection.close()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Copy bytes until the source ends or the target is gone, then end the target."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(_COPY_BYTES):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+class RemoteCore:
+    """Stands for a core in an actor of a Ray cluster, in the process of which the client is the parent. Ray ends the
+    actor, and the actor the core, when this process ends."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Make the actor, as soon as the cluster has room for it.
+
+        Raises ``ValueError`` for a configuration that does not work, or without Ray or a cluster;
+        ``ExecutorFailedError`` if the cluster has no room.
+        """
+        from ..executor.ray_executor import connect, gpus_of_worker, reserve
+
+        config.check_core_place(has_waves=False)  # which the core itself knows
+        self._ray = connect("data_parallel_backend")
+        gpus = 0
+        if config.parallel.distributed_executor_backend != "ray":  # whose workers have bundles of their own
+            gpus = gpus_of_worker(config, self._ray.cluster_resources()) * config.parallel.world_size
+        # The cores of this machine, to which the mesh may have bound the worker, say nothing about the node.
+        worker = replace(config.worker, cpus=(), device="cuda" if gpus else config.worker.device)
+        self._config = replace(config, worker=worker)
+        self._group = reserve(self._ray, 1, gpus, what="core of an engine")
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group)
+        actor = self._ray.remote(CoreActor)
+        self._actor = actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy).remote()
+        self._is_lost = threading.Event()
+        self._connection = socket.socket()
+
+    def start(self, command: Sequence[str]) -> list[bytes]:
+        """Start the core and connect to it. Returns the frames of ``CoreReady`` or ``CoreFailed``.
+
+        Raises ``WorkerLostError`` if its machine is lost.
+        """
+        from ..executor.worker_liveness import WorkerLiveness
+
+        lifeline, address = self._get(self._actor.place.remote())
+        self._liveness = WorkerLiveness([lifeline], lambda _: self._lose())
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        config = msgspec.msgpack.encode(self._config)
+        answer: list[bytes] = self._get(self._actor.start.remote(list(command), config, secret))
+        if isinstance(_decoder.decode(answer), CoreReady):
+            self._connection.connect(address)
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._connection.sendall(secret)
+        return answer
+
+    def relay(self, client: socket.socket) -> int:
+        """Copy between client and core until the core has ended; return its exit status, 1 if it is lost."""
+        threading.Thread(target=_copy, args=(client, self._connection), name="core-client", daemon=True).start()
+        _copy(self._connection, client)
+        if self._is_lost.is_set():
+            return 1
+        try:
+            status: int = self._ray.get(self._actor.status.remote(), timeout=_LAST_SECONDS)
+        except self._ray.exceptions.RayError:
+            return 1
+        return status if status >= 0 else 1
+
+    def stop(self) -> None:
+        """Ask the core to finish its requests and exit; :meth:`relay` returns when it has."""
+        self._actor.stop.remote()
+
+    def _get(self, answer: Any) -> Any:
+        while not self._ray.wait([answer], timeout=_POLL_SECONDS)[0]:
+            if self._is_lost.is_set():
+                raise WorkerLostError("the core's actor on Ray ended, or its machine is lost")
+        try:
+            return self._ray.get(answer)
+        except self._ray.exceptions.RayError as error:
+            raise WorkerLostError(f"the core's actor on Ray failed: {error}") from None
+
+    def _lose(self) -> None:
+        self._is_lost.set()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)

@@ -35,7 +35,7 @@ from ..kv_transfer.kv_transport import KVTransport
 from ..wire.array_arena import ArenaReader
 from ..wire.frames import Decoder, encode
 from .core_io import InputItem, InputMessage, InputThread, OutputSocket
-from .core_launch import remove_sockets
+from .core_launch import RemoteCore, remove_sockets
 
 log = logging.getLogger(__name__)
 
@@ -258,8 +258,12 @@ def run_engine_core(
     handshake_address: str,
     make_executor: Callable[[EngineConfig], Executor],
     make_transports: Callable[[EngineConfig], Sequence[KVTransport]] = lambda config: (),
+    command: Sequence[str] = (),
 ) -> int:
-    """Run a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status."""
+    """Run a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status.
+
+    ``command``: starts a core, as for :class:`.core_launch.CoreProcess`, where the configuration puts it elsewhere.
+    """
     guard = ProcessGuard(on_orphaned=lambda: remove_sockets(handshake_address))
     guard.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -268,6 +272,8 @@ def run_engine_core(
         with context.socket(zmq.PAIR) as handshake:
             handshake.connect(handshake_address)
             init = _shake_hands(handshake)
+            if init.config.parallel.data_parallel_backend == "ray" and not init.is_placed:
+                return _run_on_ray(handshake, init, command, guard)
             try:
                 kv = make_core_kv(init.config, make_transports(init.config))
                 watchdog = StepWatchdog(inherited_cells(init.pulse_fd) if init.pulse_fd is not None else None)
@@ -294,6 +300,19 @@ def run_engine_core(
         if link is not None:
             link.close()
         context.term()  # waits until the KV thread's last messages are sent
+
+
+def _run_on_ray(handshake: zmq.Socket[bytes], init: CoreInit, command: Sequence[str], guard: ProcessGuard) -> int:
+    """Run the core in an actor of a Ray cluster, and stand here for it. Returns its exit status."""
+    try:
+        remote = RemoteCore(init.config)
+        answer = remote.start(command)
+    except Exception as error:
+        handshake.send_multipart(encode(_failed(error)))
+        return 1
+    guard.on_terminate = remote.stop
+    handshake.send_multipart(answer)
+    return remote.relay(socket.socket(fileno=init.connection_fd))
 
 
 def _shake_hands(handshake: zmq.Socket[bytes]) -> CoreInit:

@@ -235,7 +235,7 @@ _WORKERS_A_PROCESSOR = 4
 
 
 def _check_processors(parallel: ParallelConfig) -> None:
-    if parallel.distributed_executor_backend == "ray":  # which has other machines
+    if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):  # which has other machines
         return
     processors = len(os.sched_getaffinity(0))
     if parallel.world_size > _WORKERS_A_PROCESSOR * processors:

@@ -89,6 +89,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         raise ValueError("device cuda: PyTorch finds no GPU on this machine; choose cpu, or leave the option out")
     check_device_options(config, "cuda" if has_gpu and worker.device != "cpu" else "cpu")
     check_options(config)
+    config.check_core_place(has_waves=False)  # the model's experts come below
     found = choose(path, worker.dtype, worker.quantization, worker.model_impl, config.max_model_len)
     if not is_gguf(path) and (name := read_wrapper(path)) is not None and not worker.language_model_only:
         _check_media(path, name, found, spreads_context=place_of(config.parallel).spreads_context)
@@ -124,6 +125,7 @@ def served_how(config: EngineConfig, *, has_gpu: bool) -> ServedHow:
         _check_module_encoder(path, config.max_model_len)
         return found
     if isinstance(found.config, ModelConfig):
+        config.check_core_place(has_waves=bool(config.parallel.group_id) and found.config.experts is not None)
         local_config(found.config, place)
         check_kv_dtype(found.config, config.cache.dtype)
         check_chunks(found.config, config.cache.block_size)

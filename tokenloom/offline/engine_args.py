@@ -34,6 +34,8 @@ def engine_config(keywords: Mapping[str, Any]) -> EngineConfig:
         raise TypeError(f"LLM() has no keyword argument {error}") from None
     if config.parallel.group_id:
         raise ValueError("data_parallel_size: LLM runs one engine; serve a group with `tokenloom serve`")
+    if config.parallel.data_parallel_backend == "ray":
+        raise ValueError("data_parallel_backend: LLM computes in this program; choose distributed_executor_backend ray")
     if "max_num_seqs" in values:
         return config
     limits = config.scheduler

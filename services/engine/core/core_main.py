@@ -16,7 +16,7 @@ with uncollected_imports():
     from tokenloom.engine_core.process.core_process import run_engine_core
     from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 
-    from .workers import WORKER_COMMAND, make_own_worker, read_flags
+    from .workers import CORE_COMMAND, WORKER_COMMAND, make_own_worker, read_flags
 
 
 def make_transports(config: EngineConfig) -> list[KVTransport]:
@@ -47,13 +47,15 @@ def make_transports(config: EngineConfig) -> list[KVTransport]:
 def main() -> int:
     """Run the core until it ends."""
     arguments = read_flags(__doc__, "--handshake", "engine_core")
-    command = (
-        *WORKER_COMMAND,
+    flags = (
         *("--instance-id", arguments.instance_id),
         *("--log-level", arguments.log_level, "--log-format", arguments.log_format),
     )
     status = run_engine_core(
-        arguments.handshake, lambda config: make_executor(config, make_own_worker, command), make_transports
+        arguments.handshake,
+        lambda config: make_executor(config, make_own_worker, (*WORKER_COMMAND, *flags)),
+        make_transports,
+        (*CORE_COMMAND, *flags),
     )
     sys.stderr.flush()
     # Do not wait for threads that are blocked in C, such as those that watch signals and the parent.

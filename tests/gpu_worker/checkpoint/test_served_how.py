@@ -14,6 +14,7 @@ from tests.parity.vision_checkpoints import BY_MODULES, CONFIGS
 from tokenloom.engine_core.data.config import (
     CacheConfig,
     EngineConfig,
+    KVConfig,
     LoraConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -417,6 +418,17 @@ def test_processors_bound_the_workers_of_one_machine(tmp_path: Path, monkeypatch
         assert answer(tmp_path, LLAMA | heads, parallel=ParallelConfig(**parallel)).by == "built in"
     with pytest.raises(ValueError, match="16 workers: at most 4 share one of the 2 processors"):
         answer(tmp_path, LLAMA | heads, parallel=ParallelConfig(tensor_parallel_size=16))
+
+
+def test_cores_on_ray_are_refused_what_they_do_not_do(tmp_path: Path) -> None:
+    moe = of("MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=1)
+    group = {"data_parallel_backend": "ray", "data_parallel_size": 2}
+    assert answer(tmp_path, LLAMA, parallel=ParallelConfig(**group)).by == "built in"
+    assert answer(tmp_path, moe, parallel=ParallelConfig(**group | {"data_parallel_size": 1})).by == "built in"
+    with pytest.raises(ValueError, match="data_parallel_backend: the ranks of a mixture-of-experts model meet"):
+        answer(tmp_path, moe, parallel=ParallelConfig(**group))
+    with pytest.raises(ValueError, match="data_parallel_backend: KV does not move"):
+        answer(tmp_path, LLAMA, parallel=ParallelConfig(**group), kv=KVConfig(transports=("shm",)))
 
 
 def test_an_empty_quantization_asks_for_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""A core in an actor of Ray, without a cluster; ``tests/parity/ranks/test_core_on_ray.py`` has one."""
+
+import socket
+import threading
+
+import pytest
+
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig, ParallelConfig
+from tokenloom.engine_core.process.core_launch import RemoteCore, _accept
+
+SOON = 30.0
+ON_RAY = ParallelConfig(data_parallel_backend="ray")
+
+
+def test_a_core_waits_for_the_client_that_knows_the_secret() -> None:
+    found: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address, secret = listener.getsockname(), b"s" * 32
+        waiting = threading.Thread(target=lambda: found.append(_accept(listener, secret)))
+        waiting.start()
+        for wrong in (b"x" * 32, b"s" * 31):
+            with socket.create_connection(address) as other:
+                other.sendall(wrong)
+                other.shutdown(socket.SHUT_WR)
+                assert other.recv(1) == b""
+        with socket.create_connection(address) as client:
+            client.sendall(secret + b"more")
+            waiting.join(SOON)
+            assert found[0].recv(4) == b"more"
+            found[0].close()
+
+
+def test_kv_that_moves_is_refused_before_ray_is_asked() -> None:
+    with pytest.raises(ValueError, match="KV does not move to and from a core on Ray: leave out kv_transports"):
+        RemoteCore(EngineConfig(kv=KVConfig(transports=("shm",)), parallel=ON_RAY))
+
+
+def test_no_array_is_put_into_the_memory_of_another_machine() -> None:
+    assert ON_RAY.request_arena_bytes == 0
+    assert ParallelConfig().request_arena_bytes == ParallelConfig().array_arena_bytes > 0

@@ -1,0 +1,107 @@
+"""Cores in actors of a Ray cluster of two nodes on this machine: ``data_parallel_backend`` ray."""
+
+import asyncio
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.engine_core.client.blocking import SyncMPClient
+from tests.engine_core.processes import has_ended, wait_until
+from tests.mesh.asking import ask
+from tests.mesh.harness import SOON, Mesh
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig, ParallelConfig, WorkerConfig
+from tokenloom.engine_core.data.core_params import CoreSamplingParams
+from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError
+from tokenloom.engine_core.data.messages import EngineCoreRequest
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+ON_RAY = {"hash_step_seconds": 0.001, "data_parallel_backend": "ray"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes of a processor each, so that a core has a node of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray
+        from ray.cluster_utils import Cluster
+
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        nodes.add_node(num_cpus=1)
+        ray.init(address=nodes.address, log_to_driver=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def cores() -> dict[str, psutil.Process]:
+    """The cores whose parents are actors of this cluster, by the names of their engines."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent, words = process.parent(), process.cmdline()
+            if parent is not None and parent.name().startswith("ray::CoreActor") and "--instance-id" in words:
+                found[words[words.index("--instance-id") + 1]] = process
+    return found
+
+
+def in_group(rank: int) -> dict[str, object]:
+    return ON_RAY | {"data_parallel_size": 2, "data_parallel_rank": rank, "data_parallel_group": "g"}
+
+
+async def test_each_rank_of_a_group_has_its_core_on_a_node_and_requests_outlive_it(
+    cluster: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    mesh = Mesh(socket_dir, engines=2, engine=in_group)
+    async with mesh.running(), mesh.http() as http, asyncio.timeout(SOON):
+        running = cores()
+        assert sorted(running) == ["engine-0", "engine-1"]
+        asked = [asyncio.create_task(ask(http, [number, 5], 200)) for number in range(12)]
+        for name in running:
+            while not await mesh.gauge("requests_running", name):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        running["engine-0"].kill()
+        for number, answer in enumerate(await asyncio.gather(*asked)):
+            assert answer.error is None
+            assert answer.token_ids == mesh.expected([number, 5], 200)
+        await mesh.engines[0].kill()
+    assert await asyncio.to_thread(wait_until, lambda: has_ended(running["engine-1"].pid), SOON)
+
+
+def core(**config: Any) -> SyncMPClient:
+    parallel = ParallelConfig(data_parallel_backend="ray")
+    return SyncMPClient(EngineConfig(worker=WorkerConfig(worker="hash"), parallel=parallel, **config))
+
+
+def test_an_actor_that_ends_ends_its_core_and_is_told(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    client = core()
+    try:
+        (process,) = cores().values()
+        client.call_utility("pause", "keep")
+        client.add_request(EngineCoreRequest("a", [1, 2], CoreSamplingParams(max_tokens=3, seed=0)))
+        process.parent().kill()
+        with pytest.raises(EngineDeadError):
+            client.get_output()  # of a step that never comes: the request is long
+        assert wait_until(lambda: has_ended(process.pid), SOON)
+    finally:
+        client.close()
+
+
+def test_a_core_that_does_not_start_says_why(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    with pytest.raises(EngineConfigError, match="max_model_len is 1; it must be at least 2"):
+        core(max_model_len=1)
+    with pytest.raises(EngineConfigError, match="KV does not move to and from a core on Ray"):
+        core(kv=KVConfig(transports=("shm",)))

@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from tests.e2e.conftest import serving
+from tests.e2e.test_scale import scale
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.processes import has_ended, wait_until
 from tests.mesh.asking import ask
@@ -105,3 +109,21 @@ def test_a_core_that_does_not_start_says_why(cluster: Any, monkeypatch: pytest.M
         core(max_model_len=1)
     with pytest.raises(EngineConfigError, match="KV does not move to and from a core on Ray"):
         core(kv=KVConfig(transports=("shm",)))
+
+
+async def test_a_mesh_grows_by_a_rank_that_ray_places(cluster: Any) -> None:
+    with serving() as serve:
+        flags = ("--worker", "hash", "--data-parallel-size", "1", "--data-parallel-backend", "ray")
+        mesh = serve(*flags, RAY_ADDRESS=cluster.address)
+        assert sorted(cores()) == ["engine-0"]
+        assert "1 → 2 ranks" in await scale(mesh, "data-parallel", "2")
+        assert sorted(cores()) == ["engine-0", "engine-1"]
+        headers = {"X-data-parallel-rank": "1"}
+        async with httpx.AsyncClient(timeout=SOON, base_url=mesh.url, headers=headers) as http:
+            body = {"model": "tokenloom-demo", "prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True}
+            answer = (await http.post("/v1/completions", json=body)).json()
+        assert answer["usage"]["completion_tokens"] == 5
+        assert "2 → 1 rank" in await scale(mesh, "data-parallel", "1")
+        assert await asyncio.to_thread(wait_until, lambda: sorted(cores()) == ["engine-0"], SOON)
+        assert mesh.stop(signal.SIGTERM) == 0
+    assert await asyncio.to_thread(wait_until, lambda: not cores(), SOON)

@@ -56,7 +56,7 @@ class InferenceStub:
     """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
     before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued,
     unless a grammar ended the turn without a stop token. A turn ends with its finish reason and its usage. The session ends after the caller's
-    half-close, once all turns are answered, or with a turn that fails.
+    half-close, once all turns are answered, or with a turn that fails. The initial metadata is that of the first turn.
     DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
     """
     Embed: _grpc.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.PoolResponse]
@@ -100,7 +100,7 @@ class InferenceAsyncStub(InferenceStub):
     """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
     before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued,
     unless a grammar ended the turn without a stop token. A turn ends with its finish reason and its usage. The session ends after the caller's
-    half-close, once all turns are answered, or with a turn that fails.
+    half-close, once all turns are answered, or with a turn that fails. The initial metadata is that of the first turn.
     DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
     """
     Embed: _aio.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
@@ -165,7 +165,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
         before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued,
         unless a grammar ended the turn without a stop token. A turn ends with its finish reason and its usage. The session ends after the caller's
-        half-close, once all turns are answered, or with a turn that fails.
+        half-close, once all turns are answered, or with a turn that fails. The initial metadata is that of the first turn.
         DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
         """
 

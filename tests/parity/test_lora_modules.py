@@ -39,7 +39,7 @@ def test_what_computes_other_rows_is_refused_by_name(layout: dict[str, Any], tmp
     model = save_random("mixtral", tmp_path, num_local_experts=4, num_experts_per_tok=2)
     path = save_adapter(tmp_path / "adapter", model, **layout)
     lora = LoraConfig(enable=True, modules=(f"adapter={path}",))
-    with pytest.raises(ValueError, match=r"layer model\..*(experts|norm).* cannot have an adapter"):
+    with pytest.raises(ValueError, match=r"model\..*experts.* cannot have an adapter|model\.norm has shape \[64\]"):
         Engine(model, lora=lora, model_impl="transformers")
 
 

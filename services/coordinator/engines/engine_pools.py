@@ -184,8 +184,11 @@ class EnginePools:
         return rows
 
     def _of_rank(self, rows: Rows, rank: int) -> Rows:
-        """Return the engines with this number in their group. Raises ``InvalidArgument`` if no group has so many."""
+        """Return the engines with this number in their group. Raises ``InvalidArgument`` if no group has so many,
+        ``Unavailable`` while no member of a group knows how many there are."""
         size = max((record.report.group_size for record in self._by_row.values()), default=0)
+        if not size and any(record.identity.data_parallel_group for record in self._by_row.values()):
+            raise Unavailable("The ranks of the data-parallel group are still joining it; retry.")
         if rank >= size:
             ranks = f"there are {size} ranks, from 0 on" if size else "no engine belongs to a data-parallel group"
             raise InvalidArgument(f"data_parallel_rank {rank} does not exist: {ranks}", "data_parallel_rank")

@@ -17,7 +17,7 @@ from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
 from tests.mesh.asking import ask
 from tests.mesh.harness import SOON, Mesh
 from tests.parity.engine import Engine
-from tests.parity.ranks.test_ranks_kv import GREEDY, PROMPT, of_two
+from tests.parity.ranks.test_ranks_kv import GREEDY, PROMPT, of
 from tests.parity.reference import SMALL_CONFIGS, save_random
 from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig, WorkerConfig
 from tokenloom.engine_core.data.errors import ExecutorFailedError, WorkerLostError
@@ -107,7 +107,7 @@ def test_the_parts_of_ranks_on_ray_move(cluster: Any) -> None:
         worker = msgspec.structs.replace(config.worker, device="cpu")
         return on_ray(msgspec.structs.replace(config, worker=worker, parallel=two_ranks(2, 1)))
 
-    pair = Pair(MAKE["unix"], two_on_ray, of_two)
+    pair = Pair(MAKE["unix"], two_on_ray, of(2, 1))
     assert isinstance(pair.prefill.core.executor, RayExecutor)
     assert len(set(pair.prefill.core.executor.nodes)) == 2
     assert pair.ask("a", PROMPT, GREEDY) == expected

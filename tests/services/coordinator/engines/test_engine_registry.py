@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
-from tokenloom.request.errors import Unavailable
+from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.services.coordinator.engines.engine_registry import MAX_MORE_SECONDS, Registry
 from tokenloom.services.coordinator.engines.engine_signs import LOST_PICKS
 from tokenloom.services.runtime.registry.engine_loads import set_loads
@@ -45,6 +45,18 @@ def pick_ids(numbers: set[int]) -> list[PickId]:
 
 
 REQUEST = PickRequest(role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=10)
+
+
+def test_a_rank_of_a_group_that_still_forms_is_no_fault_of_the_client() -> None:
+    registry, member = Registry(1, Clock(), policy=DEFAULT_POLICY), identity("a")
+    member.data_parallel_group, member.computes_in_waves = "g", True
+    request = PickRequest(role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=10, data_parallel_rank=1)
+    joined = registry.join(member, report())
+    with pytest.raises(Unavailable, match="still joining it"):
+        registry.pick(request)
+    registry.report(joined, report(group_size=1))
+    with pytest.raises(InvalidArgument, match="there are 1 ranks"):
+        registry.pick(request)
 
 
 def test_a_new_coordinator_is_incomplete_for_two_seconds() -> None:

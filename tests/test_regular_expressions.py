@@ -21,7 +21,9 @@ METHODS = frozenset({"match", "fullmatch", "search", "sub", "subn", "split", "fi
 # Expressions that are put together when the product runs, with an example of the result.
 MADE_AT_RUN_TIME = {
     "engine_core/data/kv_groups.py": r"HND/(int8\+fp32|[a-z0-9-]+)/(\d{1,6})x(\d{1,6})(?:@(\d{1,6})\.(\d{1,6}))?",
+    "engine_core/data/lora.py": r"(.*\.)?(q_proj)$",
     "engine_core/structured_output/llguidance_backend.py": r"(<\|end\|>|<\|ends\|>|<\|e)",
+    "gpu_worker/lora/stored_changes.py": r"(.+?)\.(lora_A\.weight|lora_B\.weight|weight)",
     "tokenloom/request/errors.py": r"(?<!\w)max_tokens(?!\w)",
     "services/gateway/formats/call_parser.py": "(⟨id⟩|⟨index⟩)",
     "services/gateway/formats/call_tags.py": "(⟨id⟩|⟨index⟩)",

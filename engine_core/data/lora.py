@@ -182,7 +182,7 @@ def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
         raise ValueError(f"{key} must be an object of regular expressions, not {patterns!r}")
     for pattern in patterns:
         try:
-            re.compile(_whole(pattern))
+            _compiler.compile(_whole(pattern))
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"{key}: {pattern!r} is no regular expression: {error}") from None
     return patterns

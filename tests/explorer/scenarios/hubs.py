@@ -36,6 +36,7 @@ class _Rank:
         self._to_hub: deque[ToHub] = deque([GroupHello("group", rank, {})])
         self._received: list[Any] = []
         self._arrival = asyncio.Event()
+        assert hub._unknown.acquire(blocking=False)  # as the thread does that accepts connections
         world.loop.begin_thread(partial(hub._serve, self), f"hub for rank {rank}")  # type: ignore[arg-type]
 
     # What the hub uses

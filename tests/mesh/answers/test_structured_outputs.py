@@ -118,7 +118,7 @@ async def test_a_format_that_the_backend_lacks_is_refused_with_the_one_that_has_
     tag = {"type": "structural_tag", "format": {"type": "grammar", "grammar": 'root ::= "a"'}}
     response = await complete(http, response_format=tag)
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "structured_outputs")
+    assert (response.status_code, error["param"]) == (400, "response_format")
     assert "xgrammar" in error["message"]
 
 

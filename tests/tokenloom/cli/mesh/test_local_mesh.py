@@ -28,6 +28,12 @@ class FakeService:
     async def stop(self) -> None: ...
 
 
+@pytest.fixture(autouse=True)
+def pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that run tests side by side have the width of a terminal in their environment."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 async def record(socket_dir: Path) -> AsyncIterator[MeshRecord]:
     """A mesh whose tokenizer serves and whose engine is down."""

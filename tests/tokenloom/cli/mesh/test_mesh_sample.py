@@ -133,7 +133,7 @@ def test_top_shows_the_rule_and_the_values(rule: str, titles: list[str], cells: 
     seen = view(MeshSample(0.0, parts), MeshSample(1.0, parts))
     console = Console(width=200, record=True)
     with console.capture() as captured:
-        console.print(shown(seen))
+        console.print(shown(seen, 200))
     text = captured.get()
     assert f"placement by {rule}" in text
     *_, head, _, engine = text.splitlines()

@@ -198,7 +198,8 @@ _MOST_STEPS = 1 << 18
 
 def _fits(pattern: str, layer: str) -> bool:
     # Adapters come from strangers, and Python tries the ways to match one after the other: those of (a+)+b are 2^n.
-    # Where there is no choice that could multiply, it is the faster one.
+    # The regex package has a time limit for that, but ((.?){9999}){9999} takes more than 3 GB before the limit counts.
+    # Where a pattern has no choice that could multiply, Python is the faster one.
     if not set("*+?{|(") & set(pattern):
         return re.match(_whole(pattern), layer) is not None
     try:

@@ -68,7 +68,8 @@ def challenge_rank(frames: Frames[ToHub], secret: bytes, hello: GroupHello) -> b
 
 def peers_key(secret: bytes, nonce: bytes) -> bytes:
     """Return the key by which workers of the group know each other, from a number that the hub has drawn. Without a
-    secret the number is the key: whoever may be a rank, at a hub that only this host reaches, may be a worker."""
+    secret the number is the key: at a hub that only this host reaches, every process that may be a rank may also be a
+    worker."""
     return hmac.digest(secret, b"experts" + nonce, hashlib.sha256) if secret else nonce
 
 

@@ -263,7 +263,7 @@ class HashWorker:
         self._cache[NULL_BLOCK * self._block_size] = 0
 
     def listen_experts(self, host: str) -> str:
-        """Return an address at which nobody listens: a hash needs nothing of other ranks."""
+        """Return an address at which no process listens: a hash needs nothing of other ranks."""
         return f"{host}:0"
 
     def join_experts(self, peers: ExpertPeers) -> None:

@@ -210,7 +210,7 @@ class CoreActor:
         outputs = threading.Thread(target=_copy, args=(core.connection, connection), name="core-outputs", daemon=True)
         outputs.start()
         _copy(connection, core.connection)
-        core.kill()  # nobody asks it any more
+        core.kill()  # its engine has ended
 
 
 def _accept(listener: socket.socket, secret: bytes) -> socket.socket:

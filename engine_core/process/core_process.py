@@ -221,7 +221,7 @@ class EngineCoreProc:
             if self.state is not ProcState.RUNNING:
                 self._calls.refuse_new()
                 if self._group is not None and self._group.waves.state is WaveState.LOST:
-                    self._core.scheduler.abort_all()  # nobody computes them here any more: they go on elsewhere
+                    self._core.scheduler.abort_all()  # this rank ends without a group: they go on at other engines
         if outputs is not None:
             self._output.send(outputs)
         if self._group is not None:
@@ -245,7 +245,7 @@ class EngineCoreProc:
         if self.state is ProcState.RUNNING:
             log.info("the hub of the data-parallel group has ended; requests wait for the next one")
         else:
-            self._core.scheduler.abort_all()  # nobody computes them here any more: they go on elsewhere
+            self._core.scheduler.abort_all()  # this rank ends without a group: they go on at other engines
 
     def _settle_group(self, group: WaveLoop) -> None:
         """Let requests, pauses and the group's messages take effect, and pass on what has changed."""

@@ -37,7 +37,7 @@ _INSTEAD = {"./Qwen3-8B --max-model-len 32768": "tokenloom-demo"}
 """What stands for a model that no test has."""
 _SERVES = re.compile(r"\btokenloom serve\b")
 _TALKS = re.compile(r"\btokenloom (chat|top)( *#.*)?$")
-"""Commands that stay until somebody ends them, but serve nothing."""
+"""Commands that stay until they are ended by a signal, but serve nothing."""
 _MODELS = ("my-model", "large", "small")
 """Folders for which a reader has a model, and the check the demo model."""
 _READY_SECONDS = 300.0

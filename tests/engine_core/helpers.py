@@ -3,6 +3,8 @@
 import functools
 from collections.abc import Sequence
 
+import pytest
+
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import (
     CacheConfig,
@@ -13,6 +15,7 @@ from tokenloom.engine_core.data.config import (
 )
 from tokenloom.engine_core.data.core_params import DRAWS_NOTHING, CorePoolingParams, CoreSamplingParams, PoolingTask
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, SessionTurn
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 
@@ -81,6 +84,21 @@ def make_core(*, vocab_size: int = VOCAB_SIZE, **settings: object) -> EngineCore
 
 def make_worker(config: EngineConfig, vocab_size: int = VOCAB_SIZE) -> HashWorker:
     return HashWorker(config, vocab_size=vocab_size, max_model_len=256)
+
+
+def lose_steps(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """Let each ``every``-th step of hash workers fail with ``OSError`` after it has sampled."""
+    num_calls, sample = 0, HashWorker.sample_tokens
+
+    def fail_at_times(self: HashWorker, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        nonlocal num_calls
+        num_calls += 1
+        result = sample(self, grammar)
+        if num_calls % every == 0:
+            raise OSError("lost")
+        return result
+
+    monkeypatch.setattr(HashWorker, "sample_tokens", fail_at_times)
 
 
 def make_request(

@@ -8,7 +8,7 @@ from typing import Any
 
 Path = tuple[str, ...]
 _DEFAULTS: Mapping[str, Any] = {"replicas": 1}
-"""What the API server gives a workload whose field nobody owns."""
+"""What the API server gives a workload whose field no manager owns."""
 
 
 class Conflict(Exception):

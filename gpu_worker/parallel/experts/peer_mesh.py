@@ -144,7 +144,7 @@ class PeerMesh:
                 raise ConnectionError("it has closed its connection")
 
     def close(self) -> None:
-        """End all connections, so that nobody waits for this worker. Idempotent."""
+        """End all connections, so that no other worker waits for this one. Idempotent."""
         for connection in (*self.outgoing.values(), *self.incoming.values()):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -312,7 +312,7 @@ class _Joining:
             place = self._prove(connection)
             with self._arrived:
                 if self._is_over or place in self.mesh.incoming:
-                    raise ConnectionError("nobody waits for it")
+                    raise ConnectionError("this worker does not expect the connection")
                 self.mesh.incoming[place] = connection
                 self._arrived.notify()
         except OSError:

@@ -118,7 +118,7 @@ def test_members_that_share_experts_learn_of_each_change_where_the_others_are() 
     roster = Roster(1, [0, 1], [["127.0.0.1:9000"], ["127.0.0.1:9001"]], b"nonce")
     welcome = Welcome(0, 0, runs=False, size=2, roster=roster)
     assert rounds.join(1, hello(1))[1:] == [(0, welcome), (1, welcome)]
-    assert vote(rounds, Want.RUN, Want.IDLE)[0][1] == Outcome(5, 0, VoteVerdict.RUN, 2), "nobody has come or gone"
+    assert vote(rounds, Want.RUN, Want.IDLE)[0][1] == Outcome(5, 0, VoteVerdict.RUN, 2), "no rank has come or gone"
     assert vote(rounds, Want.IDLE, Want.IDLE, step=32, target=1) == [
         (0, Outcome(5, 32, VoteVerdict.REST, 1, Roster(2, [0], [["127.0.0.1:9000"]], b"nonce"))),
         (1, Outcome(5, 32, VoteVerdict.REST, 1)),

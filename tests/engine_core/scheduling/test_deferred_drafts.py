@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine_core.executor.late import EXECUTORS, LateExecutor
-from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request, make_worker, tokens_of
+from tests.engine_core.helpers import VOCAB_SIZE, finish, lose_steps, make_config, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS, GroupedHashWorker
 from tokenloom.engine_core.core import EngineCore
@@ -17,8 +17,6 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
 from tokenloom.engine_core.data.scheduler_output import (
     UNKNOWN_DRAFT,
     CachedRequestData,
-    GrammarOutput,
-    ModelRunnerOutput,
     SchedulerOutput,
 )
 from tokenloom.engine_core.executor.worker import Worker
@@ -237,18 +235,8 @@ def test_blocks_that_a_window_still_sees_are_kept(num_blocks: int, accuracy: flo
 def test_a_failed_step_loses_no_token(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(executor, num_drafts=4, draft_accuracy=0.7)
     core.add_request(make_request("a", PROMPT, 30))
-    tokens, num_calls = [], 0
-    sample = HashWorker.sample_tokens
-
-    def fail_at_times(self: HashWorker, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        nonlocal num_calls
-        num_calls += 1
-        result = sample(self, grammar)
-        if num_calls % 5 == 0:
-            raise OSError("lost")
-        return result
-
-    monkeypatch.setattr(HashWorker, "sample_tokens", fail_at_times)
+    tokens: list[int] = []
+    lose_steps(monkeypatch, every=5)
     num_lost = 0
     for _ in range(200):
         if not core.has_work():

@@ -4,14 +4,23 @@ import pytest
 from msgspec.structs import replace
 
 from tests.engine_core.executor.late import LateExecutor
-from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, make_worker, tokens_of
+from tests.engine_core.helpers import (
+    VOCAB_SIZE,
+    finish,
+    lose_steps,
+    make_config,
+    make_core,
+    make_request,
+    make_worker,
+    tokens_of,
+)
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS, GroupedHashWorker
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import ParallelConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
-from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 
@@ -181,18 +190,8 @@ def test_wrong_drafts_end() -> None:
 def test_a_failed_step_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(num_drafts=4, draft_accuracy=0.7)
     core.add_request(make_request("a", PROMPT, 30))
-    tokens, num_calls = [], 0
-    sample = HashWorker.sample_tokens
-
-    def fail_at_times(self: HashWorker, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        nonlocal num_calls
-        num_calls += 1
-        result = sample(self, grammar)
-        if num_calls % 3 == 0:
-            raise OSError("lost")
-        return result
-
-    monkeypatch.setattr(HashWorker, "sample_tokens", fail_at_times)
+    tokens: list[int] = []
+    lose_steps(monkeypatch, every=3)
     for _ in range(100):
         if not core.has_work():
             break

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,34 +17,20 @@ from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.processes import has_ended, wait_until
 from tests.mesh.asking import ask
 from tests.mesh.harness import SOON, Mesh
+from tests.parity.ranks.ray_nodes import QUIET, two_nodes
 from tokenloom.engine_core.data.config import EngineConfig, KVConfig, ParallelConfig, WorkerConfig
 from tokenloom.engine_core.data.core_params import CoreSamplingParams
 from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = QUIET
 ON_RAY = {"hash_step_seconds": 0.001, "data_parallel_backend": "ray"}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes of a processor each, so that a core has a node of its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import ray
-        from ray.cluster_utils import Cluster
-
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        nodes.add_node(num_cpus=1)
-        ray.init(address=nodes.address, log_to_driver=False)
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
+    with two_nodes() as nodes:
+        yield nodes
 
 
 def cores() -> dict[str, psutil.Process]:

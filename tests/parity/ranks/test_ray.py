@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
 from tests.mesh.asking import ask
 from tests.mesh.harness import SOON, Mesh
 from tests.parity.engine import Engine
+from tests.parity.ranks.ray_nodes import QUIET, two_nodes
 from tests.parity.ranks.test_ranks_kv import GREEDY, PROMPT, of
 from tests.parity.reference import SMALL_CONFIGS, save_random
 from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig, WorkerConfig
@@ -26,32 +26,17 @@ from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.ray_executor import RayExecutor
 from tokenloom.services.engine.core.workers import make_worker
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Two nodes of a processor each, without a dashboard."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import ray
-        from ray.cluster_utils import Cluster
-
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        nodes.add_node(num_cpus=1)
-        ray.init(address=nodes.address, log_to_driver=False)
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
+pytestmark = QUIET
 
 
 def on_ray(config: EngineConfig) -> Executor:
     return make_executor(config, make_worker)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with two_nodes() as nodes:
+        yield nodes
 
 
 def two_ranks(tp: int, pp: int) -> ParallelConfig:

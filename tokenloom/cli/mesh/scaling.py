@@ -55,7 +55,7 @@ def scale_group(target: Target, group: str, size: int, wait: float | None) -> st
     resized = _resize(target.port, size, serving=False) if size > had else Resized()
     try:
         text = asyncio.run(run(address, target.certs, group, size, _JOIN_SECONDS if wait is None else wait))
-    except BaseException:  # also Ctrl-C: the new ranks would wait for a group that nobody asks to grow
+    except BaseException:  # also Ctrl-C: the new ranks would wait, and the group is not asked to grow
         if resized.started:
             _resize(target.port, had, serving=False)
         raise

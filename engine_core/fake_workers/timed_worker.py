@@ -51,9 +51,13 @@ class TimedWorker(HashWorker):
                 continue
             if (pooling := self._pooling.get(req_id)) is not None:
                 pooled[req_id] = hash_pooled(np.arange(2 * num_computed, dtype=np.int32).reshape(-1, 2), pooling)
-            else:
+            elif drafts or req_id in allowed:
                 sampled[req_id] = self._draw_all(num_computed, drafts, allowed.get(req_id))
                 known[req_id] += len(sampled[req_id])
+            else:
+                # Most rows: a worker's own time would count as the mesh's.
+                sampled[req_id] = [self._draw(num_computed)]
+                known[req_id] += 1
         req_ids = list(step.num_scheduled_tokens)
         output = ModelRunnerOutput(req_ids, [sampled[req_id] for req_id in req_ids], pooled=pooled)
         if step.num_drafts_wanted or self._proposed:

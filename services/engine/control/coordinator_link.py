@@ -179,11 +179,17 @@ class CoordinatorLink:
         raise AssertionError("neither task returns")
 
     def _obey_answer(self, answer: coordinator_pb2.EngineCommand, commands: Commands) -> None:
+        self._keep_interval(answer)
         if answer.incarnation:
             self._identity.facts.incarnation = answer.incarnation
         # One that has just started sends the state later, when it knows it from other engines.
         if answer.HasField("desired") or not answer.incarnation:
             commands.take_state(answer.desired)
+
+    def _keep_interval(self, command: coordinator_pb2.EngineCommand) -> None:
+        if command.HasField("report_interval"):
+            seconds = command.report_interval.ToNanoseconds() / 1e9
+            self._interval = min(max(seconds, MIN_REPORT_SECONDS), MAX_REPORT_SECONDS)
 
     def _note_refusal(self, reason: str, commands: Commands) -> None:
         """Note why the coordinator refuses the engine; empty: it does not."""
@@ -220,9 +226,7 @@ class CoordinatorLink:
     async def _read_commands(self, call: _Call, commands: Commands) -> NoReturn:
         while True:
             command = await _read(call)
-            if command.HasField("report_interval"):
-                seconds = command.report_interval.ToNanoseconds() / 1e9
-                self._interval = min(max(seconds, MIN_REPORT_SECONDS), MAX_REPORT_SECONDS)
+            self._keep_interval(command)
             if command.HasField("adapters"):
                 commands.change_adapters(command.adapters)
             if command.HasField("drain"):

@@ -97,7 +97,8 @@ class OpenCall:
         pass
 
 
-async def test_the_coordinator_decides_how_often_it_reports() -> None:
+@pytest.mark.parametrize("in_first_answer", [True, False])
+async def test_the_coordinator_decides_how_often_it_reports(in_first_answer: bool) -> None:
     """A role does not wait for the interval, and a coordinator that is new finds the interval of the old one."""
     load = LoadTracker(4, 4)
     identity: Any = FakeIdentity()
@@ -105,6 +106,10 @@ async def test_the_coordinator_decides_how_often_it_reports() -> None:
         open_channel("unix:/nowhere"), identity, load, ENGINE_ROLE_BOTH, FallBacks()
     )
     call: Any = OpenCall(EngineCommand(report_interval=to_duration(0.2)))
+    if in_first_answer:
+        hello, interval = call.answers
+        hello.MergeFrom(interval)
+        call.answers = [hello]
     joining = asyncio.create_task(link._join(call, NO_COMMANDS))
     await settle()
     load.accepted()

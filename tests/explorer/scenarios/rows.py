@@ -156,7 +156,7 @@ class RowScenario:
         asking = [world.actor(_ask(world, link, front, slot), f"request {slot}") for slot in range(NUM_REQUESTS)]
         await asyncio.wait(asking)
         for _ in range(1000):  # what they have left is on its way
-            if not client.core.scheduler.requests and not rows._loads:
+            if not client.core.scheduler.requests and not rows._tasks._tasks:
                 break
             await asyncio.sleep(STEP_SECONDS)
         media = client.core.scheduler.media

@@ -220,7 +220,9 @@ def weight_scales(config: ModelConfig) -> dict[str, float | Tensor]:
         "mamba.out_proj": (factors.mixer_out, factors.mixer_out),
     }
     kinds = {f"{name}.weight": weight for name, (weight, _) in both.items()}
-    return kinds | {f"{name}.bias": bias for name, (_, bias) in both.items()}
+    kinds |= {f"{name}.bias": bias for name, (_, bias) in both.items()}
+    # What is scaled is unpacked, and files of GGUF have the factors in the weights.
+    return {name: factor for name, factor in kinds.items() if not bool(torch.all(torch.as_tensor(factor) == 1.0))}
 
 
 def stored_rows(config: ModelConfig) -> dict[str, StoredRows]:

@@ -42,6 +42,10 @@ GGUF_ARCHITECTURES: dict[str, tuple[str, ...]] = {
     "qwen35moe": ("Qwen3_5MoeForCausalLM",),
     "qwen3next": ("Qwen3NextForCausalLM",),
     "granitehybrid": ("GraniteMoeHybridForCausalLM",),
+    "falcon-h1": ("FalconH1ForCausalLM",),
+    "kimi-linear": ("KimiLinearForCausalLM",),
+    "mamba2": ("Mamba2ForCausalLM",),
+    "nemotron_h": ("NemotronHForCausalLM",),
     "mistral3": ("Ministral3ForCausalLM", "MistralForCausalLM"),
 }
 """The classes that are read from GGUF files, by ``general.architecture``; of two, the file's other entries say which.

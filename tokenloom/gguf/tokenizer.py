@@ -97,13 +97,13 @@ _DEEPSEEK3 = Splitting(
 _NAMES = {
     _DEFAULT: "default",
     _GPT2_LIKE: "gpt-2 mpt olmo phi-2 jais exaone4 trillion granite-docling",
-    _LLAMA3: "llama-bpe llama3 llama-v3 falcon3 lfm2",
+    _LLAMA3: "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2",  # Falcon's own also cut at marks; this is llama.cpp's
     _QWEN: "qwen2 deepseek-r1-qwen",
     _QWEN35: "qwen35",
     _DIGITS_FIRST: "command-r exaone refact smollm starcoder codeshell minerva-7b",
     _CL100K: "dbrx smaug-bpe glm4 chatglm-bpe",
     _GPT4O: "gpt-4o llama4",
-    _TEKKEN: "tekken",
+    _TEKKEN: "tekken pixtral",
     Splitting((_HAN,)): "kimi-k2",
     _DEEPSEEK_LLM: "deepseek-llm",
     _DEEPSEEK_CODER: "deepseek-coder",

@@ -9,7 +9,7 @@ from tokenloom.gguf.gguf_file import GGUF_ARCHITECTURES, GgufFile, gguf_parts, i
 
 from ..files.config_reader import ConfigReader, causal_classes, read_architecture
 from ..files.supported import CLASS_OF_TYPE
-from .families import FURTHER, has_experts, read_experts
+from .families import FURTHER, has_experts, read_experts, read_mamba2
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that says by how much each frequency of a Llama 3.1 is divided."""
@@ -96,33 +96,36 @@ def type_error(name: str, kind: int) -> ValueError:
 
 
 def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
-    hidden, heads = reader.take_int(f"{prefix}embedding_length"), reader.take_int(f"{prefix}attention.head_count")
-    head_size = _head_size(reader, prefix, hidden // heads)
-    vocab_size = _vocab_size(file)
+    hidden, vocab_size = reader.take_int(f"{prefix}embedding_length"), _vocab_size(file)
     if reader.take_int(f"{prefix}vocab_size", vocab_size) != vocab_size:
         raise reader.error(f"{prefix}vocab_size", f"must be the number of embeddings, {vocab_size}")
-    num_layers = reader.take_layers(f"{prefix}block_count")
-    experts = read_experts(reader, prefix, file)
-    config = {
+    every = {
         "dtype": _dtype(file),
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": _inner_size(reader, prefix),
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": _of_first_layer(reader, f"{prefix}attention.head_count_kv", heads),
-        "head_dim": head_size,
+        "num_hidden_layers": reader.take_layers(f"{prefix}block_count"),
         "max_position_embeddings": reader.take_int(f"{prefix}context_length"),
         "rms_norm_eps": reader.take_float(f"{prefix}attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": _rope(reader, prefix, file, head_size),
         "pad_token_id": None,  # the defaults of classes may lie beyond the vocabulary
+    }
+    if prefix == "mamba2.":
+        return _with_class(prefix, file, read_mamba2(reader, prefix, file, every))
+    heads = reader.take_int(f"{prefix}attention.head_count")
+    head_size = _head_size(reader, prefix, hidden // heads)
+    experts = read_experts(reader, prefix, file)
+    config = every | {
+        "intermediate_size": _inner_size(reader, prefix),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _of_first_layer(reader, f"{prefix}attention.head_count_kv", heads),
+        "head_dim": head_size,
+        "rope_parameters": _rope(reader, prefix, file, head_size),
     }
     # The metadata does not mention biases; Qwen2 always has those of queries, keys and values, and Mixtral has none.
     is_mixtral = prefix == "llama." and has_experts(file)
     if prefix in _WITH_BIASES and not is_mixtral:
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if prefix in ("llama.", "smollm3.", "granite.") and not is_mixtral:
+    if prefix in ("llama.", "smollm3.", "granite.", "falcon-h1.") and not is_mixtral:
         config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     if prefix in FURTHER:
         config |= FURTHER[prefix](reader, prefix, file, config)
@@ -142,8 +145,9 @@ _WITH_BIASES = (
     "smollm3.",
     "granite.",
     "glm4.",
+    "falcon-h1.",
 )
-"""Architectures whose classes read ``attention_bias``."""
+"""Architectures whose classes read ``attention_bias``, and of which every layer attends."""
 
 
 def _with_class(prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +155,7 @@ def _with_class(prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str
     is_other = {
         "llama.": has_experts(file),
         "deepseek2.": config.get("scoring_func") != "sigmoid",
-        "mistral3.": "llama_4_scaling_beta" not in config["rope_parameters"],
+        "mistral3.": "llama_4_scaling_beta" not in config.get("rope_parameters", ()),
     }
     name = GGUF_ARCHITECTURES[prefix[:-1]][is_other.get(prefix, False)]
     if name == "MistralForCausalLM":
@@ -161,15 +165,16 @@ def _with_class(prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str
 
 
 _PARTLY_ROTATED = ("glm4.", "phi3.", "qwen35.", "qwen35moe.", "qwen3next.")
+_LATENT = ("deepseek2.", "kimi-linear.")
 
 
 def _head_size(reader: ConfigReader, prefix: str, default: int) -> int:
     """Return the size of a head, of a latent model that of its rotated part. Raises ``ValueError`` naming an entry that
     contradicts it, or asks for what is not supported."""
-    if prefix == "deepseek2.":
+    if prefix in _LATENT:
         return reader.take_int(f"{prefix}rope.dimension_count")
     head_size = reader.take_int(f"{prefix}attention.key_length", default)
-    rotated = () if prefix in _PARTLY_ROTATED else ("rope.dimension_count",)
+    rotated = () if prefix in (*_PARTLY_ROTATED, "nemotron_h.") else ("rope.dimension_count",)
     for name in ("attention.value_length", *rotated):
         if reader.take_int(prefix + name, head_size) != head_size:
             raise reader.error(prefix + name, f"must be the size of a head, {head_size}")
@@ -182,12 +187,16 @@ def _inner_size(reader: ConfigReader, prefix: str) -> int:
     return reader.take_count(name) if prefix == "qwen35moe." else _of_first_layer(reader, name)
 
 
+_OF_SOME_LAYERS = ("lfm2.", "granitehybrid.", "kimi-linear.", "nemotron_h.")
+"""Architectures whose files say 0 for layers without KV heads, or without an MLP."""
+
+
 def _of_first_layer(reader: ConfigReader, name: str, default: int | None = None) -> int:
     """Return an entry that may be a list with a number for each layer, which differ in Gemma 4 alone."""
     values = reader.take(name)
     if not isinstance(values, list) or not values:
         return reader.take_int(name, default)
-    if name.startswith(("lfm2.", "granitehybrid.")):  # a layer that keeps a state has no KV heads
+    if name.startswith(_OF_SOME_LAYERS):  # a layer that keeps a state has no KV heads, and one that attends no MLP
         values = [value for value in values if value != 0] or values
     if any(type(value) is not int or value < 1 for value in values):
         raise reader.error(name, "must be positive integers")

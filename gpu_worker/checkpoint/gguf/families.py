@@ -143,6 +143,12 @@ def _magnitudes(reader: ConfigReader, prefix: str, unit: float) -> dict[str, flo
 
 
 def _deepseek2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    rope = config["rope_parameters"] | _magnitudes(reader, prefix, 0.1)
+    return _latent(reader, prefix, config) | {"rope_parameters": rope}
+
+
+def _latent(reader: ConfigReader, prefix: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of attention over compressed vectors."""
     rotated = config["head_dim"]
     # Since the matrix to keys and values is stored as two, the first entries state the size of what is cached.
     key_size = reader.take_int(f"{prefix}attention.key_length_mla", reader.take_int(f"{prefix}attention.key_length"))
@@ -157,7 +163,6 @@ def _deepseek2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[s
         "qk_nope_head_dim": key_size - rotated,
         "v_head_dim": value_size,
         "num_key_value_heads": config["num_attention_heads"],
-        "rope_parameters": config["rope_parameters"] | _magnitudes(reader, prefix, 0.1),
     }
 
 
@@ -181,10 +186,92 @@ def _lfm2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, A
     }
 
 
-def _granite_hybrid(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def _mamba_heads(reader: ConfigReader, prefix: str, multiple_of: int = 1) -> tuple[int, int]:
+    """Return how many heads Mamba-2 has, and the size of all, which must be a multiple of another one, too."""
     heads, inner = reader.take_int(f"{prefix}ssm.time_step_rank"), reader.take_int(f"{prefix}ssm.inner_size")
-    if inner % config["hidden_size"] or inner % heads:
-        raise reader.error(f"{prefix}ssm.inner_size", f"must be a multiple of {config['hidden_size']} and of {heads}")
+    if inner % multiple_of or inner % heads:
+        raise reader.error(f"{prefix}ssm.inner_size", f"must be a multiple of {multiple_of} and of {heads}")
+    return heads, inner
+
+
+def read_mamba2(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a model of nothing but Mamba-2: ``config``, which every model has, and its own."""
+    for of_attention in ("feed_forward_length", "attention.head_count"):
+        if reader.take_count(prefix + of_attention):
+            raise reader.error(prefix + of_attention, "must be 0: no layer attends or has an MLP")
+    heads, inner = _mamba_heads(reader, prefix, config["hidden_size"])
+    return {name: value for name, value in config.items() if name != "rms_norm_eps"} | {
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "num_heads": heads,
+        "head_dim": inner // heads,
+        "expand": inner // config["hidden_size"],
+        "n_groups": reader.take_int(f"{prefix}ssm.group_count", 1),
+        "state_size": reader.take_int(f"{prefix}ssm.state_size"),
+        "conv_kernel": reader.take_int(f"{prefix}ssm.conv_kernel"),
+        "use_bias": "blk.0.ssm_in.bias" in file.tensors,
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in file.tensors,
+    }
+
+
+def _nemotron(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    for unread in ("rope.dimension_count", "attention.layer_norm_epsilon"):
+        reader.take(prefix + unread)  # heads do not rotate, and all norms are RMSNorm
+    layers = _layers_by_heads(reader, prefix, config, "attention", "mamba")
+    sizes = reader.take(name := f"{prefix}feed_forward_length")
+    if not isinstance(sizes, list) or len(sizes) != len(layers):
+        raise reader.error(name, "must say of each layer how large its MLP is, 0 where it has none")
+    if any(size and layer == "attention" for size, layer in zip(sizes, layers, strict=True)):
+        raise reader.error(name, "must be 0 for layers with KV heads: a layer has one part")
+    layers = ["mlp" if size else layer for size, layer in zip(sizes, layers, strict=True)]
+    first = {kind: f"blk.{layers.index(kind)}" if kind in layers else "" for kind in ("mamba", "attention", "mlp")}
+    heads, inner = _mamba_heads(reader, prefix)
+    return {
+        "layers_block_type": layers,
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "attention_bias": f"{first['attention']}.attn_q.bias" in file.tensors,
+        "mlp_bias": f"{first['mlp']}.ffn_up.bias" in file.tensors,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "n_groups": reader.take_int(f"{prefix}ssm.group_count", 1),
+        "ssm_state_size": reader.take_int(f"{prefix}ssm.state_size"),
+        "conv_kernel": reader.take_int(f"{prefix}ssm.conv_kernel"),
+        "use_bias": f"{first['mamba']}.ssm_in.bias" in file.tensors,
+        "use_conv_bias": f"{first['mamba']}.ssm_conv1d.bias" in file.tensors,
+    }
+
+
+def _falcon(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    # llama.cpp's converter multiplies the factors of the class into the matrices, so that none is left.
+    heads, inner = _mamba_heads(reader, prefix)
+    has_bias = "blk.0.ssm_in.bias" in file.tensors
+    return {
+        "mamba_d_ssm": inner,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": reader.take_int(f"{prefix}ssm.group_count", 1),
+        "mamba_d_state": reader.take_int(f"{prefix}ssm.state_size"),
+        "mamba_d_conv": reader.take_int(f"{prefix}ssm.conv_kernel"),
+        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in file.tensors,
+        "mamba_proj_bias": has_bias,
+        "projectors_bias": has_bias,
+        # Files do not say which comes first; llama.cpp gates, then normalizes, as all published models do.
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
+        "mamba_norm_before_gate": False,
+    }
+
+
+def _kimi(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    reader.take(f"{prefix}attention.value_length")  # of a head that is neither kept nor computed
+    return _latent(reader, prefix, config) | {
+        "layer_types": _layers_by_heads(reader, prefix, config, "full_attention", "linear_attention"),
+        "linear_num_heads": config["num_attention_heads"],
+        "linear_head_dim": reader.take_int(f"{prefix}kda.head_dim"),
+        "linear_conv_kernel_dim": reader.take_int(f"{prefix}ssm.conv_kernel"),
+    }
+
+
+def _granite_hybrid(reader: ConfigReader, prefix: str, file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    heads, inner = _mamba_heads(reader, prefix, config["hidden_size"])
     layers = _layers_by_heads(reader, prefix, config, "attention", "mamba")
     first = next((layer for layer, kind in enumerate(layers) if kind == "mamba"), 0)
     return _granite(reader, prefix, file, config) | {
@@ -237,6 +324,9 @@ FURTHER: dict[str, Further] = {
     "qwen35moe.": _qwen_delta,
     "qwen3next.": _qwen_delta,
     "granitehybrid.": _granite_hybrid,
+    "falcon-h1.": _falcon,
+    "kimi-linear.": _kimi,
+    "nemotron_h.": _nemotron,
 }
 """What reads the entries that only some architectures have, and returns those of their classes beside the common."""
 
@@ -249,7 +339,7 @@ def has_experts(file: GgufFile) -> bool:
 _SOFTMAX, _SIGMOID = 1, 2
 _WITH_EXPERTS = (
     *("llama.", "qwen2moe.", "qwen3moe.", "qwen35moe.", "qwen3next.", "gpt-oss.", "deepseek2.", "gemma4."),
-    "granitehybrid.",
+    *("granitehybrid.", "kimi-linear."),
 )
 
 
@@ -259,7 +349,7 @@ def read_experts(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str,
     Raises ``ValueError`` naming an entry that is wrong or not supported.
     """
     if not has_experts(file):
-        if prefix in ("qwen2moe.", "qwen3moe.", "qwen35moe.", "gpt-oss."):
+        if prefix in ("qwen2moe.", "qwen3moe.", "qwen35moe.", "gpt-oss.", "kimi-linear."):
             raise reader.error(f"{prefix}expert_count", "must be above 0")
         for name in ("expert_count", "expert_used_count"):
             if reader.take(prefix + name, 0) != 0:
@@ -269,6 +359,8 @@ def read_experts(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str,
         raise reader.error(f"{prefix}expert_count", "must be 0: experts of this architecture are not read")
     if prefix == "deepseek2.":
         return _read_deepseek(reader, prefix)
+    if prefix == "kimi-linear.":
+        return _read_kimi(reader, prefix)
     if prefix == "gpt-oss.":
         reader.take(f"{prefix}expert_gating_func")
     elif reader.take_int(f"{prefix}expert_gating_func", _SOFTMAX) != _SOFTMAX:
@@ -319,6 +411,25 @@ def _read_deepseek(reader: ConfigReader, prefix: str) -> dict[str, Any]:
         "norm_topk_prob": reader.take_bool(f"{prefix}expert_weights_norm", False),
         "n_group": groups,
         "topk_group": reader.take_int(f"{prefix}expert_group_used_count", used),
+    }
+
+
+def _read_kimi(reader: ConfigReader, prefix: str) -> dict[str, Any]:
+    if reader.take_int(f"{prefix}expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise reader.error(f"{prefix}expert_gating_func", f"must be {_SIGMOID}, which is sigmoid")
+    # llama.cpp divides the weights of a token's experts by their sum whatever the file says.
+    if not reader.take_bool(f"{prefix}expert_weights_norm", True):
+        raise reader.error(f"{prefix}expert_weights_norm", "must be true")
+    return {
+        "num_experts": reader.take_int(f"{prefix}expert_count"),
+        "num_experts_per_token": reader.take_int(f"{prefix}expert_used_count"),
+        "num_shared_experts": reader.take_count(f"{prefix}expert_shared_count", 1),
+        "moe_intermediate_size": reader.take_int(f"{prefix}expert_feed_forward_length"),
+        "first_k_dense_replace": reader.take_count(f"{prefix}leading_dense_block_count"),
+        "routed_scaling_factor": reader.take_float(f"{prefix}expert_weights_scale", 1.0),
+        "num_expert_group": reader.take_int(f"{prefix}expert_group_count", 1),
+        "topk_group": reader.take_int(f"{prefix}expert_group_used_count", 1),
+        "moe_renormalize": True,
     }
 
 

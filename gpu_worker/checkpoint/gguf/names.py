@@ -49,6 +49,24 @@ _QWEN_DELTA = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_MAMBA2 = {
+    "token_embd.weight": "backbone.embeddings.weight",
+    "output_norm.weight": "backbone.norm_f.weight",
+    "attn_norm": "norm",
+    "ssm_in": "mixer.in_proj",
+    "ssm_conv1d": "mixer.conv1d",
+    "ssm_dt.bias": "mixer.dt_bias",
+    "ssm_norm": "mixer.norm",
+    "ssm_out": "mixer.out_proj",
+}
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
 _AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _AROUND = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
 _OF_AN_ARCHITECTURE: dict[str, dict[str, str]] = {
@@ -110,38 +128,79 @@ _OF_AN_ARCHITECTURE: dict[str, dict[str, str]] = {
         "ssm_norm": "mamba.norm",
         "ssm_out": "mamba.out_proj",
     },
+    "falcon-h1": {
+        "output_norm.weight": "model.final_layernorm.weight",
+        "ffn_norm": "pre_ff_layernorm",
+        "ffn_gate": "feed_forward.gate_proj",
+        "ffn_up": "feed_forward.up_proj",
+        "ffn_down": "feed_forward.down_proj",
+        "ssm_in": "mamba.in_proj",
+        "ssm_conv1d": "mamba.conv1d",
+        "ssm_dt.bias": "mamba.dt_bias",
+        "ssm_norm": "mamba.norm",
+        "ssm_out": "mamba.out_proj",
+    },
+    "kimi-linear": {
+        **_LATENT,
+        "ssm_conv1d_q": "self_attn.q_conv1d",
+        "ssm_conv1d_k": "self_attn.k_conv1d",
+        "ssm_conv1d_v": "self_attn.v_conv1d",
+        "ssm_f_a": "self_attn.f_a_proj",
+        "ssm_f_b": "self_attn.f_b_proj",
+        "ssm_g_a": "self_attn.g_a_proj",
+        "ssm_g_b": "self_attn.g_b_proj",
+        "ssm_beta": "self_attn.b_proj",
+        "ssm_dt.bias": "self_attn.dt_bias",
+        "ssm_norm": "self_attn.o_norm",
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+        "ffn_gate_shexp": "block_sparse_moe.shared_experts.gate_proj",
+        "ffn_up_shexp": "block_sparse_moe.shared_experts.up_proj",
+        "ffn_down_shexp": "block_sparse_moe.shared_experts.down_proj",
+    },
+    "mamba2": _MAMBA2,
+    "nemotron_h": {
+        **_MAMBA2,
+        "attn_q": "mixer.q_proj",
+        "attn_k": "mixer.k_proj",
+        "attn_v": "mixer.v_proj",
+        "attn_output": "mixer.o_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+    },
     "deepseek2": {
-        "attn_q_a": "self_attn.q_a_proj",
-        "attn_q_a_norm": "self_attn.q_a_layernorm",
-        "attn_q_b": "self_attn.q_b_proj",
-        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-        "attn_kv_b": "self_attn.kv_b_proj",
+        **_LATENT,
         "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
         "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
         "ffn_up_shexp": "mlp.shared_experts.up_proj",
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
 }
-"""What architectures call the parts of a layer beside, or otherwise than, :data:`_OF_A_LAYER`; an entry with a point is
-the whole name."""
+"""What architectures call the parts of a layer beside, or otherwise than, :data:`_OF_A_LAYER`, and tensors of the whole
+model otherwise than :data:`_WHOLE_MODEL`; an entry with a point is the whole name."""
 _STATES = {
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), "linear_attn"),
-    "granitehybrid": "mamba",
+    **dict.fromkeys(("granitehybrid", "falcon-h1"), "mamba"),
+    **dict.fromkeys(("mamba2", "nemotron_h"), "mixer"),
+    "kimi-linear": "self_attn",
 }
 """What classes call the part of a layer that keeps a state, of those files that also hold the vectors of a head."""
 _VECTORS = {"ssm_a": "A_log", "ssm_d": "D"}
 """Tensors with a number for each head, whose names do not end with a kind."""
+_BARE_NORM = "ffn_norm"
+"""A weight of Falcon-H1, whose name does not either."""
 _OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Tensors that hold a matrix [experts, out, in], or a bias [experts, out], of every expert of a layer."""
 _STACKED = {"ffn_gate_up_exps.weight": "gate_up_proj", "ffn_down_exps.weight": "down_proj"}
 """Tensors that Gemma 4's class has for all experts, too."""
-_EXPERT_PARTS = {"granitehybrid": "block_sparse_moe"}
+_EXPERT_PARTS = {"granitehybrid": "block_sparse_moe", "kimi-linear": "block_sparse_moe"}
 """What classes call the part of a layer with its experts; others call it mlp."""
 _IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_LAYERS = dict.fromkeys(("mamba2", "nemotron_h"), "backbone.layers")
+"""What classes call their layers; others call them model.layers."""
 
-_PAIRED = ("llama", "granite", "granitehybrid", "mistral3", "smollm3")
-"""Architectures whose heads llama.cpp stores as it rotates them."""
+_PAIRED = ("llama", "granite", "granitehybrid", "mistral3", "nemotron_h", "smollm3")
+"""Architectures whose heads llama.cpp's converter stores as Llama's are rotated."""
 _SHIFTED_NORMS = ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 """Architectures whose norms have one added to their weight, which llama.cpp stores with it."""
 _KEYS, _VALUES = "attn_k_b", "attn_v_b"
@@ -167,7 +226,7 @@ class TensorPlace:
 def places(file: GgufFile) -> dict[str, TensorPlace]:
     """Return the file's tensors by the names that models ask for. A tensor that has none keeps its own name."""
     architecture = file.metadata["general.architecture"]
-    names = _OF_A_LAYER | _OF_AN_ARCHITECTURE.get(architecture, {})
+    names, layers = _OF_A_LAYER | _OF_AN_ARCHITECTURE.get(architecture, {}), _LAYERS.get(architecture, "model.layers")
     found = {}
     for name in file.tensors.keys() - {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}:
         if further := _further_layer(file, name):
@@ -175,17 +234,15 @@ def places(file: GgufFile) -> dict[str, TensorPlace]:
             continue
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+|shortconv\.\w+)\.(\w+)", name)
         if layer is None:
-            found[_WHOLE_MODEL.get(name, name)] = _place(file, name, "")
+            found[names.get(name, _WHOLE_MODEL.get(name, name))] = _place(file, name, "")
             continue
-        prefix, part, kind = f"model.layers.{layer[1]}", layer[2], layer[3]
+        prefix, part, kind = f"{layers}.{layer[1]}", layer[2], layer[3]
         dimensions = len(file.tensors[name].shape)
         if architecture == "gemma4" and f"{part}.{kind}" in _STACKED:
             found |= _stacked(file, name, f"{prefix}.experts", _STACKED[f"{part}.{kind}"])
         elif part in _OF_EXPERTS and dimensions == (2 if kind == "bias" else 3):
-            for expert in range(file.tensors[name].shape[0]):
-                own = f"{prefix}.{_EXPERT_PARTS.get(architecture, 'mlp')}.experts.{expert}.{_OF_EXPERTS[part]}.{kind}"
-                found[own] = TensorPlace(name, expert=expert)
-        elif architecture == "deepseek2" and part in (_KEYS, _VALUES):
+            found |= _by_expert(file, name, f"{prefix}.{_EXPERT_PARTS.get(architecture, 'mlp')}", f"{part}.{kind}")
+        elif architecture in ("deepseek2", "kimi-linear") and part in (_KEYS, _VALUES):
             found |= _of_heads(file, layer[1])
         elif f"{part}.{kind}" in names:
             found[f"{prefix}.{names[f'{part}.{kind}']}"] = _place(file, name, part)
@@ -205,8 +262,11 @@ def _further_layer(file: GgufFile, name: str) -> str:
     further = metadata.get(f"{architecture}.nextn_predict_layers", 0)
     if int(layer[1]) >= metadata.get(f"{architecture}.block_count", 0) - further:
         return f"mtp.{name}"
-    part = _VECTORS.get(name[layer.end() :])
-    return f"model.layers.{layer[1]}.{_STATES[architecture]}.{part}" if part else ""
+    rest, layers = name[layer.end() :], _LAYERS.get(architecture, "model.layers")
+    if rest == _BARE_NORM:
+        return f"{layers}.{layer[1]}.{_OF_AN_ARCHITECTURE[architecture].get(rest, _OF_A_LAYER[rest])}.weight"
+    part = _VECTORS.get(rest)
+    return f"{layers}.{layer[1]}.{_STATES[architecture]}.{part}" if part else ""
 
 
 def _place(file: GgufFile, name: str, part: str) -> TensorPlace:
@@ -231,6 +291,17 @@ def _of_heads(file: GgufFile, layer: str) -> dict[str, TensorPlace]:
         return {}
     keys, values = f"blk.{layer}.{_KEYS}.weight", f"blk.{layer}.{_VALUES}.weight"
     return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": TensorPlace(keys, values=values)}
+
+
+def _by_expert(file: GgufFile, name: str, prefix: str, part: str) -> dict[str, TensorPlace]:
+    """Return the places of each expert's matrix or bias in a tensor of all, of which ``part`` is what the file calls
+    it."""
+    matrix, _, kind = part.partition(".")
+    own = _OF_EXPERTS[matrix]
+    if file.metadata["general.architecture"] == "kimi-linear":
+        own = _IN_MIXTRAL[own]
+    count = file.tensors[name].shape[0]
+    return {f"{prefix}.experts.{expert}.{own}.{kind}": TensorPlace(name, expert=expert) for expert in range(count)}
 
 
 def _stacked(file: GgufFile, name: str, prefix: str, part: str) -> dict[str, TensorPlace]:

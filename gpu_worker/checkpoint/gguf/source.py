@@ -17,9 +17,9 @@ from .config import type_error
 from .names import places
 
 _GATE = ".shared_expert_gate.weight"
-_CONVOLUTIONS = (".conv.conv.weight", ".conv1d.weight")
+_CONVOLUTIONS = (".conv.conv.weight", ".conv1d.weight", *(f".{part}_conv1d.weight" for part in "qkv"))
 _RATES, _DELTA = ".A_log", ".linear_attn."
-_VECTORS = (_RATES, ".mamba.D", ".mamba.norm.weight")
+_VECTORS = (_RATES, *(f".{part}.{name}" for part in ("mamba", "mixer") for name in ("D", "norm.weight")))
 """Stored as matrices, of one column or with a row for each group."""
 
 
@@ -105,12 +105,15 @@ def _as_in_class(name: str, plain: Tensor) -> Tensor:
     """Return a tensor with the shape and the numbers that Hugging Face's class has."""
     if name.endswith(_GATE) and plain.dim() == 1:  # a matrix of one row
         return plain[None]
-    if name.endswith(_CONVOLUTIONS) and plain.dim() == 2:  # [channels, 1, taps] without the middle
-        return plain[:, None]
+    if name.endswith(_CONVOLUTIONS):  # [channels, 1, taps] without the middle, or with another one before
+        return plain.reshape(-1, 1, plain.shape[-1])
     if not name.endswith(_VECTORS):
         return plain
-    # Rates are stored as minus their power of e.
-    return torch.log(-plain).flatten() if name.endswith(_RATES) else plain.flatten()
+    if not name.endswith(_RATES):
+        return plain.flatten()
+    # Rates are stored as minus their power of e. Those of Kimi-Linear have a dimension for each of a step's.
+    rates = torch.log(-plain).flatten()
+    return rates.view(1, 1, -1, 1) if ".self_attn." in name else rates
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -198,7 +198,7 @@ def test_a_type_of_blocks_that_is_not_supported_is_named(tmp_path: Path, kind: K
         load_model(tmp_path / "model.gguf")
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "nemotron_h", "falcon", "gemma3n"])
+@pytest.mark.parametrize("architecture", ["mamba", "nemotron_h_moe", "falcon", "gemma3n"])
 def test_another_architecture_is_named(tmp_path: Path, architecture: str) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
     writer.write_header_to_file()

@@ -310,6 +310,11 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """The result of a pooling request: [], [n] or [tokens, n]."""
 
 
+PREEMPTED_OUTCOMES = ("kept", "loaded", "computed")
+"""Where a preempted request finds the state that it had: in memory, in the offload file, or nowhere, so that its tokens
+are computed again."""
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Describes the scheduler after a step; counters grow over the life of the core."""
 
@@ -362,6 +367,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Counter: images whose rows came and were needed."""
     rows_bytes_received: int = 0
     """Counter."""
+    preempted_states: dict[str, int] = {}
+    """Counters of preempted requests that began again where layers keep a state, by ``PREEMPTED_OUTCOMES``."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):

@@ -9,10 +9,13 @@ from tokenloom.request.prefix_schedule import hash_block, media_salt
 
 from ..data.embedding_rows import block_salt
 from ..data.kv_groups import NULL_BLOCK
-from ..data.request import RequestKV, SessionReturn
+from ..data.request import ParkedTokens, RequestKV, SessionReturn
 from .kept_blocks import KeptBlocks
 
 _ALWAYS_HELD = 1 << 62
+MOVED = b"moved "
+"""Begins the names of content that one preempted request looks for, and that goes to a ``ParkedStore`` when others need
+its memory. No hash begins so, but for one of 2**48."""
 
 
 class EvictionListener(Protocol):
@@ -26,6 +29,20 @@ class EvictionListener(Protocol):
 
     def forgot_all(self) -> None:
         """No cached content is valid any more."""
+
+
+class ParkedStore(Protocol):
+    """Keeps what preempted requests look for once the pools have given it up. Called from the thread that steps."""
+
+    def chooses(self, num_blocks: int, num_tokens: int) -> bool:
+        """Return whether to keep the state and so many blocks of a request that is preempted, and would otherwise
+        compute so many tokens again."""
+
+    def has(self, parked: ParkedTokens) -> bool:
+        """Return whether all of this content is in the pools or kept here."""
+
+    def drop(self, parked: ParkedTokens) -> None:
+        """Keep nothing of this content that only its request looks for."""
 
 
 class BlockPool:
@@ -62,6 +79,8 @@ class BlockPool:
         leave the set with their last holder."""
         self.parked: set[bytes] = set()
         """Names of content that one preempted request looks for, and no listener knows."""
+        self.save_parked: Callable[[int, bytes], None] | None = None
+        """Called in the place of listeners when such content is evicted."""
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self.find: Callable[[bytes], int | None] = self._by_hash.get
@@ -160,11 +179,13 @@ class BlockPool:
         self.registered_in[block_id] = self.step
         return True
 
-    def park(self, block_id: int, name: bytes) -> bytes:
-        """Return the name of a held block: that of its content, or this new one if it has none."""
+    def park(self, block_id: int, name: bytes, written_in: int) -> bytes:
+        """Return the name of a held block: that of its content, or this new one if it has none. ``written_in``: the
+        last step that may write to it."""
         if (content := self._hashes[block_id]) is not None:
             return content
         self.register(block_id, name)
+        self.registered_in[block_id] = written_in
         self.parked.add(name)
         return name
 
@@ -207,9 +228,10 @@ class BlockPool:
             for listener in self.listeners:
                 listener.forgot(key)
 
-    def evict(self, block_hash: bytes) -> None:
+    def evict(self, block_hash: bytes, *, is_useless: bool = False) -> None:
         """Let the block with this content, if there is one, not be found any more although no other holder needs it:
-        the content is right, and a listener may save it before the next step."""
+        the content is right, and a listener may save it before the next step. ``is_useless``: it was parked, and its
+        request does not look for it any more."""
         if (block_id := self._by_hash.pop(block_hash, None)) is None:
             return
         self._hashes[block_id] = None
@@ -218,7 +240,10 @@ class BlockPool:
                 self.kept.remove(block_id)
             self._blank.append(block_id)
         self.kept.forget(block_id)
-        self._report_evicted(block_id, block_hash)
+        if is_useless:
+            self.parked.discard(block_hash)
+        else:
+            self._report_evicted(block_id, block_hash)
 
     def forget_all(self) -> None:
         """Let no block be found any more; held blocks stay held."""
@@ -249,6 +274,8 @@ class BlockPool:
     def _report_evicted(self, block_id: int, block_hash: bytes) -> None:
         if self.parked and block_hash in self.parked:
             self.parked.remove(block_hash)
+            if self.save_parked is not None:
+                self.save_parked(block_id, block_hash)
             return
         for listener in self.listeners:
             listener.evicted(block_id, block_hash)

@@ -1,11 +1,17 @@
 """Gives requests of a model whose layers keep a state KV blocks and slots."""
 
+from collections.abc import Sequence
+
 from ..data.config import CacheConfig
 from ..data.kv_events import KVEventLog, StateEvents
 from ..data.kv_groups import KVCacheConfig
 from ..data.request import ParkedTokens, RequestKV, SessionReturn
+from .block_pool import MOVED
 from .kv_cache_manager import KVCacheManager
 from .state_slots import StateSlotPool
+
+PARKED = b"parked "
+"""Begins the names of content that one preempted request looks for, until others need its memory."""
 
 
 class StateKVCacheManager(KVCacheManager):
@@ -35,7 +41,8 @@ class StateKVCacheManager(KVCacheManager):
         if request.parked is not None:
             if (table := self._find_parked(request.parked)) is not None:
                 return table
-            self._give_up_parked(request, request.parked)  # others needed a part of it
+            self._give_up_parked(request, request.parked)  # others needed a part of it, which nothing has kept
+            self.states.preempted["computed"] += 1
         hits = super().find_cached_blocks(request)
         return hits[: self.states.longest(request, len(hits))]
 
@@ -60,8 +67,17 @@ class StateKVCacheManager(KVCacheManager):
 
     def admit(self, request: RequestKV, hits: list[int]) -> None:
         """Start the block table of a request with the cached blocks that it shares, and the state after them."""
-        if request.parked is not None:
-            self._unpark(request, request.parked, hits)
+        if (parked := request.parked) is not None:
+            super().admit(request, hits)
+            self.pool.unpark(hits)
+            contents = [self.pool.content_of(block_id) for block_id in hits]
+            request.num_registered_blocks = contents.index(None) if None in contents else len(contents)
+            if len(hits) < len(parked.blocks):
+                self.states.begin_parked(request)  # it loads the rest
+                return
+            request.parked, request.num_computed_tokens = None, parked.num_tokens
+            self.states.resume(request, parked.slot)
+            self.states.preempted["kept"] += 1
             return
         more = super().find_cached_blocks(request, len(hits))
         super().admit(request, hits)
@@ -70,7 +86,9 @@ class StateKVCacheManager(KVCacheManager):
     def num_hit_tokens(self, hits: list[int], request: RequestKV | None = None) -> int:
         """Return how many tokens the blocks of a table hold that was found for a request."""
         parked = request.parked if request is not None and hits else None
-        return super().num_hit_tokens(hits) if parked is None else parked.num_tokens
+        if parked is None or len(hits) < len(parked.blocks):
+            return super().num_hit_tokens(hits)
+        return parked.num_tokens
 
     def park(self, request: RequestKV) -> None:
         """Let a request that is about to be preempted find what it has computed, until others need the memory.
@@ -87,34 +105,46 @@ class StateKVCacheManager(KVCacheManager):
             # A step in flight verifies drafts (pipeline stages): the slot has the state before them, wherever they end.
             count -= state.num_drafts
         self._num_parked += 1
-        blocks = request.block_ids[: -(-count // self.block_size)]
+        blocks, store = request.block_ids[: -(-count // self.block_size)], self.states.parked_store
+        num_lost = count - state.last if state.last <= count else count
+        is_moved = store is not None and store.chooses(len(blocks), num_lost)
+        stem = (MOVED if is_moved else PARKED) + b"%d" % self._num_parked
         names = [
-            self.pool.park(block_id, b"%d %d" % (self._num_parked, index)) for index, block_id in enumerate(blocks)
+            self.pool.park(block_id, stem + b" %d" % index, self.pool.step - 1) for index, block_id in enumerate(blocks)
         ]
-        request.parked = ParkedTokens(count, names, self.states.pool.park(state.slot, b"%d" % self._num_parked))
+        # The pool of states counts one step less: a state is registered after the step that writes it.
+        slot = self.states.pool.park(state.slot, stem, self.states.pool.step)
+        request.parked = ParkedTokens(count, names, slot)
 
     def _find_parked(self, parked: ParkedTokens) -> list[int] | None:
-        table = [block_id for name in parked.blocks if (block_id := self.pool.find(name)) is not None]
-        is_whole = len(table) == len(parked.blocks) and self.states.pool.find(parked.slot) is not None
-        return table if is_whole else None
+        """Return the table of a preempted request, or without its last blocks if those are to be loaded; None: a part
+        of what it had is lost."""
+        table = list[int]()
+        for name in parked.blocks:
+            if (block_id := self.pool.find(name)) is None:
+                break
+            table.append(block_id)
+        store, slot = self.states.parked_store, self.states.pool.find(parked.slot)
+        if len(table) == len(parked.blocks) and slot is not None:
+            return table
+        if store is None or not store.has(parked):
+            return None
+        if slot is not None:
+            self.states.pool.evict(parked.slot)  # a load brings the state with the blocks, out of one place
+            if not store.has(parked):
+                return None
+        return table[: len(parked.blocks) - 1]
 
     def _give_up_parked(self, request: RequestKV, parked: ParkedTokens) -> None:
         """Let what only this request could have found be the first that others get."""
         request.parked = None
+        if self.states.parked_store is not None:
+            self.states.parked_store.drop(parked)
         for name in parked.blocks:
             if name in self.pool.parked:
-                self.pool.evict(name)
+                self.pool.evict(name, is_useless=True)
         if parked.slot in self.states.pool.parked:
-            self.states.pool.evict(parked.slot)
-
-    def _unpark(self, request: RequestKV, parked: ParkedTokens, table: list[int]) -> None:
-        request.parked = None
-        super().admit(request, table)
-        self.pool.unpark(table)
-        contents = [self.pool.content_of(block_id) for block_id in table]
-        request.num_registered_blocks = contents.index(None) if None in contents else len(contents)
-        request.num_computed_tokens = parked.num_tokens
-        self.states.resume(request, parked.slot)
+            self.states.pool.evict(parked.slot, is_useless=True)
 
     def reserve(self, request: RequestKV) -> list[int]:
         """Choose the blocks of an admitted request that another engine will read, and the slot for the state after
@@ -125,14 +155,24 @@ class StateKVCacheManager(KVCacheManager):
         """Allocate the blocks that an admitted request loads after its hits, and a slot. Blocks that the pool has are
         shared unless another engine sends them, as in :meth:`.GroupedKVCacheManager.reserve_load`."""
         end = request.num_computed_tokens + num_external_tokens
-        if request.remote is not None and request.remote.target is None:
-            hashes = request.block_hashes[len(request.block_ids) : end // self.block_size]
-            found = [self.pool.find(block_hash) for block_hash in hashes]
-            self.pool.share(block_id for block_id in found if block_id is not None)  # before they can be evicted
-            fresh = iter(self.pool.allocate(found.count(None)))
-            request.block_ids += [next(fresh) if block_id is None else block_id for block_id in found]
+        if (parked := request.parked) is not None:
+            request.parked = None
+            self.states.preempted["loaded"] += 1
+            self.pool.unpark(self._share_or_allocate(request, parked.blocks[len(request.block_ids) :]))
+        elif request.remote is not None and request.remote.target is None:
+            self._share_or_allocate(request, request.block_hashes[len(request.block_ids) : end // self.block_size])
         super().reserve_load(request, num_external_tokens)
         self.states.begin_load(request)
+
+    def _share_or_allocate(self, request: RequestKV, names: Sequence[bytes]) -> list[int]:
+        """Add blocks to the table of a request, those that the pool has under these names, or new ones. Returns those
+        that it has."""
+        table = [self.pool.find(name) for name in names]
+        found = [block_id for block_id in table if block_id is not None]
+        self.pool.share(found)  # before they can be evicted
+        fresh = iter(self.pool.allocate(table.count(None)))
+        request.block_ids += [next(fresh) if block_id is None else block_id for block_id in table]
+        return found
 
     def load_table(self, request: RequestKV, num_tokens: int) -> list[int]:
         """Return where a request that loads its first ``num_tokens`` tokens has them: its blocks, and its slot."""

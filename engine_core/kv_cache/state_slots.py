@@ -6,6 +6,7 @@ with and what several requests share costs no copy. A kept state is found by the
 last token, and goes with that block.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from math import lcm
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from ..data.kv_events import StateEvents
 from ..data.kv_groups import KVCacheConfig
 from ..data.request import RequestKV, RequestState
 from ..data.scheduler_output import StateRun
-from .block_pool import BlockPool
+from .block_pool import BlockPool, ParkedStore
 
 # Two prompts that share less than this, a system prompt for example, save less than the place of a state is worth.
 FORK_TOKENS = 1024
@@ -65,11 +66,15 @@ class StateSlotPool:
         self.far_tokens = FAR_TOKENS
         self.num_kept = 0
         """How many states were kept so far."""
+        self.preempted = Counter[str]()
+        """Preempted requests that began again, by ``PREEMPTED_OUTCOMES``."""
         self._keeps_any = cache.enable_prefix_caching
         self._block_size = cache.block_size
         self._blocks = blocks
         self._register = register
         self.events: StateEvents | None = None
+        self.parked_store: ParkedStore | None = None
+        """Where content of preempted requests goes that the pools give up; None: nowhere."""
         self._num_hits = [0] * kv_cache.num_state_slots  # of the state that each slot has
         self._kept: list[_Kept] = []  # bounded by the step
         self._draft_runs: dict[str, list[StateRun]] = {}  # of the step that is being planned
@@ -262,6 +267,11 @@ class StateSlotPool:
             self.pool.release([state.slot])
         [state.slot] = self.pool.allocate(1)
         state.is_kept, state.hit = False, b""
+
+    def begin_parked(self, request: RequestKV) -> None:
+        """Prepare a request that was preempted, and that will load the state that it had."""
+        state = request.state = RequestState()
+        self._choose_ends(request, state)
 
     def finish_load(self, request: RequestKV) -> None:
         """Let the state that a request has loaded be hit from the next step on, if it is one that is kept."""

@@ -13,14 +13,13 @@ from pathlib import Path
 import msgspec
 
 from ..data.config import CacheConfig
-from ..data.request import RequestKV
+from ..data.request import ParkedTokens, RequestKV
 from ..data.scheduler_output import SchedulerOutput
-from ..kv_cache.block_pool import BlockPool, hash_next_block
-from ..kv_cache.prefix_search import find_prefix, group_key
+from ..kv_cache.block_pool import MOVED, BlockPool, hash_next_block
 from ..kv_cache.state_slots import StateSlotPool
 from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
 from .kv_transport import KVPool
-from .offload_tier import OffloadTier, TierIndex, TierLoad, TierSave
+from .offload_tier import MoveCosts, OffloadTier, ParkedFile, SavedStates, TierIndex, TierLoad, TierSave, find_tier_hits
 
 BLANK_SHARE = 4
 """Blocks of sessions are saved ahead of their eviction once less than this part of the pool is blank."""
@@ -30,54 +29,6 @@ _NAMED_BLOCKS = 1 << 20
 """Blocks that the file names at most where they hold no bytes."""
 MAX_AHEAD = 256
 """Blocks looked at in a step; most of a returned session's are in the file already."""
-
-
-class TierHits(msgspec.Struct):
-    """Lists what a request would load. The three lists are parallel, in the order of the block table."""
-
-    num_blocks: int
-    """Blocks of tokens in the prefix that the pool and the tier serve together."""
-    positions: list[int]
-    """Entries of the request's block table."""
-    slots: list[int]
-    keys: list[bytes]
-
-
-def find_tier_hits(
-    hash_of: Callable[[int], bytes],
-    pool: BlockPool,
-    find_slot: Callable[[bytes], int | None],
-    first_block: int,
-    limit: int,
-    block_size: int,
-) -> TierHits:
-    """Return the longest prefix of which each group has the blocks that its window needs, in the pool or in the tier.
-
-    Args:
-        hash_of: Returns the hash of the block of tokens at an index below ``limit``.
-        find_slot: Returns the tier's slot with a block's key.
-        first_block: Blocks of tokens that the pool serves alone; the prefix is at least as long.
-        limit: Most blocks of tokens that may be hit.
-        block_size: Tokens per block.
-    """
-
-    def find(key: bytes) -> int | None:
-        if (block_id := pool.find(key)) is not None:
-            return block_id
-        slot = find_slot(key)
-        return None if slot is None else -1 - slot  # negative, so that it is no block of the pool
-
-    # Blocks that a window left are evicted first, so the pool often has a prefix for full attention and the file has it
-    # for the windows: only both together make a hit.
-    table = find_prefix(hash_of, find, pool.windows, limit, block_size)
-    begin = first_block * pool.num_groups
-    positions = [position for position, found in enumerate(table[begin:], begin) if found < 0]
-    return TierHits(
-        num_blocks=len(table) // pool.num_groups,
-        positions=positions,
-        slots=[-1 - table[position] for position in positions],
-        keys=[group_key(hash_of(position // pool.num_groups), position % pool.num_groups) for position in positions],
-    )
 
 
 class OffloadEviction(msgspec.Struct):
@@ -94,30 +45,10 @@ class OffloadMetadata(KVConnectorMetadata):
 
     step: int
     """The number of the step, as in :attr:`BlockPool.step`."""
+    num_tokens: int
+    """Those that the step computes."""
     evictions: list[OffloadEviction]
     loads: list[TierLoad]
-
-
-class _SavedStates:
-    """Says which states the file has, and follows those that the pool evicts. Implements ``EvictionListener``."""
-
-    def __init__(self, states: StateSlotPool, save: Callable[[int, bytes], None]) -> None:
-        self.states = states
-        self.index = TierIndex(0)
-        self._save = save
-        states.pool.listeners.append(self)
-
-    def evicted(self, block_id: int, block_hash: bytes) -> None:
-        if self.index.find(block_hash) is not None:
-            self.index.touch(block_hash)
-        else:
-            self._save(block_id, block_hash)
-
-    def forgot(self, block_hash: bytes) -> None:
-        self.index.remove(block_hash)
-
-    def forgot_all(self) -> None:
-        self.index.clear()
 
 
 class OffloadConnector:
@@ -130,7 +61,10 @@ class OffloadConnector:
         self._directory = directory
         self._capacity_bytes = capacity_bytes
         self._index = TierIndex(0)
-        self._states: _SavedStates | None = None
+        self._states: SavedStates | None = None
+        self.costs = MoveCosts()
+        self.parked = ParkedFile(self.costs, self._is_kept, self._forget_parked)
+        """What becomes of requests that are preempted, where layers keep a state."""
         self._matches: dict[str, TierLoad] = {}
         """By request: what it would load, still without blocks, until it loads or has ended."""
         self._evictions: list[OffloadEviction] = []  # of this step, as are their bytes and the loads
@@ -155,7 +89,10 @@ class OffloadConnector:
         pool.listeners.append(self)
         pool.kept.unsaved = OrderedDict()
         if states is not None:
-            self._states = _SavedStates(states, self._save_state)
+            self._states = SavedStates(states, self._save_state)
+            states.parked_store = self.parked
+            pool.save_parked = self._save_parked_block
+            states.pool.save_parked = self._save_parked_state
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
         """Called by the block pool while a step is planned: save the block if the tier has room, unless a step in
@@ -185,6 +122,8 @@ class OffloadConnector:
         first = num_computed_tokens // self._block_size
         assert self._blocks is not None, "bind_block_pool comes first"
         if self._states is not None:
+            if request.parked is not None:
+                return self._match_parked(request, request.parked, self._blocks, self._states)
             return self._match_state(request, self._blocks, self._states, first)
         if self._blocks.num_groups > 1:
             return self._match_groups(request, self._blocks, first)
@@ -211,7 +150,8 @@ class OffloadConnector:
         assert self._blocks is not None, "bind_block_pool comes first"
         if self._blocks.kept.unsaved:
             self._save_ahead(self._blocks, self._blocks.kept.unsaved)
-        metadata = OffloadMetadata(self._blocks.step, self._evictions, self._loads)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        metadata = OffloadMetadata(self._blocks.step, num_tokens, self._evictions, self._loads)
         self._blocks.step += 1
         if self._states is not None:
             # A state can be hit, and counts as registered, a step after the one that writes it.
@@ -251,10 +191,11 @@ class OffloadConnector:
                 + (f" and one state of {pool.slot_bytes}" if pool.num_slots else "")
             )
         self._pool = pool
+        self.parked.block_bytes, self.parked.slot_bytes = pool.block_bytes, pool.slot_bytes
         self._index = TierIndex(num_slots)
         if self._states is not None:
             self._states.index = TierIndex(num_states, num_slots)
-        self._tier = OffloadTier(self._directory, num_slots, pool, self._note_loaded, num_states)
+        self._tier = OffloadTier(self._directory, num_slots, pool, self._note_loaded, num_states, self.costs)
 
     def _divide(self, pool: KVPool) -> tuple[int, int]:
         """Return how many blocks and how many states the file holds: in the proportion of the pool's memory."""
@@ -271,6 +212,8 @@ class OffloadConnector:
         assert isinstance(metadata, OffloadMetadata)
         assert self._pool is not None
         assert self._tier is not None
+        if self._states is not None:
+            self.costs.step_begins(metadata.step, metadata.num_tokens)
         for eviction in metadata.evictions:
             # Copied here and not by the tier's thread: the step that is about to run overwrites the block.
             data = b"".join(row.data for row in self._pool.rows(eviction.block_id))
@@ -285,6 +228,8 @@ class OffloadConnector:
     def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
         assert isinstance(metadata, OffloadMetadata)
         self._last_ended = metadata.step
+        if self._states is not None:
+            self.costs.step_ended(metadata.step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         with self._lock:
@@ -294,6 +239,9 @@ class OffloadConnector:
                 is_state = self._states is not None and count == len(load.slots) - 1  # it is the last of a load
                 index = self._index if self._states is None or not is_state else self._states.index
                 index.remove(load.block_hashes[count])
+            if load.is_parked:
+                for name in load.block_hashes:
+                    self._forget_parked(name)
         return set(), {load.request_id for load, _, _ in self._reported}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -354,11 +302,66 @@ class OffloadConnector:
         if self._states.states.pool.registered_in[slot] <= self._last_ended:
             self._save(len(self._blocks.ref_counts) + slot, block_hash, self._states.index)
 
+    def _save_parked_block(self, block_id: int, name: bytes) -> None:
+        """Called by the block pool when it gives up a block that one preempted request looks for."""
+        assert self._blocks is not None
+        if name.startswith(MOVED) and self._blocks.registered_in[block_id] <= self._last_ended:
+            self._save(block_id, name, self._index)
+
+    def _save_parked_state(self, slot: int, name: bytes) -> None:
+        if name.startswith(MOVED):
+            self._save_state(slot, name)
+
+    def _is_kept(self, parked: ParkedTokens) -> bool:
+        """Return whether all content of a preempted request is in the pools or in the file."""
+        pool, saved = self._blocks, self._states
+        assert pool is not None
+        assert saved is not None
+        has_state = saved.states.pool.find(parked.slot) is not None or saved.index.find(parked.slot) is not None
+        return has_state and all(
+            pool.find(name) is not None or self._index.find(name) is not None for name in parked.blocks
+        )
+
+    def _forget_parked(self, name: bytes) -> None:
+        """Let the file not have what only one request has looked for."""
+        if name.startswith(MOVED) and self._states is not None:
+            self._index.remove(name)
+            self._states.index.remove(name)
+
+    def _match_parked(
+        self, request: RequestKV, parked: ParkedTokens, pool: BlockPool, saved: SavedStates
+    ) -> tuple[int, bool]:
+        """Note what a preempted request would load of what it had: the blocks that the pool lacks, and its state."""
+        here = 0
+        while here < len(parked.blocks) - 1 and pool.find(parked.blocks[here]) is not None:
+            here += 1
+        slots, keys, positions = list[int](), list[bytes](), list[int]()
+        for position in range(here, len(parked.blocks)):
+            if pool.find(name := parked.blocks[position]) is None:
+                slot = self._index.find(name)
+                assert slot is not None, "the manager has asked whether all is kept"
+                slots.append(slot)
+                keys.append(name)
+                positions.append(position)
+                self._index.touch(name)
+        state = saved.index.find(parked.slot)
+        assert state is not None, "the manager has asked whether all is kept"
+        saved.index.touch(parked.slot)
+        self._matches[request.request_id] = TierLoad(
+            request.request_id,
+            [*slots, state],
+            [*keys, parked.slot],
+            [],
+            [*positions, len(parked.blocks)],
+            is_parked=True,
+        )
+        return parked.num_tokens - here * self._block_size, True
+
     def _has_room(self, nbytes: int) -> bool:
         """Return whether so many more bytes of this step may wait for the file."""
         return self._tier is not None and self._tier.has_room(self._evicted_bytes + nbytes)
 
-    def _match_state(self, request: RequestKV, pool: BlockPool, saved: _SavedStates, first: int) -> tuple[int, bool]:
+    def _match_state(self, request: RequestKV, pool: BlockPool, saved: SavedStates, first: int) -> tuple[int, bool]:
         """Note which state a request would load that follows more than its ``first`` blocks, with the blocks before it
         that the pool lacks. A request whose load has failed computes instead, because nothing of it was kept."""
         if request.remote is not None and request.remote.failure:

@@ -71,7 +71,7 @@ class PullConnector:
         self._num_groups = pool.num_groups
 
     def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if request.remote is None or (target := request.remote.target) is None:
+        if request.remote is None or (target := request.remote.target) is None or request.parked is not None:
             return 0, False
         if (num_tokens := target.num_tokens - num_computed_tokens) > 0:
             return num_tokens, True

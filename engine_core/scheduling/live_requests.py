@@ -392,7 +392,10 @@ class Admission:
 
         A request that has loaded once does not load again.
         """
-        if self._remote is None or request.kv.block_ids or request.kv.parked is not None:
+        parked = request.kv.parked
+        if self._remote is None or request.kv.block_ids:
+            return 0
+        if parked is not None and parked.num_tokens == num_computed_tokens:
             return 0
         skips = request.kv.skip_reading_prefix_cache or request.routed_rows is not None
         if skips and not request.kv.is_decode_leg:

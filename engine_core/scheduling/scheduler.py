@@ -379,6 +379,7 @@ class Scheduler:
     def _fill_stats(self, stats: SchedulerStats) -> None:
         """Add the figures of images and states."""
         if (states := self._states) is not None:
+            stats.preempted_states = dict(states.preempted)
             # A slot for each request that runs or loads, and for each lease. What the last step read or wrote is held a
             # step longer.
             num_held = len(self.running) + (0 if self._remote is None else self._remote.num_holders)

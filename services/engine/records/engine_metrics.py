@@ -16,6 +16,7 @@ from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.engine_core.data.kv_messages import KV_FAILURES
 from tokenloom.engine_core.data.lora import LoraState
 from tokenloom.engine_core.data.messages import (
+    PREEMPTED_OUTCOMES,
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
@@ -149,10 +150,19 @@ class KVMetrics:
             (*labels, "reason"),
             registry=registry,
         )
+        self._preempted = Counter(
+            f"{PREFIX}preempted_states",
+            "Preempted requests of a model that keeps states which began again: from states kept in memory, loaded "
+            "from the offload file, or computed again.",
+            (*labels, "outcome"),
+            registry=registry,
+        )
         leases = Gauge(f"{PREFIX}kv_leases", "Leases on KV blocks held for other engines.", labels, registry=registry)
         leases.labels(*self._labels).set_function(lambda: self._seen.num_leases)
         for reason in KV_FAILURES:  # a rate needs a first value
             self._recomputes.labels(*self._labels, reason)
+        for outcome in PREEMPTED_OUTCOMES:
+            self._preempted.labels(*self._labels, outcome)
 
     def start_transports(self, names: Iterable[str]) -> None:
         """Show zero bytes for each transport that may be used: a rate needs a first value."""
@@ -170,6 +180,8 @@ class KVMetrics:
             self._bytes.labels(*self._labels, transport).inc(count - seen.kv_bytes_received.get(transport, 0))
         for reason, count in stats.kv_recomputes.items():
             self._recomputes.labels(*self._labels, reason).inc(count - seen.kv_recomputes.get(reason, 0))
+        for outcome, count in stats.preempted_states.items():
+            self._preempted.labels(*self._labels, outcome).inc(count - seen.preempted_states.get(outcome, 0))
 
 
 _LABELS = ("model_name", "engine")

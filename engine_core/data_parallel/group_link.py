@@ -15,8 +15,18 @@ import msgspec
 
 from ..core import EngineCore
 from ..data.config import ParallelConfig
-from .group_address import check_address, connect, listen, notice_loss, worker_host
-from .group_secret import challenge_rank, new_nonce, peers_key, prove_to_hub, read_secret
+from .group_address import (
+    challenge_rank,
+    check_address,
+    connect,
+    listen,
+    new_nonce,
+    notice_loss,
+    peers_key,
+    prove_to_hub,
+    read_secret,
+    worker_host,
+)
 from .messages import (
     Accepted,
     Broken,

@@ -22,8 +22,7 @@ from .control.pause import Pause
 from .control.role import BY_NAME
 from .control.state_follower import StateFollower
 from .core.core_link import CoreLink
-from .core.core_start import process_client, start_core
-from .core.core_watchdog import CoreWatchdog
+from .core.core_start import CoreWatchdog, process_client, start_core
 from .engine_admin import Administration, EngineAdminServicer
 from .kv.kv_front import KVFront
 from .records.engine_settings import EngineSettings

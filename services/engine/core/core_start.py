@@ -1,10 +1,17 @@
-"""Starts an engine core and the link to it."""
+"""Starts an engine core and the link to it, and kills a core that hangs, so that its requests continue on other engines
+and the engine is started anew."""
 
+import asyncio
+import contextlib
 import functools
 import logging
+from pathlib import Path
+from typing import Protocol
 
 from tokenloom.engine_core.client.async_core_client import AsyncCoreClient, AsyncMPClient
+from tokenloom.engine_core.control.step_watchdog import Pulse
 from tokenloom.engine_core.data.errors import EngineConfigError, EngineStartError
+from tokenloom.process.process_guard import is_stopped
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.telemetry import process_metrics
@@ -19,6 +26,13 @@ from .row_loads import RowLoads, RowMetrics
 from .workers import CORE_COMMAND
 
 log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.25
+LEAST_SHARE = 0.2
+"""Share of a look that counts however long the core waited for a processor: a loop without end is found on a busy
+machine too."""
+STOPPED_SECONDS = 2.5
+"""How long the core's process may be stopped (SIGSTOP), as for the parts of the mesh."""
 
 
 def process_client(settings: EngineSettings, checkpoint: str) -> AsyncMPClient:
@@ -88,3 +102,72 @@ def _show_token_costs(host: Host, metrics: EngineMetrics, client: AsyncCoreClien
     if isinstance(client, AsyncMPClient):
         core = functools.partial(cpu_seconds_of, client.pid)
         show_token_cost(host.metrics, num_tokens, prefix="tokenloom_engine_core", cpu_seconds=core)
+
+
+class WatchedCore(Protocol):
+    """Describes a core in a process of its own (:class:`AsyncMPClient`)."""
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process."""
+
+    def pulse(self) -> Pulse | None:
+        """Return whether the core's steps end in time; None if that is not known."""
+
+    def kill(self, reason: str) -> None:
+        """Kill the core and fail what waits for it."""
+
+
+class CoreWatchdog:
+    """Looks at a core at intervals. It counts looks instead of time, so that a pause of this process counts as one
+    look, however long it lasts. Time for which the core's threads wait for a processor does not count: on a machine
+    that others use too, a step may take many times as long as alone."""
+
+    def __init__(self, core: WatchedCore) -> None:
+        self._core = core
+        self._beat = -1
+        self._stuck_looks = 0.0
+        self._waited_seconds: float | None = None  # of all threads, at the look before; None: the step has just begun
+        self._stopped_looks = 0
+
+    async def run(self) -> None:
+        """Look until the core hangs, and kill it then."""
+        while not (reason := self.look()):  # noqa: ASYNC110 - the core cannot set an event when it hangs
+            await asyncio.sleep(TICK_SECONDS)
+        log.error("%s; it is killed", reason)
+        self._core.kill(reason)
+
+    def look(self) -> str:
+        """Return what is wrong with the core; empty: nothing. To be called every :data:`TICK_SECONDS`."""
+        self._stopped_looks = self._stopped_looks + 1 if is_stopped(self._core.pid) else 0
+        if self._stopped_looks * TICK_SECONDS > STOPPED_SECONDS:
+            return "the engine core's process is stopped"
+        pulse = self._core.pulse()
+        if pulse is None or not pulse.limit or pulse.beat != self._beat:
+            self._beat = -1 if pulse is None else pulse.beat
+            self._stuck_looks, self._waited_seconds = 0.0, None
+            return ""
+        # On a busy machine a loop without end is found after up to five times the limit. Threads that only sleep wait
+        # for no processor, so that they are found as on an idle one.
+        self._stuck_looks += self._share_that_counts()
+        if self._stuck_looks * TICK_SECONDS > pulse.limit:
+            return f"a step of the engine core takes longer than {pulse.limit:.1f} s"
+        return ""
+
+    def _share_that_counts(self) -> float:
+        """Return for which share of the time since the look before the core could have computed."""
+        before, self._waited_seconds = self._waited_seconds, waited_seconds(self._core.pid)
+        if before is None:
+            return 1.0
+        # Beside two busy loops a step of the demo model took over 3 s, and a healthy core was killed: its time in the
+        # run queue (schedstat) is no sign of a hang.
+        return max(LEAST_SHARE, min(1.0, 1.0 - (self._waited_seconds - before) / TICK_SECONDS))
+
+
+def waited_seconds(pid: int | None) -> float:
+    """Return for how long the threads of a process have waited for a processor, together; 0 if that is not known."""
+    nanoseconds = 0
+    for statistics in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended
+            nanoseconds += int(statistics.read_text().split()[1])
+    return nanoseconds / 1e9

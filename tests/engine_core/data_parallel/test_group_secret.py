@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine_core.data_parallel.cores import free_port
-from tokenloom.engine_core.data_parallel.group_address import connect
+from tokenloom.engine_core.data_parallel.group_address import connect, read_secret
 from tokenloom.engine_core.data_parallel.group_link import GroupHub, GroupLink
-from tokenloom.engine_core.data_parallel.group_secret import read_secret
 from tokenloom.engine_core.data_parallel.messages import (
     Challenge,
     Frames,

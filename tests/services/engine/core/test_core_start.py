@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from tokenloom.engine_core.control.step_watchdog import Pulse
-from tokenloom.services.engine.core import core_watchdog as core_watch
-from tokenloom.services.engine.core.core_watchdog import STOPPED_SECONDS, TICK_SECONDS, CoreWatchdog
+from tokenloom.services.engine.core import core_start as core_watch
+from tokenloom.services.engine.core.core_start import STOPPED_SECONDS, TICK_SECONDS, CoreWatchdog
 
 
 class FakeCore:
